@@ -19,11 +19,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from unittest import mock
 
-from tula_cli.models.out_of_memory import divisors
+from tula_cli.models.out_of_memory import list_divisors
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import Components
 from tula_cli.run.records.probes import Environment, GradientStats, Measured, Overheads
-from tula_cli.run.records.tasks import probe_id
+from tula_cli.run.records.tasks import make_probe_id
 from tula_cli.spec.load import validate
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -153,7 +153,7 @@ def make_run(root: Path, count: int, *, spot: bool) -> RunDir:
 
 
 def _nodes(count: int) -> list[int]:
-    found = divisors(SMALLEST)
+    found = list_divisors(SMALLEST)
     if count > len(found):
         raise SystemExit(f"at most {len(found) * BATCHES} candidates")
     return found[:count]
@@ -163,7 +163,7 @@ def probe(nodes: int, local_batch: int, *, scale: int) -> Measured:
     """Return a probe whose step takes a tenth of a second for so many samples, and as long to synchronise."""
     compute, sync = 0.05 + 0.1 * local_batch / scale, 0.1 * (1 - 1 / nodes)
     return Measured(
-        id=probe_id(nodes, local_batch),
+        id=make_probe_id(nodes, local_batch),
         nodes=nodes,
         gpus_per_node=1,
         local_batch=local_batch,

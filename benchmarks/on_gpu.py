@@ -54,7 +54,7 @@ from gpu.stage import MARK, SLOWER  # noqa: E402
 
 from tula_cli.errors import TulaError  # noqa: E402
 from tula_cli.host.devices import has_gpu  # noqa: E402
-from tula_cli.host.leftovers import processes_with_variable  # noqa: E402
+from tula_cli.host.leftovers import find_processes_with_variable  # noqa: E402
 from tula_cli.run.files import write_atomic  # noqa: E402
 
 LARGEST_FILE, LARGEST_ARCHIVE = 2**20, 15 * 2**20  # bytes, of runs.tgz
@@ -187,7 +187,7 @@ def end(process: "subprocess.Popen[bytes]", mark: str) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     for _ in range(50):
-        left = [pid for pid, theirs in processes_with_variable(MARK).items() if theirs == mark]
+        left = [pid for pid, theirs in find_processes_with_variable(MARK).items() if theirs == mark]
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

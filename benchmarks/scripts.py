@@ -42,7 +42,7 @@ from typing import Any
 from script_cases import step_cost
 from script_cases.cases import CASES, Case
 
-from tula_cli.host.leftovers import processes_with_variable
+from tula_cli.host.leftovers import find_processes_with_variable
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.script_attempt import ScriptAttempt
@@ -193,10 +193,10 @@ def killed(place: Place) -> dict[str, Any]:
         assert task is not None
         attempts = (ScriptAttempt(run.path, task.id, number) for number in range(9, 0, -1))
         plan = str(next(attempt for attempt in attempts if attempt.heartbeat(0)).plan_path)
-        ranks = processes_with_variable(
+        ranks = find_processes_with_variable(
             "RANK"
         )  # the pid that its heart tells is one of a node's own, where there are several
-        for pid, of in processes_with_variable("TULA_PLAN").items():
+        for pid, of in find_processes_with_variable("TULA_PLAN").items():
             if of == plan and ranks.get(pid) == "0":
                 os.kill(pid, signal.SIGKILL)
 

@@ -25,8 +25,8 @@ from tula_cli.errors import TulaError
 from tula_cli.host.failures import FAILURE_KINDS, NEXT_WORDS
 from tula_cli.presets import AGS_PRESETS
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.json_schema import describe_keys, inner_sections, walk_sections
-from tula_cli.spec.kinds import Section, known_method, parse_minutes, parse_size
+from tula_cli.spec.json_schema import describe_keys, list_inner_sections, walk_sections
+from tula_cli.spec.kinds import Section, parse_minutes, parse_size, require_known_method
 from tula_cli.spec.methods import METHODS
 from tula_cli.spec.old_keys import MEASUREMENTS, MOVED, REMOVED, RENAMED
 from tula_cli.spec.resources import Cluster, SiteBill
@@ -46,7 +46,7 @@ PLAIN = {
 WRITTEN = {
     parse_size: "size, as 16GiB or 800MB",
     parse_minutes: "minutes, or as SLURM writes them, 1-12:00:00",
-    known_method: ", ".join(f"`{name}`" for name in METHODS) + " or text",
+    require_known_method: ", ".join(f"`{name}`" for name in METHODS) + " or text",
 }
 """Types that have a spelling of their own, by the function that reads it."""
 
@@ -123,9 +123,9 @@ def _type(hint: Any) -> str:
     if origin in (list, tuple):
         return f"list of {_type(parts[0])}"
     if origin is dict:
-        inner = next(inner_sections(parts[1]), None)
+        inner = next(list_inner_sections(parts[1]), None)
         return f"mapping of names to {_type(parts[1])}" if inner else "mapping"
-    if inner := next(inner_sections(hint), None):
+    if inner := next(list_inner_sections(hint), None):
         return f"[{inner.__name__}](#{_anchor(inner)})"
     return PLAIN[hint]
 

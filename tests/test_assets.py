@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tula_cli import assets
-from tula_cli.assets import config_files, find_asset, site_asset
+from tula_cli.assets import config_files, find_asset, find_site_asset
 from tula_cli.errors import TulaError
 
 
@@ -33,11 +33,11 @@ def test_a_users_own_file_wins_over_the_sites(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
     monkeypatch.setattr(assets, "SITE_FOLDER", tmp_path / "site")
-    assert site_asset("setup.sh") is None
+    assert find_site_asset("setup.sh") is None
     for folder in ("site", ".config/tula"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "setup.sh").touch()
-        assert site_asset("setup.sh") == tmp_path / folder / "setup.sh"
+        assert find_site_asset("setup.sh") == tmp_path / folder / "setup.sh"
 
 
 def test_xdg_names_the_folders_and_the_sites_own_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

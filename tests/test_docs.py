@@ -11,7 +11,7 @@ import reference
 import typer
 
 from tula_cli.cli.app import app
-from tula_cli.services.profile import max_node_hours
+from tula_cli.services.profile import compute_max_node_hours
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import load_spec, validate
 from tula_cli.spec.methods import METHODS
@@ -96,7 +96,7 @@ def test_every_job_file_can_be_used(page: str, tmp_path: Path) -> None:
             path = tmp_path / "job.yaml"
             path.write_text(shown)
             spec = load_spec(path, environ={}, site_files=())
-            assert max_node_hours(spec, spec.search.nodes) <= (spec.search.max_node_hours or 0)
+            assert compute_max_node_hours(spec, spec.search.nodes) <= (spec.search.max_node_hours or 0)
 
 
 @pytest.mark.torch

@@ -30,12 +30,12 @@ def write(job: Path, **changes: Any) -> None:
 def run_of(job: Path, *overrides: str) -> RunDir:
     spec = load_spec(job, overrides=overrides)
     run = RunDir.of(job.parent / "tula-runs", spec)
-    run.save_job(spec, jobfile.settings_origin(run, job, overrides))
+    run.save_job(spec, jobfile.find_settings_origin(run, job, overrides))
     return run
 
 
 def config_drift(run: RunDir, *overrides: str) -> ConfigDrift | None:
-    return jobfile.config_drift(run, load_spec(run.path / "spec.yaml", overrides=overrides), overrides)
+    return jobfile.find_config_drift(run, load_spec(run.path / "spec.yaml", overrides=overrides), overrides)
 
 
 def test_an_edited_file_is_told_by_its_keys_and_both_values(job: Path) -> None:
@@ -90,7 +90,7 @@ def test_what_was_set_on_the_command_line_is_laid_over_the_file_as_it_is_now(job
     assert config_drift(run) is None, "--set decides"
     write(job, optimizer={"lr": 0.5})
     assert config_drift(run) is not None and config_drift(run, "optimizer.lr=0.3") is None
-    run.save_job(load_spec(run.path / "spec.yaml", overrides=["optimizer.lr=0.3"]), jobfile.settings_origin(run, None, ["optimizer.lr=0.3"]))  # fmt: skip
+    run.save_job(load_spec(run.path / "spec.yaml", overrides=["optimizer.lr=0.3"]), jobfile.find_settings_origin(run, None, ["optimizer.lr=0.3"]))  # fmt: skip
     known = run.job_file()
     assert known is not None and known.overrides == ("train.epochs=2", "optimizer.lr=0.3") and config_drift(run) is None
 

@@ -41,7 +41,7 @@ def test_wheels_hold_templates_and_configs_and_no_tests(wheels: list[Path]) -> N
 
 def test_an_installed_wheel_finds_its_templates(wheels: list[Path], tmp_path: Path) -> None:
     zipfile.ZipFile(wheels[0]).extractall(tmp_path / "site")
-    code = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); from tula_cli.services.init import job_from_template; print(job_from_template('local'))"
+    code = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); from tula_cli.services.init import make_job_from_template; print(make_job_from_template('local'))"
     done = python("-I", "-c", code, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == (ROOT / "templates/job.yaml").read_text().strip()

@@ -3,7 +3,7 @@
 import pytest
 
 from tula_cli.errors import SpecError
-from tula_cli.plugins import is_import_string, load, nearest
+from tula_cli.plugins import is_import_string, load, suggest_nearest
 
 BUILTINS = {"one": 1, "three": 3}
 
@@ -37,8 +37,8 @@ def test_unknown_name_near_nothing_tells_of_import_strings():
 
 
 def test_nearest_ignores_case_and_keeps_the_known_spelling():
-    assert nearest("RESNET50", ["resnet50", "vgg11"]) == "did you mean resnet50?"
-    assert nearest("xy", ["resnet50"]) == ""
+    assert suggest_nearest("RESNET50", ["resnet50", "vgg11"]) == "did you mean resnet50?"
+    assert suggest_nearest("xy", ["resnet50"]) == ""
 
 
 @pytest.mark.parametrize(("name", "expected"), [("a.b:c", True), ("resnet50", False)])

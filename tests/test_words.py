@@ -9,10 +9,12 @@ from tula_cli.host.processes import tag_lines
 
 def test_a_time_before_a_line_is_read_again():
     assert (
-        words.told_time("2026-11-24 00:14:54+0100 so") == words.told_time("2026-11-23T23:14:54.123Z so") == 1795475694
+        words.parse_line_time("2026-11-24 00:14:54+0100 so")
+        == words.parse_line_time("2026-11-23T23:14:54.123Z so")
+        == 1795475694
     )
     for line in ("so", "2026-13-41 00:14:54+0000 so", "on 2026-11-24 00:14:54"):
-        assert words.told_time(line) is None
+        assert words.parse_line_time(line) is None
 
 
 def test_progress_leaves_out_what_is_not_known():
@@ -58,6 +60,6 @@ LONG = "python train.py --arch resnet50 --batch-size 64 --epochs 90"
     ],
 )
 def test_two_long_values_are_shown_where_they_differ(before, after, shown):
-    pair = words.shortened_pair(before, after, 28)
+    pair = words.shorten_pair(before, after, 28)
     assert all(len(text) <= 28 for text in pair) and pair[0] != pair[1]
     assert pair == shown

@@ -26,7 +26,7 @@ def find_asset(name: str) -> Path:
     raise TulaError(f"this installation of tula lacks {name}", "install it again, from a wheel or a whole checkout")
 
 
-def _config_folders(*, environ: Mapping[str, str] = os.environ) -> list[Path]:
+def _list_config_folders(*, environ: Mapping[str, str] = os.environ) -> list[Path]:
     """Return the folders of the user's and the site's own files, whether they are there or not; the user's first, which wins.
 
     They are `tula/` of $XDG_CONFIG_HOME (~/.config where it is unset) and of each of $XDG_CONFIG_DIRS, and
@@ -41,9 +41,9 @@ def _config_folders(*, environ: Mapping[str, str] = os.environ) -> list[Path]:
 
 def config_files(name: str, *, environ: Mapping[str, str] = os.environ) -> list[Path]:
     """Return the user's and the site's files of a name, those that there are; the user's first, which wins."""
-    return [path for folder in _config_folders(environ=environ) if (path := folder / name).is_file()]
+    return [path for folder in _list_config_folders(environ=environ) if (path := folder / name).is_file()]
 
 
-def site_asset(name: str) -> Path | None:
+def find_site_asset(name: str) -> Path | None:
     """Return a user's or a site's own file, for example "slurm-setup.sh", or None where neither has one."""
     return next(iter(config_files(name)), None)

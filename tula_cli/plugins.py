@@ -10,7 +10,7 @@ from typing import Any
 from tula_cli.errors import SpecError
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def suggest_nearest(name: str, known: Iterable[str]) -> str:
     """Return "did you mean ...?" with the known names closest to `name`, or an empty string."""
     folded = {key.lower(): key for key in known}
     close = difflib.get_close_matches(name.lower(), folded, n=3, cutoff=0.6)
@@ -37,7 +37,7 @@ def load(name: str, builtins: Mapping[str, Any], *, kind: str) -> Any:
     if not is_import_string(name):
         raise SpecError(
             f"unknown {kind} {name!r}",
-            nearest(name, builtins) or f"a {kind} of your own is written package.module:attribute",
+            suggest_nearest(name, builtins) or f"a {kind} of your own is written package.module:attribute",
         )
     module_name, _, attribute = name.partition(":")
     if not module_name or module_name.startswith("."):
@@ -62,5 +62,5 @@ def load(name: str, builtins: Mapping[str, Any], *, kind: str) -> Any:
         return target
     except AttributeError:
         raise SpecError(
-            f"{kind} {name!r}: {module_name} has no {attribute!r}", nearest(attribute, dir(module))
+            f"{kind} {name!r}: {module_name} has no {attribute!r}", suggest_nearest(attribute, dir(module))
         ) from None

@@ -10,7 +10,7 @@ from pathlib import Path
 # --- numbers and words
 
 
-def number(value: float | None, digits: int = 3) -> str:
+def format_number(value: float | None, digits: int = 3) -> str:
     """Return a number with `digits` significant digits, all of its digits before the point, and no exponent."""
     if value is None or not math.isfinite(value):
         return "-"
@@ -20,7 +20,7 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:.{min(max(decimals, 0), 12)}f}"
 
 
-def perplexity_of(loss: float) -> float:
+def compute_perplexity(loss: float) -> float:
     """Return the perplexity of a mean loss in nats a token; huge, and not infinite, where the loss is huge."""
     return math.exp(min(loss, 700.0))
 
@@ -29,8 +29,8 @@ def format_duration(seconds: float | None) -> str:
     """Return a time with its unit."""
     if seconds is None:
         return "-"
-    divisor, unit = time_unit(seconds)
-    return f"{number(seconds / divisor)} {unit}"
+    divisor, unit = choose_time_unit(seconds)
+    return f"{format_number(seconds / divisor)} {unit}"
 
 
 WIDEST_INTERVAL = 3.0
@@ -42,7 +42,7 @@ def is_too_wide(low: float | None, high: float | None) -> bool:
     return low is not None and high is not None and high > WIDEST_INTERVAL * max(low, 0.0)
 
 
-def interval_of_hours(low: float | None, high: float | None) -> str:
+def format_interval_of_hours(low: float | None, high: float | None) -> str:
     """Return an interval in brackets, and that it is too wide to decide by; empty where there is none."""
     if low is None or high is None:
         return ""
@@ -50,7 +50,7 @@ def interval_of_hours(low: float | None, high: float | None) -> str:
     return f" ({format_duration(3600 * low)} to {format_duration(3600 * high)}{wide})"
 
 
-def time_unit(longest: float) -> tuple[float, str]:
+def choose_time_unit(longest: float) -> tuple[float, str]:
     """Return the unit in which a column up to `longest` seconds is read best: its seconds and its name."""
     if longest < 120:
         return 1.0, "s"
@@ -62,17 +62,17 @@ def is_cost_in_node_hours(cost: float, node_hours: float, currency: str) -> bool
     return currency == "node-h" and math.isclose(cost, node_hours)
 
 
-def plural(count: int, noun: str = "node") -> str:
+def format_count(count: int, noun: str = "node") -> str:
     """Return how many, in words: 1 node, 2 nodes, 3 batches."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith('tch') else 's'}"
 
 
-def configuration(nodes: int, batch: int, local_batch: int) -> str:
+def describe_configuration(nodes: int, batch: int, local_batch: int) -> str:
     """Return a configuration in words, with both of its batches."""
-    return f"{plural(nodes)}, batch {batch} (local {local_batch})"
+    return f"{format_count(nodes)}, batch {batch} (local {local_batch})"
 
 
-def method_label(method: str, *, reference: bool) -> str:
+def describe_method_label(method: str, *, reference: bool) -> str:
     """Return a method of a comparison, and whether it is what the others are held against."""
     return f"{method} (reference)" if reference else method
 
@@ -120,7 +120,7 @@ def parse_number(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def relative_path(path: Path) -> str:
+def make_relative_path(path: Path) -> str:
     """Return a path as it is seen from the working directory, where it lies in it."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
@@ -130,19 +130,19 @@ def format_percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f}"
 
 
-def size_unit(largest: float | None) -> tuple[float, str]:
+def choose_size_unit(largest: float | None) -> tuple[float, str]:
     """Return the unit in which a column up to `largest` bytes is read best: its bytes and its name."""
     return (1024**2, "MiB") if largest is not None and largest < 1024**3 else (1024**3, "GiB")
 
 
 def format_size(value: float | None, divisor: float) -> str:
-    return "-" if value is None else number(value / divisor)
+    return "-" if value is None else format_number(value / divisor)
 
 
 def format_bytes(value: float) -> str:
     """Return bytes with their unit."""
-    divisor, unit = size_unit(value)
-    return f"{number(value / divisor)} {unit}"
+    divisor, unit = choose_size_unit(value)
+    return f"{format_number(value / divisor)} {unit}"
 
 
 def format_moment(at: float | None) -> str:
@@ -162,7 +162,7 @@ def stamp_line(line: str) -> str:
     return f"{time.strftime('%Y-%m-%d %H:%M:%S%z')} {line}"
 
 
-def told_time(line: str) -> float | None:
+def parse_line_time(line: str) -> float | None:
     """Return the Unix time that a line of a log begins with (local where it names no zone); None where it has none."""
     match = _STAMP.match(line)
     if match is None:
@@ -174,7 +174,7 @@ def told_time(line: str) -> float | None:
         return None
 
 
-def number_ranges(numbers: Iterable[int]) -> str:
+def format_number_ranges(numbers: Iterable[int]) -> str:
     """Return ascending numbers as "0-3, 7"."""
     runs: list[list[int]] = []
     for value in numbers:
@@ -185,12 +185,12 @@ def number_ranges(numbers: Iterable[int]) -> str:
     return ", ".join("-".join(map(str, run)) for run in runs)
 
 
-def rank_tag(rank: int) -> str:
+def make_rank_tag(rank: int) -> str:
     """Return what stands before a rank's line in a log that several share, as torch marks its own."""
     return f"[rank{rank}]: "
 
 
-def rank_of(line: str) -> int | None:
+def parse_rank(line: str) -> int | None:
     """Return the rank whose tag stands before a line; None where none does."""
     match = _TAG.match(line)
     return int(match[1]) if match else None
@@ -209,17 +209,17 @@ def describe_progress(
     """Return how far a training is: of its epochs, in samples, at a global batch, with the time of a step and what is left (s)."""
     epochs = "" if epoch is None else f"epoch {epoch:.4g}" + (f" of {of}" if of else "") + ", "
     text = f"{epochs}sample {samples}: batch {batch}"
-    text += "" if loss is None else f", loss {number(loss, 4)}"
-    text += f", {number(batch / step_time)} samples/s" if step_time > 0 else ""
+    text += "" if loss is None else f", loss {format_number(loss, 4)}"
+    text += f", {format_number(batch / step_time)} samples/s" if step_time > 0 else ""
     return text + ("" if left is None else f", {format_duration(left)} left")
 
 
-def log_pause(age: float) -> float:
+def compute_log_pause(age: float) -> float:
     """Return the seconds until a log tells again how far a training is, `age` seconds after it began: ever fewer lines."""
     return min(240.0, max(15.0, age))
 
 
-def shortened_pair(before: str, after: str, longest: int) -> tuple[str, str]:
+def shorten_pair(before: str, after: str, longest: int) -> tuple[str, str]:
     """Return two texts in so many characters each, if they are longer those about the first in which they differ."""
     pairs = enumerate(zip(before, after, strict=False))
     common = next((place for place, (word, other) in pairs if word != other), min(len(before), len(after)))
@@ -232,16 +232,16 @@ def shortened_pair(before: str, after: str, longest: int) -> tuple[str, str]:
     return shortened(before), shortened(after)
 
 
-def first_line(text: str) -> str:
+def get_first_line(text: str) -> str:
     return text.strip().split("\n", 1)[0]
 
 
-def place(nodes: int, local_batch: int) -> str:
+def describe_probe_place(nodes: int, local_batch: int) -> str:
     """Return where a probe is made, in words."""
-    return f"{plural(nodes)}, local batch {local_batch}"
+    return f"{format_count(nodes)}, local batch {local_batch}"
 
 
-def part_words(name: str) -> str:
+def describe_part(name: str) -> str:
     """Return what of a job is meant by the name of a part: a type of node, a length of text, or both."""
     kind, at, length = f"-{name}".rpartition("-length-")
     words = [f"node type {kind[1:] if at else name}"] if kind[1:] or not at else []

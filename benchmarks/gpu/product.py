@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from tula_cli.host.machine import shared_memory
-from tula_cli.models.memory.host_memory import data_memory
+from tula_cli.host.machine import read_shared_memory
+from tula_cli.models.memory.host_memory import estimate_data_memory
 from tula_cli.run.directory import RunDir
 
 
@@ -89,8 +89,8 @@ def loader_processes(wanted: int, *, batch: int, trainings: int = 1) -> int:
         batch: bytes.
         trainings: at a time.
     """
-    needed = trainings * data_memory([1], sample=batch, ranks=1, workers=wanted, on_gpu=True).shared
-    return wanted if needed <= (shared_memory() or 0) else 0
+    needed = trainings * estimate_data_memory([1], sample=batch, ranks=1, workers=wanted, on_gpu=True).shared
+    return wanted if needed <= (read_shared_memory() or 0) else 0
 
 
 def newest(folder: Path) -> RunDir:

@@ -42,7 +42,7 @@ def alone(device: str) -> Iterator[Ranks]:
         os.environ.setdefault(name, value)
     with (
         tempfile.TemporaryDirectory() as folder,
-        worker_ranks.process_group(Cluster(device=device), handover=Path(folder) / "handover") as me,  # type: ignore[arg-type]
+        worker_ranks.join_process_group(Cluster(device=device), handover=Path(folder) / "handover") as me,  # type: ignore[arg-type]
     ):
         yield me
 
@@ -144,6 +144,6 @@ class Fixed:
     def evaluate(self) -> None:
         """Take the forward pass of an evaluation."""
         self.trainer.parallel.eval()
-        with worker_train_loop.autocast_context(self.trainer):
+        with worker_train_loop.make_autocast_context(self.trainer):
             self.trainer.parallel.module(self.pair[0])
         self.trainer.parallel.train()

@@ -28,7 +28,7 @@ def share() -> None:
     def gloo(_: Any = None, **options: Any) -> None:
         join("gloo", **{name: value for name, value in options.items() if name != "device_id"})
 
-    worker_ranks.pick_device = lambda *_, **__: device  # type: ignore[attr-defined]
+    worker_ranks.choose_device = lambda *_, **__: device  # type: ignore[attr-defined]
     dist.init_process_group = gloo  # type: ignore[assignment]
     if device.type == "cuda":
         torch.cuda.device_count = lambda: 2

@@ -250,7 +250,7 @@ def attempt(spec: JobSpec, me: Any, batch: int, capacity: int | None) -> Trial:
     memory = split_memory(
         fixed.trainer.parallel.module,
         fixed.trainer.base,
-        batch=worker_device.tensor_bytes(fixed.pair),
+        batch=worker_device.count_tensor_bytes(fixed.pair),
         factors=ags.memory() if ags else 0,
         peak=peak,
         reserved=reserved,

@@ -20,7 +20,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from gpu.rig import build, job
 from tula_cli.run.files import write_atomic
 from tula_cli.worker import device as worker_device
-from tula_cli.worker.measure.probe import GradientNormRecorder, endless_steps
+from tula_cli.worker.measure.probe import GradientNormRecorder, repeat_steps
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train.loop import Trainer
 from tula_cli.worker.train.step_watch import SynchronisationTimer
@@ -63,7 +63,7 @@ def trained(name: str, me: Ranks, *, tiny: bool) -> dict[str, Any]:
     spec = job(model, image=image, batch=batch, device=me.device.type, method=method, **settings)
     trainer = build(spec, me, batch=batch)
     norms = GradientNormRecorder.attach(trainer)
-    stream = endless_steps(trainer)
+    stream = repeat_steps(trainer)
     if trainer.ags:
         trainer.ags.start_epoch(1)
     few, many = (2, 4) if tiny else (FEW, MANY)

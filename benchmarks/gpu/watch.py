@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpu.stage import MARK
-from tula_cli.host.leftovers import processes_with_variable
+from tula_cli.host.leftovers import find_processes_with_variable
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +49,7 @@ def card_taken() -> int:
 def ranks() -> list[int]:
     """Return the processes of ranks, and of their loaders, that this stage has started."""
     own = os.environ.get(MARK)
-    return [pid for pid, mark in processes_with_variable(MARK).items() if mark == own and _is_rank(pid)]
+    return [pid for pid, mark in find_processes_with_variable(MARK).items() if mark == own and _is_rank(pid)]
 
 
 def _is_rank(pid: int) -> bool:

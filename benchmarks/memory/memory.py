@@ -43,7 +43,7 @@ from tula_cli.run.directory import RunDir  # noqa: E402
 from tula_cli.run.files import write_atomic  # noqa: E402
 from tula_cli.run.records.inspections import Inspection  # noqa: E402
 from tula_cli.run.records.probes import Measured  # noqa: E402
-from tula_cli.run.records.tasks import ProbeTask, probe_id  # noqa: E402
+from tula_cli.run.records.tasks import ProbeTask, make_probe_id  # noqa: E402
 from tula_cli.spec.job import JobSpec  # noqa: E402
 from tula_cli.spec.kinds import parse_size  # noqa: E402
 from tula_cli.spec.sections import MEMORY_MARGIN  # noqa: E402
@@ -212,7 +212,7 @@ def measure(job: JobSpec, batches: Sequence[int], *, heap: bool) -> list[Measure
         run.write_task(task)
         command = [sys.executable, "-m", "tula_cli.worker", str(run.path), task.id, "1"]
         done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, check=False)
-        found = [run.result(probe_id(1, batch)) for batch in batches]
+        found = [run.result(make_probe_id(1, batch)) for batch in batches]
     results = [result for result in found if isinstance(result, Measured)]
     if not results and not out_of_memory(done.stderr, job.cluster.device):
         raise SystemExit(f"the worker failed:\n{done.stderr[-2000:]}")

@@ -341,7 +341,7 @@ def main() -> None:
     found = []
     with (
         tempfile.TemporaryDirectory() as folder,
-        worker_ranks.process_group(Cluster(device="cpu"), handover=Path(folder) / "handover") as me,
+        worker_ranks.join_process_group(Cluster(device="cpu"), handover=Path(folder) / "handover") as me,
     ):
         if not options.json:
             print(f"{'':42}{'operations':>11}{'':7}{'kernels':>9}{'':7}{'waits':>7}")

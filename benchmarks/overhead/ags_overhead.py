@@ -198,7 +198,7 @@ class Bench:
         trainer = self.trainers[name]
         mark = time.process_time if self.cpu_time else trainer.clock.mark
         start = mark()
-        worker_train_loop._backward(trainer, itertools.repeat((self.inputs, self.targets)), start)
+        worker_train_loop._run_backward(trainer, itertools.repeat((self.inputs, self.targets)), start)
         middle = mark()
         worker_train_loop._refresh_method(trainer)
         worker_train_loop._update(trainer)
@@ -437,11 +437,11 @@ def machine(me: "Ranks") -> dict[str, Any]:
     """Say what is measured on, and how busy it is."""
     import torch
 
-    from tula_cli.host.machine import processor_name
+    from tula_cli.host.machine import read_processor_name
 
     cuda = me.device.type == "cuda"
     return {
-        "device": torch.cuda.get_device_name(me.device) if cuda else processor_name(),
+        "device": torch.cuda.get_device_name(me.device) if cuda else read_processor_name(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "ranks": me.world,
@@ -570,7 +570,7 @@ def main() -> None:
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        worker_ranks.process_group(Cluster(device=options.device), handover=Path(folder) / "handover") as me,
+        worker_ranks.join_process_group(Cluster(device=options.device), handover=Path(folder) / "handover") as me,
     ):
         if options.hold:
             print(json.dumps(hold(options.models[0], options.hold, me)))

@@ -10,7 +10,7 @@ from lublin_feitelson import ModelJob
 from size_classes import PastWait, WaitBound, wait_bound
 from workload_format import LoggedJob
 
-from tula_cli.services.recommendation.listed import chain_links
+from tula_cli.services.recommendation.listed import count_chain_links
 
 NODES = (1, 2, 4, 8, 16, 32, 64)
 MINUTES = (60, 240, 720, 1440)
@@ -118,7 +118,7 @@ def _asks(runs: dict[int, float]) -> list[Ask]:
     asks = []
     for nodes, seconds in runs.items():
         for minutes in MINUTES:
-            links = chain_links(seconds / 60, minutes)
+            links = count_chain_links(seconds / 60, minutes)
             asks.append(Ask(nodes, minutes, links))
             if links == 1:
                 break

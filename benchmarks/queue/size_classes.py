@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from quantile_bound import CONFIDENCE, QUANTILE, WaitSeries, fewest
 
-from tula_cli.words import plural
+from tula_cli.words import format_count
 
 LIMITS = (60.0, 240.0, 720.0, 1440.0)
 """Time limits (minutes) up to which a class goes; the last one has those above."""
@@ -53,7 +53,7 @@ def size_of(nodes: int, minutes: float) -> Size:
 def size_words(size: Size) -> str:
     """Return a class in words: "5-8 nodes, up to 4 h"."""
     most = 2 ** size[0]
-    nodes = plural(most) if most <= 2 else f"{most // 2 + 1}-{most} nodes"
+    nodes = format_count(most) if most <= 2 else f"{most // 2 + 1}-{most} nodes"
     limit = f"up to {LIMITS[size[1]] / 60:g} h" if size[1] < len(LIMITS) else f"above {LIMITS[-1] / 60:g} h"
     return f"{nodes}, {limit}"
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from tula_cli.words import plural
+from tula_cli.words import format_count
 
 FAR_OFF = 0.25  # relative error of a part from which on it is named below the tables
 SMALL_PART = 0.01  # share of the whole below which it is not
@@ -230,7 +230,7 @@ def _part_lines(job: str, rows: Sequence[Row]) -> Iterator[str]:
 
 def _training_line(row: Row) -> str:
     inside = {None: "", True: "yes", False: "no"}[row.is_inside]
-    where = f"{plural(row.nodes, 'node')}, batch {row.batch}"
+    where = f"{format_count(row.nodes, 'node')}, batch {row.batch}"
     return f"| {row.job} | {where} | {row.quantity} | {row.predicted:.3g} | {row.actual:.3g} | {row.error:+.1%} | {inside} |"
 
 

@@ -25,7 +25,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tula_cli.models.efficiency import EARLY_SHARE, SLOWEST_GROWTH, equivalent_constant_noise, steps_ratio
+from tula_cli.models.efficiency import (
+    EARLY_SHARE,
+    SLOWEST_GROWTH,
+    compute_equivalent_constant_noise,
+    compute_steps_ratio,
+)
 from tula_cli.models.ramp.by_noise import GROWTH
 
 COLUMNS = ("app", "global_batch", "epoch", "iteration", "metric", "grad_sqr", "grad_var")
@@ -56,16 +61,18 @@ Method = Callable[[Case, float], float]
 
 
 def _by_noise(case: Case, noise: float) -> float:
-    return float(steps_ratio(case.batch, reference=case.reference, noise=noise))
+    return float(compute_steps_ratio(case.batch, reference=case.reference, noise=noise))
 
 
 def growing(case: Case, growth: float) -> float:
-    noise = equivalent_constant_noise(case.first_noise, reference=case.reference, epochs=case.epochs, growth=growth)
+    noise = compute_equivalent_constant_noise(
+        case.first_noise, reference=case.reference, epochs=case.epochs, growth=growth
+    )
     return _by_noise(case, noise)
 
 
 def later(case: Case, growth: float) -> float:
-    noise = equivalent_constant_noise(
+    noise = compute_equivalent_constant_noise(
         case.later_noise, reference=case.reference, epochs=case.epochs, growth=growth, measured_at=case.later
     )
     return _by_noise(case, noise)

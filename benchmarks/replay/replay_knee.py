@@ -100,7 +100,7 @@ class Judged:
 
 def lines(measured: MeasuredSet) -> list[Prediction]:
     """Return the true curve; empty where it has too few batches."""
-    line = list(objective.envelope(truth(measured)))
+    line = list(objective.find_envelope(truth(measured)))
     return line if len(line) >= FEWEST else []
 
 
@@ -119,7 +119,7 @@ def _line_of(rows: Sequence[Prediction]) -> list[Prediction]:
     def least(batch: int) -> float:
         return min(r.hours * (r.step_fitted or r.step_time) / r.step_time for r in rows if r.batch == batch)
 
-    line = objective.envelope(rows)
+    line = objective.find_envelope(rows)
     return [r.model_copy(update={"step_fitted": r.step_time * least(r.batch) / r.hours}) for r in line]
 
 

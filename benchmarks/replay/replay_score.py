@@ -42,7 +42,7 @@ def planned(name: str) -> Strategy:
 
 def in_rounds(offer: Offer, measure: Measure) -> None:
     """Probe where it is expected to improve the decisions most, until nothing is."""
-    start = adaptive.first_probes(offer.by_size.items(), whole_steps=offer.whole_steps)
+    start = adaptive.choose_first_probes(offer.by_size.items(), whole_steps=offer.whole_steps)
     seen = measure(offer.at(size, batch) for size, batch in start)
     while True:
         fit = steptime.fit_step_time(seen, collective=offer.collective)
@@ -235,7 +235,7 @@ class Choices:
         if true is None:
             return None
         found = knee(predictions(self.measured, self.believed))
-        times = {row.batch: row.hours for row in objective.envelope(truth(self.measured))}
+        times = {row.batch: row.hours for row in objective.find_envelope(truth(self.measured))}
         return KneeMissed(round(math.log2(found / true)), max(0.0, times[found] / times[true] - 1))
 
 

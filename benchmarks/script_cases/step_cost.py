@@ -56,9 +56,9 @@ def summary(pairs: list[list[float]]) -> dict[str, Any]:
 
 
 def _command(spec: JobSpec, batch: int, folder: Path, python: str) -> list[str]:
-    script = cluster_values.script_of(spec)
+    script = cluster_values.get_script(spec)
     here = cluster_values.ScriptProcess(1, 0, "127.0.0.1", PORT, 0, 0)
-    known = cluster_values.placeholder_values(
+    known = cluster_values.list_placeholder_values(
         spec, here, batch=batch, out=folder / "out", run=folder, workers=1
     )  # timm takes no fewer
     known |= {name: LONG for name in ("epochs", "steps") if name in known}

@@ -117,7 +117,7 @@ def measured(options: argparse.Namespace) -> list[Taken]:
         (ramp, "ramp, nodes by stage", ()),
         (
             fixed,
-            f"reference batch, {words.plural(best)}",
+            f"reference batch, {words.format_count(best)}",
             ("--nodes", str(best), "--batch", str(REFERENCE)),
         ),
         (large, "the large batch, 4 nodes", ("job.yaml", "--nodes", "4", "--batch", str(LARGEST))),

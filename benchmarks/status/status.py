@@ -30,7 +30,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.probes import OutOfMemory
 from tula_cli.run.records.results import Summary, TrainResult
-from tula_cli.run.records.tasks import Rung, TrainTask, probe_id
+from tula_cli.run.records.tasks import Rung, TrainTask, make_probe_id
 from tula_cli.services import run_list, status
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
@@ -170,7 +170,12 @@ def _add_training(run: RunDir, spec: JobSpec, signature: str, *, scheduler_id: s
 
 def _result(local: int) -> OutOfMemory:
     return OutOfMemory(
-        id=probe_id(1, local), nodes=1, gpus_per_node=1, local_batch=local, assumed=False, message="CUDA out of memory"
+        id=make_probe_id(1, local),
+        nodes=1,
+        gpus_per_node=1,
+        local_batch=local,
+        assumed=False,
+        message="CUDA out of memory",
     )
 
 

@@ -40,7 +40,7 @@ from tula_cli.run.records.results import TrainResult
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
-from tula_cli.spec.signature import train_signature
+from tula_cli.spec.signature import compute_train_signature
 from tula_cli.words import format_duration
 from tula_cli.worker.build.data import build_datasets
 from tula_cli.worker.entry import run_training
@@ -159,7 +159,7 @@ def train(key: Key, options: argparse.Namespace, ranks: Ranks) -> Result:
         TulaError: this version of tula does not have the method, or refuses it here.
     """
     spec, batch = job_of(key, options), table1_settings.batch_of(*key[:2])
-    signature = train_signature(spec, nodes=1, batch=batch)
+    signature = compute_train_signature(spec, nodes=1, batch=batch)
     task = TrainTask(
         id=f"train-{signature}-1",
         job=f"train-{signature}",

@@ -10,7 +10,7 @@ import efficiency
 import pandas as pd
 import pytest
 
-from tula_cli.models.efficiency import equivalent_constant_noise
+from tula_cli.models.efficiency import compute_equivalent_constant_noise
 
 PERFECT = "perfect scaling (fixed epochs)"
 CONSTANT = "first epoch, constant noise"
@@ -85,7 +85,7 @@ def test_the_growth_is_that_of_the_cases(tmp_path: Path) -> None:
     )
     cases = []
     for batch in (20, 40, 80):
-        noise = equivalent_constant_noise(30.0, reference=10, epochs=20.0, growth=0.4)
+        noise = compute_equivalent_constant_noise(30.0, reference=10, epochs=20.0, growth=0.4)
         cases.append(dataclasses.replace(case, batch=batch, ratio=(1 + noise / batch) / (1 + noise / 10)))
     assert efficiency.fit_growth(cases) == pytest.approx(0.4)
 
@@ -93,7 +93,7 @@ def test_the_growth_is_that_of_the_cases(tmp_path: Path) -> None:
 def test_the_growth_of_an_app_is_that_of_the_others() -> None:
     cases = []
     for app, growth in (("slow", 0.2), ("fast", 0.9), ("faster", 0.9)):
-        noise = equivalent_constant_noise(30.0, reference=10, epochs=20.0, growth=growth)
+        noise = compute_equivalent_constant_noise(30.0, reference=10, epochs=20.0, growth=growth)
         case = efficiency.Case(
             app,
             80,

@@ -40,7 +40,7 @@ from tula_cli.show import screen as show_screen
 from tula_cli.spec.job import describe_training_method
 from tula_cli.spec.load import load_spec
 from tula_cli.version import __version__
-from tula_cli.words import relative_path
+from tula_cli.words import make_relative_path
 
 ROOT = Path(__file__).parents[2]
 
@@ -132,7 +132,7 @@ class Here(make.FakeLauncher):
 def cluster(monkeypatch):
     """A cluster of this test's own; replace `.launcher` for another one."""
     held = types.SimpleNamespace(launcher=Here(), inspection=inspection())
-    monkeypatch.setattr(cluster_launcher, "launcher_for", lambda spec, **_: held.launcher)
+    monkeypatch.setattr(cluster_launcher, "make_launcher", lambda spec, **_: held.launcher)
     for module in (inspecting, services_check, services_estimate):
         monkeypatch.setattr(module, "inspect", lambda spec: held.inspection)
     return held
@@ -290,7 +290,7 @@ def test_a_run_is_found_by_flag_variable_and_name(cluster, monkeypatch):
     assert tula("status", "--run", first.id, "--json").json["run_id"] == first.id
     for named in (["--run", str(first.path)], [first.id], [str(first.path)]):
         shown = tula("status", *named)
-        assert shown.err == f"run {relative_path(first.path)} with --set name=first of an earlier command\n"
+        assert shown.err == f"run {make_relative_path(first.path)} with --set name=first of an earlier command\n"
         assert tula("status", *named, "--json").json["overrides"] == ["name=first"]
     assert "did you mean first" in tula("logs", first.id.replace("first", "frst")).err
     assert tula("cancel", "first", "--json").json["run_id"] == first.id, "by the job's name"
@@ -567,7 +567,7 @@ def test_a_training_does_not_start_from_settings_that_the_job_no_longer_has(clus
         refused = tula(*command)
         assert refused.code == 2 and "(optimizer.lr, train.epochs)" in refused.err and told in refused.err
         assert (
-            f"tula {command[0]} job.yaml; those of the run: tula {command[0]} --run {words.relative_path(newest().path)}"
+            f"tula {command[0]} job.yaml; those of the run: tula {command[0]} --run {words.make_relative_path(newest().path)}"
             in refused.err
         )
     assert len(cluster.launcher.submitted) == 2, "the probes"
@@ -627,7 +627,7 @@ def test_5_the_scheduler_refuses(cluster, monkeypatch):
     def refuse(spec):
         raise SchedulerError("sbatch: error: invalid partition specified: nope", "sinfo lists partitions")
 
-    monkeypatch.setattr(cluster_launcher, "launcher_for", refuse)
+    monkeypatch.setattr(cluster_launcher, "make_launcher", refuse)
     refused = tula("profile", "job.yaml")
     assert refused.code == 5
     assert "HINT: sinfo lists partitions" in refused.err
@@ -1240,10 +1240,10 @@ def test_an_error_of_the_users_own_code_is_not_called_a_defect_of_tula(tmp_path)
         try:
             function()
         except (ValueError, TypeError, AttributeError) as error:
-            return app._their_line(error.__traceback__)
+            return app._find_user_line(error.__traceback__)
 
     assert where(space["ask"]) == f"{own}, line 2"
-    assert where(lambda: space["call"](lambda: app._usage_error(None, []))) == ""
+    assert where(lambda: space["call"](lambda: app._convert_usage_error(None, []))) == ""
 
 
 @pytest.mark.parametrize("words", ["--help", "status", "status --json"])
@@ -1320,7 +1320,7 @@ def test_columns_in_which_nothing_can_be_shown_count_as_not_given(here, words):
 
 def test_what_a_stream_cannot_write_takes_as_many_columns(here):
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    show_screen.spell_in_ascii(stream)
+    show_screen.replace_missing_letters(stream)
     stream.write("│ 1 ± 2 ─ ★ € x\udcff y\ud800")
     stream.flush()
     assert stream.buffer.getvalue() == b"| 1 ~ 2 - * ? x\xff y?"
@@ -1446,7 +1446,7 @@ def two_types(here, cluster, monkeypatch):
     (here / "job.yaml").write_text(yaml.safe_dump({**make.SPEC, "node_types": TYPES}, sort_keys=False))
     cluster.launchers = {gpus: Here() for gpus in (1, 2, 4)}  # their jobs have the same names
     monkeypatch.setattr(
-        cluster_launcher, "launcher_for", lambda spec, **_: cluster.launchers[spec.cluster.gpus_per_node]
+        cluster_launcher, "make_launcher", lambda spec, **_: cluster.launchers[spec.cluster.gpus_per_node]
     )
     return cluster
 

@@ -39,7 +39,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setattr(
         inspection, "inspect", lambda spec: inspected(dataset_size=300, eval_size=50, parameters=1000, hardware="cpu")
     )
-    monkeypatch.setattr(cluster_launcher, "launcher_for", lambda spec, submits=True: make.FakeLauncher())
+    monkeypatch.setattr(cluster_launcher, "make_launcher", lambda spec, submits=True: make.FakeLauncher())
     return whole_run(tmp_path / "tula-runs")
 
 

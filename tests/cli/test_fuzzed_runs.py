@@ -118,7 +118,7 @@ def without_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nothing be started, neither a job nor what builds a model."""
     known = inspected(dataset_size=300, eval_size=50, parameters=1000, hardware="cpu")
     monkeypatch.setattr(inspection, "inspect", lambda spec: known)
-    monkeypatch.setattr(cluster_launcher, "launcher_for", lambda spec, submits=True: make.FakeLauncher())
+    monkeypatch.setattr(cluster_launcher, "make_launcher", lambda spec, submits=True: make.FakeLauncher())
 
 
 @pytest.fixture(autouse=True)

@@ -19,17 +19,17 @@ from tula_cli.cluster import allocation, exit_reason
 from tula_cli.cluster import attempt as cluster_attempt
 from tula_cli.cluster import supervise as cluster_supervise
 from tula_cli.cluster.allocation import Allocation
-from tula_cli.cluster.chains import chain_state
-from tula_cli.cluster.exit_reason import ExitReason, failure_of_follower, reason_of_error
+from tula_cli.cluster.chains import get_chain_state
+from tula_cli.cluster.exit_reason import ExitReason, find_reason_of_error, make_failure_of_follower
 from tula_cli.cluster.full_disk import release_held_jobs
 from tula_cli.cluster.rank_processes import RankStart
-from tula_cli.cluster.relaunch import next_task
+from tula_cli.cluster.relaunch import make_next_task
 from tula_cli.cluster.scheduler import SchedulerState
 from tula_cli.cluster.slurm import queue as scheduler
-from tula_cli.cluster.slurm.sbatch import submitit_parameters
+from tula_cli.cluster.slurm.sbatch import make_submitit_parameters
 from tula_cli.cluster.supervise import Supervisor, describe_crash_loop
 from tula_cli.errors import DeviceFault, DiskFull, JobFailed, SchedulerError, TulaError
-from tula_cli.host.network import node_name
+from tula_cli.host.network import get_node_name
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.jobs import Attempt, Failure, Job, LeaderCommand
@@ -38,9 +38,9 @@ from tula_cli.run.records.recommendations import Stage
 from tula_cli.run.records.results import Branch, TrainResult, Tuning
 from tula_cli.run.records.tasks import ProbeTask, Rung, TrainTask
 from tula_cli.services import train
-from tula_cli.services.status import error_of_training
+from tula_cli.services.status import make_error_of_training
 from tula_cli.spec.ags import Arm
-from tula_cli.spec.signature import cluster_signature
+from tula_cli.spec.signature import compute_cluster_signature
 
 GLOO = "[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:31415"
 LINKS = ("11", "12", "13", "14", "15")
@@ -94,14 +94,14 @@ class Cluster:
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     found = Cluster()
-    monkeypatch.setattr(scheduler, "end_outcome", found.ended_how)
+    monkeypatch.setattr(scheduler, "find_outcome", found.ended_how)
     monkeypatch.setattr(scheduler, "cancel_jobs", found.cancel)
     for order, name in (
         ("delay", "delay_job"), ("end_delay", "end_delay"), ("exclude", "exclude_nodes"),
         ("hold", "hold_jobs"), ("release", "release_jobs"), ("ask", "ask_states"),
     ):  # fmt: skip
         monkeypatch.setattr(scheduler, name, getattr(found, order))
-    monkeypatch.setattr(scheduler, "ends_at", lambda *_: None)
+    monkeypatch.setattr(scheduler, "find_end_time", lambda *_: None)
     monkeypatch.setattr(cluster_attempt, "PEER_GRACE", 0.0)
     monkeypatch.setattr(cluster_supervise, "FIRST_PAUSE", 0.0)
     monkeypatch.setattr(allocation, "ACCOUNTING_LAG", 0.0)
@@ -173,7 +173,7 @@ class Chain:
         task = self.newest()
         attempt = Attempt(
             task=task.id, number=len(self.run.attempts(task.id)) + 1, started_at=float(link), host="h",
-            allocation=f"{link}.0", hosts=f"node{link}", samples=samples, cluster=cluster_signature(task.spec.cluster),
+            allocation=f"{link}.0", hosts=f"node{link}", samples=samples, cluster=compute_cluster_signature(task.spec.cluster),
         )  # fmt: skip
         self.run.write_attempt(attempt)
 
@@ -318,7 +318,7 @@ def test_jobs_that_the_supervisor_has_cancelled_are_reported_as_cancelled_by_tul
     assert job is not None and released == dict.fromkeys(LINKS[2:], why)
     cancelled = SchedulerState("ended", "CANCELLED by 0: it was cancelled by scancel or by an administrator")
     known = {**dict.fromkeys(LINKS, cancelled), "12": SchedulerState("ended", "FAILED: its script ended with an error")}
-    state = chain_state(job, known, forgotten="", released=released)
+    state = get_chain_state(job, known, forgotten="", released=released)
     assert state.reason.startswith("FAILED") and state.released == f"tula cancelled 13 to 15 of its chain: {why}"
 
 
@@ -553,13 +553,13 @@ def test_the_signal_that_warns_of_a_time_limit_ends_neither_supervisor_nor_ranks
 def test_the_time_limit_is_told_to_the_ranks_with_room_to_save(
     chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "ends_at", lambda *_: allocation.time.time() + 600)
+    monkeypatch.setattr(scheduler, "find_end_time", lambda *_: allocation.time.time() + 600)
     told = tmp_path / "told"
     chain.script = f"""
         import os, time
         open({str(told)!r}, "w").write(str(float(os.environ["TULA_LEAVE_AT"]) - time.time()))
     """
-    monkeypatch.setattr(cluster_supervise, "next_task", lambda *_: None)
+    monkeypatch.setattr(cluster_supervise, "make_next_task", lambda *_: None)
     chain.start("11")
     assert 560 < float(told.read_text()) < 575
 
@@ -653,7 +653,7 @@ def test_ranks_that_lose_a_peer_on_the_way_out_have_left_for_the_time_limit(chai
 
 
 def test_a_killed_child_of_ours_does_not_hide_what_its_peer_said(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_supervise, "next_task", lambda *_: None)
+    monkeypatch.setattr(cluster_supervise, "make_next_task", lambda *_: None)
     failure = Failure(
         task="train-s-1", attempt=1, rank=1, host="other", pid=1, outcome="peer", message="closed", detail="",
         failed_at=1.0,
@@ -708,9 +708,9 @@ def test_a_rank_does_not_repeat_in_its_own_name_what_another_has_told(chain: Cha
     chain.run.write_failure(root)
     exited = exit_reason.RankExit(exit_code=-9, oom_kill=False, words="", rank=0)
     attempt = make_runs.attempt("train-s-1", start=1.0)
-    own = exit_reason.reason_of_own_ranks(chain.run, chain.task, attempt, exited)
-    exit_reason.report_exit(chain.run, chain.task, attempt, exited, own)
-    assert exit_reason.root_cause(chain.run, chain.task, attempt, own).rank == 5, "by a clock that runs ahead"
+    own = exit_reason.find_reason_of_ranks(chain.run, chain.task, attempt, exited)
+    exit_reason.write_exit_report(chain.run, chain.task, attempt, exited, own)
+    assert exit_reason.find_root_cause(chain.run, chain.task, attempt, own).rank == 5, "by a clock that runs ahead"
 
 
 def test_a_kill_for_memory_is_told_although_another_rank_failed_first(chain: Chain, tmp_path: Path) -> None:
@@ -719,7 +719,7 @@ def test_a_kill_for_memory_is_told_although_another_rank_failed_first(chain: Cha
                 failed_at=1.0)
     )  # fmt: skip
     exited = exit_reason.RankExit(exit_code=-9, oom_kill=True, words="", rank=0)
-    own = exit_reason.reason_of_own_ranks(chain.run, chain.task, make_runs.attempt("train-s-1", start=1.0), exited)
+    own = exit_reason.find_reason_of_ranks(chain.run, chain.task, make_runs.attempt("train-s-1", start=1.0), exited)
     assert own.outcome in ("host_oom", "device_oom")
 
 
@@ -740,7 +740,7 @@ def test_what_a_launcher_says_of_an_end_is_told(
     chain: Chain, tmp_path: Path, log: str, outcome: str, words: str
 ) -> None:
     exited = exit_reason.RankExit(exit_code=1, oom_kill=False, words=log, rank=0)
-    own = exit_reason.reason_of_own_ranks(chain.run, chain.task, make_runs.attempt("train-s-1", start=1.0), exited)
+    own = exit_reason.find_reason_of_ranks(chain.run, chain.task, make_runs.attempt("train-s-1", start=1.0), exited)
     assert (own.outcome, own.message) == (outcome, words)
 
 
@@ -752,10 +752,10 @@ def test_a_lost_rank_is_told_in_short_by_those_that_noticed(chain: Chain, tmp_pa
     chain.run.write_failure(noticed)
     attempt = make_runs.attempt("train-s-1", start=1.0)
     exited = exit_reason.RankExit(exit_code=1, oom_kill=False, words="", rank=0)
-    own = exit_reason.reason_of_own_ranks(chain.run, chain.task, attempt, exited)
+    own = exit_reason.find_reason_of_ranks(chain.run, chain.task, attempt, exited)
     assert own.message == "rank 1 lost its connection to another rank, which has not said why"
     exited = exit_reason.RankExit(exit_code=-9, oom_kill=False, words="", rank=0)
-    own = exit_reason.reason_of_own_ranks(chain.run, chain.task, attempt, exited)
+    own = exit_reason.find_reason_of_ranks(chain.run, chain.task, attempt, exited)
     assert (own.outcome, own.message) == ("signal", "its process was killed by SIGKILL"), (
         "the first cause, where it is known"
     )
@@ -806,7 +806,7 @@ def test_nodes_that_the_user_excludes_stay_excluded(
     chain.script = dies_of(ECC)
     chain.start("11")
     assert cluster.excluded == [(["12", "13", "14", "15"], "old[1-3],gpu11")]
-    submitted = submitit_parameters(chain.run, chain.newest())
+    submitted = make_submitit_parameters(chain.run, chain.newest())
     assert submitted["exclude"] == "old[1-3],gpu11", "in what is submitted later too"
 
 
@@ -848,7 +848,7 @@ def test_that_no_node_has_shown_a_gpu_is_the_users_to_mend_and_no_nodes_fault(
     assert "does the job ask for GPUs (on SLURM: cluster.slurm.gpus)" in attempt.message
     assert cluster.excluded == []
     assert cluster.cancelled == ["12", "13", "14", "15"]
-    assert "exclude" not in submitit_parameters(chain.run, chain.newest())
+    assert "exclude" not in make_submitit_parameters(chain.run, chain.newest())
     with pytest.raises(JobFailed, match=words):
         train.load_summary(chain.run, "s")
 
@@ -889,9 +889,9 @@ def test_nodes_that_were_faulty_under_another_cluster_section_are_not_left_out(c
     chain.start("11")
     (attempt,) = chain.run.training("s").attempts()
     chain.asks_for(minutes=10, exclude="old1")
-    assert submitit_parameters(chain.run, chain.newest())["exclude"] == f"old1,{attempt.host}"
+    assert make_submitit_parameters(chain.run, chain.newest())["exclude"] == f"old1,{attempt.host}"
     chain.asks_for(gpu_type="h100")
-    assert "exclude" not in submitit_parameters(chain.run, chain.newest())
+    assert "exclude" not in make_submitit_parameters(chain.run, chain.newest())
 
 
 @pytest.mark.parametrize("words", ["CUDA error: an illegal memory access was encountered", "CUDA error: unspecified launch failure"])  # fmt: skip
@@ -950,14 +950,14 @@ def test_a_probe_on_a_faulty_node_fails_and_is_submitted_elsewhere(chain: Chain)
     probe, attempt, result = probed(chain, ECC)
     assert (attempt.outcome, result.outcome) == ("device_fault", "device_fault")
     assert result.message.endswith(f"on {attempt.host}")
-    assert submitit_parameters(chain.run, probe)["exclude"] == attempt.host
+    assert make_submitit_parameters(chain.run, probe)["exclude"] == attempt.host
 
 
 def test_a_probe_without_any_gpu_fails_once_and_no_node_is_left_out(chain: Chain) -> None:
     probe, attempt, result = probed(chain, NO_GPU)
     assert (attempt.outcome, result.outcome) == ("user", "user")
     assert "cluster.slurm.gpus" in result.message
-    assert "exclude" not in submitit_parameters(chain.run, probe)
+    assert "exclude" not in make_submitit_parameters(chain.run, probe)
 
 
 # --- a full disk
@@ -1063,11 +1063,11 @@ def test_a_supervisor_that_fails_is_named_with_its_traceback_and_twice_at_once_e
     def broken(*_: object, **__: object) -> LeaderCommand:
         raise Broken("no such key")
 
-    monkeypatch.setattr(cluster_supervise, "leader_command", broken)
+    monkeypatch.setattr(cluster_supervise, "make_leader_command", broken)
     with pytest.raises(Broken):
         chain.start("11")
     (first,) = chain.run.training("s").attempts()
-    assert (first.outcome, first.host) == ("supervisor", node_name())
+    assert (first.outcome, first.host) == ("supervisor", get_node_name())
     assert first.message.startswith("tula's supervisor failed: Broken: no such key (test_chain.py, line ")
     assert "Broken: no such key" in chain.run.log_path(first.task, first.number).read_text()
     with pytest.raises(Broken):
@@ -1081,13 +1081,13 @@ def test_a_supervisor_that_fails_is_named_with_its_traceback_and_twice_at_once_e
 def test_a_supervisor_that_failed_once_is_followed_by_the_next_link(
     chain: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = cluster_supervise.leader_command
+    whole = cluster_supervise.make_leader_command
 
     def broken(*_: object, **__: object) -> LeaderCommand:
-        monkeypatch.setattr(cluster_supervise, "leader_command", whole)
+        monkeypatch.setattr(cluster_supervise, "make_leader_command", whole)
         raise Broken("once")
 
-    monkeypatch.setattr(cluster_supervise, "leader_command", broken)
+    monkeypatch.setattr(cluster_supervise, "make_leader_command", broken)
     with pytest.raises(Broken):
         chain.start("11")
     chain.will_finish()
@@ -1104,7 +1104,7 @@ def test_a_file_system_that_fails_under_a_supervisor_is_named_so(chain: Chain, m
     def gone(*_: object, **__: object) -> LeaderCommand:
         raise OSError(116, "Stale file handle", str(chain.run.path / "leader"))
 
-    monkeypatch.setattr(cluster_supervise, "leader_command", gone)
+    monkeypatch.setattr(cluster_supervise, "make_leader_command", gone)
     with pytest.raises(SystemExit) as ended:
         chain.start("11")
     assert ended.value.code == 14 and chain.outcomes() == ["storage"]
@@ -1113,8 +1113,8 @@ def test_a_file_system_that_fails_under_a_supervisor_is_named_so(chain: Chain, m
 def test_what_a_follower_failed_of_is_the_end_that_its_leader_tells(chain: Chain, cluster: Cluster) -> None:
     chain.was_killed("11")
     (lost,) = chain.run.training("s").attempts()
-    reason = reason_of_error(Broken("at the other node"), chain.run, chain.task)
-    chain.run.write_failure(failure_of_follower(chain.task, lost, 3, reason, Broken("at the other node")))
+    reason = find_reason_of_error(Broken("at the other node"), chain.run, chain.task)
+    chain.run.write_failure(make_failure_of_follower(chain.task, lost, 3, reason, Broken("at the other node")))
     chain.will_finish()
     chain.start("12")
     first, _ = chain.run.training("s").attempts()
@@ -1216,7 +1216,7 @@ def test_every_kind_of_death_has_the_class_the_exit_code_and_the_host_of_the_doc
         cluster.endings["11"] = outcome
     if outcome == "hung":  # as the watch beside a rank tells it, which has tests of its own
         told = Failure(
-            task=chain.task.id, attempt=1, rank=0, host=node_name(), pid=7, outcome="hung", message="no step for 9 min",
+            task=chain.task.id, attempt=1, rank=0, host=get_node_name(), pid=7, outcome="hung", message="no step for 9 min",
             detail="", failed_at=1.0,
         )  # fmt: skip
         chain.will_write(chain.run.path / f"failures/{chain.task.id}.001.0000.json", told.model_dump_json())
@@ -1225,16 +1225,16 @@ def test_every_kind_of_death_has_the_class_the_exit_code_and_the_host_of_the_doc
         chain.grows()
         chain.will_leave()
     if outcome == "supervisor":
-        monkeypatch.setattr(cluster_supervise, "leader_command", lambda *_, **__: {}["no such key"])
+        monkeypatch.setattr(cluster_supervise, "make_leader_command", lambda *_, **__: {}["no such key"])
     with contextlib.suppress(SystemExit, KeyError):
         chain.start("11")
     first = chain.run.training("s").attempts()[0]
     assert first.outcome == outcome, first.message
-    assert first.host == node_name() and first.hosts == "node11" and first.message
-    error = error_of_training(chain.task, [first], saved_samples=0)
+    assert first.host == get_node_name() and first.hosts == "node11" and first.message
+    error = make_error_of_training(chain.task, [first], saved_samples=0)
     row = table_of_endings()[outcome]
     assert str(error.exit_code) == row[2] and error.hint
-    follows = next_task(chain.run, chain.task, ExitReason(outcome, first.message, host=first.host), 1)
+    follows = make_next_task(chain.run, chain.task, ExitReason(outcome, first.message, host=first.host), 1)
     assert row[3] == "-" or follows is None or first.host in follows.cause
 
 
@@ -1324,7 +1324,7 @@ def test_a_loss_that_is_not_finite_ends_a_script_at_once(chain: Chain, cluster: 
     chain.script = after_progress(chain, 64, "print('Loss is nan, stopping training'); sys.exit(1)")
     chain.start("11")
     assert chain.outcomes() == ["diverged"]
-    error = error_of_training(chain.task, chain.run.training("s").attempts(), saved_samples=0)
+    error = make_error_of_training(chain.task, chain.run.training("s").attempts(), saved_samples=0)
     assert error.exit_code == 9 and "Loss is nan, stopping training" in error.message
 
 
@@ -1371,7 +1371,7 @@ def test_the_last_job_of_a_chain_ends_with_the_storage_failure(chain: Chain, clu
     chain.script = EIO
     chain.start("15")
     assert chain.outcomes() == ["storage"] * 3 and not cluster.delayed
-    error = error_of_training(chain.task, chain.run.training("s").attempts(), saved_samples=0)
+    error = make_error_of_training(chain.task, chain.run.training("s").attempts(), saved_samples=0)
     assert error.exit_code == 14
 
 
@@ -1430,7 +1430,7 @@ def test_a_supervisor_that_finds_its_file_system_gone_is_no_defect_of_tula(
     def gone(*_: object, **__: object) -> LeaderCommand:
         raise OSError(number, os.strerror(number), str(chain.run.path / "leader"))
 
-    monkeypatch.setattr(cluster_supervise, "leader_command", gone)
+    monkeypatch.setattr(cluster_supervise, "make_leader_command", gone)
     with pytest.raises(SystemExit) as ended:
         chain.start("11")
     assert ended.value.code == 14 and chain.outcomes() == ["storage"]

@@ -249,9 +249,9 @@ def test_a_file_that_hides_an_imported_library_is_what_the_rank_imports(tmp_path
         sys.path.insert(0, sys.argv[1])
         from tula_cli.worker import preloaded
         import torch, yaml
-        assert preloaded._shadowed_modules() == [], "a plain environment hides nothing"
+        assert preloaded._list_shadowed_modules() == [], "a plain environment hides nothing"
         sys.path.insert(0, sys.argv[2])
-        assert preloaded._shadowed_modules() == ["yaml"]
+        assert preloaded._list_shadowed_modules() == ["yaml"]
         ran = [sys.executable, "-c", "import sys, os; print('executed', os.getcwd(), os.environ['A'])"]
         preloaded._execute_if_hidden({"folder": sys.argv[2], "command": ran, "environment": {**os.environ, "A": "b"}})
     """

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from tula_cli.cluster import scheduler
-from tula_cli.cluster.scheduler import lines_to_open_log, log_word
+from tula_cli.cluster.scheduler import make_lines_to_open_log, quote_log_path
 
 SHELLS = ("sh", "bash")
 
 
 def start(shell: str, folder: Path, *, patience: int, python: str = sys.executable) -> "subprocess.Popen[str]":
     """Start a job whose log is in `folder`/logs and which starts in `folder`/work."""
-    lines = lines_to_open_log(
-        log_word(folder / "logs", "7", "log"),
+    lines = make_lines_to_open_log(
+        quote_log_path(folder / "logs", "7", "log"),
         folder=shlex.quote(str(folder / "work")),
         patience=patience,
         python=python,

@@ -13,8 +13,8 @@ from tula_cli.cluster.inspection import (
     FOLDER,
     MAX_ENTRIES_KEPT,
     CachedInspection,
-    inspection_dependencies,
-    newest_change,
+    describe_inspection_dependencies,
+    find_newest_change,
 )
 from tula_cli.errors import JobFailed
 
@@ -33,7 +33,7 @@ class Built:
         self.count += 1
         return inspection()
 
-    def inspect(self, spec=None, *, facts=inspection_dependencies, **options):
+    def inspect(self, spec=None, *, facts=describe_inspection_dependencies, **options):
         kept = CachedInspection(self.root, self.build, note=self.said.append, facts=facts, **options)
         return kept(spec or make.spec())
 
@@ -54,10 +54,10 @@ def test_a_second_inspection_builds_nothing_and_says_so(built):
     assert built.said[0] == BUILDING and "as they were built" in built.said[1] and "--fresh" in built.said[1]
 
 
-@pytest.mark.parametrize("part", [name for name in inspection_dependencies(make.spec()) if name != "dataset"])
+@pytest.mark.parametrize("part", [name for name in describe_inspection_dependencies(make.spec()) if name != "dataset"])
 def test_whatever_part_of_the_key_changes_builds_anew(built, part):
     built.inspect()
-    built.inspect(facts=lambda spec: {**inspection_dependencies(spec), part: "another"})
+    built.inspect(facts=lambda spec: {**describe_inspection_dependencies(spec), part: "another"})
     assert built.count == 2
 
 
@@ -130,14 +130,14 @@ def test_the_jobs_own_interpreter_tells_the_versions(built, tmp_path):
     own = tmp_path / "python"
     own.write_text('#!/bin/sh\necho a greeting\necho \'{"python": "3.12", "torch": "2.6"}\'\n')
     own.chmod(0o755)
-    assert inspection_dependencies(slurm(str(own)))["packages"] == {"python": "3.12", "torch": "2.6"}
+    assert describe_inspection_dependencies(slurm(str(own)))["packages"] == {"python": "3.12", "torch": "2.6"}
     for _ in range(2):
         built.inspect(slurm(str(own)))
     assert built.count == 1
     own.write_text(own.read_text().replace("2.6", "2.7"))
     built.inspect(slurm(str(own)))
     assert built.count == 2
-    real = inspection_dependencies(slurm(sys.executable))["packages"]
+    real = describe_inspection_dependencies(slurm(sys.executable))["packages"]
     assert real["python"] == sys.version and set(real) == {"python", "torch", "torchvision"}
 
 
@@ -209,7 +209,7 @@ def test_what_failed_is_not_kept(built, monkeypatch):
 
 def test_nothing_is_written_where_nothing_may_be_and_its_key_is_found_once(built):
     asked = []
-    built.inspect(keep=False, facts=lambda spec: asked.append(spec) or inspection_dependencies(spec))
+    built.inspect(keep=False, facts=lambda spec: asked.append(spec) or describe_inspection_dependencies(spec))
     assert not built.root.exists()
     assert len(asked) == 1
 
@@ -235,4 +235,4 @@ def test_old_entries_and_all_but_the_newest_are_removed(built, monkeypatch):
 
 
 def test_the_newest_change_of_no_dataset_is_none(tmp_path):
-    assert newest_change(tmp_path / "none") == []
+    assert find_newest_change(tmp_path / "none") == []

@@ -216,7 +216,7 @@ def growing(run, *, hours, steps):
 
 
 def test_stages_that_want_many_links_leave_some_to_those_of_all_nodes(run):
-    found = chains.nodes_of_links(growing(run, hours=500.0, steps=180_000))  # a hundred hours each
+    found = chains.list_nodes_of_links(growing(run, hours=500.0, steps=180_000))  # a hundred hours each
     assert len(found) == chains.MAX_LINKS and found[-2:] == (4, 4) and found[0] == 1
 
 
@@ -225,12 +225,12 @@ def test_links_of_stages_ask_for_their_nodes_and_come_first(slurm, run):
     run.write_task(task)
     job = submitted(run, task)
     # an hour's limit: half an hour is one link and one to spare, what is left two and two
-    assert job.link_nodes == (1, 1, 2, 2, 4, 4, 4, 4) == chains.nodes_of_links(task)
+    assert job.link_nodes == (1, 1, 2, 2, 4, 4, 4, 4) == chains.list_nodes_of_links(task)
     told = [next(line for line in slurm.script(link).splitlines() if "--nodes" in line) for link in job.links]
     assert told == [f"#SBATCH --nodes={nodes}" for nodes in job.link_nodes]
     assert [job.nodes_of(link) for link in job.links] == list(job.link_nodes)
     later = task.model_copy(update={"nodes": 4})
-    assert chains.nodes_of_links(later) == (4,) * 5, "what is over has no links"
+    assert chains.list_nodes_of_links(later) == (4,) * 5, "what is over has no links"
 
 
 def test_only_a_training_on_slurm_is_a_chain(run):
@@ -416,9 +416,9 @@ def test_every_command_of_slurm_is_called_with_the_same_environment(slurm, run, 
     monkeypatch.setenv("SLURM_CONF", "/etc/slurm/slurm.conf")
     job = submitted(run, probes(run))
     site.ask_site()
-    site.allocated_hosts(job.scheduler_id)
+    site.list_allocated_hosts(job.scheduler_id)
     scheduler.ask_states([job.scheduler_id, "4711"])
-    scheduler.end_outcome(job.scheduler_id)
+    scheduler.find_outcome(job.scheduler_id)
     scheduler.cancel_jobs([job.scheduler_id])
     for name in ("sbatch", "squeue", "sacct", "scontrol", "scancel", "sinfo"):
         environs = [call.environ for call in slurm.calls(name)]
@@ -698,8 +698,8 @@ def test_what_became_of_a_run_can_be_asked_where_there_is_no_sbatch(slurm, run):
     for command in ("sbatch", "squeue", "sacct", "scontrol", "scancel"):
         slurm.without(command)
     with pytest.raises(SchedulerError, match="no sbatch"):
-        cluster_launcher.launcher_for(run.spec())
-    assert cluster_launcher.launcher_for(run.spec(), submits=False).states(run.read(), [job])
+        cluster_launcher.make_launcher(run.spec())
+    assert cluster_launcher.make_launcher(run.spec(), submits=False).states(run.read(), [job])
 
 
 CONTRADICTING = ["ARRAY_INX", "CLUSTERS", "CORE_SPEC", "CPUS_PER_GPU", "ERROR", "GPUS", "GPUS_PER_NODE", "GPUS_PER_SOCKET", "GPUS_PER_TASK", "GRES", "INPUT", "JOB_NAME", "MEM_PER_CPU", "MEM_PER_GPU", "MEM_PER_NODE", "NO_KILL", "NO_REQUEUE", "OPEN_MODE", "OUTPUT", "OVERCOMMIT", "PARTITION", "REQUEUE", "SIGNAL", "THREAD_SPEC", "TIMELIMIT", "TRES_PER_TASK", "WAIT"]  # fmt: skip
@@ -711,7 +711,7 @@ def test_variables_do_not_override_or_contradict_what_the_script_says(slurm, run
         monkeypatch.setenv(f"SBATCH_{name}", "1")
     changed = make.spec(cluster={"kind": "slurm", "slurm": {"partition": "gpu", "memory": "4G", "cpus_per_task": 2}})
     script = run.write_script("x", SlurmLauncher().script(run, probes(run).model_copy(update={"spec": changed})))
-    kept = {name for name in slurm_scheduler.sbatch_environment(script) if name.startswith("SBATCH_")}
+    kept = {name for name in slurm_scheduler.make_sbatch_environment(script) if name.startswith("SBATCH_")}
     assert kept == {f"SBATCH_{name}" for name in OF_THE_SITE}
 
 
@@ -719,7 +719,7 @@ def test_what_a_job_says_nothing_of_stays_with_the_variables_of_the_site(slurm, 
     for name in ("PARTITION", "MEM_PER_CPU", "CPUS_PER_GPU", "GPUS"):
         monkeypatch.setenv(f"SBATCH_{name}", "1")
     script = run.write_script("x", SlurmLauncher().script(run, probes(run)))
-    kept = {name for name in slurm_scheduler.sbatch_environment(script) if name.startswith("SBATCH_")}
+    kept = {name for name in slurm_scheduler.make_sbatch_environment(script) if name.startswith("SBATCH_")}
     assert "SBATCH_GPUS" not in kept and "SBATCH_MEM_PER_CPU" in kept
 
 
@@ -737,7 +737,7 @@ def test_a_silent_queue_is_no_reason_to_start_anew(slurm, run):
     run.write_job(job)
     slurm.without("squeue")
     with pytest.raises(SchedulerError, match="squeue does not answer"):
-        cluster_launcher.unfinished_jobs(run, SlurmLauncher(), [job.id])
+        cluster_launcher.list_unfinished_jobs(run, SlurmLauncher(), [job.id])
 
 
 def test_a_local_job_of_another_machine_is_not_started_again_here(run):

@@ -16,7 +16,7 @@ from fake_slurm import FakeSlurm, local
 
 from tula_cli.cluster import schedulers
 from tula_cli.cluster.batch_launcher import submit_script
-from tula_cli.cluster.launcher import launcher_for
+from tula_cli.cluster.launcher import make_launcher
 from tula_cli.cluster.scheduler import AvoidsNodes, JobRequest, LocalScheduler, Scheduler, exclude_nodes
 from tula_cli.cluster.slurm import command as slurm_command
 from tula_cli.cluster.slurm import queue as slurm_queue
@@ -333,7 +333,7 @@ def test_a_training_on_it_is_a_chain_that_is_found_again_and_cancelled(tmp_path:
         ladder=(Rung(batch=64, prediction=make.prediction(1, 64, hours=1.0)),), workers=0,
     )  # fmt: skip
     run.write_task(task)
-    launcher = launcher_for(run.spec())
+    launcher = make_launcher(run.spec())
     with pytest.raises(SchedulerError, match="rejected: 1 nodes, and the queue has 0"):
         launcher.submit(run, task)
     (tmp_path / "queue" / "settings.json").write_text('{"nodes": 1, "jobs": 4}')

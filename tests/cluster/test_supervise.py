@@ -21,20 +21,20 @@ from tula_cli.cluster import exit_reason, relaunch
 from tula_cli.cluster import supervise as cluster_supervise
 from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.attempt import RunningAttempt
-from tula_cli.cluster.rank_processes import RankStart, first_rank
+from tula_cli.cluster.rank_processes import RankStart, get_first_rank
 from tula_cli.cluster.supervise import Supervisor
 from tula_cli.errors import TulaError
 from tula_cli.host import devices
 from tula_cli.host.processes import start_time
-from tula_cli.models.out_of_memory import splits_of
+from tula_cli.models.out_of_memory import list_splits
 from tula_cli.run import shortages
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import MicroBatches, OutcomeClass
 from tula_cli.run.records.jobs import Failure, LeaderCommand
 from tula_cli.run.records.probes import OutOfMemory
 from tula_cli.run.records.results import TrainResult
-from tula_cli.run.records.tasks import ProbeTask, Rung, Task, TrainTask, probe_id
-from tula_cli.services.status import error_of_training
+from tula_cli.run.records.tasks import ProbeTask, Rung, Task, TrainTask, make_probe_id
+from tula_cli.services.status import make_error_of_training
 
 GLOO = "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:31415"
 CPU_OOM = "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."
@@ -93,7 +93,7 @@ class Ranks:
     def measure(self, nodes: int, *local_batches: int) -> str:
         """Return a script that leaves results of probes, measured when it runs."""
         files = {
-            str(self.run.path / "results" / f"{probe_id(nodes, local)}.json"): measured(
+            str(self.run.path / "results" / f"{make_probe_id(nodes, local)}.json"): measured(
                 Truth(), nodes, local
             ).model_dump_json()
             for local in local_batches
@@ -183,11 +183,11 @@ def test_a_probe_job_gives_up_after_some_restarts(run: RunDir, ranks: Ranks, pro
     ranks.will(f"print({KILLED!r}); raise SystemExit(1)")
     cluster_supervise.supervise(run.path, probe.id)
     assert len(ranks.starts) == relaunch.MAX_RESTARTS + 1
-    failed = run.result(probe_id(1, 32))
+    failed = run.result(make_probe_id(1, 32))
     assert failed is not None
     assert failed.kind == "failed"
     assert failed.outcome == "signal"
-    assert run.result(probe_id(1, 64)) is None
+    assert run.result(make_probe_id(1, 64)) is None
 
 
 @pytest.mark.parametrize(("words", "outcome"), [("ValueError: mine", "user"), ("Diverged: not finite", "diverged")])
@@ -238,7 +238,7 @@ def test_a_full_disk_under_the_ranks_is_told_with_the_folder_and_not_tried_again
     assert attempt.shortage is not None and attempt.shortage.folder == "/dev/shm/gone"
     assert "free where /dev/shm/gone is" in attempt.message
     assert len(ranks.starts) == 1 and not (run.path / shortages.RESERVE_NAME).exists(), "it was given back"
-    told = error_of_training(training, [attempt], saved_samples=0)
+    told = make_error_of_training(training, [attempt], saved_samples=0)
     assert (told.exit_code, told.code) == (13, "disk")
     cluster_supervise.supervise(run.path, training.id)  # as `tula train` starts it once there is room
     assert run.training(training.signature).result() is not None and (run.path / shortages.RESERVE_NAME).exists()
@@ -273,7 +273,7 @@ def test_a_device_error_at_another_batch_is_not_one_that_came_twice(
     )
     cluster_supervise.supervise(run.path, probe.id)
     assert outcomes(run, probe.id)[:3] == ["device_error", "device_error", "user"]
-    result = run.result(probe_id(1, 128))
+    result = run.result(make_probe_id(1, 128))
     assert result is not None and result.kind == "failed"
     assert result.message.endswith("as in the attempt before")
 
@@ -298,7 +298,7 @@ def test_a_killed_rank_is_told_from_the_peers_that_lost_it(run: RunDir, ranks: R
 
 def told(run: RunDir, *batches: int) -> None:
     """Let the ranks of training s have told how far their micro-batches may be cut: on one GPU, to one sample."""
-    splits = tuple(splits_of(batch, micro_batch=batch, micro_batches=1) for batch in batches)
+    splits = tuple(list_splits(batch, micro_batch=batch, micro_batches=1) for batch in batches)
     run.training("s").write_micro_batches(MicroBatches(splits=splits, normalised=0))
 
 
@@ -333,7 +333,7 @@ def test_training_out_of_memory_with_micro_batches_of_one_sample_ends(
     assert ranks.starts == ["train-s-1", "train-s-2", "train-s-3"], "a smaller batch takes as much at a time"
     newest = run.training("s").newest_task()
     assert newest is not None and (newest.batch, newest.splits) == (4, 4)
-    error = error_of_training(newest, run.training("s").attempts(), saved_samples=0)
+    error = make_error_of_training(newest, run.training("s").attempts(), saved_samples=0)
     assert "out of memory at the smallest batch, 4 with micro-batches of 1:" in error.message
 
 
@@ -366,7 +366,7 @@ def test_a_crash_under_a_memory_limit_is_out_of_memory(tmp_path: Path, ranks: Ra
     run.write_task(task)
     ranks.will(f"print({KILLED.replace('-9', '-11')!r}); raise SystemExit(1)")
     cluster_supervise.supervise(run.path, "p")
-    assert isinstance(run.result(probe_id(1, 32)), OutOfMemory)
+    assert isinstance(run.result(make_probe_id(1, 32)), OutOfMemory)
 
 
 def test_training_out_of_memory_at_the_smallest_batch_ends(run: RunDir, ranks: Ranks, training: TrainTask) -> None:
@@ -485,7 +485,7 @@ def test_ranks_that_end_well_without_a_result_have_not_succeeded(
     assert "twice the same within" in run.training(training.signature).attempts()[-1].message
     assert outcomes(run, training.id) == ["unknown"]
     cluster_supervise.supervise(run.path, probe.id)
-    failed = run.result(probe_id(1, 32))
+    failed = run.result(make_probe_id(1, 32))
     assert failed is not None
     assert failed.kind == "failed"
 
@@ -506,7 +506,7 @@ def test_a_probe_job_ends_when_its_minutes_are_over(tmp_path: Path, ranks: Ranks
     run.write_task(task)
     ranks.will("import time; time.sleep(60)")
     cluster_supervise.supervise(run.path, "p")
-    failed = run.result(probe_id(1, 32))
+    failed = run.result(make_probe_id(1, 32))
     assert failed is not None
     assert failed.kind == "failed"
     assert "max_minutes" in failed.message
@@ -534,7 +534,7 @@ _HOLD = """
     from tula_cli.run.directory import RunDir
     run, name, seconds = RunDir(pathlib.Path(sys.argv[2])), sys.argv[3], float(sys.argv[4])
     task = run.task(name)
-    with local.machine_ticket(run, task) as ticket, open(run.path / "times", "a") as times:
+    with local.draw_machine_ticket(run, task) as ticket, open(run.path / "times", "a") as times:
         print(name, "begin", time.monotonic(), file=times, flush=True)
         time.sleep(seconds)
         print(name, "end", time.monotonic(), [one.holder for one in ticket.conflicting_trainings()], file=times, flush=True)
@@ -698,7 +698,7 @@ def test_torchrun_starts_the_ranks_of_a_node_where_all_agents_meet(run: RunDir, 
     environment = start.environments()[0]
     assert "RANK" not in environment, "torchrun sets it"
     assert environment["OMP_NUM_THREADS"] == "4"
-    assert first_rank(allocation(1, 2), task) == 2
+    assert get_first_rank(allocation(1, 2), task) == 2
 
 
 def test_a_wrapper_stands_before_every_rank(run: RunDir, probe: ProbeTask) -> None:
@@ -734,7 +734,7 @@ def test_an_out_of_memory_of_the_cgroup_is_the_hosts_on_a_gpu_and_the_batchs_on_
     def outcome(device: str, *driver: str) -> str | None:
         monkeypatch.setattr(devices, "GPU_DRIVER_FILES", [str(tmp_path / name) for name in driver])
         spec = make_runs.spec(cluster={"device": device})
-        found = exit_reason.reason_of_own_ranks(run, probe.model_copy(update={"spec": spec}), attempt, exited)
+        found = exit_reason.find_reason_of_ranks(run, probe.model_copy(update={"spec": spec}), attempt, exited)
         assert found.rank == 1
         return found.outcome
 
@@ -766,13 +766,13 @@ def test_kills_for_memory_are_counted_in_the_own_cgroup(
     cgroups: str, counter: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exit_reason, "CGROUPS", tmp_path)
-    found = exit_reason._oom_counters(cgroups)
+    found = exit_reason._list_oom_counters(cgroups)
     assert found == ([] if counter is None else [tmp_path / counter])
     for path in found:
         path.parent.mkdir(parents=True)
         path.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
-        assert exit_reason._oom_kills_in(path) == 3
-        assert exit_reason._oom_kills_in(path.with_name("gone")) is None
+        assert exit_reason._read_oom_kills(path) == 3
+        assert exit_reason._read_oom_kills(path.with_name("gone")) is None
 
 
 def test_nothing_of_a_failed_attempt_holds_the_device_when_the_next_one_starts(

@@ -7,7 +7,7 @@ import numpy as np
 from tula_cli.run.records.base import Components, Footprint, ModelStates, PeakMemory
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Environment, GradientStats, Measured, OutOfMemory, Overheads
-from tula_cli.run.records.tasks import probe_id
+from tula_cli.run.records.tasks import make_probe_id
 from tula_cli.spec.job import JobSpec
 
 MIB = 1024**2
@@ -53,7 +53,7 @@ def measured(
     seconds = truth.step_time(nodes, local_batch) * (1 + truth.noise * rng.standard_normal())
     times = seconds * (1 + truth.jitter * rng.standard_normal(steps))
     record = Measured(
-        id=probe_id(nodes, local_batch),
+        id=make_probe_id(nodes, local_batch),
         nodes=nodes,
         gpus_per_node=truth.gpus_per_node,
         local_batch=local_batch,
@@ -145,7 +145,7 @@ def inspected(**changes: object) -> Inspection:
 
 def out_of_memory(nodes: int, local_batch: int, *, gpus_per_node: int = 1, assumed: bool = False) -> OutOfMemory:
     return OutOfMemory(
-        id=probe_id(nodes, local_batch),
+        id=make_probe_id(nodes, local_batch),
         nodes=nodes,
         gpus_per_node=gpus_per_node,
         local_batch=local_batch,

@@ -15,7 +15,7 @@ from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.probes import Failed, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.run.records.results import Branch, Evaluated, StepChange, StepParts, Summary, TrainResult, Tuning
-from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask, Rung, TrainTask, probe_id
+from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask, Rung, TrainTask, make_probe_id
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.spec.ags import Arm
 from tula_cli.spec.job import JobSpec
@@ -116,7 +116,12 @@ def add_out_of_memory(run: RunDir, nodes: int, local: int, *, assumed: bool = Fa
     words = "CUDA out of memory"
     run.write_result(
         OutOfMemory(
-            id=probe_id(nodes, local), nodes=nodes, gpus_per_node=1, local_batch=local, assumed=assumed, message=words
+            id=make_probe_id(nodes, local),
+            nodes=nodes,
+            gpus_per_node=1,
+            local_batch=local,
+            assumed=assumed,
+            message=words,
         )
     )
 
@@ -126,7 +131,12 @@ def add_failed(
 ) -> None:
     run.write_result(
         Failed(
-            id=probe_id(nodes, local), nodes=nodes, gpus_per_node=1, local_batch=local, outcome=outcome, message=message
+            id=make_probe_id(nodes, local),
+            nodes=nodes,
+            gpus_per_node=1,
+            local_batch=local,
+            outcome=outcome,
+            message=message,
         )
     )
 

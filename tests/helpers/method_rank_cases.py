@@ -39,13 +39,13 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import zoo
-from tula_cli.worker.build.data import build_datasets, epoch_permutation
+from tula_cli.worker.build.data import build_datasets, make_epoch_permutation
 from tula_cli.worker.entry import run_training
-from tula_cli.worker.ranks import Ranks, process_group
-from tula_cli.worker.seeding import stable_seed
+from tula_cli.worker.ranks import Ranks, join_process_group
+from tula_cli.worker.seeding import compute_stable_seed
 from tula_cli.worker.train import checkpoint, evaluation
 from tula_cli.worker.train import loop as worker_train_loop
-from tula_cli.worker.train.learning_rate import learning_rate
+from tula_cli.worker.train.learning_rate import compute_learning_rate
 from tula_cli.worker.train.loop import Trainer
 
 POLO: dict[str, Any] = {"train": {"method": "polo", "epochs": 7, "checkpoint_every": 1e-9}}
@@ -71,7 +71,7 @@ def main() -> None:
         grown,
         grown_by_noise,
     )
-    with process_group(spec().cluster, handover=folder / "handover") as ranks:
+    with join_process_group(spec().cluster, handover=folder / "handover") as ranks:
         found = {case.__name__: case(folder, ranks) for case in cases}
     (folder / f"{ranks.rank}.json").write_text(json.dumps(found))
 
@@ -147,7 +147,7 @@ def free(folder: Path, ranks: Ranks) -> dict[str, Any]:
     list(islice(worker_train_loop.run_steps(subject), 6))
     conv, norm = subject.parallel.module[0], subject.parallel.module[1]
     with subject.method.evaluating(subject), torch.no_grad():
-        seen = [conv(inputs) for inputs, _ in islice(worker_train_loop.upcoming_micro_batches(subject), 4)]
+        seen = [conv(inputs) for inputs, _ in islice(worker_train_loop.list_upcoming_micro_batches(subject), 4)]
     own = [torch.stack([output.mean((0, 2, 3)) for output in seen]).mean(0)]
     own.append(torch.stack([output.transpose(0, 1).flatten(1).var(1) for output in seen]).mean(0))
     expected = torch.tensor(ranks.sum(torch.cat(own).tolist())) / ranks.world
@@ -155,7 +155,7 @@ def free(folder: Path, ranks: Ranks) -> dict[str, Any]:
     found = torch.cat([norm.running_mean, norm.running_var])
     return {
         "weights": torch.cat(
-            [p.flatten() for p in checkpoint.checkpoint_state(plain, best={})["model"].values()]
+            [p.flatten() for p in checkpoint.make_checkpoint_state(plain, best={})["model"].values()]
         ).tolist(),
         "by_hand": float((found - expected).abs().max()),
         "agree": _agree(ranks, subject.parallel.module.state_dict().values()),
@@ -261,7 +261,7 @@ def against_torch(folder: Path, ranks: Ranks) -> float:
     job = spec(**POLO, dataset={"args": {"size": 128}}, optimizer={"momentum": None, "lr": 0.05})
     ours, _ = trained(job, ranks)
     data = build_datasets(job)
-    torch.manual_seed(stable_seed(job.train.seed))
+    torch.manual_seed(compute_stable_seed(job.train.seed))
     ddp = DistributedDataParallel(zoo.build_model(job, 3))
     switch = 5 * 8  # steps
     ddp.register_comm_hook(
@@ -274,10 +274,10 @@ def against_torch(folder: Path, ranks: Ranks) -> float:
     )
     optimizer = PostLocalSGDOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.05), averager)
     for epoch in range(job.train.epochs):
-        order = epoch_permutation(128, seed=job.train.seed, epoch=epoch).tolist()
+        order = make_epoch_permutation(128, seed=job.train.seed, epoch=epoch).tolist()
         for begin in range(0, 128, 16):
             pairs = [data.train[epoch, index] for index in order[begin : begin + 16][ranks.rank :: ranks.world]]
-            optimizer.param_groups[0]["lr"] = learning_rate(job, epoch + begin / 128, 16)
+            optimizer.param_groups[0]["lr"] = compute_learning_rate(job, epoch + begin / 128, 16)
             optimizer.zero_grad()
             output = ddp(torch.stack([image for image, _ in pairs]))
             nn.functional.cross_entropy(output, torch.tensor([label for _, label in pairs])).backward()

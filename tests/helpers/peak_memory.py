@@ -22,7 +22,7 @@ from tula_cli.worker.build.batches import slice_batch
 from tula_cli.worker.build.recompute import apply_activation_checkpointing
 from tula_cli.worker.device import read_process_memory
 from tula_cli.worker.measure import fake_tensor_step
-from tula_cli.worker.methods.table import method_of
+from tula_cli.worker.methods.table import get_method
 
 CLASSES = 10
 
@@ -38,13 +38,13 @@ def measured(spec: JobSpec, batch: Any, size: int) -> int:
     if spec.train.activation_checkpointing:
         apply_activation_checkpointing(model)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = method_of(spec).base(spec, list(model.parameters()))
-    call = zoo.model_call(spec, model, zoo.build_loss(spec))
+    optimizer = get_method(spec).base(spec, list(model.parameters()))
+    call = zoo.make_model_call(spec, model, zoo.build_loss(spec))
     if spec.train.method == "ags":
         factors = SmallBatch(refresh=1)
         optimizer = TulaOptimizer(optimizer, model=ddp, b_large=size, b_small=size // 4, factors=factors)
     for _ in range(3):
-        with fake_tensor_step.fake_autocast(spec):
+        with fake_tensor_step.make_fake_autocast(spec):
             loss = call.compute_loss(ddp, batch)
         loss.backward()
         if isinstance(optimizer, TulaOptimizer):

@@ -24,7 +24,7 @@ from tula_cli.worker.build.zoo import build_model
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.measure.probe import run_probes
 from tula_cli.worker.parallel import sharded_checkpoint
-from tula_cli.worker.ranks import Ranks, process_group
+from tula_cli.worker.ranks import Ranks, join_process_group
 from tula_cli.worker.train import checkpoint, evaluation, gradient_noise
 from tula_cli.worker.train import loop as worker_train_loop
 
@@ -70,7 +70,7 @@ TRAIN = train_task(job("ags", "fsdp", checkpoint_every=1e-9, epochs=3))
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    with process_group(spec().cluster, handover=folder / "handover") as ranks:
+    with join_process_group(spec().cluster, handover=folder / "handover") as ranks:
         cases = (trained_alike, held, evaluated, begun, left, damaged, refused, statistics, noisy, probed)
         found = {case.__name__: case(folder, ranks) for case in cases}
     (folder / f"{ranks.rank}.json").write_text(json.dumps(found))

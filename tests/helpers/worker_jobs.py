@@ -12,7 +12,7 @@ from tula_cli.run.records.tasks import ProbeTask, Rung, TrainTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
 from tula_cli.spec.sections import Workers
-from tula_cli.spec.signature import train_signature
+from tula_cli.spec.signature import compute_train_signature
 from tula_cli.worker.build.data import Datasets, build_datasets
 from tula_cli.worker.preemption import Preempted, PreemptionHandler
 from tula_cli.worker.ranks import Ranks
@@ -225,7 +225,7 @@ def train_task(
     job: JobSpec, *, batch: int = 16, prediction: Prediction | None = None, signature: str | None = None
 ) -> TrainTask:
     """Return a training task; `signature` is that of the first attempt where this one is a relaunch."""
-    name = signature or train_signature(job, nodes=1, batch=batch)
+    name = signature or compute_train_signature(job, nodes=1, batch=batch)
     return TrainTask(
         id=f"train-{name}-1",
         job=f"train-{name}",

@@ -29,7 +29,7 @@ from tula_cli.worker.device import lift_memory_limit, limit_memory
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.measure.probe import GradientNormRecorder, StepBlocks, run_probes
 from tula_cli.worker.preemption import Preempted, PreemptionHandler
-from tula_cli.worker.ranks import Ranks, process_group
+from tula_cli.worker.ranks import Ranks, join_process_group
 from tula_cli.worker.train import auto_tune, checkpoint, evaluation, hessian
 from tula_cli.worker.train import loop as worker_train_loop
 
@@ -58,7 +58,7 @@ WIDE = {"model": {"name": "worker_jobs:wide"}}
 
 def main() -> None:
     folder, job = Path(sys.argv[1]), spec()
-    with process_group(job.cluster, handover=Path(sys.argv[1]) / "handover") as ranks:
+    with join_process_group(job.cluster, handover=Path(sys.argv[1]) / "handover") as ranks:
         found = {
             case.__name__: case(folder, ranks)
             for case in (
@@ -215,7 +215,7 @@ def resumed(folder: Path, ranks: Ranks) -> list[bool]:
         for _ in islice(worker_train_loop.run_steps(first), after):
             pass
         if ranks.is_first:
-            checkpoint.write_checkpoint(path, checkpoint.checkpoint_state(first, best={}))
+            checkpoint.write_checkpoint(path, checkpoint.make_checkpoint_state(first, best={}))
         ranks.broadcast(0)
         second = trainer(job, ranks)
         checkpoint.restore_checkpoint(second, torch.load(path, weights_only=True))

@@ -16,10 +16,10 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.imports import Source
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.probes import OutOfMemory
-from tula_cli.run.records.tasks import TrainTask, probe_id
+from tula_cli.run.records.tasks import TrainTask, make_probe_id
 from tula_cli.services import profile
-from tula_cli.services.search import feasible_candidates
-from tula_cli.services.status import error_of_training
+from tula_cli.services.search import list_feasible_candidates
+from tula_cli.services.status import make_error_of_training
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.scripts.placeholders import find_placeholders
 from tula_cli.spec.scripts.script import OWN_LOOP, TRAIN
@@ -61,10 +61,10 @@ def hints(spec: JobSpec, tmp_path: Path) -> Iterator[tuple[str, str]]:
     for name, words in WORDS.items():
         yield name, advise("device_fault", words, spec=spec)
     with pytest.raises(Infeasible) as caught:
-        feasible_candidates(spec, dataset_size=10_000, max_local_batch=1)
+        list_feasible_candidates(spec, dataset_size=10_000, max_local_batch=1)
     yield "before anything ran", caught.value.hint
     make.add_out_of_memory(run, 1, 16)
-    oom = run.result(probe_id(1, 16))
+    oom = run.result(make_probe_id(1, 16))
     assert isinstance(oom, OutOfMemory)
     with pytest.raises(Infeasible) as caught:
         require_measurements([], [oom], [], script=spec.script is not None)
@@ -76,7 +76,7 @@ def _end_of_training(run: RunDir, outcome: OutcomeClass) -> TulaError:
     task = run.training("ab12cd34").newest_task()
     assert isinstance(task, TrainTask)
     last = make.attempt(task.id, end=2e9, outcome=outcome, message="so it was", rank=0)
-    return error_of_training(task, [last], saved_samples=0)
+    return make_error_of_training(task, [last], saved_samples=0)
 
 
 def _end_of_probes(spec: JobSpec, outcome: OutcomeClass, folder: Path) -> TulaError:
@@ -88,7 +88,7 @@ def _end_of_probes(spec: JobSpec, outcome: OutcomeClass, folder: Path) -> TulaEr
         make.add_failed(run, 1, 32, "so it was", outcome=outcome)
     plan = profile.ProfilePlan(tuple(run.tasks()), 1, 0, 20, 0.3, None, "node-hours", Source(Path(), ""))
     with pytest.raises(TulaError) as caught:
-        profile.profile_report(run, plan)
+        profile.make_profile_report(run, plan)
     return caught.value
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tula_cli.host.machine import machine_memory, shared_memory
+from tula_cli.host.machine import read_machine_memory, read_shared_memory
 
 TOTAL = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 SLURM_STEP = "0::/system.slice/slurmstepd.scope/job_7/step_0\n"
@@ -30,18 +30,18 @@ def test_control_groups_bound_the_machine(tmp_path: Path, member: str, limits: d
         file = tmp_path / "groups" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    assert machine_memory(tmp_path / "groups", tmp_path / "self") == expected
+    assert read_machine_memory(tmp_path / "groups", tmp_path / "self") == expected
 
 
 def test_without_control_groups_the_machine_is_what_it_is(tmp_path: Path) -> None:
-    assert machine_memory(tmp_path, tmp_path / "none") == TOTAL
+    assert read_machine_memory(tmp_path, tmp_path / "none") == TOTAL
 
 
 def test_shared_memory_is_what_is_free_of_its_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = os.statvfs_result((4096, 4096, 100, 90, 80, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda folder: found)
-    assert shared_memory(tmp_path) == 80 * 4096
+    assert read_shared_memory(tmp_path) == 80 * 4096
 
 
 def test_where_there_is_no_shared_memory_nothing_is_known(tmp_path: Path) -> None:
-    assert shared_memory(tmp_path / "shm") is None
+    assert read_shared_memory(tmp_path / "shm") is None

@@ -69,9 +69,9 @@ def test_inherited_device_files_are_closed_and_nothing_else(stand_in: Path) -> N
 
 
 def test_who_holds_a_device_is_seen_by_its_files(stand_in: Path) -> None:
-    assert os.getpid() not in devices.device_holders()
+    assert os.getpid() not in devices.find_device_holders()
     with stand_in.open():
-        assert os.getpid() in devices.device_holders()
+        assert os.getpid() in devices.find_device_holders()
         assert any(told.startswith(f"pid {os.getpid()} (") for told in devices.describe_holders())
 
 
@@ -161,17 +161,17 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_gpus_are_counted_by_their_drivers_files(driver: Path) -> None:
-    assert devices.gpu_count() == 1, "a driver that lists none, as under WSL"
+    assert devices.count_gpus() == 1, "a driver that lists none, as under WSL"
     for name in ("nvidia0", "nvidia1", "nvidia-uvm", "nvidia-caps"):
         (driver / name).touch()
-    assert devices.gpu_count() == 2
+    assert devices.count_gpus() == 2
 
 
 def test_amds_processors_are_no_gpus(driver: Path) -> None:
     for number, name in enumerate(("0", "4098", "51230", "1")):
         (driver / "nodes" / str(number)).mkdir(parents=True)
         (driver / "nodes" / str(number) / "gpu_id").write_text(f"{name}\n")
-    assert devices.gpu_count() == 3
+    assert devices.count_gpus() == 3
 
 
 HIDDEN = [("0,2", 2), ("GPU-4ad7,", 1), ("", 0), ("-1", 0)]
@@ -193,7 +193,7 @@ def test_those_that_are_visible_and_there_count(
     for number in range(4):
         (driver / f"nvidia{number}").touch()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert devices.gpu_count() == seen
+    assert devices.count_gpus() == seen
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_of_amds_gpus_hip_takes_from_what_its_driver_leaves(
         (driver / "nodes" / str(number) / "gpu_id").write_text(f"{number}\n")
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert devices.gpu_count() == seen
+    assert devices.count_gpus() == seen
 
 
 def test_amds_variables_hide_none_of_nvidias(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,15 +227,15 @@ def test_amds_variables_hide_none_of_nvidias(driver: Path, monkeypatch: pytest.M
         (driver / f"nvidia{number}").touch()
     monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "")
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "0")
-    assert devices.gpu_count() == 2
+    assert devices.count_gpus() == 2
 
 
 def test_where_the_driver_lists_none_the_variable_tells(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    assert devices.gpu_count() == 2
+    assert devices.count_gpus() == 2
 
 
 def test_without_a_driver_there_is_none(driver: Path) -> None:
     (driver / "nvidia0").touch()
     (driver / "nvidiactl").unlink()
-    assert devices.gpu_count() == 0
+    assert devices.count_gpus() == 0

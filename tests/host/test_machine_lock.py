@@ -14,7 +14,13 @@ from typing import Any
 import pytest
 
 from tula_cli.host import devices, machine_lock
-from tula_cli.host.machine_lock import TicketHolder, UntrustedFolder, describe_waiting, living_tickets, ticket_folder
+from tula_cli.host.machine_lock import (
+    TicketHolder,
+    UntrustedFolder,
+    describe_waiting,
+    list_living_tickets,
+    make_ticket_folder,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -90,9 +96,9 @@ def test_one_ticket_a_process_is_left_where_none_is_given_back() -> None:
     child = subprocess.run(
         [sys.executable, "-c", code, ":".join(sys.path)], capture_output=True, text=True, check=False
     )
-    assert child.stdout == "drawn\n" and len(list(ticket_folder().iterdir())) == 1
-    assert living_tickets() == [], "a dead one is passed over at once"
-    assert probe("a", "gpu 0").probes_to_wait_for() == [] and len(list(ticket_folder().iterdir())) == 1
+    assert child.stdout == "drawn\n" and len(list(make_ticket_folder().iterdir())) == 1
+    assert list_living_tickets() == [], "a dead one is passed over at once"
+    assert probe("a", "gpu 0").probes_to_wait_for() == [] and len(list(make_ticket_folder().iterdir())) == 1
 
 
 # what XDG_RUNTIME_DIR is, and whether the folder of tickets is in it
@@ -128,7 +134,7 @@ def test_tickets_are_under_the_session_folder_or_in_tmp_by_user(
         (places / "elsewhere").mkdir(mode=0o700)
         runtime.touch() if kind == "a file" else runtime.symlink_to(places / "elsewhere")
     expected = runtime / "tula" if used else places / f"tula-{os.getuid()}"
-    assert ticket_folder() == expected and expected.stat().st_mode & 0o777 == 0o700
+    assert make_ticket_folder() == expected and expected.stat().st_mode & 0o777 == 0o700
 
 
 def _refused(under: Path, make):
@@ -160,34 +166,34 @@ def test_what_another_user_has_put_into_tmp_is_not_used(
         place.touch() if kind == "a file" else os.mkfifo(place)
     with pytest.raises(UntrustedFolder, match="not a folder of this user's alone"):
         probe("a", "gpu 0")
-    assert living_tickets() == [] and describe_waiting("a of /runs/one") == ""
+    assert list_living_tickets() == [] and describe_waiting("a of /runs/one") == ""
 
 
 def test_a_session_folder_that_is_removed_at_logout_is_made_anew(places: Path) -> None:
     first, second = probe("a", "gpu 0"), probe("b", "gpu 0")
-    for path in ticket_folder().iterdir():
+    for path in make_ticket_folder().iterdir():
         path.unlink()
-    ticket_folder().rmdir()
+    make_ticket_folder().rmdir()
     assert first.probes_to_wait_for() == [], "the first to look draws the first ticket"
     assert second.probes_to_wait_for() == [first.ticket]
 
 
 def test_a_number_that_another_probe_has_drawn_anew_is_not_taken_for_the_old_ticket(places: Path) -> None:
     first, second = probe("a", "gpu 0"), probe("b", "gpu 0")
-    shutil.rmtree(ticket_folder())
+    shutil.rmtree(make_ticket_folder())
     assert second.probes_to_wait_for() == [] and second.ticket.number == 1, "the first to look draws the first ticket"
     assert first.probes_to_wait_for() == [second.ticket], "although its own old number is 1"
     first.close()
-    assert living_tickets() == [second.ticket]
+    assert list_living_tickets() == [second.ticket]
 
 
 def test_a_ticket_that_cannot_be_drawn_anew_closes_no_file_of_others(
     places: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ticket = probe("a", "gpu 0")
-    shutil.rmtree(ticket_folder())
+    shutil.rmtree(make_ticket_folder())
     with monkeypatch.context() as patch:
-        patch.setattr(machine_lock, "ticket_folder", lambda: (_ for _ in ()).throw(OSError("no space")))
+        patch.setattr(machine_lock, "make_ticket_folder", lambda: (_ for _ in ()).throw(OSError("no space")))
         with pytest.raises(OSError, match="no space"):
             ticket.probes_to_wait_for()
         with open(os.devnull) as other:  # it gets the number of the descriptor that was closed
@@ -195,13 +201,13 @@ def test_a_ticket_that_cannot_be_drawn_anew_closes_no_file_of_others(
                 ticket.probes_to_wait_for()
             ticket.close()
             assert other.read() == ""
-    assert ticket.probes_to_wait_for() == [] and len(living_tickets()) == 1, "it is drawn once that works"
+    assert ticket.probes_to_wait_for() == [] and len(list_living_tickets()) == 1, "it is drawn once that works"
     ticket.close()
 
 
 def test_a_ticket_of_another_version_is_waited_for(places: Path) -> None:
     other = probe("a", "gpu 0")
-    (ticket_folder() / "1").write_text("{}")
+    (make_ticket_folder() / "1").write_text("{}")
     assert probe("b", "gpu 5").probes_to_wait_for()[0].holder == "another process"
     other.close()
 
@@ -233,14 +239,14 @@ def test_gpus_are_named_alike_in_all_processes(
     monkeypatch.setattr(devices, "GPU_DRIVER_FILES", (str(tmp_path / "nvidia0"),))
     monkeypatch.setattr(devices, "DEV", tmp_path)
     rows = [[str(number), f"GPU-{'ABCD'[number]}", "H100"] for number in range(4)]
-    monkeypatch.setattr(devices, "_nvidia_smi", lambda *_: rows)
-    assert devices.lock_names(ranks) == expected
-    monkeypatch.setattr(devices, "_nvidia_smi", lambda *_: [])
-    assert len(devices.lock_names(ranks)) == len(expected)
+    monkeypatch.setattr(devices, "_run_nvidia_smi", lambda *_: rows)
+    assert devices.list_lock_names(ranks) == expected
+    monkeypatch.setattr(devices, "_run_nvidia_smi", lambda *_: [])
+    assert len(devices.list_lock_names(ranks)) == len(expected)
     if visible == "2":
         rows[3][2] = "T4"
-        monkeypatch.setattr(devices, "_nvidia_smi", lambda *_: rows)
-        assert len(devices.lock_names(ranks)) == 4, "CUDA may number them otherwise"
+        monkeypatch.setattr(devices, "_run_nvidia_smi", lambda *_: rows)
+        assert len(devices.list_lock_names(ranks)) == 4, "CUDA may number them otherwise"
 
 
 def test_processors_of_one_core_are_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +255,7 @@ def test_processors_of_one_core_are_one_device(tmp_path: Path, monkeypatch: pyte
         (tmp_path / f"cpu{number}/topology/thread_siblings_list").write_text(f"{siblings}\n")
     monkeypatch.setattr(machine_lock, "CORES", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 7})
-    assert machine_lock.core_devices() == ["core 0", "core 1", "core 7"]
+    assert machine_lock.list_core_devices() == ["core 0", "core 1", "core 7"]
     assert machine_lock.describe_devices(["core 0", "core 1", "core 2", "core 7"]) == "cores 0-2, 7"
 
 
@@ -326,7 +332,7 @@ def stress(places: Path, *, acquisitions: int, processes: int, seed: int) -> tup
         for later_drawn, later_begun, later_ticket, later_names in complete:
             if ticket < later_ticket and drawn < later_drawn < begun and names & later_names:
                 assert begun <= later_begun, "the later one went first"
-    assert living_tickets() == []
+    assert list_living_tickets() == []
     return had, kills
 
 

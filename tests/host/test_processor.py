@@ -23,4 +23,4 @@ def test_the_name_is_the_kernels_or_the_architecture(
     monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
     if told is not None:
         machine.CPUINFO.write_text(told)
-    assert machine.processor_name() == name
+    assert machine.read_processor_name() == name

@@ -7,15 +7,15 @@ from tula_cli.models.claims import (
     STREAM,
     Mismatch,
     RateSeen,
-    broken_claims,
-    changed_batch,
     clean_steps,
-    dataset_size,
+    describe_broken_claims,
+    describe_scaling_of_script,
+    find_changed_batch,
+    find_dataset_size,
     find_differences,
-    joint_steps,
-    lr_exponent_of_script,
-    mismatches,
-    scales_itself,
+    fit_lr_exponent,
+    join_steps,
+    list_mismatches,
 )
 from tula_cli.run.records.scripts import Expected, LearningRates, LoaderSeen, RankResult, ScriptStep
 
@@ -52,7 +52,7 @@ def loader(**more: object) -> LoaderSeen:
 
 
 def test_claims_that_hold_are_not_told() -> None:
-    assert mismatches(ranks()) == []
+    assert list_mismatches(ranks()) == []
 
 
 @pytest.mark.parametrize(
@@ -68,27 +68,29 @@ def test_claims_that_hold_are_not_told() -> None:
 def test_a_claim_that_does_not_hold_is_told_with_both_figures(
     more: dict[str, object], found: tuple[str, str, str]
 ) -> None:
-    assert figures(mismatches(ranks(**more))) == [found]
+    assert figures(list_mismatches(ranks(**more))) == [found]
 
 
 def test_a_training_is_held_against_the_same_claims_once_all_its_ranks_have_told() -> None:
     smaller = ranks(timed=(step(samples=8.0),) * 5, why="begun")
-    told = broken_claims(smaller, resumed=False)
-    assert told == mismatches(smaller)[0].words and "a batch of 32 and a step trains on 16 samples" in told
-    assert broken_claims(smaller[:1], resumed=False) == "", "the other rank comes"
-    assert broken_claims(ranks(), resumed=False) == "" == broken_claims([], resumed=False)
+    told = describe_broken_claims(smaller, resumed=False)
+    assert told == list_mismatches(smaller)[0].words and "a batch of 32 and a step trains on 16 samples" in told
+    assert describe_broken_claims(smaller[:1], resumed=False) == "", "the other rank comes"
+    assert describe_broken_claims(ranks(), resumed=False) == "" == describe_broken_claims([], resumed=False)
 
 
 def test_ranks_that_train_alone_are_told_by_the_first_that_tells() -> None:
     alone = result(0, world=1, timed=(step(),) * 5)
-    assert broken_claims([alone], resumed=True).startswith("2 ranks were asked for and 1 came")
-    assert broken_claims([result(0, world=1, timed=())], resumed=True), "a training of a few steps"
+    assert describe_broken_claims([alone], resumed=True).startswith("2 ranks were asked for and 1 came")
+    assert describe_broken_claims([result(0, world=1, timed=())], resumed=True), "a training of a few steps"
 
 
 def test_what_is_left_of_an_epoch_or_of_a_training_breaks_no_claim() -> None:
     left = ranks(loader=loader(batches=41))
-    assert "the script's epoch has 21" in broken_claims(left, resumed=False) and not broken_claims(left, resumed=True)
-    assert not broken_claims(ranks(timed=(step(samples=2.0),) * 2), resumed=True), "its last, smaller batches"
+    assert "the script's epoch has 21" in describe_broken_claims(left, resumed=False) and not describe_broken_claims(
+        left, resumed=True
+    )
+    assert not describe_broken_claims(ranks(timed=(step(samples=2.0),) * 2), resumed=True), "its last, smaller batches"
 
 
 @pytest.mark.parametrize(
@@ -106,13 +108,13 @@ def test_what_is_left_of_an_epoch_or_of_a_training_breaks_no_claim() -> None:
     ],
 )
 def test_what_was_not_seen_or_is_done_otherwise_is_no_mismatch(more: dict[str, object]) -> None:
-    assert mismatches(ranks(**more)) == []
+    assert list_mismatches(ranks(**more)) == []
 
 
 def test_a_step_is_disturbed_where_any_rank_did_something_else() -> None:
     first = (step(0.1), step(0.9, gap=("eval",)), step(0.1), step(0.2), step(0.2))
     second = (step(0.2), step(0.1), step(0.3, gap=("save",), samples=None), step(0.1), step(0.1))
-    joint = joint_steps([result(0, timed=first), result(1, timed=second)])
+    joint = join_steps([result(0, timed=first), result(1, timed=second)])
     assert [(s.seconds, s.causes) for s in joint] == [
         (0.2, ()),
         (0.9, ("eval",)),
@@ -126,7 +128,7 @@ def test_a_step_is_disturbed_where_any_rank_did_something_else() -> None:
 
 def test_a_cause_of_most_steps_is_how_the_script_steps() -> None:
     steps = (*(step(gap=("eval",)),) * 4, step(gap=("eval", "save")))
-    assert [s.causes for s in joint_steps([result(timed=steps)])] == [(), (), (), (), ("save",)]
+    assert [s.causes for s in join_steps([result(timed=steps)])] == [(), (), (), (), ("save",)]
 
 
 def test_no_clean_step_is_an_error() -> None:
@@ -159,8 +161,8 @@ def test_the_power_of_the_batch_by_which_a_script_scales(
     given: tuple[float | None, ...], seen: tuple[float, ...], exponent: float
 ) -> None:
     rates = [RateSeen(batch, *rate) for batch, rate in zip((64, 128, 256), zip(given, seen, strict=True), strict=True)]
-    assert lr_exponent_of_script(rates) == pytest.approx(exponent, abs=1e-9)
-    told = scales_itself(rates)
+    assert fit_lr_exponent(rates) == pytest.approx(exponent, abs=1e-9)
+    told = describe_scaling_of_script(rates)
     assert (told is not None) is (exponent != 0)
     if told is not None:
         assert f"batch^{exponent:.1f}" in told.words and "train.lr_scaling none" in told.words
@@ -170,7 +172,7 @@ def test_the_power_of_the_batch_by_which_a_script_scales(
     "rates", [[], [RateSeen(64, None, 0.1)] * 2, [RateSeen(64, None, 0.1), RateSeen(128, None, 0.0)]]
 )
 def test_too_little_tells_no_power(rates: list[RateSeen]) -> None:
-    assert lr_exponent_of_script(rates) is None and scales_itself(rates) is None
+    assert fit_lr_exponent(rates) is None and describe_scaling_of_script(rates) is None
 
 
 def test_the_base_of_a_schedule_is_what_counts() -> None:
@@ -204,24 +206,24 @@ def shards(
     ],
 )
 def test_steps_of_an_epoch_go_by_what_the_ranks_hold_together(seen: list[RankResult], size: int, agrees: bool) -> None:
-    assert dataset_size(seen) == size
-    assert [mismatch.what for mismatch in mismatches(seen)] == ([] if agrees else ["epoch"])
+    assert find_dataset_size(seen) == size
+    assert [mismatch.what for mismatch in list_mismatches(seen)] == ([] if agrees else ["epoch"])
 
 
 def test_of_a_stream_a_given_size_counts_and_not_what_it_says_of_itself() -> None:
     stream = loader(dataset=1000, sampler=STREAM, batches=60)
     given = Expected(world=2, batch=32, accumulate=2, dataset=320)
-    assert mismatches(ranks(loader=stream, expected=given)) == []
-    assert figures(mismatches(ranks(loader=loader(batches=60)))) == [("epoch", "11", "30")]
+    assert list_mismatches(ranks(loader=stream, expected=given)) == []
+    assert figures(list_mismatches(ranks(loader=loader(batches=60)))) == [("epoch", "11", "30")]
 
 
 def test_a_batch_that_grows_among_the_first_steps_is_seen() -> None:
     growing = (step(),) * 5 + (step(samples=64.0),) * 2
-    assert mismatches(ranks(timed=growing)) == []
+    assert list_mismatches(ranks(timed=growing)) == []
     growing = (step(),) * 4 + (step(samples=64.0),) * 3
-    assert "a step at the last trains on 128 samples" in mismatches(ranks(timed=growing))[0].words
+    assert "a step at the last trains on 128 samples" in list_mismatches(ranks(timed=growing))[0].words
 
 
 @pytest.mark.parametrize(("seen", "changed"), [(32.0, None), (33.0, None), (64.0, 64.0), (16.0, 16.0), (None, None)])
 def test_a_batch_has_changed_once_the_usual_step_is_another(seen: float | None, changed: float | None) -> None:
-    assert changed_batch(seen, before=32.0) == changed
+    assert find_changed_batch(seen, before=32.0) == changed

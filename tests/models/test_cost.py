@@ -10,12 +10,12 @@ from tula_cli.models.cost import (
     INTERRUPTION_SECONDS,
     TrainingTime,
     WorkCount,
-    checkpoint_interval,
-    cost,
+    compute_checkpoint_interval,
+    compute_cost,
+    compute_interruption_rate,
+    compute_training_seconds,
     count_work,
     describe_price,
-    interruption_rate,
-    training_seconds,
 )
 from tula_cli.run.records.probes import Overheads
 from tula_cli.run.records.recommendations import TimeParts
@@ -53,7 +53,7 @@ def test_only_ags_refreshes_its_factors(train: dict[str, object], ags: dict[str,
 
 
 def test_eq_4a_is_epochs_times_steps_times_step_time() -> None:
-    assert training_seconds(count(512), step_time=0.25, overheads=NOTHING) == pytest.approx(10 * 97 * 0.25)
+    assert compute_training_seconds(count(512), step_time=0.25, overheads=NOTHING) == pytest.approx(10 * 97 * 0.25)
 
 
 def test_wall_clock_time_counts_what_is_beside_the_steps() -> None:
@@ -62,13 +62,13 @@ def test_wall_clock_time_counts_what_is_beside_the_steps() -> None:
     beside_saving = 30 + 10 * (100 * 4.0 + 4 * 0.5) + 10 * 3
 
     def saved(every: float | None) -> float:
-        seconds = training_seconds(todo, step_time=4.0, overheads=overheads, checkpoint_every=every)
+        seconds = compute_training_seconds(todo, step_time=4.0, overheads=overheads, checkpoint_every=every)
         return (seconds - beside_saving) / 2  # checkpoints
 
     assert saved(150) == pytest.approx(10 * (1 + 2))  # one at the end of each epoch, and two in its 400 seconds
     assert saved(500) == pytest.approx(10)
-    assert 300 < checkpoint_interval(2) < 600
-    assert saved(None) == pytest.approx(10 * (1 + 400 // checkpoint_interval(2)))
+    assert 300 < compute_checkpoint_interval(2) < 600
+    assert saved(None) == pytest.approx(10 * (1 + 400 // compute_checkpoint_interval(2)))
 
 
 @given(st.floats(0.01, 9), st.sampled_from([20.0, 150.0, math.inf]), st.booleans())
@@ -87,20 +87,20 @@ def test_the_checkpoint_interval_loses_the_least(save: float) -> None:
     def lost(interval: float) -> float:
         return save / interval + interval / (2 * INTERRUPTION_SECONDS)
 
-    best = checkpoint_interval(save)
+    best = compute_checkpoint_interval(save)
     assert lost(best) <= min(lost(best * 1.05), lost(best / 1.05))
 
 
 def test_free_checkpoints_are_not_written_all_the_time() -> None:
-    assert checkpoint_interval(0.0) == 30
-    assert math.isfinite(training_seconds(count(), step_time=0.1, overheads=NOTHING))
+    assert compute_checkpoint_interval(0.0) == 30
+    assert math.isfinite(compute_training_seconds(count(), step_time=0.1, overheads=NOTHING))
 
 
 @given(st.floats(0, 1e4), st.integers(1, 64), st.integers(1, 8))
 def test_a_node_hour_is_its_gpu_hours(hours: float, nodes: int, gpus: int) -> None:
     def at(kind: str, price: float) -> float:
         pricing = Pricing.model_validate({"kind": kind, "price": price})
-        return cost(pricing, hours=hours, nodes=nodes, gpus_per_node=gpus, reserved=8e9)
+        return compute_cost(pricing, hours=hours, nodes=nodes, gpus_per_node=gpus, reserved=8e9)
 
     assert at("node_hour", 2.48) == pytest.approx(hours * nodes * 2.48)
     assert at("gpu_hour", 2.48) == pytest.approx(gpus * at("node_hour", 2.48))
@@ -122,7 +122,7 @@ def test_cost_grows_with_hours(hours: float, price: float, market: str) -> None:
     pricing = Pricing(price=price, spot=Spot(discount=0.7, interruptions_per_day=1))
 
     def at(hours: float) -> float:
-        return cost(pricing, hours=hours, nodes=4, gpus_per_node=2, reserved=1e9, market=market)  # type: ignore[arg-type]
+        return compute_cost(pricing, hours=hours, nodes=4, gpus_per_node=2, reserved=1e9, market=market)  # type: ignore[arg-type]
 
     assert at(hours) < at(1.01 * hours)
     assert at(hours) == pytest.approx(hours * 4 * price * (0.3 if market == "spot" else 1))
@@ -159,66 +159,72 @@ def simulated(rng: random.Random, *, every: float, rate: float, wait: float) -> 
 def test_expected_time_is_that_of_a_simulation(rate: float, wait: float, every: float) -> None:
     rng = random.Random(7)
     runs = [simulated(rng, every=every, rate=rate, wait=wait) for _ in range(6000)]
-    expected = training_seconds(TODO, step_time=2.0, overheads=OVERHEADS, checkpoint_every=every, rate=rate, wait=wait)
+    expected = compute_training_seconds(
+        TODO, step_time=2.0, overheads=OVERHEADS, checkpoint_every=every, rate=rate, wait=wait
+    )
     assert expected == pytest.approx(sum(runs) / len(runs), rel=0.02)
-    undisturbed = training_seconds(TODO, step_time=2.0, overheads=OVERHEADS, checkpoint_every=every)
+    undisturbed = compute_training_seconds(TODO, step_time=2.0, overheads=OVERHEADS, checkpoint_every=every)
     assert expected > 1.02 * undisturbed
 
 
 @given(st.floats(0.01, 5), st.floats(0, 1000))
 def test_without_interruptions_spot_takes_what_on_demand_takes(step: float, wait: float) -> None:
-    expected = training_seconds(TODO, step_time=step, overheads=OVERHEADS, rate=0.0, wait=wait)
-    assert expected == training_seconds(TODO, step_time=step, overheads=OVERHEADS)
-    almost = training_seconds(TODO, step_time=step, overheads=OVERHEADS, checkpoint_every=600, rate=1e-12, wait=wait)
-    assert almost == pytest.approx(training_seconds(TODO, step_time=step, overheads=OVERHEADS, checkpoint_every=600))
+    expected = compute_training_seconds(TODO, step_time=step, overheads=OVERHEADS, rate=0.0, wait=wait)
+    assert expected == compute_training_seconds(TODO, step_time=step, overheads=OVERHEADS)
+    almost = compute_training_seconds(
+        TODO, step_time=step, overheads=OVERHEADS, checkpoint_every=600, rate=1e-12, wait=wait
+    )
+    assert almost == pytest.approx(
+        compute_training_seconds(TODO, step_time=step, overheads=OVERHEADS, checkpoint_every=600)
+    )
 
 
 @given(st.floats(1e-7, 1e-4), st.floats(1.01, 3))
 def test_more_interruptions_take_longer(rate: float, more: float) -> None:
     def at(rate: float) -> float:
-        return training_seconds(TODO, step_time=1.0, overheads=OVERHEADS, checkpoint_every=600, rate=rate)
+        return compute_training_seconds(TODO, step_time=1.0, overheads=OVERHEADS, checkpoint_every=600, rate=rate)
 
     assert at(rate) < at(more * rate)
 
 
 def test_interruptions_that_leave_no_time_are_infinitely_long() -> None:
-    assert training_seconds(TODO, step_time=1.0, overheads=OVERHEADS, rate=1.0) == math.inf
+    assert compute_training_seconds(TODO, step_time=1.0, overheads=OVERHEADS, rate=1.0) == math.inf
 
 
 def test_the_rate_is_that_of_one_node_times_the_nodes() -> None:
     spot = Pricing(price=1, spot=Spot(discount=0.5, interruptions_per_day=2))
-    assert interruption_rate(spot, 6) == pytest.approx(12 / 86400)
-    assert interruption_rate(Pricing(price=1), 6) == 0
+    assert compute_interruption_rate(spot, 6) == pytest.approx(12 / 86400)
+    assert compute_interruption_rate(Pricing(price=1), 6) == 0
 
 
 def test_checkpoints_are_closer_where_nodes_are_taken_away() -> None:
-    assert checkpoint_interval(10, rate=0.0) == pytest.approx(math.sqrt(2 * 10 * INTERRUPTION_SECONDS))
-    often = checkpoint_interval(10, rate=9 / INTERRUPTION_SECONDS)  # ten interruptions a day in all
-    assert often == pytest.approx(checkpoint_interval(10) / math.sqrt(10))
+    assert compute_checkpoint_interval(10, rate=0.0) == pytest.approx(math.sqrt(2 * 10 * INTERRUPTION_SECONDS))
+    often = compute_checkpoint_interval(10, rate=9 / INTERRUPTION_SECONDS)  # ten interruptions a day in all
+    assert often == pytest.approx(compute_checkpoint_interval(10) / math.sqrt(10))
 
 
 def test_a_start_that_is_interrupted_begins_again() -> None:
     starting = Overheads(startup=1000, eval_batch=0, eval_batch_size=64, checkpoint=0, refresh=0)
     nothing = WorkCount(epochs=1, steps=0, eval_batches=0, refreshes=0)
-    expected = training_seconds(nothing, step_time=1.0, overheads=starting, rate=1 / 1000, wait=500)
+    expected = compute_training_seconds(nothing, step_time=1.0, overheads=starting, rate=1 / 1000, wait=500)
     assert expected == pytest.approx(1500 * (math.e - 1))
 
 
 def test_what_was_not_measured_is_left_out() -> None:
     unknown = Overheads(startup=30, eval_batch=None, eval_batch_size=None, checkpoint=None, refresh=None)
     todo = WorkCount(epochs=10, steps=100, eval_batches=4, refreshes=10)
-    assert training_seconds(todo, step_time=4.0, overheads=unknown) == pytest.approx(30 + 10 * 100 * 4.0)
-    assert training_seconds(todo, step_time=4.0, overheads=unknown, checkpoint_every=60) == pytest.approx(4030)
+    assert compute_training_seconds(todo, step_time=4.0, overheads=unknown) == pytest.approx(30 + 10 * 100 * 4.0)
+    assert compute_training_seconds(todo, step_time=4.0, overheads=unknown, checkpoint_every=60) == pytest.approx(4030)
 
 
 def test_where_saving_was_not_measured_an_interruption_loses_the_epoch() -> None:
     unknown = NOTHING.model_copy(update={"checkpoint": None})
     todo, rate = WorkCount(epochs=10, steps=1000, eval_batches=0, refreshes=0), 1 / 3600
     each = math.expm1(rate * 1000) / rate
-    assert training_seconds(todo, step_time=1.0, overheads=unknown, rate=rate) == pytest.approx(10 * each)
-    saves_often = training_seconds(todo, step_time=1.0, overheads=NOTHING, rate=rate)
+    assert compute_training_seconds(todo, step_time=1.0, overheads=unknown, rate=rate) == pytest.approx(10 * each)
+    saves_often = compute_training_seconds(todo, step_time=1.0, overheads=NOTHING, rate=rate)
     assert 10_000 < saves_often < 0.9 * 10 * each
-    assert checkpoint_interval(None) == math.inf
+    assert compute_checkpoint_interval(None) == math.inf
 
 
 def test_without_a_held_out_size_no_evaluation_is_counted() -> None:

@@ -11,9 +11,9 @@ from tula_cli.models.choice.offers import Offers
 from tula_cli.models.efficiency import (
     SLOWEST_GROWTH,
     Noise,
+    compute_equivalent_constant_noise,
     describe_noise,
-    equivalent_constant_noise,
-    noise_scale,
+    estimate_noise_scale,
     summarise,
 )
 from tula_cli.models.ramp.by_noise import GROWTH
@@ -52,7 +52,7 @@ def exact(local: int, batch: int, *, signal: float = SIGNAL, trace: float = TRAC
 
 
 def found(of: list[GradientStats]) -> Noise:
-    noise = noise_scale(of)
+    noise = estimate_noise_scale(of)
     assert noise is not None
     return noise
 
@@ -97,20 +97,25 @@ def test_a_gradient_lost_in_its_noise_leaves_the_scale_open() -> None:
     assert 0 < noise.low <= noise.scale < math.inf
     lost = found([stats(10.0, 4.9, local=8, batch=16)])
     assert lost.high == math.inf
-    assert 0 < efficiency.same_progress(row(256), epochs=10, reference=128, noise=lost).epochs[0] <= 10.0001
+    assert 0 < efficiency.predict_same_progress(row(256), epochs=10, reference=128, noise=lost).epochs[0] <= 10.0001
 
 
 def test_what_tells_nothing_is_left_out() -> None:
     one_batch = exact(8, 16).model_copy(update={"covariance": None})  # also: an older result
     diverged = stats(0.0, 0.0, local=8, batch=16)
     upside_down = stats(1.0, 2.0, local=8, batch=16)
-    assert noise_scale([]) is noise_scale([one_batch, diverged]) is noise_scale([upside_down]) is None
+    assert (
+        estimate_noise_scale([])
+        is estimate_noise_scale([one_batch, diverged])
+        is estimate_noise_scale([upside_down])
+        is None
+    )
     assert found([one_batch, diverged, exact(8, 16)]).scale == pytest.approx(50)
 
 
 @given(BATCHES, BATCHES, NOISES)
 def test_epochs_lie_between_perfect_scaling_and_none(batch: int, reference: int, noise: float) -> None:
-    epochs = efficiency.epochs_equivalent(10, batch, reference=reference, noise=noise)
+    epochs = efficiency.compute_equivalent_epochs(10, batch, reference=reference, noise=noise)
     assert epochs == pytest.approx(10 * (batch + noise) / (reference + noise))
     ends = sorted([10.0, 10.0 * batch / reference])
     assert ends[0] * (1 - 1e-9) <= epochs <= ends[1] * (1 + 1e-9)
@@ -118,14 +123,16 @@ def test_epochs_lie_between_perfect_scaling_and_none(batch: int, reference: int,
 
 @given(BATCHES, NOISES)
 def test_the_reference_batch_needs_what_it_is_given(batch: int, noise: float) -> None:
-    assert efficiency.steps_ratio(batch, reference=batch, noise=noise) == pytest.approx(1)
-    assert efficiency.steps_ratio(2 * batch, reference=batch, noise=math.inf) == 0.5
+    assert efficiency.compute_steps_ratio(batch, reference=batch, noise=noise) == pytest.approx(1)
+    assert efficiency.compute_steps_ratio(2 * batch, reference=batch, noise=math.inf) == 0.5
 
 
 def test_the_noise_grows_with_the_length_of_the_training() -> None:
-    assert efficiency.equivalent_constant_noise(50, reference=128, epochs=1) == 50
-    assert efficiency.equivalent_constant_noise(50, reference=128, epochs=0.5) == 50
-    assert efficiency.equivalent_constant_noise(50, reference=128, epochs=90) == pytest.approx(178 * 90**GROWTH - 128)
+    assert efficiency.compute_equivalent_constant_noise(50, reference=128, epochs=1) == 50
+    assert efficiency.compute_equivalent_constant_noise(50, reference=128, epochs=0.5) == 50
+    assert efficiency.compute_equivalent_constant_noise(50, reference=128, epochs=90) == pytest.approx(
+        178 * 90**GROWTH - 128
+    )
 
 
 def row(batch: int, *, hours: float = 3.0) -> Offers:
@@ -141,7 +148,7 @@ NOISE = Noise(scale=100.0, low=80.0, high=120.0, error=10.0, probes=3)
 
 @pytest.mark.parametrize("batch", [32, 64, 256, 4096])
 def test_time_and_cost_go_with_the_epochs_and_lie_in_their_range(batch: int) -> None:
-    told = efficiency.same_progress(row(batch), epochs=30, reference=128, noise=NOISE)
+    told = efficiency.predict_same_progress(row(batch), epochs=30, reference=128, noise=NOISE)
     assert told.epochs_low <= told.epochs <= told.epochs_high
     assert told.hours == pytest.approx(3.0 * told.epochs / 30)
     assert told.cost == pytest.approx(12.0 * told.epochs / 30)
@@ -151,13 +158,13 @@ def test_time_and_cost_go_with_the_epochs_and_lie_in_their_range(batch: int) -> 
 
 
 def test_the_range_is_from_perfect_scaling_to_the_slowest_growth_of_the_lowest_noise() -> None:
-    told = efficiency.same_progress(row(4096), epochs=30, reference=128, noise=NOISE)
+    told = efficiency.predict_same_progress(row(4096), epochs=30, reference=128, noise=NOISE)
     least = (128 + 80) * 30**SLOWEST_GROWTH - 128
     assert (told.epochs_low[0], told.epochs_high[0]) == pytest.approx((30, 30 * (4096 + least) / (128 + least)))
 
 
 def test_the_reference_batch_keeps_its_epochs() -> None:
-    told = efficiency.same_progress(row(128), epochs=30, reference=128, noise=NOISE)
+    told = efficiency.predict_same_progress(row(128), epochs=30, reference=128, noise=NOISE)
     assert told.epochs == told.epochs_low == told.epochs_high == pytest.approx(30)
 
 
@@ -179,11 +186,11 @@ def test_noise_measured_on_the_way_is_carried_on_from_there() -> None:
     """Noise that grows by the rule is worth the same wherever it is measured."""
     start = 100.0
     for at in (1, 2, 10):
-        then = equivalent_constant_noise(start, reference=32, epochs=at)
-        assert equivalent_constant_noise(then, reference=32, epochs=50, measured_at=at) == pytest.approx(
-            equivalent_constant_noise(start, reference=32, epochs=50)
+        then = compute_equivalent_constant_noise(start, reference=32, epochs=at)
+        assert compute_equivalent_constant_noise(then, reference=32, epochs=50, measured_at=at) == pytest.approx(
+            compute_equivalent_constant_noise(start, reference=32, epochs=50)
         )
-    assert equivalent_constant_noise(start, reference=32, epochs=5, measured_at=10) == pytest.approx(start), (
+    assert compute_equivalent_constant_noise(start, reference=32, epochs=5, measured_at=10) == pytest.approx(start), (
         "it never shrinks"
     )
 

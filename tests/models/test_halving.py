@@ -11,9 +11,9 @@ from tula_cli.models.halving import BranchRequest
 from tula_cli.run.records.probes import Overheads
 from tula_cli.run.records.results import Branch
 from tula_cli.spec.ags import Arm
-from tula_cli.spec.job import JobSpec, lr_scale
+from tula_cli.spec.job import JobSpec, compute_lr_scale
 from tula_cli.spec.load import validate
-from tula_cli.spec.signature import train_signature
+from tula_cli.spec.signature import compute_train_signature
 
 
 def job(**sections: dict[str, Any]) -> JobSpec:
@@ -35,7 +35,7 @@ def play(names: list[str], merit: dict[str, float]) -> tuple[list[BranchRequest]
     turns: list[BranchRequest] = []
     branches: list[Branch] = []
     while True:
-        turn, winner = halving.next_branch_or_winner(names, branches)
+        turn, winner = halving.find_next_branch_or_winner(names, branches)
         if turn is None:
             assert winner is not None
             return turns, winner
@@ -48,51 +48,51 @@ def play(names: list[str], merit: dict[str, float]) -> tuple[list[BranchRequest]
 
 
 def test_default_arms_are_the_control_the_ramp_a_gentler_one_and_one_with_more_decay() -> None:
-    arms = halving.arms_of_training(job(optimizer={"weight_decay": 5e-4}), 256)
+    arms = halving.list_arms_of_training(job(optimizer={"weight_decay": 5e-4}), 256)
     assert [(arm.name, arm.method, arm.lr_factor, arm.decay_factor) for arm in arms] == [
         ("lbt", "lbt", 1, 1), ("ramp", "ramp", 1, 1), ("ramp-x0.5", "ramp", 0.5, 1), ("ramp-decay4", "ramp", 1, 4),
     ]  # fmt: skip
     assert arms[0] == Arm(name="lbt")
     groups = [{"parameters": ["norms"], "weight_decay": 0.1}]
-    assert len(halving.arms_of_training(job(optimizer={"groups": groups}), 256)) == 4
-    assert [arm.name for arm in halving.arms_of_training(job(), 256)] == ["lbt", "ramp", "ramp-x0.5"], (
+    assert len(halving.list_arms_of_training(job(optimizer={"groups": groups}), 256)) == 4
+    assert [arm.name for arm in halving.list_arms_of_training(job(), 256)] == ["lbt", "ramp", "ramp-x0.5"], (
         "nothing to decay by"
     )
 
 
 @pytest.mark.parametrize("batch", [32, 16])
 def test_at_the_reference_batch_the_control_is_alone(batch: int) -> None:
-    assert halving.arms_of_training(job(), batch) == (Arm(name="lbt"),)
+    assert halving.list_arms_of_training(job(), batch) == (Arm(name="lbt"),)
 
 
 def test_an_arm_s_decay_is_that_of_the_job_and_of_its_groups() -> None:
     groups = [{"parameters": ["norms"], "weight_decay": 0.1}, {"parameters": ["biases"], "lr_factor": 2}]
     spec = job(optimizer={"weight_decay": 0.01, "groups": groups})
-    own = halving.job_of_arm(spec, Arm(name="more", decay_factor=4)).optimizer
+    own = halving.make_job_of_arm(spec, Arm(name="more", decay_factor=4)).optimizer
     assert (own.weight_decay, [group.weight_decay for group in own.groups]) == (0.04, [0.4, None])
-    assert halving.job_of_arm(spec, Arm(name="as-it-is")).optimizer == spec.optimizer
+    assert halving.make_job_of_arm(spec, Arm(name="as-it-is")).optimizer == spec.optimizer
 
 
 @pytest.mark.parametrize(("optimizer", "factor"), [("SGD", 4), ("AdamW", 2)])
 def test_a_ramp_s_learning_rate_is_that_of_the_batch_in_use(optimizer: str, factor: float) -> None:
     spec = job(optimizer={"name": optimizer})
-    ramp, plain = (halving.job_of_arm(spec, Arm(name=name, method=name)) for name in ("ramp", "lbt"))
-    assert [lr_scale(ramp, batch) for batch in (32, 128)] == [1, factor]
-    assert lr_scale(plain, 128) == 1
+    ramp, plain = (halving.make_job_of_arm(spec, Arm(name=name, method=name)) for name in ("ramp", "lbt"))
+    assert [compute_lr_scale(ramp, batch) for batch in (32, 128)] == [1, factor]
+    assert compute_lr_scale(plain, 128) == 1
 
 
 def test_an_arm_alone_says_what_happens_to_the_learning_rate() -> None:
     arm = Arm(name="turned", method="ortho", lr_factor=4)
-    tuned = halving.job_of_arm(job(), arm)
+    tuned = halving.make_job_of_arm(job(), arm)
     assert (tuned.train.lr_scaling, tuned.schedule.warmup_epochs) == ("none", 0.0)
-    assert halving.job_of_arm(job(schedule={"warmup_epochs": 3}), arm).schedule.warmup_epochs == 3
+    assert halving.make_job_of_arm(job(schedule={"warmup_epochs": 3}), arm).schedule.warmup_epochs == 3
 
 
 def test_own_arms_replace_the_default_ones_but_not_the_control() -> None:
     mine = {"name": "mine", "method": "ags"}
     spec = job(auto={"arms": [mine]}, ags={"delta": 0.7})
-    assert [arm.name for arm in halving.arms_of_training(spec, 256)] == ["lbt", "mine"]
-    tuned = halving.job_of_arm(spec, halving.arms_of_training(spec, 256)[1])
+    assert [arm.name for arm in halving.list_arms_of_training(spec, 256)] == ["lbt", "mine"]
+    tuned = halving.make_job_of_arm(spec, halving.list_arms_of_training(spec, 256)[1])
     assert (tuned.train.method, tuned.ags.resolved().delta) == ("ags", 0.7)
 
 
@@ -122,48 +122,48 @@ def test_records_of_arms_with_more_settings_are_read() -> None:
 
 def test_arms_of_ags_scale_the_update_where_the_optimizer_would_divide_a_factor_out() -> None:
     arm = Arm(name="ags", method="ags")
-    assert halving.job_of_arm(job(optimizer={"name": "AdamW"}), arm).ags.resolved().apply_to == "update"
-    assert halving.job_of_arm(job(), arm).ags.resolved().apply_to == "gradient"
+    assert halving.make_job_of_arm(job(optimizer={"name": "AdamW"}), arm).ags.resolved().apply_to == "update"
+    assert halving.make_job_of_arm(job(), arm).ags.resolved().apply_to == "gradient"
 
 
 def test_the_factor_grows_in_the_warm_up_and_then_stays() -> None:
     arm = Arm(name="x5", lr_factor=5, warmup_epochs=2)
-    assert [halving.lr_factor(arm, epoch, start=1) for epoch in (1, 2, 3, 9)] == [1, 3, 5, 5]
-    assert halving.lr_factor(Arm(name="x5", lr_factor=5), 1, start=1) == 5
+    assert [halving.compute_lr_factor(arm, epoch, start=1) for epoch in (1, 2, 3, 9)] == [1, 3, 5, 5]
+    assert halving.compute_lr_factor(Arm(name="x5", lr_factor=5), 1, start=1) == 5
 
 
 def test_a_branch_cools_down_in_its_second_half() -> None:
-    found = [halving.cooldown_factor(epoch, start=1, length=4) for epoch in (1, 3, 4, 4.5, 5, 6)]
+    found = [halving.compute_cooldown_factor(epoch, start=1, length=4) for epoch in (1, 3, 4, 4.5, 5, 6)]
     assert found == [1, 1, 0.5, 0.25, 0, 0]
 
 
 def test_a_smaller_batch_bounds_the_factor_by_linear_scaling() -> None:
-    assert halving.limit_lr_factor(Arm(name="x8", lr_factor=8), 4).lr_factor == 4
-    assert halving.limit_lr_factor(Arm(name="x8", lr_factor=8), 0.5).lr_factor == 1
-    assert halving.limit_lr_factor(Arm(name="slow", lr_factor=0.5), 4).lr_factor == 0.5
+    assert halving.with_limited_lr_factor(Arm(name="x8", lr_factor=8), 4).lr_factor == 4
+    assert halving.with_limited_lr_factor(Arm(name="x8", lr_factor=8), 0.5).lr_factor == 1
+    assert halving.with_limited_lr_factor(Arm(name="slow", lr_factor=0.5), 4).lr_factor == 0.5
 
 
 def test_branches_end_with_the_training() -> None:
     short = job(train={"epochs": 4, "method": "auto", "reference_batch": 32}, auto={"branch_epochs": 2})
-    assert [halving.branch_epochs(short, rung, 8) for rung in (1, 2, 3)] == [2, 3, 3]
+    assert [halving.compute_branch_epochs(short, rung, 8) for rung in (1, 2, 3)] == [2, 3, 3]
 
 
 def test_hardly_above_the_reference_batch_no_two_arms_share_a_name() -> None:
-    names = [arm.name for arm in halving.arms_of_training(job(), 33)]
+    names = [arm.name for arm in halving.list_arms_of_training(job(), 33)]
     assert len(set(names)) == len(names)
 
 
 def test_naming_the_control_alone_tries_nothing_else() -> None:
-    assert halving.arms_of_training(job(auto={"arms": [{"name": "lbt"}]}), 256) == (Arm(name="lbt"),)
+    assert halving.list_arms_of_training(job(auto={"arms": [{"name": "lbt"}]}), 256) == (Arm(name="lbt"),)
 
 
 def test_a_job_is_measured_as_its_dearest_arm() -> None:
-    assert halving.most_expensive_job(job()).train.method == "ramp"
+    assert halving.find_most_expensive_job(job()).train.method == "ramp"
     arms = [{"name": name, "method": name} for name in ("ramp", "ags")]
-    assert halving.most_expensive_job(job(auto={"arms": arms})).train.method == "ags"
-    assert halving.most_expensive_job(job(auto={"arms": [{"name": "x2", "lr_factor": 2}]})).train.method == "lbt"
+    assert halving.find_most_expensive_job(job(auto={"arms": arms})).train.method == "ags"
+    assert halving.find_most_expensive_job(job(auto={"arms": [{"name": "x2", "lr_factor": 2}]})).train.method == "lbt"
     plain = job(train={"method": "lrs"})
-    assert halving.most_expensive_job(plain) is plain
+    assert halving.find_most_expensive_job(plain) is plain
 
 
 # --- rungs
@@ -173,7 +173,7 @@ def test_a_job_is_measured_as_its_dearest_arm() -> None:
 def test_each_rung_trains_half_of_the_one_before(count: int, sizes: tuple[int, ...]) -> None:
     names = ["lbt", *(f"a{i}" for i in range(count - 1))]
     turns, _ = play(names, {name: float(i) for i, name in enumerate(names)})
-    assert halving.rung_sizes(count) == sizes
+    assert halving.list_rung_sizes(count) == sizes
     assert [sum(turn.rung == rung for turn in turns) for rung in range(1, len(sizes) + 1)] == list(sizes)
 
 
@@ -197,15 +197,15 @@ def test_where_the_control_wins_others_meet_it_at_that_length() -> None:
     names = ["lbt", *"abcde"]
     first = rung(1, lbt=2.0, a=1.0, b=1.5, c=1.6, d=3.0, e=4.0)
     duel = [*first, *later(2, lbt=1.0, a=2.0, b=3.0)]
-    assert halving.next_branch_or_winner(names, duel) == (BranchRequest(2, 3), None), (
+    assert halving.find_next_branch_or_winner(names, duel) == (BranchRequest(2, 3), None), (
         "c was better than lbt in the first rung"
     )
-    assert halving.next_branch_or_winner(names, [*duel, *later(2, c=0.5)]) == (None, "c")
-    assert halving.next_branch_or_winner(names, [*duel, *later(2, c=1.5)]) == (None, "lbt"), (
+    assert halving.find_next_branch_or_winner(names, [*duel, *later(2, c=0.5)]) == (None, "c")
+    assert halving.find_next_branch_or_winner(names, [*duel, *later(2, c=1.5)]) == (None, "lbt"), (
         "d never was better than lbt"
     )
     won = [*first, *later(2, lbt=1.0, a=0.9, b=3.0)]
-    assert halving.next_branch_or_winner(names, won) == (None, "a"), "the control has lost: nobody else comes"
+    assert halving.find_next_branch_or_winner(names, won) == (None, "a"), "the control has lost: nobody else comes"
 
 
 def test_the_loss_decides_with_and_without_accuracies() -> None:
@@ -216,13 +216,13 @@ def test_the_loss_decides_with_and_without_accuracies() -> None:
 
 def test_a_diverged_arm_never_survives() -> None:
     gone = [branch(name, loss=0.1, diverged=True) for name in "abcx"]
-    assert halving.survivors([branch("lbt", loss=1), *gone]) == ["lbt"]
-    assert halving.survivors([branch("lbt", loss=1), *gone, branch("d", loss=2)]) == ["lbt", "d"]
+    assert halving.select_survivors([branch("lbt", loss=1), *gone]) == ["lbt"]
+    assert halving.select_survivors([branch("lbt", loss=1), *gone, branch("d", loss=2)]) == ["lbt", "d"]
 
 
 def test_where_all_diverge_the_control_is_left() -> None:
     found = [branch(name, loss=None, top1=None, diverged=True) for name in ("a", "lbt", "b")]
-    assert halving.survivors(found) == ["lbt"]
+    assert halving.select_survivors(found) == ["lbt"]
 
 
 def rung(number: int, **losses: float) -> list[Branch]:
@@ -233,10 +233,10 @@ def rung(number: int, **losses: float) -> list[Branch]:
 def test_the_favourite_stays_to_the_end_beside_the_control_and_the_best() -> None:
     names = ["lbt", "a", "b", "c", "ramp", "d", "e", "f"]
     first = rung(1, lbt=9, a=1, b=2, c=3, ramp=8, d=5, e=6, f=7)
-    assert halving.survivors(first) == ["a", "b", "ramp", "lbt"]
+    assert halving.select_survivors(first) == ["a", "b", "ramp", "lbt"]
     second = rung(2, lbt=9, a=2, b=1, ramp=8)
-    assert halving.next_branch_or_winner(names, [*first, *second]) == (None, "b")
-    assert halving.survivors(rung(2, lbt=9, a=2, b=3, ramp=1)) == ["ramp"]
+    assert halving.find_next_branch_or_winner(names, [*first, *second]) == (None, "b")
+    assert halving.select_survivors(rung(2, lbt=9, a=2, b=3, ramp=1)) == ["ramp"]
 
 
 @pytest.mark.parametrize(
@@ -257,13 +257,13 @@ def test_the_favourite_wins_unless_another_is_clearly_better_and_so_does_the_job
 ) -> None:
     last = rung(1, **losses)
     names = [b.arm for b in last]
-    assert halving.survivors(last) == [winner]
-    assert halving.next_branch_or_winner(names, last) == (None, winner)
+    assert halving.select_survivors(last) == [winner]
+    assert halving.find_next_branch_or_winner(names, last) == (None, winner)
 
 
 def test_a_favourite_that_diverged_stays_no_longer() -> None:
     gone = branch("ramp", loss=None, diverged=True)
-    assert halving.survivors([*rung(1, lbt=2, a=1, b=3, c=4), gone]) == ["a", "lbt", "b"]
+    assert halving.select_survivors([*rung(1, lbt=2, a=1, b=3, c=4), gone]) == ["a", "lbt", "b"]
     assert halving.find_winner([*rung(1, lbt=2, a=1), gone]) == "a"
 
 
@@ -292,11 +292,11 @@ def test_the_plan_counts_every_sample() -> None:
     """20 epochs of 10,240 samples at 2048: an epoch of 128, and four branches of 1.14 epochs of the 9,216 that are left."""
     spec = job(train={"epochs": 20, "reference_batch": 128, "method": "auto"}, optimizer={"weight_decay": 5e-4})
     planned = halving.plan_tuning(spec, batch=2048, dataset_size=10_240)
-    assert halving.branch_samples(spec, 1, 4, 9216) == 10_496  # (0.25 x 20 / 0.9 - 1) / 4 epochs
+    assert halving.count_branch_samples(spec, 1, 4, 9216) == 10_496  # (0.25 x 20 / 0.9 - 1) / 4 epochs
     lbt = 5 * 2048  # four steps of an epoch, whose last 1,024 samples are left out, and one of the next
     # 1,749 samples a stage, each ending at or beyond its end; then as lbt
     ramp = 7 * 256 + 4 * 512 + 2 * 1024 + 1 * 2048 + 1 * 2048
-    assert [halving.count_trained_samples(spec, arm, batch=2048, rung=1, size=9216) for arm in halving.arms_of_training(spec, 2048)] == [
+    assert [halving.count_trained_samples(spec, arm, batch=2048, rung=1, size=9216) for arm in halving.list_arms_of_training(spec, 2048)] == [
         lbt, ramp, ramp, ramp,
     ]  # fmt: skip
     assert planned.samples == 72 * 128 + lbt + 3 * ramp
@@ -307,14 +307,16 @@ def test_the_plan_counts_every_sample() -> None:
 def test_a_short_branch_has_one_step_and_the_holdout_is_bounded() -> None:
     short = job(auto={"branch_epochs": 0.01})
     assert halving.count_trained_samples(short, Arm(name="lbt"), batch=256, rung=1, size=1300) == 256
-    assert halving.holdout_size(1_000_000) == 10_000
-    assert halving.holdout_size(5) == 1
+    assert halving.count_holdout_samples(1_000_000) == 10_000
+    assert halving.count_holdout_samples(5) == 1
 
 
 def test_branches_grow_with_the_training_and_with_the_rung() -> None:
-    assert [halving.branch_epochs(job(auto={"epochs": 0.5}), rung, 8) for rung in (1, 2, 3)] == [0.5, 1, 2]
-    assert halving.branch_epochs(job(train={"epochs": 250}), 1, 4) > 10 * halving.branch_epochs(job(), 1, 4)
-    assert halving.branch_epochs(job(train={"epochs": 2}), 1, 4) == 0, "of a step at least, as above"
+    assert [halving.compute_branch_epochs(job(auto={"epochs": 0.5}), rung, 8) for rung in (1, 2, 3)] == [0.5, 1, 2]
+    assert halving.compute_branch_epochs(job(train={"epochs": 250}), 1, 4) > 10 * halving.compute_branch_epochs(
+        job(), 1, 4
+    )
+    assert halving.compute_branch_epochs(job(train={"epochs": 2}), 1, 4) == 0, "of a step at least, as above"
 
 
 def test_other_methods_take_no_branches() -> None:
@@ -330,7 +332,7 @@ def test_the_predicted_time_has_the_branches_in_it() -> None:
         found = cost.count_work(
             job(train={"method": method}), batch=256, world=2, dataset_size=1280, eval_size=64, eval_batch_size=32
         )
-        return cost.training_seconds(found, step_time=0.1, overheads=overheads, rate=rate)
+        return cost.compute_training_seconds(found, step_time=0.1, overheads=overheads, rate=rate)
 
     planned = halving.plan_tuning(job(), batch=256, dataset_size=1280)
     extra = planned.steps * 0.1 + planned.branches * math.ceil(128 / 64) * 0.5
@@ -364,7 +366,7 @@ def test_arms_scale_the_learning_rate_alone() -> None:
 
 def test_the_signature_depends_on_the_arms_only_with_method_auto() -> None:
     def signed(method: str, after: int) -> str:
-        return train_signature(job(train={"method": method}, auto={"after": after}), nodes=1, batch=256)
+        return compute_train_signature(job(train={"method": method}, auto={"after": after}), nodes=1, batch=256)
 
     assert signed("auto", 1) != signed("auto", 2)
     assert signed("ags", 1) == signed("ags", 2)

@@ -34,7 +34,7 @@ def saves(*samples: int, batch: int = 32, seconds: float | None = 7.0) -> list[S
 def saving(*samples: int, spec: JobSpec | None = None, seconds: float | None = 7.0) -> CheckpointSchedule:
     script = (spec or job()).script
     assert script is not None
-    return interruptions.checkpoint_schedule(script, saves(*samples, seconds=seconds), dataset_size=SIZE)
+    return interruptions.find_checkpoint_schedule(script, saves(*samples, seconds=seconds), dataset_size=SIZE)
 
 
 def test_an_epochs_last_batch_may_be_dropped() -> None:
@@ -87,7 +87,7 @@ def test_each_interruption_takes_a_script_back_to_its_own_checkpoint() -> None:
     rate = 1 / 3600
 
     def takes(interval: float, rate: float = rate) -> float:
-        return cost.script_seconds(7200.0, overheads=beside, interval=interval, rate=rate)
+        return cost.compute_script_seconds(7200.0, overheads=beside, interval=interval, rate=rate)
 
     assert takes(600.0, rate=0.0) == takes(math.inf, rate=0.0) == 7300.0
     assert 7300.0 < takes(600.0) < takes(3600.0) < takes(math.inf)

@@ -4,12 +4,12 @@ import pytest
 
 from tula_cli.models.out_of_memory import (
     Fallback,
-    batch_norm_limit,
     cannot_accumulate,
-    divisors,
-    next_fallback,
-    splits_of,
-    statistics_in_cause,
+    find_next_fallback,
+    list_divisors,
+    list_splits,
+    make_batch_norm_limit,
+    parse_statistics_in_cause,
 )
 from tula_cli.run.records.base import MicroBatches
 from tula_cli.spec.load import validate
@@ -20,17 +20,18 @@ SCRIPT = {"length": {"samples": 1600}, "reference": {"batch": 16}}
 def ladder(batches: tuple[int, ...], known: MicroBatches | None, **how: str) -> list[tuple[int, int]]:
     """Return (batch, parts) of each start of a training that never fits."""
     found, splits = [(batches[0], 1)], 1
-    while (step := next_fallback(batches, splits, known, **how)) is not None:
+    while (step := find_next_fallback(batches, splits, known, **how)) is not None:
         batches, splits = batches[step.rung :], step.splits
         found.append((batches[0], splits))
     return found
 
 
 def known(*batches: int, world: int = 2, accumulate: int = 1, norm: bool = False, normalised: int = 0) -> MicroBatches:
-    limits = [batch_norm_limit()] if norm else []
+    limits = [make_batch_norm_limit()] if norm else []
     return MicroBatches(
         splits=tuple(
-            splits_of(b, micro_batch=b // world // accumulate, micro_batches=accumulate, limits=limits) for b in batches
+            list_splits(b, micro_batch=b // world // accumulate, micro_batches=accumulate, limits=limits)
+            for b in batches
         ),
         normalised=normalised,
     )
@@ -40,25 +41,27 @@ def known(*batches: int, world: int = 2, accumulate: int = 1, norm: bool = False
     ("micro_batch", "into"), [(1, ()), (2, (2,)), (8, (2, 4, 8)), (12, (2, 4, 12)), (7, (7,)), (15, (3, 15)), (0, ())]
 )
 def test_parts_are_all_of_one_size(micro_batch: int, into: tuple[int, ...]) -> None:
-    found = splits_of(micro_batch, micro_batch=micro_batch, micro_batches=1)
+    found = list_splits(micro_batch, micro_batch=micro_batch, micro_batches=1)
     assert found.into == into and found.limit == "it holds one sample"
 
 
 def test_a_huge_micro_batch_is_cut_as_quickly() -> None:
-    found = splits_of(3**3 * 10**12, micro_batch=3**3 * 10**12, micro_batches=1)
+    found = list_splits(3**3 * 10**12, micro_batch=3**3 * 10**12, micro_batches=1)
     assert found.into[:3] == (2, 4, 8) and found.into[-1] == 3**3 * 10**12
-    assert divisors(1) == [1] and divisors(28) == [1, 2, 4, 7, 14, 28] and divisors(999_983) == [1, 999_983]
+    assert (
+        list_divisors(1) == [1] and list_divisors(28) == [1, 2, 4, 7, 14, 28] and list_divisors(999_983) == [1, 999_983]
+    )
 
 
 @pytest.mark.parametrize(
     ("limit", "into"),
     [
-        (batch_norm_limit(), (2, 4, 8)),
-        (batch_norm_limit(ranks=4), (2, 4, 8, 16, 32)),
+        (make_batch_norm_limit(), (2, 4, 8)),
+        (make_batch_norm_limit(ranks=4), (2, 4, 8, 16, 32)),
     ],
 )
 def test_batch_norm_keeps_eight_samples(limit, into: tuple[int, ...]) -> None:
-    found = splits_of(64, micro_batch=64, micro_batches=1, limits=[limit])
+    found = list_splits(64, micro_batch=64, micro_batches=1, limits=[limit])
     assert found.into == into and "fewer than 8 samples" in found.limit
 
 
@@ -70,9 +73,9 @@ def test_the_batch_stays_while_it_can_be_cut_and_nothing_that_is_no_smaller_is_t
 
 def test_a_smaller_batch_is_cut_as_far_as_it_has_to_be() -> None:
     # 14 samples a GPU are taken 7 at a time and then no fewer; the 12 of the next batch 6 at a time
-    own = splits_of(28, micro_batch=14, micro_batches=1, limits=[(lambda samples: samples > 2, "for a reason")])
+    own = list_splits(28, micro_batch=14, micro_batches=1, limits=[(lambda samples: samples > 2, "for a reason")])
     rungs = MicroBatches(splits=(own, *known(24, 16).splits), normalised=0)
-    step = next_fallback((28, 24, 16), 2, rungs)
+    step = find_next_fallback((28, 24, 16), 2, rungs)
     words = "out of memory at batch 28 in micro-batches of 7, which are not cut further: for a reason"
     assert step == Fallback(1, 2, words)
 
@@ -89,9 +92,9 @@ def test_a_smaller_batch_is_cut_as_far_as_it_has_to_be() -> None:
     ],
 )
 def test_the_cause_says_what_is_done(of: dict[str, int], words: str) -> None:
-    step = next_fallback((128, 64), 1, known(128, 64, **of))
+    step = find_next_fallback((128, 64), 1, known(128, 64, **of))
     assert step is not None and step.words == words
-    assert statistics_in_cause(words) == ("BatchNorm's statistics over 64 samples" if "normalised" in of else "")
+    assert parse_statistics_in_cause(words) == ("BatchNorm's statistics over 64 samples" if "normalised" in of else "")
 
 
 @pytest.mark.parametrize(
@@ -106,7 +109,7 @@ def test_the_cause_says_what_is_done(of: dict[str, int], words: str) -> None:
     ],
 )
 def test_without_cutting_the_next_smaller_batch_follows(why: str, words: str) -> None:
-    assert next_fallback((64, 32), 1, None, why_not=why) == Fallback(1, 1, words)
+    assert find_next_fallback((64, 32), 1, None, why_not=why) == Fallback(1, 1, words)
     assert ladder((64, 32, 16), None, why_not=why) == [(64, 1), (32, 1), (16, 1)]
 
 
@@ -128,10 +131,10 @@ def test_a_script_needs_both_placeholders(command: str, oom: str, words: str) ->
 
 def test_an_out_of_memory_in_a_stage_cuts_what_that_stage_takes() -> None:
     """Batch 512 in micro-batches of 256; a stage of 64 takes 32 at a time, which 128, 64 or 32 would leave as they are."""
-    step = next_fallback((512, 256), 1, known(512, 256), stage=64)
+    step = find_next_fallback((512, 256), 1, known(512, 256), stage=64)
     assert step is not None and (step.rung, step.splits) == (0, 16)
     assert step.words.startswith("out of memory at batch 64, in a stage before batch 512: micro-batch 16 x 16 now")
-    assert next_fallback((512, 256), 1, known(512, 256)).splits == 2  # type: ignore[union-attr]
-    last = next_fallback((512, 256), 1, known(512, 256, norm=True), stage=16)
+    assert find_next_fallback((512, 256), 1, known(512, 256)).splits == 2  # type: ignore[union-attr]
+    last = find_next_fallback((512, 256), 1, known(512, 256, norm=True), stage=16)
     assert last is None, "a smaller batch's micro-batches of 8 are no smaller than the stage's"
-    assert next_fallback((512,), 1, None, stage=64) is None
+    assert find_next_fallback((512,), 1, None, stage=64) is None

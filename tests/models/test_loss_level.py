@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import pytest
 from loss_curves import BLOWN_UP, EVENT, HEALTHY
 
-from tula_cli.models.loss_level import LossLevel, max_spike_steps
+from tula_cli.models.loss_level import LossLevel, compute_max_spike_steps
 
 STEPS = 240
 """Of a curve, a loss a step; a batch that grows has its last two stages from steps 60 and 120."""
@@ -114,7 +114,7 @@ def followed(curve: Sequence[float], *, lr_factor: float = 8.0) -> tuple[LossLev
     level = LossLevel()
     for step, loss in enumerate(curve, 1):
         level.add(loss, samples=step, lr_factor=lr_factor)
-        if level.above >= max_spike_steps(len(curve)):
+        if level.above >= compute_max_spike_steps(len(curve)):
             return level, step
     return level, None
 
@@ -129,7 +129,7 @@ def test_what_recovers_or_only_wanders_has_not_blown_up(name: str) -> None:
 def test_a_loss_that_lost_what_was_learned_has_blown_up_and_it_is_known_since_when(name: str) -> None:
     curve, begins = BLOWN[name]
     level, at = followed(curve)
-    assert at is not None and at - begins <= 2 * max_spike_steps(STEPS) + 16
+    assert at is not None and at - begins <= 2 * compute_max_spike_steps(STEPS) + 16
     assert begins - 20 <= level.sound <= begins, "a checkpoint from then is from before"
     assert level.lr_factor == 8
 
@@ -163,7 +163,7 @@ def test_at_the_learning_rate_of_the_job_no_loss_is_judged() -> None:
 
 
 def test_a_long_training_waits_longer_for_a_recovery() -> None:
-    assert [max_spike_steps(steps) for steps in (50, 240, 368, 3000, 100_000)] == [16, 24, 36, 40, 1000]
+    assert [compute_max_spike_steps(steps) for steps in (50, 240, 368, 3000, 100_000)] == [16, 24, 36, 40, 1000]
 
 
 def test_a_training_that_was_interrupted_judges_as_one_that_was_not() -> None:

@@ -4,7 +4,7 @@ import numpy as np
 from make_results import Truth, measured, of_a_script, spec
 
 from tula_cli.models.choice.columns import Ints
-from tula_cli.models.overheads import OverheadModel, median_queue_wait
+from tula_cli.models.overheads import OverheadModel, compute_median_queue_wait
 from tula_cli.run.records.jobs import Attempt, Job
 
 JOB = spec(train={"method": "lbt"})  # which has nothing to refresh
@@ -41,7 +41,7 @@ def test_the_wait_in_the_queue_is_the_median_over_jobs_that_started() -> None:
         for n, (link, at) in enumerate(starts.items())
         for later in (0.0, 50.0)
     ]
-    assert median_queue_wait(jobs, attempts) == 30.0
-    assert median_queue_wait(jobs, []) == 0.0
+    assert compute_median_queue_wait(jobs, attempts) == 30.0
+    assert compute_median_queue_wait(jobs, []) == 0.0
     here = [job.model_copy(update={"scheduler": "local"}) for job in jobs]
-    assert median_queue_wait(here, attempts) == 0.0
+    assert compute_median_queue_wait(here, attempts) == 0.0

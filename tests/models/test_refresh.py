@@ -24,7 +24,9 @@ def probe(nodes: int, local_batch: int, *, took: float = 0.0) -> Measured:
 def seconds(probes: list[Measured], nodes: int, local_batch: int, **sections: Any) -> float:
     columns = {"nodes": nodes, "local_batch": local_batch, "batch": nodes * local_batch}
     job = spec(**{**AGS, **sections})
-    (found,) = refresh.refresh_seconds(job, probes, **{name: np.array([value]) for name, value in columns.items()})
+    (found,) = refresh.compute_refresh_seconds(
+        job, probes, **{name: np.array([value]) for name, value in columns.items()}
+    )
     return float(found)
 
 
@@ -33,7 +35,7 @@ def seconds(probes: list[Measured], nodes: int, local_batch: int, **sections: An
     [({}, 64, 64), ({}, 128, 32), ({}, 256, 64), ({}, 4096, 64), ({"b_small": 8}, 4096, 8), ({"b_small": 8}, 4, 4)],
 )
 def test_the_small_batch_is_at_most_a_quarter_of_a_larger_one(ags: dict[str, int], batch: int, small: int) -> None:
-    assert refresh.small_batch_size(spec(**AGS, ags=ags), batch) == small
+    assert refresh.compute_small_batch_size(spec(**AGS, ags=ags), batch) == small
 
 
 @pytest.mark.parametrize(
@@ -116,7 +118,7 @@ def test_a_refresh_that_no_probe_tells_is_unknown() -> None:
 def test_the_most_that_a_rank_draws_is_what_the_optimizer_shares_out(world: int, available: int, b_small: int) -> None:
     job = spec(train={"method": "ags"}, ags={"b_small": b_small})
     most = max(draw_counts(b_small, available, world, 0))
-    assert refresh.max_samples_drawn(job, 4096, available=available, world=world) == most
+    assert refresh.compute_max_samples_drawn(job, 4096, available=available, world=world) == most
 
 
 @pytest.mark.parametrize(
@@ -128,4 +130,4 @@ def test_the_most_that_a_rank_draws_is_what_the_optimizer_shares_out(world: int,
     ],
 )
 def test_where_no_small_batch_is_taken_a_rank_draws_nothing_of_it(sections: dict[str, Any], batch: int) -> None:
-    assert refresh.max_samples_drawn(spec(**sections), batch, available=16, world=2) == 1
+    assert refresh.compute_max_samples_drawn(spec(**sections), batch, available=16, world=2) == 1

@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 
-from tula_cli.cluster.scripts.resume_test import count_trained, error_line, learning_rate_curve, observed_schedule
+from tula_cli.cluster.scripts.resume_test import (
+    count_trained,
+    find_error_line,
+    find_observed_schedule,
+    read_learning_rate_curve,
+)
 from tula_cli.models.resuming import ResumeJudgement, judge_resume_test
 from tula_cli.run.records.scripts import Rehearsed, Schedule
 from tula_cli.spec.scripts.script import Length
@@ -177,12 +182,12 @@ Check the documentation of torch.load to learn more.
 
 
 def test_the_line_that_tells_is_that_of_the_exception() -> None:
-    told = error_line(WEIGHTS_ONLY, "_pickle.UnpicklingError")
+    told = find_error_line(WEIGHTS_ONLY, "_pickle.UnpicklingError")
     assert told.startswith("_pickle.UnpicklingError: Unsupported global: GLOBAL argparse.Namespace was not an allowed")
     assert "weights_only=False" in told
     keys = "Traceback (most recent call last):\n  File 'a'\nKeyError: 'optimizer'\n"
-    assert error_line(keys, "KeyError") == "KeyError: 'optimizer'"
-    assert error_line("", "SystemExit") == "SystemExit"
+    assert find_error_line(keys, "KeyError") == "KeyError: 'optimizer'"
+    assert find_error_line("", "SystemExit") == "SystemExit"
 
 
 TOTAL, SAVED = 3840, 1280
@@ -315,9 +320,9 @@ def test_what_rows_tell_of_a_schedule() -> None:
         return {"step": step, "lr": 0.1 * step, "schedule": {"name": "torch.optim.StepLR", "at": at, "moves": True}}
 
     by_step = [told(step, step - 1) for step in range(1, 9)]
-    assert observed_schedule(by_step, after=4) == Schedule(name="StepLR", at=4, per_step=True, moves=True)
+    assert find_observed_schedule(by_step, after=4) == Schedule(name="StepLR", at=4, per_step=True, moves=True)
     by_epoch = [told(step, step // 4) for step in range(1, 9)]
-    assert observed_schedule(by_epoch, after=0) == Schedule(name="StepLR", at=0, per_step=False, moves=True)
-    assert observed_schedule([{"step": 1, "lr": 0.1}], after=0) is None
-    many = learning_rate_curve([{"step": step, "lr": step / 1e4} for step in range(1, 1001)], 32)
+    assert find_observed_schedule(by_epoch, after=0) == Schedule(name="StepLR", at=0, per_step=False, moves=True)
+    assert find_observed_schedule([{"step": 1, "lr": 0.1}], after=0) is None
+    many = read_learning_rate_curve([{"step": step, "lr": step / 1e4} for step in range(1, 1001)], 32)
     assert len(many) <= 401 and many[0] == (32, 1e-4) and many[-1] == (32_000, 0.1)

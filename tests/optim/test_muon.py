@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from tula_cli.optim.muon import MuonWithAdamW, missing_muon, split_parameters
+from tula_cli.optim.muon import MuonWithAdamW, describe_missing_muon, split_parameters
 
-pytestmark = pytest.mark.skipif(bool(missing_muon()), reason="torch before 2.9 has no Muon, which another test checks")
+pytestmark = pytest.mark.skipif(
+    bool(describe_missing_muon()), reason="torch before 2.9 has no Muon, which another test checks"
+)
 
 
 class Net(nn.Module):

@@ -38,7 +38,7 @@ from tula_cli.optim import gradient_stats
 from tula_cli.optim.ags import draw_counts
 from tula_cli.optim.gradient_stats import Bounds, scale_on_device_, scale_on_host_
 from tula_cli.spec.ags import Ags
-from tula_cli.worker.methods.scaling import ags_arguments as settings_of
+from tula_cli.worker.methods.scaling import make_ags_arguments as settings_of
 
 # where only the gate is tested there is no small batch
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:an AGS refresh was due")]

@@ -33,7 +33,7 @@ def job(model: str = "mine:Net", **changes: object) -> JobSpec:
 
 
 def names(spec: JobSpec, workdir: Path, *path: str) -> list[str]:
-    return [file.relative_to(workdir).as_posix() for file in imports.files_of_imports(spec, workdir, path=path)]
+    return [file.relative_to(workdir).as_posix() for file in imports.list_files_of_imports(spec, workdir, path=path)]
 
 
 # --- which files
@@ -52,8 +52,8 @@ def test_all_parts_of_a_spec_that_can_name_code_are_followed(here: Path) -> None
 
 def test_a_spec_of_built_in_names_leads_to_no_code(here: Path) -> None:
     write(here, resnet18="", digits="")
-    assert imports.files_of_imports(make_runs.spec(), here) == ()
-    assert run_code.code_digest(make_runs.spec(), here) == ""
+    assert imports.list_files_of_imports(make_runs.spec(), here) == ()
+    assert run_code.compute_code_digest(make_runs.spec(), here) == ""
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_an_interpreter_below_the_workdir_is_not_the_users_code(here: Path, monk
 
 def test_tula_itself_is_not_the_users_code(here: Path) -> None:
     checkout = Path(imports.__file__).parents[1]
-    assert imports.files_of_imports(job("tula_cli.spec.sections:JobSpec"), checkout, path=[]) == ()
+    assert imports.list_files_of_imports(job("tula_cli.spec.sections:JobSpec"), checkout, path=[]) == ()
 
 
 def test_earlier_runs_are_not_the_users_code(here: Path) -> None:
@@ -168,37 +168,39 @@ def test_earlier_runs_are_not_the_users_code(here: Path) -> None:
 
 def test_the_digest_tells_contents_names_and_nothing_else(here: Path) -> None:
     write(here, mine="import other", other="x = 1")
-    first = run_code.code_digest(job(), here)
+    first = run_code.compute_code_digest(job(), here)
     assert len(first) == 8
     write(here, unrelated="y = 1")
     os.utime(here / "mine.py", (0, 0))
-    assert run_code.code_digest(job(), here) == first
+    assert run_code.compute_code_digest(job(), here) == first
     write(here, other="x = 2")
-    edited = run_code.code_digest(job(), here)
+    edited = run_code.compute_code_digest(job(), here)
     write(here, other="x = 1")
-    assert run_code.code_digest(job(), here) == first
+    assert run_code.compute_code_digest(job(), here) == first
     (here / "other.py").rename(here / "moved.py")
     write(here, mine="import moved")
-    assert len({first, edited, run_code.code_digest(job(), here)}) == 3
+    assert len({first, edited, run_code.compute_code_digest(job(), here)}) == 3
 
 
 def test_the_digest_does_not_depend_on_where_the_folder_is(tmp_path: Path) -> None:
     for place in ("one", "two"):
         write(tmp_path / place, mine="x = 1")
-    assert run_code.code_digest(job(), tmp_path / "one") == run_code.code_digest(job(), tmp_path / "two")
+    assert run_code.compute_code_digest(job(), tmp_path / "one") == run_code.compute_code_digest(
+        job(), tmp_path / "two"
+    )
 
 
 def test_contents_cannot_pass_for_another_file(tmp_path: Path) -> None:
     write(tmp_path, a="b.py\0c")
-    one = imports.digest_of_files([tmp_path / "a.py"], tmp_path)
+    one = imports.compute_digest_of_files([tmp_path / "a.py"], tmp_path)
     write(tmp_path, a="", b="c")
-    assert imports.digest_of_files([tmp_path / "a.py", tmp_path / "b.py"], tmp_path) != one
+    assert imports.compute_digest_of_files([tmp_path / "a.py", tmp_path / "b.py"], tmp_path) != one
 
 
 def test_a_file_that_cannot_be_read_is_named(here: Path) -> None:
     (here / "mine.py").symlink_to("/proc/self/mem")  # whose first page nobody can read, root neither
     with pytest.raises(SpecError, match=r"cannot read .*mine\.py: Input/output error"):
-        run_code.code_digest(job(), here)
+        run_code.compute_code_digest(job(), here)
 
 
 # --- the snapshot
@@ -254,7 +256,7 @@ def test_a_package_comes_with_its_other_files_which_do_not_count_in_the_digest(h
     (here / "pack" / "__pycache__").mkdir()
     (here / "pack" / "__pycache__" / "net.pyc").touch()
     (here / "pack" / ".secret").touch()
-    digest, name = run_code.code_digest(job("pack.net:Net"), here), take(run, job("pack.net:Net"), here)
+    digest, name = run_code.compute_code_digest(job("pack.net:Net"), here), take(run, job("pack.net:Net"), here)
     assert copied(run, name) == {
         "pack/__init__.py", "pack/net.py", "pack/lazy.py", "pack/sub/more.py", "pack/labels.txt",
     }  # fmt: skip
@@ -262,7 +264,7 @@ def test_a_package_comes_with_its_other_files_which_do_not_count_in_the_digest(h
     again = take(run, job("pack.net:Net"), here)
     assert again != name
     assert (run.code_dir(again) / "pack" / "labels.txt").read_text() == "dog"
-    assert run_code.code_digest(job("pack.net:Net"), here) == digest
+    assert run_code.compute_code_digest(job("pack.net:Net"), here) == digest
 
 
 def test_keys_in_a_package_are_neither_copied_nor_in_the_diff(here: Path, run: RunDir) -> None:
@@ -505,10 +507,10 @@ def test_other_runs_of_the_same_job_are_those_with_other_code(here: Path, tmp_pa
     damaged = RunDir.create(root, job("mine:Third"))
     (damaged.path / "spec.yaml").write_text("{")
     new = RunDir.create(root, job(), code="22222222")
-    assert [other.id for other in run_code.runs_with_other_code(new, job())] == [old.id]
+    assert [other.id for other in run_code.list_runs_with_other_code(new, job())] == [old.id]
     plain = RunDir.create(root, make_runs.spec())
     RunDir.create(root, make_runs.spec(), code="11111111")
-    assert run_code.runs_with_other_code(plain, make_runs.spec()) == [], (
+    assert run_code.list_runs_with_other_code(plain, make_runs.spec()) == [], (
         "a job that names no code has none that changes"
     )
 
@@ -530,7 +532,7 @@ ENTER = """
 import importlib.util, json, multiprocessing, sys
 from pathlib import Path
 from tula_cli.run.directory import RunDir
-from tula_cli.worker.__main__ import enter_job_folder
+from tula_cli.worker.__main__ import change_to_job_folder
 from tula_cli.plugins import load
 
 def look(queue):
@@ -539,7 +541,7 @@ def look(queue):
 
 if __name__ == "__main__":
     run = RunDir(Path(sys.argv[1]))
-    enter_job_folder(run.task(sys.argv[2]), run)
+    change_to_job_folder(run.task(sys.argv[2]), run)
     answer = {"model": load("mine:VALUE", {}, kind="model"), "cwd": str(Path.cwd())}
     answer["far"] = importlib.util.find_spec("far") is not None
     answer["data"] = Path("data/x.txt").read_text()

@@ -16,7 +16,7 @@ from tula_cli.errors import BadMeasurements, CannotWrite, RunGone, SpecError, Tu
 from tula_cli.run import files
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import write_atomic
-from tula_cli.run.records.tasks import probe_id
+from tula_cli.run.records.tasks import make_probe_id
 
 
 @pytest.fixture
@@ -202,7 +202,7 @@ def test_a_run_named_relative_to_the_working_directory(tmp_path, monkeypatch):
 
 
 def test_what_is_not_there_is_none(run):
-    assert run.result(probe_id(1, 32)) is None
+    assert run.result(make_probe_id(1, 32)) is None
     assert run.recommendation() is None
     assert run.training("ab12cd34").result() is None
     assert run.results() == run.jobs() == run.tasks() == run.attempts() == run.failures("t") == run.logs() == []
@@ -224,7 +224,7 @@ def test_reads_what_was_written(run):
 )
 def test_a_damaged_file_is_named(run, content):
     make.add_measured(run, 1, 32)
-    path = run.path / "results" / f"{probe_id(1, 32)}.json"
+    path = run.path / "results" / f"{make_probe_id(1, 32)}.json"
     path.write_bytes(content)
     with pytest.raises(BadMeasurements) as caught:
         run.results()
@@ -234,7 +234,7 @@ def test_a_damaged_file_is_named(run, content):
 
 def test_a_draft_of_another_writer_is_not_read(run):
     make.add_measured(run, 1, 32)
-    (run.path / "results" / f".{probe_id(1, 64)}.json.host.12").write_text("{")
+    (run.path / "results" / f".{make_probe_id(1, 64)}.json.host.12").write_text("{")
     assert len(run.results()) == 1
 
 
@@ -250,7 +250,7 @@ def test_a_recommendation_of_an_older_version_is_read_without_what_was_removed(r
 
 def test_a_newer_record_is_read_by_an_older_tula(run):
     make.add_out_of_memory(run, 1, 32)
-    path = run.path / "results" / f"{probe_id(1, 32)}.json"
+    path = run.path / "results" / f"{make_probe_id(1, 32)}.json"
     path.write_text(path.read_text().replace("{", '{"from the future": 1,', 1))
     assert run.results()[0].kind == "out_of_memory"
 

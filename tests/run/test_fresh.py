@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tula_cli.run import file_changes
-from tula_cli.run.file_changes import file_identity, is_listed, wait_until_listed
+from tula_cli.run.file_changes import is_listed, read_file_identity, wait_until_listed
 
 
 def refused(*_: object) -> int:
@@ -21,11 +21,11 @@ def test_the_answer_is_that_of_a_stat(tmp_path: Path, monkeypatch: pytest.Monkey
     if call != "as here":
         monkeypatch.setattr(file_changes, "_load_statx", lambda: refused if call == "refused" else None)
     file = tmp_path / "a file"
-    assert file_identity(file) is None
+    assert read_file_identity(file) is None
     file.write_text("")
     found = file.stat()
-    assert file_identity(file) == (found.st_ino, found.st_mtime_ns)
-    assert file_identity(file / "in a file") is None
+    assert read_file_identity(file) == (found.st_ino, found.st_mtime_ns)
+    assert read_file_identity(file / "in a file") is None
 
 
 def test_a_name_is_looked_for_in_its_folder(tmp_path: Path) -> None:

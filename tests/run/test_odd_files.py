@@ -10,7 +10,7 @@ import pytest
 from tula_cli.cluster.scripts.training import is_complete_checkpoint
 from tula_cli.errors import TulaError
 from tula_cli.run import files
-from tula_cli.run.imports import file_digest
+from tula_cli.run.imports import compute_file_digest
 from tula_cli.spec import yaml_text
 
 # what a path leads to
@@ -30,7 +30,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "lines": lambda path: list(files.read_json_lines(path)),
     "end of a log": lambda path: files.read_end(path, 100),
     "checkpoint of a script": lambda path: is_complete_checkpoint(path) and path.is_file(),
-    "first weights": lambda path: path.is_dir() or file_digest(str(path)),
+    "first weights": lambda path: path.is_dir() or compute_file_digest(str(path)),
 }
 
 

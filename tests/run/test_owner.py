@@ -191,9 +191,9 @@ def test_what_is_closed_otherwise_is_no_other_users(shared: Path, monkeypatch: p
     give(closed)
     with without_rights(), pytest.raises(CannotWrite, match="Permission denied"):
         RunDir.create(closed / "runs", make.spec())
-    assert owner.other_owner(closed) == "nobody"
+    assert owner.find_other_owner(closed) == "nobody"
     monkeypatch.setattr(owner, "_gives_all_to", lambda *_: True)  # a file system that gives all files to one user
-    assert not owner.other_owner(closed)
+    assert not owner.find_other_owner(closed)
 
 
 def test_it_is_so_of_a_real_process_of_another_user(shared: Path) -> None:

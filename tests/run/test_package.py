@@ -46,7 +46,7 @@ def test_a_job_imports_the_tula_that_it_was_submitted_with(place: Path, tmp_path
 
 
 def test_the_archive_is_written_once_and_holds_all_of_tula(place: Path) -> None:
-    assert place == package.package_archive(place.parents[1])
+    assert place == package.find_package_archive(place.parents[1])
     before = place.stat()
     package.keep_package(place.parents[1])
     assert place.stat().st_mtime_ns == before.st_mtime_ns
@@ -62,7 +62,7 @@ def test_what_goes_with_scripts_is_copied_out_of_an_archive_too(place: Path, tmp
     program = (
         "import sys; from pathlib import Path; from tula_cli.cluster.scripts import methods;"
         "from tula_cli.run import package; run = Path(sys.argv[1]);"
-        "methods.copy_shim(run); methods.copy_optim(run); print(package.package_archive(run))"
+        "methods.copy_shim(run); methods.copy_optim(run); print(package.find_package_archive(run))"
     )
     assert python(program, place, tmp_path, tmp_path / "archive") == "None"
     left, right = (

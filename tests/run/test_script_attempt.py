@@ -35,8 +35,8 @@ def test_lines_of_the_end_begin_with_a_whole_one(tmp_path: Path) -> None:
 
 def test_the_end_that_is_near_is_told_once(tmp_path: Path) -> None:
     attempt = ScriptAttempt(tmp_path, "t", 1)
-    before = file_changes.news_state(attempt.run)
+    before = file_changes.read_news_state(attempt.run)
     attempt.announce_end(1234.56)
-    assert file_changes.news_state(attempt.run) not in (None, before), "followers look where there is news"
+    assert file_changes.read_news_state(attempt.run) not in (None, before), "followers look where there is news"
     attempt.announce_end(9.0)
     assert attempt.ends_at() == 1234.6

@@ -22,12 +22,12 @@ from tula_cli.run.files import write_atomic
 from tula_cli.run import disk_space, shortages
 
 run = Path(sys.argv[1])
-told = {"empty": disk_space.missing_bytes(run)}
+told = {"empty": disk_space.make_missing_bytes_error(run)}
 shortages.keep_reserve(run)
 try:
     write_atomic(run / "large", bytes(2**20))
 except DiskFull as error:
-    found = shortages.shortage_of(error)
+    found = shortages.get_shortage(error)
     told |= {"words": shortages.describe_shortage(found), "missing": found.missing, "total": found.total}
 (run / "ballast").open("wb")
 with open(run / "ballast", "ab", buffering=0) as ballast:
@@ -36,7 +36,7 @@ with open(run / "ballast", "ab", buffering=0) as ballast:
             ballast.write(bytes(4096))
     except OSError:
         pass
-told["full"] = disk_space.missing_bytes(run)
+told["full"] = disk_space.make_missing_bytes_error(run)
 try:
     write_atomic(run / "ending.json", b"x" * 5000)
     told["before"] = True
@@ -104,11 +104,11 @@ def test_a_quota_is_found_by_trying(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def used_up(*_: object) -> None:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    assert disk_space.missing_bytes(tmp_path, 2**16) == 0
+    assert disk_space.make_missing_bytes_error(tmp_path, 2**16) == 0
     monkeypatch.setattr(os, "posix_fallocate", used_up)  # the kernel's answer, which no mount here gives
-    assert disk_space.missing_bytes(tmp_path, 2**16) == errno.EDQUOT and not list(tmp_path.iterdir())
+    assert disk_space.make_missing_bytes_error(tmp_path, 2**16) == errno.EDQUOT and not list(tmp_path.iterdir())
     monkeypatch.undo()
-    assert disk_space.missing_bytes(tmp_path, 2**62) == errno.ENOSPC
+    assert disk_space.make_missing_bytes_error(tmp_path, 2**62) == errno.ENOSPC
 
 
 def test_what_a_process_said_tells_the_folder() -> None:
@@ -125,6 +125,6 @@ def test_a_file_system_without_files_left_is_told_so() -> None:
 
 def test_there_is_room_again(tmp_path: Path) -> None:
     before = Shortage(folder=str(tmp_path / "gone"), free=0, total=2**20, needed=2**12)
-    assert shortages.remaining_shortage(before) is None
-    still = shortages.remaining_shortage(before.model_copy(update={"needed": 2**61}))
+    assert shortages.find_remaining_shortage(before) is None
+    still = shortages.find_remaining_shortage(before.model_copy(update={"needed": 2**61}))
     assert still is not None and still.missing

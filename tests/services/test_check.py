@@ -454,8 +454,8 @@ class Nodes:
 
 @pytest.fixture
 def nodes(tmp_path, monkeypatch) -> Nodes:
-    monkeypatch.setattr(scheduler, "end_outcome", lambda _: None)
-    monkeypatch.setattr(site, "allocated_hosts", lambda _: ("n1", "n2"))
+    monkeypatch.setattr(scheduler, "find_outcome", lambda _: None)
+    monkeypatch.setattr(site, "list_allocated_hosts", lambda _: ("n1", "n2"))
     monkeypatch.setattr(site, "list_partitions", lambda: ())
     return Nodes(tmp_path, spec(cluster=SLURM))
 
@@ -703,7 +703,7 @@ def test_the_node_that_leaves_nothing_is_named_and_the_job_ended(nodes):
 
 
 def test_nodes_are_told_by_number_where_nobody_knows_their_names(nodes, monkeypatch):
-    monkeypatch.setattr(site, "allocated_hosts", lambda _: ())
+    monkeypatch.setattr(site, "list_allocated_hosts", lambda _: ())
     nodes.log(0)
     with pytest.raises(JobFailed, match="node 1 of the job wrote into it, node 2 of the job did not") as caught:
         nodes.watch()
@@ -744,7 +744,7 @@ def test_a_job_that_ends_before_its_ranks_is_told_by_its_log(nodes):
 
 @pytest.mark.parametrize(("how", "words"), [("cancelled", "cancelled"), ("node_failure", "node failure")])
 def test_a_job_that_was_ended_is_no_story_of_folders(nodes, monkeypatch, how, words):
-    monkeypatch.setattr(scheduler, "end_outcome", lambda _: how)
+    monkeypatch.setattr(scheduler, "find_outcome", lambda _: how)
     with pytest.raises(JobFailed, match=f"ended before it could look: {words}"):
         nodes.conclude()
 

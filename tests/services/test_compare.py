@@ -21,7 +21,7 @@ from quiet import poll_quickly, quiet
 from tula_cli.cli import app
 from tula_cli.cluster import inspection
 from tula_cli.cluster import launcher as cluster_launcher
-from tula_cli.cluster.scripts.placeholders import learning_rate
+from tula_cli.cluster.scripts.placeholders import get_learning_rate
 from tula_cli.errors import BadMeasurements, JobFailed, SpecError, TulaError
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.records.inspections import Inspection
@@ -31,7 +31,7 @@ from tula_cli.services import compare as services_compare
 from tula_cli.services import status as services_status
 from tula_cli.services.compare import Grid
 from tula_cli.services.comparison import accuracy, session, trainings
-from tula_cli.services.comparison.rows import known_methods, row_of_job
+from tula_cli.services.comparison.rows import list_known_methods, make_row_of_job
 from tula_cli.services.reporting import comparison_document, figures
 from tula_cli.services.reporting import comparison_document as compared_document
 from tula_cli.services.reporting.document import Document, Fact
@@ -40,7 +40,7 @@ from tula_cli.show import live
 from tula_cli.show import screen as show_screen
 from tula_cli.show.html.page import render_page
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.signature import train_signature
+from tula_cli.spec.signature import compute_train_signature
 
 SPEC = {
     **make.SPEC,
@@ -135,7 +135,7 @@ def plan(run: RunDir, grid: Grid = GRID, spec: JobSpec | None = None) -> service
 
 def trained(run: RunDir, launcher: make.FakeLauncher, grid: Grid = GRID, **how) -> accuracy.CompareReport:
     planned = plan(run, grid)
-    list(trainings.train_one_by_one(run, planned, launcher, inspect=inspect, **how))
+    list(trainings.train_cells_one_by_one(run, planned, launcher, inspect=inspect, **how))
     return table(run, planned.comparison)
 
 
@@ -196,38 +196,39 @@ def test_the_reference_is_the_first_row_also_beside_smaller_batches(run: RunDir)
 def test_a_cell_is_the_training_of_the_same_overrides(run: RunDir) -> None:
     spec = run.spec()
     by_hand = make.spec(**{**SPEC, "optimizer": {"lr": 0.4}, "train": {**SPEC["train"], "method": "lbt", "seed": 6}})
-    assert services_compare.job_of_cell(spec, "lbt-x4", 6) == by_hand
+    assert services_compare.make_job_of_cell(spec, "lbt-x4", 6) == by_hand
     cell = next(c for c in plan(run).comparison.cells if (c.method, c.batch, c.seed) == ("lbt-x4", 256, 6))
-    assert cell.signature == train_signature(by_hand, nodes=1, batch=256)
+    assert cell.signature == compute_train_signature(by_hand, nodes=1, batch=256)
 
 
 def test_a_scaling_of_the_learning_rate_is_that_of_the_jobs_own_method_alone() -> None:
     spec = make.spec(**{**SPEC, "train": {**SPEC["train"], "method": "lrs", "lr_scaling": "sqrt"}})
     scaling = {
-        name: services_compare.job_of_cell(spec, name, 5).train.lr_scaling for name in ("lrs", "ags", "lbt-x2", "sqrt")
+        name: services_compare.make_job_of_cell(spec, name, 5).train.lr_scaling
+        for name in ("lrs", "ags", "lbt-x2", "sqrt")
     }
     assert scaling == {"lrs": "sqrt", "ags": "auto", "lbt-x2": "auto", "sqrt": "sqrt"}
 
 
 def test_a_row_may_keep_the_half_life_of_the_second_moment_which_a_script_has_for_itself() -> None:
     adam = make.spec(**{**SPEC, "optimizer": {"name": "AdamW", "lr": 1e-3}})
-    made = services_compare.job_of_cell(adam, "sqrt-beta2", 5)
+    made = services_compare.make_job_of_cell(adam, "sqrt-beta2", 5)
     assert (made.train.method, made.train.lr_scaling, made.optimizer.beta2_half_life) == ("lrs", "sqrt", "auto")
-    assert services_compare.job_of_cell(adam, "sqrt", 5).optimizer.beta2_half_life is None
-    assert "which a script has for itself" in services_compare.why_not_a_row(script_job(), "sqrt-beta2")
+    assert services_compare.make_job_of_cell(adam, "sqrt", 5).optimizer.beta2_half_life is None
+    assert "which a script has for itself" in services_compare.describe_why_not_a_row(script_job(), "sqrt-beta2")
 
 
 def test_robust_keeps_of_the_jobs_own_scaling_what_optimizer_and_ranks_need(run: RunDir) -> None:
     kept = {"apply_to": "update", "exclude": ["norms"]}
     spec = make.spec(**SPEC, ags={"delta": 0.2, **kept})
-    own = services_compare.job_of_cell(spec, "robust", 5)
+    own = services_compare.make_job_of_cell(spec, "robust", 5)
     assert own.train.method == "ags" and own.ags.resolved() != spec.ags.resolved()
     assert own.ags.resolved() == make.spec(ags={"preset": "robust", **kept}).ags.resolved()
 
 
 def test_the_plain_large_batch_is_plain_whatever_the_job_scales() -> None:
     spec = make.spec(**{**SPEC, "train": {**SPEC["train"], "method": "lbt", "lr_scaling": "linear"}})
-    assert {services_compare.job_of_cell(spec, name, 5).train.lr_scaling for name in ("lbt", "lbt-x2", "ags")} == {
+    assert {services_compare.make_job_of_cell(spec, name, 5).train.lr_scaling for name in ("lbt", "lbt-x2", "ags")} == {
         "auto"
     }
 
@@ -235,11 +236,13 @@ def test_the_plain_large_batch_is_plain_whatever_the_job_scales() -> None:
 def test_a_batch_grows_in_the_rows_of_method_ramp_alone() -> None:
     stages = [{"epochs": 1, "batch": 32}]
     spec = make.spec(**{**SPEC, "train": {**SPEC["train"], "method": "lrs", "ramp": stages}})
-    found = {name: services_compare.job_of_cell(spec, name, 5).train.stages for name in ("ramp", "lrs", "lbt", "ags")}
+    found = {
+        name: services_compare.make_job_of_cell(spec, name, 5).train.stages for name in ("ramp", "lrs", "lbt", "ags")
+    }
     (stage,) = found.pop("ramp")
     assert stage.batch == 32 and set(found.values()) == {None}
     plain = make.spec(**{**SPEC, "train": {**SPEC["train"], "method": "lrs"}})
-    assert services_compare.job_of_cell(plain, "ramp", 5).train.stages == "auto"
+    assert services_compare.make_job_of_cell(plain, "ramp", 5).train.stages == "auto"
 
 
 def test_methods_that_do_not_go_with_the_optimizer_are_refused_at_once(run: RunDir) -> None:
@@ -289,41 +292,45 @@ def default_grid(tmp_path: Path, *, batch: int = 512, **changes: dict[str, Any])
 )
 def test_without_methods_every_job_has_rows_that_fit_with_its_own(tmp_path: Path, changes: dict[str, Any]) -> None:
     spec, grid = default_grid(tmp_path, **changes)
-    own = row_of_job(spec)
+    own = make_row_of_job(spec)
     assert {"lbt", own} <= set(grid.methods) and len(grid.methods) <= 4
     assert grid.rows(32)[0] == ("lbt", 32) and ("lbt-x4", 512) in grid.rows(32), "one control"
     services_compare._require_fitting_methods(spec, grid)
-    made = services_compare.job_of_cell(spec, own, spec.train.seed)
-    assert train_signature(made, nodes=1, batch=512) == train_signature(spec, nodes=1, batch=512), "as the job trains"
+    made = services_compare.make_job_of_cell(spec, own, spec.train.seed)
+    assert compute_train_signature(made, nodes=1, batch=512) == compute_train_signature(spec, nodes=1, batch=512), (
+        "as the job trains"
+    )
 
 
 def test_all_rows_have_the_schedule_of_the_job(tmp_path: Path) -> None:
     ramp, grid = default_grid(tmp_path, optimizer={"name": "AdamW"}, train={"method": "ramp"})
-    kinds = {row: services_compare.job_of_cell(ramp, row, 0).schedule.decay_from for row in (*grid.methods, "lbt-x4")}
+    kinds = {
+        row: services_compare.make_job_of_cell(ramp, row, 0).schedule.decay_from for row in (*grid.methods, "lbt-x4")
+    }
     assert set(kinds.values()) == {0.7}, "that of method ramp, also for the plain large batch and the control"
     plain, _ = default_grid(tmp_path, optimizer={"name": "AdamW"}, train={"method": "lbt"})
-    assert services_compare.job_of_cell(plain, "ramp", 0).schedule.kind == "constant"
-    assert services_compare.job_of_cell(ramp, "ramp:schedule.kind=cosine", 0).schedule.kind == "cosine"
-    assert services_compare.job_of_cell(ramp, "schedule_free", 0).schedule.kind == "constant"
+    assert services_compare.make_job_of_cell(plain, "ramp", 0).schedule.kind == "constant"
+    assert services_compare.make_job_of_cell(ramp, "ramp:schedule.kind=cosine", 0).schedule.kind == "cosine"
+    assert services_compare.make_job_of_cell(ramp, "schedule_free", 0).schedule.kind == "constant"
 
 
 def test_at_the_reference_batch_there_is_no_control_and_just_above_it_the_smaller_one(tmp_path: Path) -> None:
     spec, grid = default_grid(tmp_path, batch=32)
     assert grid.rows(32) == [("lbt", 32), ("ags", 32), ("ramp", 32)]
-    assert services_compare.default_control(spec, (32, 64)) == ("lbt-x2",)
+    assert services_compare.choose_default_control(spec, (32, 64)) == ("lbt-x2",)
 
 
 def test_what_the_default_rows_leave_out_is_said_with_the_reason(tmp_path: Path) -> None:
     spec, _ = default_grid(tmp_path, optimizer={"name": "AdamW"}, train={"epochs": 4})
-    words = services_compare.default_rows(spec, nodes=1).words
+    words = services_compare.list_default_rows(spec, nodes=1).words
     assert words.startswith("rows that fit this job: lbt, sqrt, ramp (ramp is the job's own)")
     assert words.endswith("--methods names others, of ags, lrs, lamb, polo, static, ortho, schedule_free, auto")
     spec, _ = default_grid(
         tmp_path / "3", optimizer={"name": "AdamW"}, train={"epochs": 4}, schedule={"warmup_epochs": 5}
     )
-    assert "without sqrt, which never leaves its 5 epochs" in services_compare.default_rows(spec, nodes=1).words
+    assert "without sqrt, which never leaves its 5 epochs" in services_compare.list_default_rows(spec, nodes=1).words
     fsdp, _ = default_grid(tmp_path / "2", optimizer={"name": "AdamW"}, train={"method": "lbt", "parallel": "fsdp"})
-    assert services_compare.default_rows(fsdp, nodes=1).words.startswith("rows that fit this job: lbt, sqrt, ramp")
+    assert services_compare.list_default_rows(fsdp, nodes=1).words.startswith("rows that fit this job: lbt, sqrt, ramp")
 
 
 def test_settings_of_ags_train_nothing_else_again(run: RunDir) -> None:
@@ -369,8 +376,8 @@ def test_a_grid_of_nonsense_is_refused(changes: dict, words: str) -> None:
 
 
 def test_every_method_of_the_spec_can_be_a_row() -> None:
-    assert {"ags", "lbt", "lrs"} <= set(known_methods())
-    assert set(services_compare.CONTROLS) <= set(known_methods())
+    assert {"ags", "lbt", "lrs"} <= set(list_known_methods())
+    assert set(services_compare.CONTROLS) <= set(list_known_methods())
 
 
 def test_what_cannot_be_trained_is_refused_before_anything_starts(run: RunDir) -> None:
@@ -461,18 +468,20 @@ def test_nothing_is_started_that_will_not_end_in_time(run: RunDir) -> None:
     trained(run, launcher, seconds=0.0, clock=lambda: 0.0)
     assert len(launcher.submitted) == 1  # of which nothing is known
     planned = plan(run)
-    list(trainings.train_one_by_one(run, planned, launcher, inspect=inspect, seconds=3599.0, clock=lambda: 0.0))
+    list(trainings.train_cells_one_by_one(run, planned, launcher, inspect=inspect, seconds=3599.0, clock=lambda: 0.0))
     assert len(launcher.submitted) == 1
     moment = itertools.count(0, 600)
     list(
-        trainings.train_one_by_one(run, planned, launcher, inspect=inspect, seconds=7000.0, clock=lambda: next(moment))
+        trainings.train_cells_one_by_one(
+            run, planned, launcher, inspect=inspect, seconds=7000.0, clock=lambda: next(moment)
+        )
     )
     assert 1 < len(launcher.submitted) < 22
 
 
 def test_progress_counts_and_tells_what_is_left(run: RunDir) -> None:
     planned = plan(run)
-    steps = list(trainings.train_one_by_one(run, planned, Trains(fails=("lrs",)), inspect=inspect))
+    steps = list(trainings.train_cells_one_by_one(run, planned, Trains(fails=("lrs",)), inspect=inspect))
     ended = [step for step in steps if step.ended is not None]
     assert [step.done + step.failed for step in ended] == list(range(1, 23))
     assert (ended[-1].done, ended[-1].failed, ended[-1].left) == (18, 4, 0.0)
@@ -485,9 +494,9 @@ def test_what_is_left_is_what_the_training_says_and_what_is_expected_of_the_othe
     job = make.add_training(run, rows=make.metrics())
     now = services_status.run_status(run, make.FakeLauncher(says={job: "running"}), now=make.START + 60)
     assert now.training is not None and now.training.eta == pytest.approx(70.0)
-    assert trainings._remaining_seconds(now, job, 1.0, 2.0) == pytest.approx(70.0 + 7200)
-    assert trainings._remaining_seconds(now, "train-another", 1.0, 2.0) == pytest.approx(3600 + 7200)
-    assert trainings._remaining_seconds(now, job, 1.0, None) is None
+    assert trainings._estimate_remaining_seconds(now, job, 1.0, 2.0) == pytest.approx(70.0 + 7200)
+    assert trainings._estimate_remaining_seconds(now, "train-another", 1.0, 2.0) == pytest.approx(3600 + 7200)
+    assert trainings._estimate_remaining_seconds(now, job, 1.0, None) is None
 
 
 def test_changed_code_ends_a_comparison(run: RunDir) -> None:
@@ -509,11 +518,11 @@ def test_a_scheduler_gets_everything_at_once(run: RunDir) -> None:
 
 def test_expected_hours_are_those_of_the_own_row_then_predicted_then_of_the_batch() -> None:
     took = {("a", 32): 1.0, ("b", 64): 3.0, ("c", 64): 5.0}
-    assert services_compare.expected_hours(("a", 32), took, {("a", 32): 9.0}) == 1.0
-    assert services_compare.expected_hours(("d", 64), took, {("d", 64): 9.0}) == 9.0
-    assert services_compare.expected_hours(("d", 64), took, {}) == 4.0
-    assert services_compare.expected_hours(("d", 128), took, {}) == 3.0
-    assert services_compare.expected_hours(("d", 128), {}, {}) is None
+    assert services_compare.estimate_hours(("a", 32), took, {("a", 32): 9.0}) == 1.0
+    assert services_compare.estimate_hours(("d", 64), took, {("d", 64): 9.0}) == 9.0
+    assert services_compare.estimate_hours(("d", 64), took, {}) == 4.0
+    assert services_compare.estimate_hours(("d", 128), took, {}) == 3.0
+    assert services_compare.estimate_hours(("d", 128), {}, {}) is None
 
 
 # --- the table
@@ -548,17 +557,21 @@ def test_a_gap_within_the_noise_cannot_be_recovered() -> None:
         accuracy.SeedStatistics(82.0, 1.0, 2),
     )
     reference = accuracy.SeedStatistics(82.0, 3.0, 2)
-    assert accuracy.recovered_share(reference, near, own, "top1") is None  # standard error of the difference: 3
-    assert accuracy.recovered_share(accuracy.SeedStatistics(83.5, 3.0, 2), near, own, "top1") == pytest.approx(2 / 3.5)
-    assert accuracy.recovered_share(accuracy.SeedStatistics(82.0, 0.1, 2), far, own, "top1") == pytest.approx(1.0)
+    assert accuracy.compute_recovered_share(reference, near, own, "top1") is None  # standard error of the difference: 3
+    assert accuracy.compute_recovered_share(accuracy.SeedStatistics(83.5, 3.0, 2), near, own, "top1") == pytest.approx(
+        2 / 3.5
+    )
+    assert accuracy.compute_recovered_share(accuracy.SeedStatistics(82.0, 0.1, 2), far, own, "top1") == pytest.approx(
+        1.0
+    )
     assert (
-        accuracy.recovered_share(
+        accuracy.compute_recovered_share(
             accuracy.SeedStatistics(82.0, None, 1), accuracy.SeedStatistics(80.0, 0.1, 2), own, "top1"
         )
         is None
     ), "noise unknown"
     assert (
-        accuracy.recovered_share(reference, accuracy.SeedStatistics(90.0, 0.0, 2), own, "top1") is None
+        accuracy.compute_recovered_share(reference, accuracy.SeedStatistics(90.0, 0.0, 2), own, "top1") is None
     )  # no gap at all
 
 
@@ -618,7 +631,7 @@ def tula(*arguments: object) -> tuple[int, str, str]:
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Trains:
     launcher = Trains()
-    monkeypatch.setattr(cluster_launcher, "launcher_for", lambda spec, **_: launcher)
+    monkeypatch.setattr(cluster_launcher, "make_launcher", lambda spec, **_: launcher)
     monkeypatch.setattr(inspection, "inspect", inspect)
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(SPEC))
     return launcher
@@ -726,7 +739,7 @@ def test_a_training_that_waits_for_another_job_of_the_machine_says_so(run: RunDi
         plan(run),
     )
     launcher.says = {f"train-{cell.signature}": "pending" for cell in planned.comparison.cells}
-    steps = trainings.train_one_by_one(run, planned, launcher, inspect=inspect, clock=lambda: next(ticks))
+    steps = trainings.train_cells_one_by_one(run, planned, launcher, inspect=inspect, clock=lambda: next(ticks))
     told = [live.describe_comparison(now) for now in itertools.islice(steps, 5)]
     assert ["waiting for another tula job" in text for text in told] == [False, False, False, True, True]
 
@@ -760,7 +773,7 @@ def test_what_no_training_tells_of_its_machine_is_said_to_be_unknown(run: RunDir
 
 def test_a_page_shows_no_text_of_arguments(run: RunDir) -> None:
     spec = make.spec(**{**SPEC, "model": {"name": "resnet18", "args": {"width": 8, "token": "hf_planted"}}})
-    found = comparison_document.document_of_comparison(
+    found = comparison_document.build_document_of_comparison(
         Part(None, run, spec), plan(run).comparison, table(run, plan(run).comparison), at=0.0
     )
     assert Fact("model", "resnet18 (width 8)") in found.facts and "hf_planted" not in render_page(found)
@@ -768,7 +781,7 @@ def test_a_page_shows_no_text_of_arguments(run: RunDir) -> None:
 
 def test_a_comparison_answers_at_the_largest_batch_that_is_trained(run: RunDir) -> None:
     planned, launcher = plan(run, dataclasses.replace(GRID, batches=(128,))), Trains()
-    list(trainings.train_one_by_one(run, planned, launcher, inspect=inspect))
+    list(trainings.train_cells_one_by_one(run, planned, launcher, inspect=inspect))
     half = document(run, plan(run).comparison).answer
     assert (
         half.startswith(
@@ -787,12 +800,12 @@ def test_without_matplotlib_nothing_is_trained_for_a_page(here: Trains, monkeypa
 
 def document(run: RunDir, comparison: Comparison) -> Document:
     part = Part(None, run, make.spec(**SPEC))
-    return comparison_document.document_of_comparison(part, comparison, table(run, comparison), at=0.0)
+    return comparison_document.build_document_of_comparison(part, comparison, table(run, comparison), at=0.0)
 
 
 def test_the_page_of_a_language_model_draws_loss_and_perplexity(run: RunDir) -> None:
     planned, launcher = plan(run), Trains(words=True)
-    list(trainings.train_one_by_one(run, planned, launcher, inspect=inspect))
+    list(trainings.train_cells_one_by_one(run, planned, launcher, inspect=inspect))
     found = document(run, planned.comparison)
     titles = [figure.title for section in found.sections for figure in section.figures]
     assert {"loss by batch", "perplexity by batch"} <= set(titles)
@@ -808,13 +821,13 @@ def test_the_density_of_factors_lies_at_their_edges() -> None:
         {"samples": 100 * epoch, "diagnostics": {"factors": {"edges": [0.5, 1.0, 2.0], "counts": counts}}}
         for epoch, counts in ((1, [0, 2, 2, 0]), (2, [0, 0, 0, 4]))
     ]
-    (figure,) = figures.factor_density(figures.GradientCurve("ags", rows), key="k", title="t")
+    (figure,) = figures.build_factor_density(figures.GradientCurve("ags", rows), key="k", title="t")
     density = figure.density
     assert density is not None and density.x_edges == (0, 100, 200)
     assert density.y_edges == (0.5, 1, 2, 4)  # half to one, one to two, above two
     assert density.shares == ((0.5, 0.5, 0), (0, 0, 1))
     nothing = figures.GradientCurve("ags", [{"samples": 1, "diagnostics": None}])
-    assert list(figures.factor_density(nothing, key="k", title="t")) == []
+    assert list(figures.build_factor_density(nothing, key="k", title="t")) == []
 
 
 def test_post_local_sgd_alone_is_said_to_be_nothing(run: RunDir) -> None:
@@ -862,7 +875,7 @@ class TrainsScripts(make.FakeLauncher):
     def submit(self, run, task):
         job = super().submit(run, task)
         self.says[task.job] = "ended"
-        lr = learning_rate(task.spec, task.batch)
+        lr = get_learning_rate(task.spec, task.batch)
         self.lrs.append((task.batch, lr))
         acc = 0.9 - 0.1 * math.log2(task.batch / 32) + 0.1 * math.log2(lr / 0.1) + 0.01 * task.spec.train.seed
         metrics = {"acc": acc, "best_acc": acc + 0.05, "loss": 1 - acc, "best_loss": 0.9 - acc} if self.told else {}
@@ -879,7 +892,7 @@ def compared(folder: Path, launcher: make.FakeLauncher, spec: JobSpec, **asked) 
     run = RunDir.create(folder / "tula-runs", spec)
     grid = session.GridRequest(batches=(64, 128), **asked).grid(run, spec, None)
     planned = services_compare.plan_comparison(run, spec, grid, inspect=inspect, now=1.0)
-    list(trainings.train_one_by_one(run, planned, launcher, inspect=inspect))
+    list(trainings.train_cells_one_by_one(run, planned, launcher, inspect=inspect))
     return accuracy.build_compare_report(run, planned.comparison, spec)
 
 
@@ -899,7 +912,7 @@ def test_methods_of_a_script_are_compared_by_its_own_metric(tmp_path: Path) -> N
     assert plain.metrics["best_loss"].mean == pytest.approx(0.9 - 0.705) and plain.seeds == 2
     shown = list(show_compare.render_comparison(report, width=80, color=False))
     assert any("acc lost against lbt at batch 32" in str(line) for line in shown)
-    found = compared_document.comparison_document(report, [], spec=script_job(), run_id="own", at=0.0)
+    found = compared_document.build_comparison_document(report, [], spec=script_job(), run_id="own", at=0.0)
     columns = [column.title for column in found.sections[0].tables[0].columns]
     assert {"acc", "best acc"} <= set(columns) and "top-1" not in columns
     assert "<td>0.7050</td>" in render_page(found)
@@ -918,7 +931,7 @@ def test_a_metric_that_no_training_told_is_said_to_be_missing(tmp_path: Path) ->
         "lbt, batch 64, seed 0: acc was nowhere to be found in what the script told (script.metric)" in report.warnings
     )
     assert (report.complete, row(report, "lbt", 64).gap, row(report, "lbt", 64).seeds) == (True, None, 0)
-    found = compared_document.comparison_document(report, [], spec=script_job(), run_id="own", at=0.0)
+    found = compared_document.build_comparison_document(report, [], spec=script_job(), run_id="own", at=0.0)
     assert "<td>-</td>" in render_page(found)
 
 
@@ -983,12 +996,12 @@ def test_batches_that_are_not_above_the_reference_are_named(
 
 
 def test_methods_of_a_script_are_those_that_run_on_it() -> None:
-    assert services_compare.default_rows(script_job(), nodes=2).methods == ("lbt", "lrs", "sqrt", "ags")
-    assert services_compare.default_rows(script_job(), nodes=1).methods == ("lbt", "lrs", "sqrt"), (
+    assert services_compare.list_default_rows(script_job(), nodes=2).methods == ("lbt", "lrs", "sqrt", "ags")
+    assert services_compare.list_default_rows(script_job(), nodes=1).methods == ("lbt", "lrs", "sqrt"), (
         "one GPU has no other"
     )
     own_scaling = script_job(COMMAND.replace(" --lr {lr}", ""), lr=None)
-    assert services_compare.default_rows(own_scaling, nodes=2).methods == ("lbt", "ags")
+    assert services_compare.list_default_rows(own_scaling, nodes=2).methods == ("lbt", "ags")
     grid = session.GridRequest(batches=(64,)).grid(RunDir(Path("x")), own_scaling, None)
     assert not grid.controls, "there is no learning rate to raise"
     told = services_compare.plan_comparison(RunDir(Path("x")), own_scaling, grid, inspect=inspect, now=1.0).warnings
@@ -1006,9 +1019,11 @@ def test_a_script_that_scales_gradients_gives_the_plain_rows_none_of_it() -> Non
     spec = make.validate(
         {**content, "train": {"method": "ags"}, "ags": {"preset": "robust", "delta": 0.2}}, source="test"
     )
-    assert services_compare.job_of_cell(spec, "ags", 0).ags.delta == 0.2
-    assert services_compare.job_of_cell(spec, "lrs", 0).train.method == "lrs", "which section ags would be refused with"
-    assert "ags" in services_compare.default_rows(spec, nodes=1).methods, "the job says that its loop helps"
+    assert services_compare.make_job_of_cell(spec, "ags", 0).ags.delta == 0.2
+    assert services_compare.make_job_of_cell(spec, "lrs", 0).train.method == "lrs", (
+        "which section ags would be refused with"
+    )
+    assert "ags" in services_compare.list_default_rows(spec, nodes=1).methods, "the job says that its loop helps"
 
 
 @pytest.mark.parametrize(
@@ -1023,7 +1038,7 @@ def test_a_script_that_scales_gradients_gives_the_plain_rows_none_of_it() -> Non
 def test_no_two_default_rows_of_a_script_train_alike(train: dict[str, str], rows: tuple[str, ...]) -> None:
     content = script_job().model_dump(mode="json", exclude_unset=True)
     spec = make.validate({**content, "train": train}, source="test")
-    assert services_compare.default_rows(spec, nodes=1).methods == rows
+    assert services_compare.list_default_rows(spec, nodes=1).methods == rows
 
 
 # --- what recommend tells of it
@@ -1049,7 +1064,7 @@ def test_whether_a_batch_keeps_the_accuracy_is_told_by_the_trainings_of_the_job(
 ) -> None:
     compared_at(run, seeds=1)
     spec = make.spec(**{**SPEC, "train": {**SPEC["train"], "method": method}})
-    found = accuracy.accuracy_evidence(run, spec, batch=batch)
+    found = accuracy.find_accuracy_evidence(run, spec, batch=batch)
     assert found is not None
     assert (found.outcome, found.gap, found.batch, found.reference_batch, found.seeds) == (outcome, gap, of, 32, 1)
     assert found.error is None and found.words.startswith(f"{outcome} it: {method} at batch {of} came out ")
@@ -1058,7 +1073,7 @@ def test_whether_a_batch_keeps_the_accuracy_is_told_by_the_trainings_of_the_job(
 def test_a_gap_within_a_point_keeps_the_accuracy_only_where_its_interval_says_so(run: RunDir) -> None:
     compared_at(run)
     spec = make.spec(**{**SPEC, "train": {**SPEC["train"], "method": "ags"}})
-    found = accuracy.accuracy_evidence(run, spec, batch=256)
+    found = accuracy.find_accuracy_evidence(run, spec, batch=256)
     assert found is not None and found.seeds == 2 and found.gap == 0
     assert found.error == pytest.approx(math.sqrt(2)) and found.outcome == "may lose", (
         "two seeds 2 points apart tell little"
@@ -1066,8 +1081,8 @@ def test_a_gap_within_a_point_keeps_the_accuracy_only_where_its_interval_says_so
 
 
 def test_of_what_was_not_compared_nothing_is_said(run: RunDir) -> None:
-    assert accuracy.accuracy_evidence(run, run.spec(), batch=128) is None
+    assert accuracy.find_accuracy_evidence(run, run.spec(), batch=128) is None
     compared_at(run)
-    assert accuracy.accuracy_evidence(run, run.spec(), batch=512) is None
+    assert accuracy.find_accuracy_evidence(run, run.spec(), batch=512) is None
     static = make.spec(**{**SPEC, "train": {**SPEC["train"], "method": "static"}})
-    assert accuracy.accuracy_evidence(run, static, batch=128) is None
+    assert accuracy.find_accuracy_evidence(run, static, batch=128) is None

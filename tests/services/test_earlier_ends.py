@@ -10,9 +10,9 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.files import write_atomic
 from tula_cli.run.imports import Source
 from tula_cli.run.records.tasks import Rung, TrainTask
-from tula_cli.services.planned_lengths import expected_end
+from tula_cli.services.planned_lengths import predict_end
 from tula_cli.services.train import TrainPlan
-from tula_cli.show.train import train_plan
+from tula_cli.show.train import render_train_plan
 from tula_cli.spec.job import JobSpec
 
 UNTIL = {"target": 0.7}
@@ -55,7 +55,7 @@ def test_seeds_of_the_same_job_tell_where_it_ends_and_what_it_takes(run: RunDir)
     trained(run, "b", 50, 60, 65, 72, spec=job(until=None, seed=2), done=False)
     trained(run, "c", *[50] * 10, spec=job(until=None, seed=3))
     trained(run, "d", 50, 60, spec=job(seed=4), done=False)  # has not come so far
-    found = expected_end(run, task(job()), code="")
+    found = predict_end(run, task(job()), code="")
     assert found is not None
     assert (found.epoch, found.witnesses, found.batch) == (4, (2, 4, 10), 64)
     assert found.prediction.hours == pytest.approx(0.4)
@@ -65,32 +65,34 @@ def test_seeds_of_the_same_job_tell_where_it_ends_and_what_it_takes(run: RunDir)
 def test_the_nearest_batch_counts(run: RunDir) -> None:
     trained(run, "a", 50, 71, spec=job(), batch=32)
     trained(run, "b", 50, 60, 71, spec=job(), batch=1024)
-    found = expected_end(run, task(job(), batch=256), code="")
+    found = predict_end(run, task(job(), batch=256), code="")
     assert found is not None and (found.epoch, found.batch) == (3, 1024)
 
 
 @pytest.mark.parametrize("other", [{"lr": 0.2}, {"epochs": 20}])
 def test_other_jobs_tell_nothing(other: dict[str, Any], run: RunDir) -> None:
     trained(run, "a", 50, 71, spec=job(**other))
-    assert expected_end(run, task(job()), code="") is None
+    assert predict_end(run, task(job()), code="") is None
 
 
 def test_other_code_a_job_without_an_end_and_one_without_a_prediction_are_told_nothing(run: RunDir) -> None:
     trained(run, "a", 50, 71, spec=job())
-    assert expected_end(run, task(job()), code="") is not None
-    assert expected_end(run, task(job()), code="0ther") is None
-    assert expected_end(run, task(job(until=None)), code="") is None
+    assert predict_end(run, task(job()), code="") is not None
+    assert predict_end(run, task(job()), code="0ther") is None
+    assert predict_end(run, task(job(until=None)), code="") is None
     bare = task(job()).model_copy(update={"ladder": (Rung(batch=64),)})
-    assert expected_end(run, bare, code="") is None
+    assert predict_end(run, bare, code="") is None
 
 
 def test_the_plan_of_a_training_says_which_it_rests_on(run: RunDir) -> None:
     trained(run, "a", 50, 71, spec=job())
     new = task(job())
     plan = TrainPlan(new, new.prediction, "as given", False, None, Source(Path(), ""), price="1 USD")
-    assert "train.early_stopping may end it earlier; times and costs are those of all epochs" in list(train_plan(plan))
-    known = TrainPlan(**{**vars(plan), "ends": expected_end(run, new, code="")})
-    (line,) = [line for line in train_plan(known) if isinstance(line, str) and "earlier training" in line]
+    assert "train.early_stopping may end it earlier; times and costs are those of all epochs" in list(
+        render_train_plan(plan)
+    )
+    known = TrainPlan(**{**vars(plan), "ends": predict_end(run, new, code="")})
+    (line,) = [line for line in render_train_plan(known) if isinstance(line, str) and "earlier training" in line]
     assert line == (
         "1 earlier training of this job at batch 64 got there after 2 epochs: up to epoch 2 of 10 it takes 12.0 min, 0.140 node-h;"
         " what follows is of all epochs"

@@ -8,12 +8,12 @@ import make_runs as make
 import pytest
 
 from tula_cli.cluster.exit_reason import ExitReason
-from tula_cli.cluster.relaunch import needs_new_allocation, next_task
+from tula_cli.cluster.relaunch import make_next_task, needs_new_allocation
 from tula_cli.host.failures import FAILURE_KINDS, NEXT_WORDS, Next
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.tasks import TrainTask
-from tula_cli.services.status import error_of_training
+from tula_cli.services.status import make_error_of_training
 from tula_cli.spec.resources import Cluster
 
 CLASSES = get_args(OutcomeClass)
@@ -41,7 +41,7 @@ def test_every_class_is_in_the_table_and_every_word_of_what_follows_is_used() ->
 def test_what_follows_in_a_training_is_what_the_table_says(outcome: OutcomeClass, run: RunDir, task: TrainTask) -> None:
     follows = FAILURE_KINDS[outcome].follows
     on_slurm = Cluster(kind="slurm")
-    relaunch = next_task(run, task, ExitReason(outcome, "so it was", host="n7"), 1)
+    relaunch = make_next_task(run, task, ExitReason(outcome, "so it was", host="n7"), 1)
     if follows in (
         "nothing",
         "held",
@@ -50,14 +50,14 @@ def test_what_follows_in_a_training_is_what_the_table_says(outcome: OutcomeClass
         "user",
     ):  # this training has no further stage, nor a batch that grows
         assert relaunch is None and not needs_new_allocation(outcome, on_slurm)
-        again = next_task(run, task, ExitReason(outcome, "so it was", once_more=True), 1)
+        again = make_next_task(run, task, ExitReason(outcome, "so it was", once_more=True), 1)
         assert follows != "user" or again is not None
         return
     assert isinstance(relaunch, TrainTask) and relaunch.attempt == 2
     assert needs_new_allocation(outcome, on_slurm) == (follows in ("next job", "elsewhere"))
     assert (relaunch.batch < task.batch) == (follows == "less memory")
     assert (relaunch.workers == 1) == (follows == "fewer loaders")
-    often = next_task(run, task, ExitReason(outcome, "so it was", host="n7"), task.spec.train.max_attempts)
+    often = make_next_task(run, task, ExitReason(outcome, "so it was", host="n7"), task.spec.train.max_attempts)
     assert (often is None) == (follows in ("processes", "paused", "outwaited", "once more", "elsewhere"))
     assert ("n7" in relaunch.cause) == FAILURE_KINDS[outcome].names_host
 
@@ -65,7 +65,7 @@ def test_what_follows_in_a_training_is_what_the_table_says(outcome: OutcomeClass
 @pytest.mark.parametrize("outcome", CLASSES)
 def test_a_training_that_ended_so_has_the_exit_code_of_the_table(outcome: OutcomeClass, task: TrainTask) -> None:
     last = make.attempt(task.id, end=time.time(), outcome=outcome, message="so it was", rank=3, host="n7")
-    told = error_of_training(task, [last], saved_samples=100)
+    told = make_error_of_training(task, [last], saved_samples=100)
     assert (told.exit_code, told.code) == (FAILURE_KINDS[outcome].error.exit_code, FAILURE_KINDS[outcome].error.code)
     assert "so it was" in told.message and told.hint
 
@@ -82,5 +82,7 @@ def test_the_hint_names_the_setting_that_the_jobs_scheduler_has(
     task: TrainTask, outcome: OutcomeClass, settings: tuple[str, str], number: int, kind: str
 ) -> None:
     own = task.model_copy(update={"spec": task.spec.model_copy(update={"cluster": Cluster(kind=kind)})})
-    hint = error_of_training(own, [make.attempt(task.id, end=time.time(), outcome=outcome)], saved_samples=100).hint
+    hint = make_error_of_training(
+        own, [make.attempt(task.id, end=time.time(), outcome=outcome)], saved_samples=100
+    ).hint
     assert [name for name in settings if name in hint] == [settings[number]]

@@ -137,7 +137,7 @@ def test_a_cap_below_the_first_job_refuses_it_before_anybody_is_asked(world: Wor
 def test_probes_that_go_beyond_the_cap_with_the_first_job_are_refused_once_they_are_settled(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(first_job, "newest_node_hours", lambda _: 0.1)
+    monkeypatch.setattr(first_job, "count_newest_node_hours", lambda _: 0.1)
     with pytest.raises(OverBudget, match="the probes and the job that builds the model"):
         world.profile(spec(max_node_hours=1))
     assert world.confirmed[0].node_hours == 1, "no more than the cap was ever asked for"
@@ -147,19 +147,19 @@ def test_probes_that_go_beyond_the_cap_with_the_first_job_are_refused_once_they_
 
 def test_what_first_jobs_took_counts_towards_the_cap_of_later_rounds(world: World) -> None:
     world.run.path.mkdir(parents=True)
-    assert profile.measured_node_hours(world.run) == 0
+    assert profile.count_measured_node_hours(world.run) == 0
     write_record(world.run.path / "first_job.json", FirstJob(scheduler_id="7", node_hours=0.15))
-    assert profile.measured_node_hours(world.run) == pytest.approx(0.15)
+    assert profile.count_measured_node_hours(world.run) == pytest.approx(0.15)
 
 
 def test_fresh_renews_what_the_first_job_told(world: World) -> None:
     world.profile()
     old = TOLD.model_copy(update={"dataset_size": 1})
-    write_record(first_job.inspection_path(world.run, spec()), old)
+    write_record(first_job.get_inspection_path(world.run, spec()), old)
     world.profile(fresh=True)
     assert world.first_jobs == 2
     assert first_job.load_inspection(world.run, spec()) == TOLD
-    write_record(first_job.inspection_path(world.run, spec()), old)
+    write_record(first_job.get_inspection_path(world.run, spec()), old)
     world.here = True
     anew = dataclasses.replace(world.inspector(fresh=True), keep=True)
     assert first_job.inspect_with_stored(anew, world.run)(spec()) == TOLD
@@ -187,11 +187,11 @@ def test_what_a_first_job_told_holds_for_the_settings_that_it_has_read(
 
 
 def test_a_dry_run_shows_the_first_job_and_touches_nothing(world: World) -> None:
-    would = follow(profiling_rounds.dry_run(world.run, spec(), world.means()), world.events.append)
+    would = follow(profiling_rounds.make_dry_run(world.run, spec(), world.means()), world.events.append)
     (text,) = would[None].scripts
     assert "-m tula_cli.worker.measure.inspect" in text
     assert f"#SBATCH --time={first_job.MINUTES}" in text
-    assert text in list(show_profile.dry_run(would))
+    assert text in list(show_profile.render_dry_run(would))
     assert (world.first_jobs, world.confirmed, world.run.exists) == (0, [], False)
 
 
@@ -219,13 +219,13 @@ def test_check_tells_what_the_first_job_may_cost(world: World) -> None:
 def test_what_the_first_job_told_is_known_to_check_estimate_and_train(world: World) -> None:
     with pytest.raises(NotInspectable):
         train.plan_training(world.run, spec(), nodes=1, batch=64, inspect=world._inspect)
-    write_record(first_job.inspection_path(world.run, spec()), TOLD)
+    write_record(first_job.get_inspection_path(world.run, spec()), TOLD)
     report = services_check.check_all(spec(), inspector=world._inspect, run=world.run).reports[None]
     assert (report.inspection, report.unsettled) == (TOLD, None)
     assert services_check.check_all(spec(), inspector=world._inspect).reports[None].unsettled is not None
     assert train.plan_training(world.run, spec(), nodes=1, batch=64, inspect=world._inspect).task.batch == 64
     told = TOLD.model_copy(update={"footprints": tuple(footprint(Truth(), size) for size in (8, 16))})
-    write_record(first_job.inspection_path(world.run, spec()), told)
+    write_record(first_job.get_inspection_path(world.run, spec()), told)
     assert estimate_all(world.run, spec(), inspector=world._inspect)[None].inspection == told
     fresh = world.inspector(fresh=True)
     assert services_check.check_all(spec(), inspector=fresh, run=world.run).reports[None].unsettled is not None
@@ -280,9 +280,11 @@ def test_the_time_on_the_node_is_counted_and_not_that_in_the_queue(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert wait(world, monkeypatch, *[PENDING] * 100, *[RUNNING] * 29) == []
-    assert first_job.node_hours(world.run) == pytest.approx((10 + 29 * 2) / 3600), "from the last look at the queue on"
+    assert first_job.count_node_hours(world.run) == pytest.approx((10 + 29 * 2) / 3600), (
+        "from the last look at the queue on"
+    )
     wait(world, monkeypatch, *[PENDING] * 2, *[RUNNING] * 29)
-    assert first_job.node_hours(world.run) == pytest.approx((10 + 4.5 + 58 * 2) / 3600), "all first jobs together"
+    assert first_job.count_node_hours(world.run) == pytest.approx((10 + 4.5 + 58 * 2) / 3600), "all first jobs together"
 
 
 def test_looks_at_the_queue_are_fewer_the_longer_a_first_job_waits(
@@ -309,7 +311,7 @@ def test_a_first_job_that_nobody_waits_for_is_cancelled_and_counted(
     world: World, monkeypatch: pytest.MonkeyPatch, states: list[Any], options: dict[str, float], error: str
 ) -> None:
     assert wait(world, monkeypatch, *states, **options) == ["7", error]
-    assert first_job.node_hours(world.run) == pytest.approx(10 / 3600)
+    assert first_job.count_node_hours(world.run) == pytest.approx(10 / 3600)
     assert first_job.load_inspection(world.run, spec()) is None
 
 
@@ -322,7 +324,7 @@ def test_ctrl_c_while_a_first_job_is_submitted_leaves_none_that_is_not_written_d
 
     monkeypatch.setattr(first_job, "submit_script", pressed)
     assert wait(world, monkeypatch, RUNNING) == ["7", "Interruption"]
-    assert first_job.node_hours(world.run) == 0 and not (world.run.path / "lock").exists()
+    assert first_job.count_node_hours(world.run) == 0 and not (world.run.path / "lock").exists()
     assert read_record(world.run.path / "first_job.json", TypeAdapter(FirstJob)) == FirstJob(
         scheduler_id="7", node_hours=0
     )
@@ -351,11 +353,11 @@ def test_a_first_job_whose_command_was_killed_is_taken_up(
     world: World, monkeypatch: pytest.MonkeyPatch, age: float, seconds: float
 ) -> None:
     asked = left_behind(world)
-    assert first_job.node_hours(world.run) == first_job.MINUTES / 60, "it may take as much, and nobody looks"
+    assert first_job.count_node_hours(world.run) == first_job.MINUTES / 60, "it may take as much, and nobody looks"
     os.utime(asked, (time.time() - age,) * 2)
     assert wait(world, monkeypatch, *[RUNNING] * 9) == []
     assert world.first_jobs == 1
-    assert first_job.node_hours(world.run) == pytest.approx(seconds / 3600, abs=2 / 3600), (
+    assert first_job.count_node_hours(world.run) == pytest.approx(seconds / 3600, abs=2 / 3600), (
         "from its submission on, at most"
     )
 

@@ -60,8 +60,8 @@ def test_logs_of_a_job_in_a_copy_of_its_run(run, tmp_path):
     run.write_job(job.model_copy(update={"folder": str(run.path.resolve())}))
     copy = RunDir(shutil.copytree(run.path, tmp_path / "copy"))
     assert copy.read().jobs == [] and texts(logs.read_logs(copy, LogQuery(job="probe-n001"))) == ["said"]
-    assert logs.part_written_last([Part(None, copy, make.spec())], "probe-n001") == copy
-    assert logs.part_written_last([Part(None, copy, make.spec())], "probe-n002") is None
+    assert logs.find_part_written_last([Part(None, copy, make.spec())], "probe-n001") == copy
+    assert logs.find_part_written_last([Part(None, copy, make.spec())], "probe-n002") is None
 
 
 def test_logs_of_an_unknown_job_name_the_nearest(run):
@@ -111,7 +111,7 @@ def test_following_sees_what_is_added_and_the_log_of_a_relaunch(run):
 
 def test_a_scheduler_is_not_asked_at_every_look():
     now, asked = [0.0], []
-    check = logs.rate_limited(lambda: bool(asked.append(now[0])) or True, pause=10, clock=lambda: now[0])
+    check = logs.limit_rate(lambda: bool(asked.append(now[0])) or True, pause=10, clock=lambda: now[0])
     for now[0] in (0.0, 0.5, 9.9, 10.0, 11.0):
         assert check()
     assert asked == [0.0, 10.0]
@@ -275,7 +275,7 @@ def test_the_last_lines_of_several_attempts_and_since_a_time(run):
         "b", "2026-01-01 09:00:00+0000 c", "d", "2026-01-01 10:00:00+0000 e", "f",
     ]  # fmt: skip
     assert texts(logs.read_logs(run, LogQuery(last=2, every=True))) == ["2026-01-01 10:00:00+0000 e", "f"]
-    since = words.told_time("2026-01-01 09:30:00+0000 x")
+    since = words.parse_line_time("2026-01-01 09:30:00+0000 x")
     assert texts(logs.read_logs(run, LogQuery(last=9, since=since))) == ["2026-01-01 10:00:00+0000 e", "f"]
     assert texts(logs.read_logs(run, LogQuery(last=1, since=since))) == ["f"]
     assert newest.exists()

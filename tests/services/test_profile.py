@@ -115,7 +115,7 @@ def test_the_report_says_what_is_there(run: RunDir) -> None:
     make_runs.add_measured(run, 1, 32)
     make_runs.add_out_of_memory(run, 1, 512)
     make_runs.add_failed(run, 1, 64)
-    report = profile.profile_report(run, plan)
+    report = profile.make_profile_report(run, plan)
     assert [len(part) for part in (report.measured, report.out_of_memory, report.failed, report.missing)] == [
         1,
         1,
@@ -142,7 +142,7 @@ def test_nothing_measured_is_an_error_of_its_class(run: RunDir, result: str, err
     if result == "oom":
         make_runs.add_out_of_memory(run, 1, 32)
     with pytest.raises(error):
-        profile.profile_report(run, plan)
+        profile.make_profile_report(run, plan)
 
 
 # --- rounds
@@ -237,10 +237,10 @@ def test_why_a_probe_of_a_script_failed_is_told_once_with_what_to_do(tmp_path: P
             told.append(next(waiting_for))
     assert not [event for event in told if isinstance(event, WarningEvent)], "the error says it"
     (job,) = next(event for event in told if isinstance(event, JobsProgress)).status.jobs
-    assert job.state == "failed" and why not in live._log_tail(job)
+    assert job.state == "failed" and why not in live._describe_log_tail(job)
     plan = profile.ProfilePlan(tuple(run.tasks()), 1, 0, 20, 0.3, None, "node-hours", Source(Path(), ""))
     with pytest.raises(JobFailed, match="a step trains on 8 samples") as error:
-        profile.profile_report(run, plan)
+        profile.make_profile_report(run, plan)
     assert error.value.hint.startswith("correct the script or its section")
     make_runs.add_measured(run, 1, 64)
     assert any(isinstance(event, WarningEvent) for event in wait_for_jobs(run, launcher, [name], WaitPolicy()))

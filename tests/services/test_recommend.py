@@ -24,9 +24,9 @@ from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.run.records.results import Save, ScriptSaves
 from tula_cli.run.records.tasks import ProbeTask
 from tula_cli.services.api import Run
-from tula_cli.services.recommend import pending_probes, recommend, should_replace, store_answer
+from tula_cli.services.recommend import count_pending_probes, recommend, should_replace, store_answer
 from tula_cli.services.recommendation import doubts as services_recommendation_doubts
-from tula_cli.services.recommendation.measured import describe_epochs, trained_epochs
+from tula_cli.services.recommendation.measured import count_trained_epochs, describe_epochs
 from tula_cli.show import recommend as show_recommend
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import load_spec, validate
@@ -602,7 +602,7 @@ def test_the_length_of_a_script_is_told_as_its_section_has_it(
     choice = ask(noisy, "accuracy-time").choice
     assert choice.same_progress is not None
     row = choice.model_copy(update={"same_progress": choice.same_progress.model_copy(update={"epochs": 12.4})})
-    assert trained_epochs(measurements.part.spec, 1000) == epochs
+    assert count_trained_epochs(measurements.part.spec, 1000) == epochs
     assert describe_epochs(row, measurements, "time") == f"every time is for {asked}, whatever the batch"
     told = describe_epochs(row, measurements, "accuracy-time")
     assert f"the progress of {asked} at batch 256; tula train runs {asked}" in told and advice in told
@@ -772,7 +772,7 @@ def test_where_nothing_is_measured_at_the_smaller_micro_batch_the_fallback_names
 def test_a_damaged_job_is_told_and_left_out(run: RunDir) -> None:
     (run.path / "jobs").mkdir()
     (run.path / "jobs/probe-n001.json").write_text("{")
-    assert pending_probes(run, run.spec(), lambda _: make.FakeLauncher()) == {None: 0}
+    assert count_pending_probes(run, run.spec(), lambda _: make.FakeLauncher()) == {None: 0}
     assert ["probe-n001.json is damaged" in text for text in ask(run).warnings].count(True) == 1
 
 

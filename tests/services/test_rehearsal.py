@@ -20,14 +20,14 @@ from tula_cli.run.records.tasks import RehearsalTask, Rung, TrainTask
 from tula_cli.run.script_attempt import ResumeTestRecords
 from tula_cli.services import resume_test, status
 from tula_cli.services.events import Event, Note, WarningEvent, follow
-from tula_cli.services.profile import measured_node_hours
+from tula_cli.services.profile import count_measured_node_hours
 from tula_cli.services.waiting import WaitPolicy
 from tula_cli.show import check as show_check
 from tula_cli.show import status as show_status
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
 from tula_cli.spec.scripts.script import Length
-from tula_cli.spec.signature import rehearsal_signature
+from tula_cli.spec.signature import compute_rehearsal_signature
 
 RESUME = {"args": "--resume {checkpoint}", "checkpoint": "{out}/x.pth"}
 DETACHED = WaitPolicy(wait=False)
@@ -56,7 +56,7 @@ def code() -> Source:
 
 def keep(run: RunDir, verdict: Any, job: JobSpec | None = None, *, number: int = 1, why: str = "KeyError: 'a'") -> None:
     """Leave what a rehearsal of the job has found."""
-    key = rehearsal_signature(job or run.spec(), "")
+    key = compute_rehearsal_signature(job or run.spec(), "")
     found = Rehearsal(
         task=f"rehearse-{key}-{number}", key=key, began_at=float(number), over_at=number + 1.0, verdict=verdict, told=(why,),
         faults=(why,) if verdict == "none" else (),
@@ -79,7 +79,7 @@ def training(run: RunDir, job: JobSpec, *, hours: float | None = 2.0, wanted: bo
 def prepared(found: resume_test.TrainingStart, launcher: FakeLauncher | None = None) -> tuple[str, list[Event]]:
     """Return the job that a training waits for, and what was said."""
     said: list[Event] = []
-    return follow(resume_test.test_resume_if_due(found, launcher or FakeLauncher(), DETACHED), said.append), said
+    return follow(resume_test.run_resume_test_if_due(found, launcher or FakeLauncher(), DETACHED), said.append), said
 
 
 # --- what can be rehearsed
@@ -151,7 +151,7 @@ def test_status_shows_a_rehearsal_while_it_runs_and_what_it_found(run: RunDir) -
 def test_what_found_nothing_out_is_no_success(run: RunDir) -> None:
     keep(run, None, why="not rehearsed: no checkpoint within 30 s")
     nothing = resume_test.ResumeFinding(
-        ResumeTestRecords(run.path).records_of(rehearsal_signature(run.spec(), ""))[0], "rehearse", kept=False
+        ResumeTestRecords(run.path).records_of(compute_rehearsal_signature(run.spec(), ""))[0], "rehearse", kept=False
     )
     with pytest.raises(NotRehearsed, match="was not found out: not rehearsed: no checkpoint within 30 s") as error:
         nothing.require_found("job.yaml")
@@ -166,7 +166,7 @@ def capped(run: RunDir, *, hours: float) -> JobSpec:
     job = run.spec().model_copy(update={"search": run.spec().search.model_copy(update={"max_node_hours": hours})})
     task = resume_test.submit_resume_test(Part(None, run, job), FakeLauncher(), code(), batch=None)
     run.write_attempt(make_runs.attempt(task.id, start=make_runs.START, end=make_runs.START + 1800))
-    assert measured_node_hours(run) == 0.5
+    assert count_measured_node_hours(run) == 0.5
     return job
 
 
@@ -238,7 +238,7 @@ def test_a_long_training_by_a_script_that_cannot_resume_is_refused_until_that_is
 )
 def test_what_is_set_is_held_against_what_was_found(run: RunDir, setting: Any, verdict: Any, words: str) -> None:
     found = Rehearsal(task="t", key="k", began_at=0.0, verdict=verdict, told=("KeyError: 'a'",))
-    said = list(resume_test._finding_events(resume_test.ResumeFinding(found, setting, kept=True)))
+    said = list(resume_test._list_finding_events(resume_test.ResumeFinding(found, setting, kept=True)))
     assert [event.text.startswith(words) for event in said if isinstance(event, WarningEvent)] == [True] * bool(words)
 
 

@@ -9,8 +9,8 @@ from tula_cli.models.observations import OtherSizes
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Measured, OutOfMemory
 from tula_cli.run.records.recommendations import TrainedSteps
-from tula_cli.run.records.tasks import probe_id
-from tula_cli.services.search import STRATEGIES, choose_probes, feasible_candidates, next_round
+from tula_cli.run.records.tasks import make_probe_id
+from tula_cli.services.search import STRATEGIES, choose_next_round, choose_probes, list_feasible_candidates
 from tula_cli.spec.job import JobSpec
 
 
@@ -86,7 +86,7 @@ def test_what_is_measured_is_feasible_ascending_and_never_more_than_full(
 ) -> None:
     job = spec(search={"nodes": nodes, "min_batch": 8, "strategy": strategy})
     try:
-        candidates = feasible_candidates(job, dataset_size=dataset_size, max_local_batch=max_local_batch)
+        candidates = list_feasible_candidates(job, dataset_size=dataset_size, max_local_batch=max_local_batch)
     except Infeasible:
         with pytest.raises(Infeasible):
             choose_probes(job, dataset_size=dataset_size, max_local_batch=max_local_batch)
@@ -131,7 +131,7 @@ ADAPTIVE = spec(search={"strategy": "adaptive", "max_batch": 4096}, train={"epoc
 
 
 def test_rounds_start_from_four_probes_and_say_so() -> None:
-    found = next_round(ADAPTIVE, [], inspection=inspected(Truth()))
+    found = choose_next_round(ADAPTIVE, [], inspection=inspected(Truth()))
     assert found.probes == {2: (16, 256, 2048), 16: (2,)} == probes_of(ADAPTIVE)
     assert found.reasons[0] == "2 nodes, local batch 16: one of those to start from" and found.words == ""
 
@@ -139,12 +139,12 @@ def test_rounds_start_from_four_probes_and_say_so() -> None:
 def test_rounds_start_with_the_far_corner_where_compute_is_not_measured_apart() -> None:
     job = spec(search={"strategy": "adaptive", "max_batch": 4096}, train={"epochs": 5000, "parallel": "fsdp"})
     assert probes_of(job) == {2: (16, 256, 2048), 16: (2, 256)}
-    assert next_round(job, [], inspection=inspected(Truth())).probes == {2: (16, 256, 2048), 16: (2, 256)}
+    assert choose_next_round(job, [], inspection=inspected(Truth())).probes == {2: (16, 256, 2048), 16: (2, 256)}
 
 
 def test_probes_that_time_whole_steps_alone_are_followed_by_the_far_corner() -> None:
     whole = [probe.model_copy(update={"compute_time": None}) for probe in probe_all(Truth(), probes_of(ADAPTIVE))]
-    found = next_round(ADAPTIVE, whole, inspection=inspected(Truth()))
+    found = choose_next_round(ADAPTIVE, whole, inspection=inspected(Truth()))
     assert found.probes == {16: (256,)} and found.reasons == ("16 nodes, local batch 256: one of those to start from",)
 
 
@@ -154,7 +154,7 @@ def test_small_gradients_are_followed_by_the_far_corner(mebibytes: int, is_small
         probe.model_copy(update={"memory": probe.memory.model_copy(update={"gradients": mebibytes << 20})})
         for probe in probe_all(Truth(), probes_of(ADAPTIVE))
     ]
-    reasons = next_round(ADAPTIVE, probes, inspection=inspected(Truth())).reasons
+    reasons = choose_next_round(ADAPTIVE, probes, inspection=inspected(Truth())).reasons
     assert (reasons == ("16 nodes, local batch 256: one of those to start from",)) == is_small
 
 
@@ -166,14 +166,14 @@ def test_rounds_end_before_everything_is_measured_and_find_the_best() -> None:
     truth = Truth(noise=0.01, jitter=0.01)
     results: dict[str, Measured] = {}
     rounds = 0
-    while (found := next_round(ADAPTIVE, list(results.values()), inspection=inspected(truth))).probes:
+    while (found := choose_next_round(ADAPTIVE, list(results.values()), inspection=inspected(truth))).probes:
         fresh = probe_all(truth, dict(found.probes), seed=rounds)
         assert not {probe.id for probe in fresh} & results.keys()
         assert len(found.reasons) == len(fresh)
         results |= {probe.id: probe for probe in fresh}
         rounds += 1
     assert "expected regret" in found.words
-    everything = feasible_candidates(ADAPTIVE, dataset_size=truth.dataset_size, max_local_batch=None)
+    everything = list_feasible_candidates(ADAPTIVE, dataset_size=truth.dataset_size, max_local_batch=None)
     assert rounds >= 2 and len(results) < len(everything) / 2
     rows = Forecast.from_results(ADAPTIVE, list(results.values())).predictions()
     best = min(truth.step_time(row.nodes, row.local_batch) / row.batch for row in rows)
@@ -182,32 +182,34 @@ def test_rounds_end_before_everything_is_measured_and_find_the_best() -> None:
 
 def test_what_was_out_of_memory_is_not_proposed_again() -> None:
     truth = Truth()
-    oom = OutOfMemory(id=probe_id(2, 2048), nodes=2, gpus_per_node=1, local_batch=2048, assumed=False, message="no")
-    found = next_round(ADAPTIVE, [oom], inspection=inspected(truth))
+    oom = OutOfMemory(
+        id=make_probe_id(2, 2048), nodes=2, gpus_per_node=1, local_batch=2048, assumed=False, message="no"
+    )
+    found = choose_next_round(ADAPTIVE, [oom], inspection=inspected(truth))
     assert found.probes == {2: (16, 128, 1024), 16: (2,)}
     seen = [oom, *probe_all(truth, {2: (16, 128, 1024), 16: (2,)})]
-    later = next_round(ADAPTIVE, seen, inspection=inspected(truth))
+    later = choose_next_round(ADAPTIVE, seen, inspection=inspected(truth))
     assert all(size < 2048 for sizes in later.probes.values() for size in sizes)
 
 
 def test_a_training_shorter_than_a_job_is_worth_no_further_probe() -> None:
     short = spec(search={"strategy": "adaptive", "max_batch": 4096}, train={"epochs": 1})
     seen = probe_all(Truth(), {2: (16, 256, 2048), 16: (2,)})
-    assert next_round(ADAPTIVE, seen, inspection=inspected(Truth())).probes
-    assert not next_round(short, seen, inspection=inspected(Truth())).probes
+    assert choose_next_round(ADAPTIVE, seen, inspection=inspected(Truth())).probes
+    assert not choose_next_round(short, seen, inspection=inspected(Truth())).probes
 
 
 def test_trainings_and_other_sizes_count_in_the_rounds_and_what_they_measured_is_not_probed() -> None:
     seen = probe_all(Truth(), {2: (16, 256, 2048), 16: (2,)})
-    first = next_round(ADAPTIVE, seen, inspection=inspected(Truth()))
+    first = choose_next_round(ADAPTIVE, seen, inspection=inspected(Truth()))
     nodes, local = next((nodes, sizes[0]) for nodes, sizes in first.probes.items())
     seconds = Truth().step_time(nodes, local)
     training = TrainedSteps(
         signature="ab", nodes=nodes, gpus_per_node=1, batch=nodes * local, step_time=seconds, step_times=(seconds,) * 5,
         compute=None, sync=None, data_wait=None, steps=100, changed=0.0, noise=0.015, since=0.0, until=1.0,
     )  # fmt: skip
-    later = next_round(ADAPTIVE, seen, inspection=inspected(Truth()), trained=[training])
+    later = choose_next_round(ADAPTIVE, seen, inspection=inspected(Truth()), trained=[training])
     assert local not in later.probes.get(nodes, ())
     others = OtherSizes(tuple(probe_all(Truth(gpus_per_node=2), {1: (16, 256), 2: (16,)})))
-    told = next_round(ADAPTIVE, seen, inspection=inspected(Truth()), others=others)
+    told = choose_next_round(ADAPTIVE, seen, inspection=inspected(Truth()), others=others)
     assert told.words != first.words

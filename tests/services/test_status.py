@@ -90,7 +90,7 @@ def test_an_attempt_of_a_job_that_is_done_is_never_lost(run):
     run.write_attempt(make.attempt(name, number=1, start=START - 50))  # its supervisor was killed
     run.write_attempt(make.attempt(name, number=2))
     now = services_status.run_status(run, make.FakeLauncher({name: "ended"}), now=START + 100)
-    told = shown(show_status.attempts_table(now)).splitlines()
+    told = shown(show_status.make_attempts_table(now)).splitlines()
     states = [line.split()[-1] for line in told if line.startswith("probe-")]
     assert (now.jobs[0].state, states) == ("done", ["lost", "done"])
 

@@ -10,7 +10,7 @@ from make_runs import FakeLauncher
 
 from tula_cli.cluster import relaunch
 from tula_cli.errors import BadMeasurements, Diverged, JobFailed, OutOfMemoryAtMinimum, Pending, SpecError
-from tula_cli.models.out_of_memory import splits_of
+from tula_cli.models.out_of_memory import list_splits
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import append_json_line, write_atomic
 from tula_cli.run.records.base import MicroBatches
@@ -20,7 +20,7 @@ from tula_cli.run.records.results import CountedEnergy
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.services import train
 from tula_cli.services.events import WarningEvent, follow
-from tula_cli.spec.signature import train_signature
+from tula_cli.spec.signature import compute_train_signature
 
 
 def plan(*arguments: object, **named: object) -> train.TrainPlan:
@@ -119,7 +119,7 @@ def test_another_learning_rate_is_another_training_run(run: RunDir) -> None:
     first = plan(run, run.spec(), nodes=1, batch=32)
     other = plan(run, make_runs.spec(optimizer={"lr": 0.2}), nodes=1, batch=32)
     assert first.task.signature != other.task.signature
-    assert first.task.signature == train_signature(run.spec(), nodes=1, batch=32)
+    assert first.task.signature == compute_train_signature(run.spec(), nodes=1, batch=32)
 
 
 def test_a_second_call_goes_on_with_the_newest_attempt(run: RunDir) -> None:
@@ -256,16 +256,18 @@ def test_each_type_is_trained_at_its_own_recommendation(tmp_path: Path) -> None:
     job = make_runs.spec(node_types={"a": {}, "b": {}})
     run = RunDir.create(tmp_path, job)
     with pytest.raises(BadMeasurements, match="--type not given"):
-        train.part_to_train(run, job, None)
+        train.choose_part_to_train(run, job, None)
     best = make_runs.recommendation(choice=make_runs.prediction(2, 256, type="a"))
     run.write_recommendation(best)
     own = make_runs.recommendation(choice=make_runs.prediction(1, 64, type="b"))
     run.parts(job)[1].run.write_recommendation(own)
-    assert [part.type for part, _ in (train.part_to_train(run, job, None), train.part_to_train(run, job, "b"))] == [
+    assert [
+        part.type for part, _ in (train.choose_part_to_train(run, job, None), train.choose_part_to_train(run, job, "b"))
+    ] == [
         "a",
         "b",
     ]
-    assert (train.part_to_train(run, job, None)[1], train.part_to_train(run, job, "b")[1]) == (best, own)
+    assert (train.choose_part_to_train(run, job, None)[1], train.choose_part_to_train(run, job, "b")[1]) == (best, own)
     planned = plan(run.parts(job)[0].run, job.by_type()["a"], recommendation=best)
     assert (planned.task.nodes, planned.task.batch) == (2, 256)
 
@@ -287,7 +289,7 @@ def test_an_out_of_memory_is_told_with_the_batch_of_its_stage(run: RunDir) -> No
     own = run.spec().model_copy(update={"train": run.spec().train.model_copy(update={"ramp": "auto"})})
     task = plan(run, own, nodes=2, batch=512).task
     known = MicroBatches(
-        splits=tuple(splits_of(batch, micro_batch=batch // 2, micro_batches=1) for batch in (512, 256)), normalised=0
+        splits=tuple(list_splits(batch, micro_batch=batch // 2, micro_batches=1) for batch in (512, 256)), normalised=0
     )
     files = run.training(task.signature)
     files.write_micro_batches(known)

@@ -10,7 +10,7 @@ import pytest
 from tula_cli.shim.tula_shim import ranks as ranks_module
 from tula_cli.shim.tula_shim import recorder
 from tula_cli.shim.tula_shim.plan import read_plan
-from tula_cli.shim.tula_shim.ranks import NoStoreError, agree
+from tula_cli.shim.tula_shim.ranks import NoStoreError, share_decision
 from tula_cli.shim.tula_shim.supervision import Pulse, Requests
 
 
@@ -29,7 +29,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Return the group; set its `rank` to be another one."""
     store = Store()
     group = SimpleNamespace(rank=0, get_rank=lambda: group.rank)
-    monkeypatch.setattr(ranks_module, "process_group", lambda: group)
+    monkeypatch.setattr(ranks_module, "get_process_group", lambda: group)
     monkeypatch.setattr(ranks_module, "_store", lambda: store)
     return group
 
@@ -46,19 +46,19 @@ class Asked(Pulse):
 
 
 def test_the_others_take_the_answer_of_rank_0(ranks: SimpleNamespace) -> None:
-    assert agree("steps", lambda: "12", world=2) == "12"
+    assert share_decision("steps", lambda: "12", world=2) == "12"
     ranks.rank = 1
-    assert agree("steps", lambda: "7", world=2) == "12"
+    assert share_decision("steps", lambda: "7", world=2) == "12"
 
 
 def test_a_single_rank_asks_nobody() -> None:
-    assert agree("steps", lambda: "7", world=1) == "7"
+    assert share_decision("steps", lambda: "7", world=1) == "7"
 
 
 def test_ranks_that_have_no_store_cannot_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks_module, "process_group", lambda: None)
+    monkeypatch.setattr(ranks_module, "get_process_group", lambda: None)
     with pytest.raises(NoStoreError):
-        agree("steps", lambda: "7", world=2)
+        share_decision("steps", lambda: "7", world=2)
 
 
 def test_a_request_is_seen_by_all_ranks_at_the_same_look(ranks: SimpleNamespace, tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_median_is_taken_where_it_decides_and_nowhere_else(
 
 
 def test_requests_are_off_where_ranks_cannot_agree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(ranks_module, "process_group", lambda: None)
+    monkeypatch.setattr(ranks_module, "get_process_group", lambda: None)
     plan = {"version": 1, "task": "t", "folder": str(tmp_path), "mode": "train", "warmup": 1, "save": True}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     pulse = Asked(read_plan(str(tmp_path / "plan.json")))

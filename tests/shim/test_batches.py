@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tula_cli.shim.tula_shim.batches import LENGTH, Delivered, content_digest, epoch_samples, find_samples
+from tula_cli.shim.tula_shim.batches import LENGTH, Delivered, compute_content_digest, count_epoch_samples, find_samples
 
 
 class Tensor(NamedTuple):
@@ -169,7 +169,7 @@ class Loader:
     ],
 )
 def test_an_epoch_holds_what_its_loader_delivers(loader: Loader, samples: int | None) -> None:
-    assert epoch_samples(loader) == samples
+    assert count_epoch_samples(loader) == samples
 
 
 class Holding:
@@ -189,4 +189,4 @@ class Holding:
     ],
 )
 def test_parts_of_a_dataset_are_told_apart(one: object, other: object, alike: bool) -> None:
-    assert (content_digest(one) == content_digest(other)) is alike
+    assert (compute_content_digest(one) == compute_content_digest(other)) is alike

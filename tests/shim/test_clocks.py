@@ -47,7 +47,7 @@ def test_events_of_a_gpu_are_waited_for_when_they_are_read(monkeypatch: pytest.M
     clock = clocks.make_clock()
     begin, end = clock.mark(), clock.mark()
     assert (clock.device, clock.seconds(begin, end)) == ("cuda", pytest.approx(0.01))
-    assert clocks.peak_memory() == {"allocated": 3, "reserved": 5} and clocks.hardware_name() == "GPU"
+    assert clocks.read_peak_memory() == {"allocated": 3, "reserved": 5} and clocks.read_hardware_name() == "GPU"
 
 
 def test_a_gpu_that_the_script_leaves_alone_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,16 +60,16 @@ def test_a_gpu_that_the_script_leaves_alone_does_not_count(monkeypatch: pytest.M
 def test_a_peak_on_the_cpu_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     clocks.reset_peak()
-    before = clocks.peak_memory()["allocated"]
+    before = clocks.read_peak_memory()["allocated"]
     for held in (b"x" * 200_000_000,):
-        assert clocks.peak_memory()["allocated"] > max(len(held), before + 150_000_000)
+        assert clocks.read_peak_memory()["allocated"] > max(len(held), before + 150_000_000)
     del held
     clocks.reset_peak()
-    assert 1_000_000 < clocks.peak_memory()["allocated"] < before + 50_000_000
+    assert 1_000_000 < clocks.read_peak_memory()["allocated"] < before + 50_000_000
 
 
 def test_the_age_of_a_process_counts_from_its_start() -> None:
-    code = "import time; from tula_cli.shim.tula_shim.clocks import process_age; time.sleep(0.3); print(process_age())"
+    code = "import time; from tula_cli.shim.tula_shim.clocks import compute_process_age; time.sleep(0.3); print(compute_process_age())"
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True)
     assert 0.29 < float(done.stdout) < time.monotonic() - began + 0.02  # the kernel counts in hundredths

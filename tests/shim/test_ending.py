@@ -12,9 +12,9 @@ from script_ranks import ScriptRanks
 
 from tula_cli.run.records.scripts import ShimPlan
 from tula_cli.shim.tula_shim import stopping
-from tula_cli.shim.tula_shim.failing import batch_norm, class_name, listen, of_a_launcher, write_failure
+from tula_cli.shim.tula_shim.failing import find_batch_norm, get_class_name, is_launcher_error, listen, write_failure
 from tula_cli.shim.tula_shim.plan import read_plan
-from tula_cli.shim.tula_shim.ranks import own_rank, world_size
+from tula_cli.shim.tula_shim.ranks import count_ranks, get_rank
 from tula_cli.shim.tula_shim.recorder import EVAL, Recorder
 from tula_cli.shim.tula_shim.stopping import wait_for_ranks
 
@@ -31,17 +31,17 @@ def no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     ("kind", "launcher"), [(ChildFailed, True), (subprocess.CalledProcessError, True), (OSError, False)]
 )
 def test_a_launcher_only_tells_that_a_child_has_failed(tmp_path: Path, kind: type[Exception], launcher: bool) -> None:
-    assert of_a_launcher(tmp_path, kind) is launcher
+    assert is_launcher_error(tmp_path, kind) is launcher
 
 
 def test_a_rank_s_own_call_of_a_program_is_its_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    assert not of_a_launcher(tmp_path, subprocess.CalledProcessError)
+    assert not is_launcher_error(tmp_path, subprocess.CalledProcessError)
 
 
 def test_a_process_without_rank_is_silent_beside_one_that_has_told(tmp_path: Path) -> None:
     (tmp_path / "failure-3.json").touch()
-    assert of_a_launcher(tmp_path, OSError)
+    assert is_launcher_error(tmp_path, OSError)
 
 
 @pytest.mark.torch
@@ -74,7 +74,7 @@ def test_what_a_script_makes_of_an_error_of_the_shim_s_own_is_not_the_script_s(
 
 
 def test_classes_are_named_in_full() -> None:
-    assert (class_name(ValueError), class_name(subprocess.TimeoutExpired)) == (
+    assert (get_class_name(ValueError), get_class_name(subprocess.TimeoutExpired)) == (
         "ValueError",
         "subprocess.TimeoutExpired",
     )
@@ -91,9 +91,9 @@ def test_classes_are_named_in_full() -> None:
     ],
 )
 def test_a_rank_without_a_group_is_told_by_variables(variables: dict[str, str], rank: int | None, ranks: int) -> None:
-    assert own_rank(variables) == rank
-    assert world_size(by_hand=True, environment=variables) == ranks
-    assert world_size(environment=variables) == 1  # nothing joins them
+    assert get_rank(variables) == rank
+    assert count_ranks(by_hand=True, environment=variables) == ranks
+    assert count_ranks(environment=variables) == 1  # nothing joins them
 
 
 def test_ranks_wait_for_each_other_and_not_for_ever(tmp_path: Path) -> None:
@@ -175,6 +175,6 @@ def test_a_failure_tells_which_batch_norm_the_process_held(
     held: list[object] = [kind() for kind in kinds]
     for norm in held:
         vars(norm)["own"] = {}  # what has contents, as every module has, is known to the collector
-    assert batch_norm() == found
+    assert find_batch_norm() == found
     monkeypatch.delitem(sys.modules, "torch.nn.modules.batchnorm")
-    assert batch_norm() == ""
+    assert find_batch_norm() == ""

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from script_ranks import ScriptRanks
 
-from tula_cli.models.claims import clean_steps, mismatches
+from tula_cli.models.claims import clean_steps, list_mismatches
 from tula_cli.run.records.scripts import Expected, RankResult, ShimPlan
 
 pytestmark = pytest.mark.torch
@@ -64,7 +64,7 @@ def test_a_script_that_goes_on_after_it_was_asked_to_exit_is_ended(run: ScriptRa
 
 def test_parameters_that_are_sharded_give_totals(run: ScriptRanks, tmp_path: Path) -> None:
     ranks = run("sharded.py", plan=probe(tmp_path, expected=Expected(world=2, batch=8)), world=2).results()
-    assert mismatches(ranks) == []
+    assert list_mismatches(ranks) == []
     elements = 64 * 64 + 64
     for rank in ranks:
         assert (rank.parameters, rank.split, len(rank.timed)) == (elements, None, 5)

@@ -10,7 +10,7 @@ import pytest
 from script_ranks import ScriptRanks
 
 from tula_cli.cluster.scripts.watch import put_aside_probe_files
-from tula_cli.models.claims import epoch_samples, mismatches
+from tula_cli.models.claims import count_epoch_samples, list_mismatches
 from tula_cli.run.records.scripts import Expected, ShimPlan
 from tula_cli.run.script_attempt import ScriptAttempt
 
@@ -78,8 +78,8 @@ def test_ranks_that_share_their_data_themselves(
     plan = training(tmp_path, expected=Expected(world=2, batch=32, dataset=given))
     options = ("--samples", samples, "--size", 200, "--epochs", 2, "--batch-size", 16, "--out", tmp_path)
     ranks = run("various.py", *options, plan=plan, world=2).results()
-    assert [mismatch.what for mismatch in mismatches(ranks)] == ([] if agrees else ["epoch"])
-    assert epoch_samples(ranks) == epoch
+    assert [mismatch.what for mismatch in list_mismatches(ranks)] == ([] if agrees else ["epoch"])
+    assert count_epoch_samples(ranks) == epoch
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from script_ranks import ScriptRanks
 
-from tula_cli.models.claims import RateSeen, joint_steps, mismatches, scales_itself
+from tula_cli.models.claims import RateSeen, describe_scaling_of_script, join_steps, list_mismatches
 from tula_cli.run.records.scripts import Expected, RankResult, ShimPlan
 
 pytestmark = pytest.mark.torch
@@ -25,7 +25,7 @@ def test_two_ranks_under_ddp(run: ScriptRanks, tmp_path: Path) -> None:
     assert (ended.codes, ended.left) == ([0, 0], 0), ended.said
     assert not any("FINISHED" in said for said in ended.said)
     ranks = ended.results()
-    assert mismatches(ranks) == []
+    assert list_mismatches(ranks) == []
     assert [(rank.rank, rank.world, rank.why, rank.steps, len(rank.timed)) for rank in ranks] == [
         (0, 2, "stopped", 18, 6),
         (1, 2, "stopped", 18, 6),
@@ -73,7 +73,7 @@ def test_norms_are_those_of_the_loss_before_it_was_scaled(run: ScriptRanks, tmp_
 def test_accumulation_without_a_data_loader(run: ScriptRanks, tmp_path: Path) -> None:
     plan = probe(tmp_path, steps=8, expected=expecting(2, 16, accumulate=2))
     ranks = run("accumulating.py", "--gradient_accumulation_steps=4", plan=plan, world=2).results()
-    assert mismatches(ranks) == []
+    assert list_mismatches(ranks) == []
     assert {step.backwards for rank in ranks for step in rank.timed} == {2}
     assert [step.samples for step in ranks[0].timed] == [None] * 8
     assert ranks[0].split is not None and all(len(r.split.norms) == 3 for r in ranks if r.split)
@@ -83,14 +83,14 @@ def test_an_evaluation_of_rank_0_alone_disturbs_the_step_of_all(run: ScriptRanks
     ranks = run("accumulating.py", plan=probe(tmp_path, steps=12, split_steps=0), world=2).results()
     apart = [[number for number, step in enumerate(rank.timed) if step.gap] for rank in ranks]
     assert apart == [[4, 11], []]  # before the 8th and the 15th step
-    assert [number for number, step in enumerate(joint_steps(ranks)) if step.causes] == [4, 11]
+    assert [number for number, step in enumerate(join_steps(ranks)) if step.causes] == [4, 11]
 
 
 def test_a_wrong_launch_and_a_wrong_accumulation_are_told(run: ScriptRanks, tmp_path: Path) -> None:
     plan = probe(tmp_path, expected=expecting(2, 16, accumulate=2))
     (rank,) = run("accumulating.py", plan=plan).results()
     alone = rank.model_copy(update={"expected": expecting(1, 16, accumulate=2)})
-    found = [[(m.what, m.expected, m.seen) for m in mismatches([seen])] for seen in (rank, alone)]
+    found = [[(m.what, m.expected, m.seen) for m in list_mismatches([seen])] for seen in (rank, alone)]
     assert found == [[("world", "2", "1")], [("accumulate", "2", "4")]]
 
 
@@ -105,18 +105,18 @@ def test_a_script_that_scales_its_learning_rate_is_found_out(run: ScriptRanks, t
     for batch in (8, 16):
         seen = reference(run, tmp_path / str(batch), "-b", batch, "--scale-lr", expected=expecting(1, batch, lr=0.1))
         rates.append(RateSeen.of(batch, seen.lr, seen.expected.lr))
-        assert mismatches([seen]) == []
-    told = scales_itself([rate for rate in rates if rate is not None])
+        assert list_mismatches([seen]) == []
+    told = describe_scaling_of_script([rate for rate in rates if rate is not None])
     assert told is not None and "batch^1.0 (0.003125 at batch 8, 0.00625 at batch 16)" in told.words
 
 
 def test_batches_as_lists_and_loader_workers(run: ScriptRanks, tmp_path: Path) -> None:
     seen = reference(run, tmp_path, "-b", 8, "--list", "-j", 2, expected=expecting(1, 8))
-    assert {step.samples for step in seen.timed} == {8} and mismatches([seen]) == []
+    assert {step.samples for step in seen.timed} == {8} and list_mismatches([seen]) == []
 
 
 def test_a_batch_that_the_script_ignores_is_told_with_both_figures(run: ScriptRanks, tmp_path: Path) -> None:
-    (found,) = mismatches([reference(run, tmp_path, "-b", 8, expected=expecting(1, 32))])[:1]
+    (found,) = list_mismatches([reference(run, tmp_path, "-b", 8, expected=expecting(1, 32))])[:1]
     assert (found.what, found.expected, found.seen) == ("batch", "32", "8")
 
 
@@ -126,7 +126,7 @@ def test_a_script_that_ends_first_tells_what_it_had(run: ScriptRanks, tmp_path: 
     assert [(number, step.gap) for number, step in enumerate(seen.timed) if step.gap] == [
         (7, ("eval", "epoch", "save"))
     ]
-    assert mismatches([seen]) == []  # samples of the evaluation are not taken for trained ones
+    assert list_mismatches([seen]) == []  # samples of the evaluation are not taken for trained ones
 
 
 @pytest.mark.parametrize(("stop", "cleaned_up"), [("exit", False), ("raise", True)])

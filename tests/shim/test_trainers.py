@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from script_ranks import ScriptRanks
 
-from tula_cli.models.claims import clean_steps, mismatches
+from tula_cli.models.claims import clean_steps, list_mismatches
 from tula_cli.run.records.scripts import Expected, ShimPlan
 
 pytestmark = [pytest.mark.torch, pytest.mark.proof]
@@ -23,7 +23,7 @@ def test_hugging_face(run: ScriptRanks, tmp_path: Path) -> None:
     expected = Expected(world=2, batch=16, accumulate=2, lr=0.1)
     ended = run("trainer.py", tmp_path / "out", 3, plan=plan(tmp_path, expected=expected), world=2)
     ranks = ended.results()
-    assert (ended.codes, ended.left, mismatches(ranks)) == ([0, 0], 0, [])
+    assert (ended.codes, ended.left, list_mismatches(ranks)) == ([0, 0], 0, [])
     assert [number for number, step in enumerate(ranks[0].timed) if step.gap] == [6]
     assert len(clean_steps(ranks)) == 11
     assert ranks[0].lr is not None and ranks[0].lr.base == 0.1
@@ -35,7 +35,7 @@ def test_lightning(run: ScriptRanks, tmp_path: Path) -> None:
         "lit.py", tmp_path / "out", 1, 3, plan=plan(tmp_path, expected=Expected(world=1, batch=8, accumulate=2))
     )
     ranks = ended.results()
-    assert (ended.codes, ended.left, mismatches(ranks)) == ([0], 0, [])
+    assert (ended.codes, ended.left, list_mismatches(ranks)) == ([0], 0, [])
     assert {step.backwards for step in ranks[0].timed} == {2}
 
 

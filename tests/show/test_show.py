@@ -73,7 +73,7 @@ def printed(parts, *, out=None):
     ],
 )  # fmt: skip
 def test_numbers_keep_their_digits_and_have_no_exponent(value, text):
-    assert words.number(value) == text
+    assert words.format_number(value) == text
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_the_front_has_a_row_an_offer():
     here, _, alone = spot_rows()
     here = here.model_copy(update={"pareto": True, "type": "a100"})
     found = make.recommendation(choice=here, rows=(here, alone.model_copy(update={"type": "v100"})), runners_up=())
-    text = printed([recommend.front_table(found)])
+    text = printed([recommend.make_front_table(found)])
     rows = [line.split() for line in text.splitlines() if line.rstrip().endswith("measured")]
     assert rows[0][:6] == ["*", "a100", "on", "demand", "2", "128"] and rows[1][:5] == ["v100", "on", "spot", "1", "64"]
 
@@ -175,7 +175,7 @@ def test_of_many_configurations_those_worth_a_row_are_shown():
 
 
 def test_headings_have_units():
-    text = printed([recommend.predictions_table(make.recommendation())])
+    text = printed([recommend.make_predictions_table(make.recommendation())])
     heading = " ".join(text.split("─")[0].split())
     for unit in ("(min)", "(USD)", "(GiB/GPU)", "(%)", "batch"):
         assert unit in heading
@@ -187,7 +187,7 @@ def with_progress(found):
 
     def beside(row):
         row = Offers.of([row])
-        told = efficiency.same_progress(row, epochs=60, reference=64, noise=noise)
+        told = efficiency.predict_same_progress(row, epochs=60, reference=64, noise=noise)
         return dataclasses.replace(row, same_progress=told).record(0)
 
     words = efficiency.describe_noise(noise, reference=64, epochs=60)
@@ -200,7 +200,7 @@ def test_the_same_progress_is_told_apart_from_the_epochs_of_the_spec():
     text = printed(recommend.render_recommendation(found, width=80, color=False))
     told = found.choice.same_progress
     (line,) = [line for line in text.splitlines() if line.startswith("to the same progress: ")]
-    assert f"{words.number(told.epochs)} epochs, {words.format_duration(3600 * told.hours)} (" in line
+    assert f"{words.format_number(told.epochs)} epochs, {words.format_duration(3600 * told.hours)} (" in line
     assert "spec's epochs" not in text
     assert any(line.startswith("same progress: gradient noise scale 100 samples") for line in text.splitlines())
     assert "same progress" not in printed(recommend.render_recommendation(make.recommendation(), width=80, color=False))
@@ -215,7 +215,7 @@ def test_refreshing_the_factors_is_told_where_it_is_more_than_a_hundredth(share:
 
 def test_accuracy_time_has_a_table_of_its_own():
     found = with_progress(make.recommendation(objective="accuracy-time"))
-    text = printed([recommend.same_progress(found)])
+    text = printed([recommend.render_same_progress(found)])
     assert max(map(len, text.splitlines())) <= 80
     rows = [line.split() for line in text.splitlines()[-5:]]
     marked = [row for row in rows if row[0] == "*"]
@@ -229,7 +229,7 @@ def test_no_number_is_cut_at_any_width(monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     row = make.prediction(16384, 1048576, hours=12345.678, hours_low=12000.0, hours_high=12999.0, cost=9876543.21)
     found = make.recommendation(choice=row, rows=(row,), runners_up=())
-    text = printed([recommend.predictions_table(found)], out=Terminal())
+    text = printed([recommend.make_predictions_table(found)], out=Terminal())
     for number in ("16384", "1048576", "12346", "12000 .. 12999", "9876543", "3.00", "25.0", "measured"):
         assert number in text
     assert "…" not in text
@@ -239,7 +239,9 @@ def test_no_number_is_cut_at_any_width(monkeypatch, columns):
 def test_a_long_table_keeps_its_lines_at_any_width(monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     rows = [["a run", "x" * 90, "12"], ["b", "y", "3"]]
-    text = printed(tables.long_table(("run", "words", "number"), rows, left=(0, 1), width=columns), out=Terminal())
+    text = printed(
+        tables.render_long_table(("run", "words", "number"), rows, left=(0, 1), width=columns), out=Terminal()
+    )
     head, *below = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
     assert head.split() == ["run", "words", "number"]
     assert below == ["─" * len(head), f"a run {'x' * 90}     12", f"b     {'y':90}      3"]
@@ -247,12 +249,12 @@ def test_a_long_table_keeps_its_lines_at_any_width(monkeypatch, columns):
 
 def test_the_table_fits_80_columns():
     for found in (make.recommendation(), make.recommendation(currency="EUR")):
-        assert max(map(len, printed([recommend.predictions_table(found)]).splitlines())) <= 80
+        assert max(map(len, printed([recommend.make_predictions_table(found)]).splitlines())) <= 80
 
 
 def test_what_is_not_known_is_a_dash():
     row = make.prediction(1, 32, hours_low=None, hours_high=None, peak_memory=None, headroom=None)
-    text = printed([recommend.predictions_table(make.recommendation(choice=row, rows=(row,), runners_up=()))])
+    text = printed([recommend.make_predictions_table(make.recommendation(choice=row, rows=(row,), runners_up=()))])
     assert text.splitlines()[-1].split() == ["*", "1", "32", "32", "30.0", "-", "0.700", "-", "-", "measured"]
 
 
@@ -500,15 +502,15 @@ def test_the_status_and_the_plan_tell_the_stage_of_a_batch_that_grows(run):
         (None, "its batch grows over the"),
     ):
         grown = types.SimpleNamespace(task=task.model_copy(update={"spec": own}), prediction=known, **plan)
-        assert told in printed(show_train.train_plan(grown))
+        assert told in printed(show_train.render_train_plan(grown))
     stages = tuple(Stage(begin=640 * k, epoch=0.5 * k, batch=32 << k, noise=40.0 * (k + 1)) for k in range(3))
     grown.task = grown.task.model_copy(update={"stages": stages})
     assert "batch 64 from epoch 0.500: noise scale 80.0; batch 128 from epoch 1.00: noise scale 120" in printed(
-        show_train.train_plan(grown)
+        show_train.render_train_plan(grown)
     )
     noisy = own.model_copy(update={"train": own.train.model_copy(update={"ramp": "noise"})})
     grown.task = grown.task.model_copy(update={"spec": noisy})
-    assert "nothing puts the stages of train.ramp: noise off" in printed(show_train.train_plan(grown))
+    assert "nothing puts the stages of train.ramp: noise off" in printed(show_train.render_train_plan(grown))
 
 
 def test_a_change_of_the_pace_is_shown_once_in_status_and_below_the_table_at_the_end(run):
@@ -585,7 +587,7 @@ def test_a_queued_job_shows_its_reason_and_expected_start(run):
     expected = f"{name} queued: Resources, expected to start {words.format_moment(START + 600)}"
     assert expected in printed(show_status.render_status(now))
     shown = screen()
-    with show_live.live_display(shown) as live:
+    with show_live.open_live_display(shown) as live:
         live.update(now)
     assert f"expected to start {words.format_moment(START + 600)}" in shown.err.getvalue()
 
@@ -618,10 +620,10 @@ def test_a_training_plan_tells_of_its_chain(run):
         rehearses=False,
         balance=None,
     )
-    text = printed(show_train.train_plan(plan, links=(2, 2, 2), scripts=["#!/bin/bash"]))
+    text = printed(show_train.render_train_plan(plan, links=(2, 2, 2), scripts=["#!/bin/bash"]))
     assert "a chain of 3 jobs" in text
     assert text.rstrip().endswith("#!/bin/bash")
-    assert "chain" not in printed(show_train.train_plan(plan)) and "rehearsed" not in text
+    assert "chain" not in printed(show_train.render_train_plan(plan)) and "rehearsed" not in text
 
 
 @pytest.mark.parametrize(
@@ -640,7 +642,7 @@ def test_a_script_is_shown_by_its_name_and_as_long_as_it_is(tmp_path, length, pl
         rehearses=True,
         balance=None,
     )  # fmt: skip
-    text = printed(show_train.train_plan(plan))
+    text = printed(show_train.render_train_plan(plan))
     assert planned in text and "checkpoints: saves each epoch\n" in text
     assert "resume is rehearsed, on 1 node for at most 20 min (--no-rehearse" in text
     assert now in show_status.describe_training(snapshot(own).training)
@@ -652,22 +654,22 @@ def test_the_plan_of_a_finished_training_says_so_and_promises_nothing(run):
     plan = types.SimpleNamespace(
         task=run.tasks()[0], prediction=make.prediction(2, 128), source="as given", resumes=128, finished=True
     )
-    text = printed(show_train.train_plan(plan, links=(2, 2, 2), scripts=["#!/bin/bash"]))
+    text = printed(show_train.render_train_plan(plan, links=(2, 2, 2), scripts=["#!/bin/bash"]))
     assert "finished already" in text
     assert not [word for word in ("goes on from", "node-h", "chain", "#!/bin/bash") if word in text]
 
 
 def test_a_running_probe_names_both_batches(run):
     name = make.add_probes(run, 2, (16, 32))
-    text = printed([show_status.jobs_table(snapshot(run, {name: "running"}).jobs)])
+    text = printed([show_status.make_jobs_table(snapshot(run, {name: "running"}).jobs)])
     assert re.search(r"probe-n002 +running +2 +0/2 +32 +16 ", text)
 
 
 def test_the_schedulers_id_is_shown_where_there_is_a_scheduler(run):
     name = make.add_probes(run, 2, (16,))
-    assert "4711" not in printed([show_status.jobs_table(snapshot(run).jobs)])
+    assert "4711" not in printed([show_status.make_jobs_table(snapshot(run).jobs)])
     run.write_job(make.job(name, nodes=2, scheduler="slurm"))
-    assert "4711" in printed([show_status.jobs_table(snapshot(run).jobs)])
+    assert "4711" in printed([show_status.make_jobs_table(snapshot(run).jobs)])
 
 
 def test_the_list_of_runs(run):
@@ -685,7 +687,7 @@ def test_the_list_of_runs(run):
 def test_one_line_a_change_where_nothing_can_be_drawn(run):
     name = make.add_probes(run, 2, (16, 32))
     shown = screen()
-    with show_live.live_display(shown) as live:
+    with show_live.open_live_display(shown) as live:
         for _ in range(3):
             live.update(snapshot(run, {name: "running"}))
         make.add_measured(run, 2, 16)
@@ -701,7 +703,7 @@ def test_one_line_a_change_where_nothing_can_be_drawn(run):
 def test_a_training_run_says_a_line_an_epoch_and_a_warning_once(run):
     rows = make.metrics()
     shown = screen()
-    with show_live.live_display(shown) as live:
+    with show_live.open_live_display(shown) as live:
         for count in range(1, len(rows) + 1):
             train = make.add_training(run, rows=rows[:count])
             live.update(snapshot(run, {train: "running"}))
@@ -714,7 +716,7 @@ def test_a_training_run_says_a_line_an_epoch_and_a_warning_once(run):
 def test_draws_in_place_on_a_terminal(run):
     name = make.add_probes(run, 2, (16, 32))
     shown = screen(err=Terminal())
-    with show_live.live_display(shown) as live:
+    with show_live.open_live_display(shown) as live:
         live.update(snapshot(run, {name: "running"}))
     assert "\x1b[" in shown.err.getvalue()
     assert "probe-n002" in shown.err.getvalue()
@@ -726,7 +728,7 @@ def test_a_dumb_terminal_is_not_drawn_on(run, monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     name = make.add_probes(run, 2, (16, 32))
     shown = screen(err=Terminal())
-    with show_live.live_display(shown) as live:
+    with show_live.open_live_display(shown) as live:
         live.update(snapshot(run, {name: "running"}))
     assert "\x1b" not in shown.err.getvalue()
 
@@ -734,7 +736,7 @@ def test_a_dumb_terminal_is_not_drawn_on(run, monkeypatch):
 def test_quiet_waiting_says_nothing(run):
     name = make.add_probes(run, 2, (16, 32))
     shown = screen(quiet=True)
-    with show_live.live_display(shown) as live:
+    with show_live.open_live_display(shown) as live:
         live.update(snapshot(run, {name: "running"}))
     assert shown.err.getvalue() == ""
 
@@ -816,7 +818,7 @@ def test_the_measurements_name_what_did_not_fit_and_what_failed(run):
         failed=tuple(run.results()),
         missing=("probe-n002-l000064",),
     )
-    text = printed(show_profile.profile_report(report))
+    text = printed(show_profile.render_profile_report(report))
     rows = [line.split() for line in text.splitlines() if re.match(r" *\d", line)]
     assert [row[:3] for row in rows] == [["1", "32", "32"], ["1", "64", "64"], ["1", "128", "128"], ["2", "32", "16"], ["2", "64", "32"]]  # fmt: skip
     assert [row[-1] for row in rows] == ["measured", "memory", "(assumed)", "oversubscribed", "failed"]
@@ -829,7 +831,9 @@ def test_a_probe_of_a_script_has_dashes_for_what_it_does_not_tell():
     probe = of_a_script(measured(Truth(), 2, 16))
     report = profile.ProfileReport(measured=(probe,), out_of_memory=(), failed=(), missing=())
     (row,) = [
-        line.split() for line in printed(show_profile.profile_report(report)).splitlines() if re.match(" *2 ", line)
+        line.split()
+        for line in printed(show_profile.render_profile_report(report)).splitlines()
+        if re.match(" *2 ", line)
     ]
     assert row == ["2", "32", "16", "43.0", "-", "-", "744", "432", "measured"]
 
@@ -841,8 +845,8 @@ def test_what_probes_of_a_script_do_not_tell_is_told_once(run):
     now = snapshot(run)
     assert now.notes == ("no synchronisation: no DDP (2 of 2 probes)",)
     assert printed(show_status.render_status(now)).count("note: no synchronisation: no DDP (2 of 2 probes)\n") == 1
-    report = profile.profile_report(run, profile.ProfilePlan((), 0, 0, 0, 0, None, "USD", Source(Path(), "")))
-    assert "note: no synchronisation: no DDP (2 of 2 probes)\n" in printed(show_profile.profile_report(report))
+    report = profile.make_profile_report(run, profile.ProfilePlan((), 0, 0, 0, 0, None, "USD", Source(Path(), "")))
+    assert "note: no synchronisation: no DDP (2 of 2 probes)\n" in printed(show_profile.render_profile_report(report))
 
 
 def test_samples_that_were_trained_again_are_told():
@@ -857,13 +861,13 @@ def test_a_plan_tells_what_it_may_cost_at_most(run):
         tasks=tuple(run.tasks()), total=6, done=4, minutes_at_most=20, node_hours_at_most=0.667, price_at_most=1.5,
         currency="EUR", code=Source(Path("/"), ""),
     )  # fmt: skip
-    text = printed(show_profile.plan(plan, scripts=["torchrun it"]))
+    text = printed(show_profile.render_plan(plan, scripts=["torchrun it"]))
     assert re.search(r"probe-n002 +2 +2 +32 64 +16 32", text)
     assert "2 probes in 1 job, 4 of 6 done already" in text
     assert "at most 20.0 min one job after the other, 0.667 node-h, 1.50 EUR" in text
     assert text.rstrip().endswith("torchrun it")
     nothing = dataclasses.replace(plan, tasks=())
-    assert "all 6 probes have a result already" in printed(show_profile.plan(nothing))
+    assert "all 6 probes have a result already" in printed(show_profile.render_plan(nothing))
 
 
 def test_a_language_model_is_told_by_loss_and_perplexity_and_tokens_a_second(run):

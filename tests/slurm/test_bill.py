@@ -13,16 +13,16 @@ from cluster import SlurmCluster, until
 from make_results import Truth, inspected, probe_all
 from make_runs import spec
 
-from tula_cli.cluster.launcher import launcher_for
+from tula_cli.cluster.launcher import make_launcher
 from tula_cli.cluster.slurm.submit import SlurmLauncher
 from tula_cli.errors import OverBudget
-from tula_cli.models.cost import hourly_charge
+from tula_cli.models.cost import compute_hourly_charge
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Job
 from tula_cli.run.records.tasks import CheckTask
 from tula_cli.services import train
 from tula_cli.services.events import WarningEvent, follow
-from tula_cli.services.site_charges import check_balance_of_task, site_charge_of, with_site_billing
+from tula_cli.services.site_charges import check_balance_of_task, find_site_charge, with_site_billing
 from tula_cli.services.waiting import Dependencies, WaitPolicy
 from tula_cli.spec.job import JobSpec
 
@@ -118,7 +118,7 @@ def predicted_and_told(
         found = with_site_billing(job(**slurm), folder)
         assert found.pricing.slurm_billing is not None
         assert found.pricing.slurm_billing.usage_factor == (2 if slurm.get("qos") == "dear" else 1)
-        predicted.append(hourly_charge(found.pricing, nodes) / found.pricing.slurm_billing.usage_factor)
+        predicted.append(compute_hourly_charge(found.pricing, nodes) / found.pricing.slurm_billing.usage_factor)
         ids.append(submitted(folder / str(number), found, nodes))
     until(lambda: all(told_billing(id_) is not None for id_ in ids), "all jobs have ended", seconds=60)
     return predicted, [told_billing(id_) for id_ in ids], ids
@@ -150,7 +150,7 @@ def _held_against_the_accounting(root: Path, ids: list[str]) -> None:
     ).stdout.splitlines()
     told = [(int(row.partition("|")[0]), dict(e.split("=") for e in row.partition("|")[2].split(","))) for row in rows]
     hours = sum(seconds * float(tres.get("billing", 0)) for seconds, tres in told) / 3600
-    found_charge = site_charge_of(run, task.signature)
+    found_charge = find_site_charge(run, task.signature)
     assert found_charge is not None and not found_charge.open
     assert found_charge.billing_hours == pytest.approx(hours)
     assert found_charge.cost == pytest.approx(2 * hours)
@@ -174,7 +174,7 @@ def test_a_training_beyond_the_balance_is_told_and_refused(on_site: SlurmCluster
     warned = [event.text for event in told if isinstance(event, WarningEvent)]
     beyond = r"account big has 1\.6\d of 1\.67 SU left, and it takes (43\.6|61\.1) SU"  # the largest, or the sum
     assert any(re.search(f"the balance cannot carry it: {beyond}", text) for text in warned), warned
-    dependencies = Dependencies(launcher_for, lambda _: inspected(), lambda _: True)
+    dependencies = Dependencies(make_launcher, lambda _: inspected(), lambda _: True)
     with pytest.raises(OverBudget, match=beyond):
         follow(train.run_training(prepared, dependencies, WaitPolicy(False)), told.append)
     assert not on_site.run("login", "squeue", "--noheader").stdout

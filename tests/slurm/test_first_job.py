@@ -46,7 +46,7 @@ def test_a_login_without_torch_takes_a_job_to_its_end(
     run = tula.run()
     measured = {(r.nodes, r.local_batch) for r in run.results() if isinstance(r, Measured)}
     assert measured == {(1, 64), (1, 128)}
-    assert 0 < first_job.node_hours(run) < 0.1
+    assert 0 < first_job.count_node_hours(run) < 0.1
     checked = tula("check", "job.yaml", *without_torch)["data"]["report"]
     sizes = {result.dataset_size for result in run.results() if isinstance(result, Measured)}
     assert {checked["inspection"]["dataset_size"]} == sizes, "what the first job told is known here from now on"

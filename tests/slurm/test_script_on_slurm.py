@@ -10,7 +10,7 @@ import pytest
 from cluster import SlurmCluster
 from driver import Tula
 
-from tula_cli.host.leftovers import processes_with_variable
+from tula_cli.host.leftovers import find_processes_with_variable
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.script_attempt import ScriptAttempt
 
@@ -101,9 +101,11 @@ def test_a_rank_that_is_killed_on_another_node_is_relaunched_from_the_scripts_ch
     attempt = ScriptAttempt(tula.run().path, tula.task().id, 1)
     beat = tula.until(lambda: attempt.heartbeat(1))
     assert beat.host == on_slurm.names[1]
-    plan, ranks = str(attempt.plan_path), processes_with_variable("RANK")
+    plan, ranks = str(attempt.plan_path), find_processes_with_variable("RANK")
     (victim,) = [
-        pid for pid, value in processes_with_variable("TULA_PLAN").items() if value == plan and ranks.get(pid) == "1"
+        pid
+        for pid, value in find_processes_with_variable("TULA_PLAN").items()
+        if value == plan and ranks.get(pid) == "1"
     ]
     os.kill(victim, signal.SIGKILL)
     _, complaint = training.communicate(timeout=240)

@@ -70,7 +70,7 @@ def test_the_scheduler_estimates_a_start(run: RunDir, on_slurm: SlurmCluster) ->
     assert estimate is not None and estimate.wait is not None and estimate.wait < 60, estimate
     refused = estimate_start(run, spec, nodes=400, batch=12800, now=time.time())
     assert refused is not None and refused.wait is None and refused.reason
-    assert scheduler.live_jobs([f"tula-{run.id}-start-estimate"]) == []
+    assert scheduler.list_live_jobs([f"tula-{run.id}-start-estimate"]) == []
 
 
 def test_a_chain_is_submitted_found_again_and_cancelled(run: RunDir, on_slurm: SlurmCluster) -> None:
@@ -112,15 +112,15 @@ def test_how_allocations_stand_and_end(on_slurm: SlurmCluster) -> None:
     assert {states[done].state, states[killed].state, states[failed].state} == {"ended"}
     waiting = sbatch("--nodes=4", "--exclusive", "--wrap=true")
     expected = until(lambda: scheduler.ask_states([waiting])[waiting].starts_at)
-    assert expected == scheduler.ends_at(long, {})
+    assert expected == scheduler.find_end_time(long, {})
     assert 200 < expected - time.time() < 400
-    assert scheduler.live_ids("tula-long") == [long]
-    assert [scheduler.end_outcome(id_) for id_ in (done, failed, long, "999999")] == [None] * 4
+    assert scheduler.list_live_ids("tula-long") == [long]
+    assert [scheduler.find_outcome(id_) for id_ in (done, failed, long, "999999")] == [None] * 4
     if on_slurm.settings.cgroups:
-        assert scheduler.end_outcome(killed) == "host_oom"
+        assert scheduler.find_outcome(killed) == "host_oom"
     scheduler.cancel_jobs([waiting, long])
-    until(lambda: scheduler.end_outcome(long) == "cancelled")
-    assert scheduler.live_ids("tula-long") == []
+    until(lambda: scheduler.find_outcome(long) == "cancelled")
+    assert scheduler.list_live_ids("tula-long") == []
     until(lambda: scheduler.ask_states(["999999", long])[long].reason.startswith("CANCELLED"))
 
 
@@ -151,7 +151,7 @@ def test_waiting_jobs_are_held_and_released(on_slurm: SlurmCluster) -> None:
     until(lambda: scheduler.ask_states([first])[first].state == "running")
     assert scheduler.hold_jobs([second, third]) == ""
     scheduler.cancel_jobs([first])
-    until(lambda: scheduler.end_outcome(first) == "cancelled")
+    until(lambda: scheduler.find_outcome(first) == "cancelled")
     until(lambda: all(state.held for state in scheduler.ask_states([second, third]).values()))
     assert scheduler.release_jobs([second, third]) == ""
     until(lambda: scheduler.ask_states([third])[third].state == "ended")
@@ -164,8 +164,8 @@ def test_a_requeued_job_lives_and_its_earlier_run_was_taken_away(on_slurm: Slurm
     time.sleep(1)  # accounting does not know the start before
     subprocess.run(["scontrol", "requeue", job], check=True)
     until(lambda: scheduler.ask_states([job])[job].state == "pending")
-    assert scheduler.end_outcome(job) is None
-    assert scheduler.end_outcome(job, restart=0) == "preempted"
+    assert scheduler.find_outcome(job) is None
+    assert scheduler.find_outcome(job, restart=0) == "preempted"
 
 
 def test_without_accounting_the_controller_has_to_do(needs_slurm: None, own_prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
@@ -174,7 +174,7 @@ def test_without_accounting_the_controller_has_to_do(needs_slurm: None, own_pref
             monkeypatch.setenv(name, value)
         done, long = sbatch("--wrap=true"), sbatch("--wrap=sleep 60")
         until(lambda: scheduler.ask_states([done, long])[done].state == "ended")
-        assert scheduler.end_outcome(done) is None
+        assert scheduler.find_outcome(done) is None
         scheduler.cancel_jobs([long])
-        until(lambda: scheduler.end_outcome(long) == "cancelled")
+        until(lambda: scheduler.find_outcome(long) == "cancelled")
         assert scheduler.ask_states(["999999"]) == {}

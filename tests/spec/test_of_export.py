@@ -5,13 +5,13 @@ from make_runs import spec
 
 from tula_cli.errors import SpecError
 from tula_cli.spec.load import dump_yaml, load_spec
-from tula_cli.spec.signature import measurement_signature, train_signature
+from tula_cli.spec.signature import compute_measurement_signature, compute_train_signature
 
 
 def test_trackers_change_neither_measurements_nor_weights_and_stand_where_they_are_asked_for(tmp_path: Any) -> None:
     plain, asked = spec(), spec(export=[{"to": "mlflow", "uri": "http://host:5000"}])
-    assert measurement_signature(plain) == measurement_signature(asked)
-    assert train_signature(plain, nodes=1, batch=64) == train_signature(asked, nodes=1, batch=64)
+    assert compute_measurement_signature(plain) == compute_measurement_signature(asked)
+    assert compute_train_signature(plain, nodes=1, batch=64) == compute_train_signature(asked, nodes=1, batch=64)
     assert "export" not in dump_yaml(plain), "an older tula reads that"
     (tmp_path / "job.yaml").write_text(dump_yaml(asked))
     assert load_spec(tmp_path / "job.yaml").export == asked.export

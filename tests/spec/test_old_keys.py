@@ -13,7 +13,12 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import load_spec, validate
 from tula_cli.spec.merge import ENV_PREFIX
 from tula_cli.spec.old_keys import REMOVED, RENAMED, OldKeyWarning
-from tula_cli.spec.signature import cluster_signature, measurement_signature, rehearsal_signature, train_signature
+from tula_cli.spec.signature import (
+    compute_cluster_signature,
+    compute_measurement_signature,
+    compute_rehearsal_signature,
+    compute_train_signature,
+)
 from tula_cli.spec.stored import without_removed_values
 
 OLD = json.loads((Path(__file__).parents[1] / "fixtures" / "old_specs.json").read_text())
@@ -45,11 +50,11 @@ def test_jobs_of_older_runs_are_read_without_a_word_and_keep_the_names_of_runs_a
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         spec = validate(without_removed_values(old["spec"]), source=name)
-    assert measurement_signature(spec) == old["signature"]
-    assert (train_signature(spec, nodes=2, batch=1024) == old["training"]) is (name not in TRAINED_OTHERWISE)
-    assert cluster_signature(spec.cluster) == old["cluster"]
+    assert compute_measurement_signature(spec) == old["signature"]
+    assert (compute_train_signature(spec, nodes=2, batch=1024) == old["training"]) is (name not in TRAINED_OTHERWISE)
+    assert compute_cluster_signature(spec.cluster) == old["cluster"]
     if "rehearsal" in old:
-        assert rehearsal_signature(spec, "code") == old["rehearsal"]
+        assert compute_rehearsal_signature(spec, "code") == old["rehearsal"]
     assert validate(spec.model_dump(mode="json"), source=name).model_dump() == spec.model_dump()
 
 

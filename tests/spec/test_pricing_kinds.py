@@ -6,7 +6,7 @@ from make_runs import SPEC, spec
 from tula_cli.errors import SpecError
 from tula_cli.spec.load import dump_yaml, validate
 from tula_cli.spec.resources import SiteBill
-from tula_cli.spec.signature import cluster_signature, measurement_signature
+from tula_cli.spec.signature import compute_cluster_signature, compute_measurement_signature
 from tula_cli.spec.yaml_text import parse_yaml
 
 
@@ -50,7 +50,7 @@ def test_what_slurm_told_is_not_written_down_as_the_users():
     filled = written.model_copy(update={"pricing": told})
     assert filled != written and filled.without_bill() == written
     assert validate(parse_yaml(dump_yaml(written), source="x"), source="x") == written
-    assert measurement_signature(filled) == measurement_signature(written)
+    assert compute_measurement_signature(filled) == compute_measurement_signature(written)
     assert validate(filled.model_dump(mode="json"), source="task") == filled
 
 
@@ -58,8 +58,8 @@ def test_bins_are_sorted_and_change_no_measurement():
     cluster = {"kind": "slurm", "slurm": {"limits": [{"nodes": 8, "hours": 6}, {"nodes": 2, "hours": 1}]}}
     found, free = spec(cluster=cluster), spec(cluster={"kind": "slurm", "slurm": {}})
     assert [each.nodes for each in found.cluster.slurm.limits] == [2, 8]
-    assert measurement_signature(found) == measurement_signature(free)
-    assert cluster_signature(found.cluster) == cluster_signature(free.cluster)
+    assert compute_measurement_signature(found) == compute_measurement_signature(free)
+    assert compute_cluster_signature(found.cluster) == compute_cluster_signature(free.cluster)
     with pytest.raises(SpecError, match="problem"):
         twice = [{"nodes": 2, "hours": 1}, {"nodes": 2, "hours": 3}]
         validate({**SPEC, "cluster": {"kind": "slurm", "slurm": {"limits": twice}}}, source="x")

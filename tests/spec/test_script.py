@@ -7,11 +7,11 @@ from pydantic import ValidationError
 from tula_cli.errors import SpecError
 from tula_cli.spec.job import JobSpec, describe_training_method
 from tula_cli.spec.load import dump_yaml, validate
-from tula_cli.spec.scripts.placeholders import PLACEHOLDERS, fill, find_placeholders, program_name, render
+from tula_cli.spec.scripts.placeholders import PLACEHOLDERS, fill, find_placeholders, get_program_name, render
 from tula_cli.spec.scripts.recognition import recognise_line
-from tula_cli.spec.scripts.script import Script, describe_length, script_samples
-from tula_cli.spec.scripts.script import script_steps as steps_of
-from tula_cli.spec.signature import measurement_signature, train_signature
+from tula_cli.spec.scripts.script import Script, count_script_samples, describe_length
+from tula_cli.spec.scripts.script import count_script_steps as steps_of
+from tula_cli.spec.signature import compute_measurement_signature, compute_train_signature
 
 COMMAND = "train.py -b {local_batch} --lr {lr}"
 SECTION = {"command": COMMAND, "length": {"epochs": 3}, "reference": {"batch": 256, "lr": 0.1}}
@@ -73,7 +73,7 @@ def test_each_placeholder_can_be_filled() -> None:
     ],
 )
 def test_a_command_is_called_by_its_script(command: str, name: str) -> None:
-    assert program_name(command) == name
+    assert get_program_name(command) == name
 
 
 # --- the section
@@ -361,7 +361,7 @@ def test_each_type_of_node_has_the_script() -> None:
 def test_a_length_is_so_many_samples_at_every_batch(length: dict[str, int], total: int, steps: int, words: str) -> None:
     script = section(length=length)
     assert describe_length(script) == words
-    assert script_samples(script, 1000) == total
+    assert count_script_samples(script, 1000) == total
     assert steps_of(script, 64, 1000) == steps
 
 
@@ -381,8 +381,10 @@ def test_signatures_tell_what_a_measurement_and_a_training_depend_on(
     changes: dict[str, object], probes: bool, training: bool
 ) -> None:
     one, other = job(), job(**changes)
-    assert (measurement_signature(one) == measurement_signature(other)) is probes
-    assert (train_signature(one, nodes=1, batch=64) == train_signature(other, nodes=1, batch=64)) is training
+    assert (compute_measurement_signature(one) == compute_measurement_signature(other)) is probes
+    assert (
+        compute_train_signature(one, nodes=1, batch=64) == compute_train_signature(other, nodes=1, batch=64)
+    ) is training
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,13 @@ import yaml
 from tula_cli.errors import SpecError
 from tula_cli.presets import AGS_PRESETS
 from tula_cli.spec.ags import Ags
-from tula_cli.spec.job import JobSpec, default_beta1, describe_training_method, lr_scale
+from tula_cli.spec.job import JobSpec, compute_lr_scale, describe_training_method, get_default_beta1
 from tula_cli.spec.kinds import parse_size
 from tula_cli.spec.load import dump_yaml, load_spec, validate
-from tula_cli.spec.merge import ENV_PREFIX, flatten, merge_sources, override
+from tula_cli.spec.merge import ENV_PREFIX, apply_overrides, flatten, merge_sources
 from tula_cli.spec.methods import METHODS
 from tula_cli.spec.resources import UNPRICED
-from tula_cli.spec.signature import measurement_signature, train_signature
+from tula_cli.spec.signature import compute_measurement_signature, compute_train_signature
 from tula_cli.spec.yaml_text import parse_yaml, read_yaml
 
 ROOT = Path(__file__).parents[2]
@@ -121,7 +121,7 @@ def test_a_number_at_a_key_of_text_arrives_as_it_was_typed(write, tmp_path, sour
             "train": {"epochs": 1},
             "cluster": {"kind": "slurm", "slurm": {"setup": ["%%"]}},
         }
-        override(merged, [f"{key}='%%'" for key in KEYS_OF_TEXT], {})
+        apply_overrides(merged, [f"{key}='%%'" for key in KEYS_OF_TEXT], {})
         return yaml.safe_dump(merged).replace("'%%'", value)
 
     for typed in NUMBERS_IN_TEXT:
@@ -655,8 +655,8 @@ def test_what_a_preset_says_can_be_written_out_for_the_same_training():
             }
         ),
     )
-    assert len({train_signature(job, nodes=2, batch=64) for job in same}) == 1
-    assert train_signature(same[0], nodes=2, batch=64) != train_signature(spec(), nodes=2, batch=64)
+    assert len({compute_train_signature(job, nodes=2, batch=64) for job in same}) == 1
+    assert compute_train_signature(same[0], nodes=2, batch=64) != compute_train_signature(spec(), nodes=2, batch=64)
 
 
 def test_the_template_names_every_setting_of_ags():
@@ -686,7 +686,7 @@ def test_the_template_names_every_setting_of_ags():
     ],
 )
 def test_what_no_measurement_depends_on_keeps_the_probes(change):
-    assert measurement_signature(spec(**change)) == measurement_signature(spec())
+    assert compute_measurement_signature(spec(**change)) == compute_measurement_signature(spec())
 
 
 @pytest.mark.parametrize(
@@ -716,7 +716,7 @@ def test_what_no_measurement_depends_on_keeps_the_probes(change):
     ],
 )
 def test_what_a_measurement_depends_on_changes_the_signature(change):
-    assert measurement_signature(spec(**change)) != measurement_signature(spec())
+    assert compute_measurement_signature(spec(**change)) != compute_measurement_signature(spec())
 
 
 @pytest.mark.parametrize(
@@ -744,7 +744,9 @@ def test_what_a_measurement_depends_on_changes_the_signature(change):
     ],
 )
 def test_what_changes_the_weights_changes_the_training_signature(change):
-    assert train_signature(spec(**change), nodes=2, batch=64) != train_signature(spec(), nodes=2, batch=64)
+    assert compute_train_signature(spec(**change), nodes=2, batch=64) != compute_train_signature(
+        spec(), nodes=2, batch=64
+    )
 
 
 @pytest.mark.parametrize(
@@ -761,13 +763,15 @@ def test_what_changes_the_weights_changes_the_training_signature(change):
     ],
 )
 def test_what_leaves_the_weights_alone_keeps_the_training_signature(change):
-    assert train_signature(spec(**change), nodes=2, batch=64) == train_signature(spec(), nodes=2, batch=64)
+    assert compute_train_signature(spec(**change), nodes=2, batch=64) == compute_train_signature(
+        spec(), nodes=2, batch=64
+    )
 
 
 def test_counted_epochs_change_the_signature_of_no_other_training():
     best, target = {"train__best_checkpoint": {"metric": "top1"}}, {"target": 0.7}
     names = [
-        train_signature(spec(**best, **change), nodes=1, batch=64)
+        compute_train_signature(spec(**best, **change), nodes=1, batch=64)
         for change in ({}, {"train__early_stopping": target}, {"train__early_stopping": {**target, "epochs": 1}})
     ]
     assert len(set(names)) == 3
@@ -796,12 +800,12 @@ REGRESSION = {"loss": {"name": "MSELoss"}}
 )
 def test_the_learning_rate_of_a_ramp_is_limited_and_others_are_as_their_paper_has_them(change, at_8, at_16, at_32):
     job = spec(train__reference_batch=16, **change)
-    assert [lr_scale(job, 16 * factor) for factor in (1, 8, 16, 32)] == pytest.approx([1, at_8, at_16, at_32])
+    assert [compute_lr_scale(job, 16 * factor) for factor in (1, 8, 16, 32)] == pytest.approx([1, at_8, at_16, at_32])
 
 
 def test_a_limit_names_another_training_only_where_it_acts():
     def name(batch, **change):
-        return train_signature(spec(train__reference_batch=16, **REGRESSION, **change), nodes=1, batch=batch)
+        return compute_train_signature(spec(train__reference_batch=16, **REGRESSION, **change), nodes=1, batch=batch)
 
     for method in ("ramp", "auto"):
         default, none = {"train__method": method}, {"train__method": method, "train__max_lr_factor": None}
@@ -811,39 +815,43 @@ def test_a_limit_names_another_training_only_where_it_acts():
 
 
 def test_a_batch_that_grows_is_measured_as_one_that_stays():
-    assert measurement_signature(spec(train__ramp="auto", train__max_lr_factor=8)) == measurement_signature(spec())
+    assert compute_measurement_signature(
+        spec(train__ramp="auto", train__max_lr_factor=8)
+    ) == compute_measurement_signature(spec())
 
 
 def test_every_method_and_a_warm_up_of_zero_have_a_training_signature_of_their_own():
     methods = [{"train__method": method} for method in METHODS]
     told = [{"train__method": "lars", "schedule__warmup_epochs": epochs} for epochs in (0, 1)]
-    found = {train_signature(spec(**change), nodes=1, batch=64) for change in [*methods, *told]}
+    found = {compute_train_signature(spec(**change), nodes=1, batch=64) for change in [*methods, *told]}
     assert len(found) == len(methods) + 2
 
 
 def test_training_signature_knows_nodes_and_batch():
-    found = {train_signature(spec(), nodes=nodes, batch=batch) for nodes in (1, 2) for batch in (32, 64)}
+    found = {compute_train_signature(spec(), nodes=nodes, batch=batch) for nodes in (1, 2) for batch in (32, 64)}
     assert len(found) == 4
 
 
 def test_signatures_stay_what_they_were():
     # Others would lose their measurements and checkpoints.
     job = load(ROOT / "configs" / "quickstart.yaml")
-    assert measurement_signature(job) == "57a43751"
-    assert train_signature(job, nodes=2, batch=256) == "bfc4a545"
+    assert compute_measurement_signature(job) == "57a43751"
+    assert compute_train_signature(job, nodes=2, batch=256) == "bfc4a545"
 
 
 def test_the_users_code_is_part_of_both_signatures_where_there_is_some():
     codes = ("", "1111", "2222")
-    assert len({measurement_signature(spec(), code) for code in codes}) == 3
-    assert len({train_signature(spec(), nodes=2, batch=64, code=code) for code in codes}) == 3
-    assert measurement_signature(spec(), "") == measurement_signature(spec())
-    assert train_signature(spec(), nodes=2, batch=64, code="") == train_signature(spec(), nodes=2, batch=64)
+    assert len({compute_measurement_signature(spec(), code) for code in codes}) == 3
+    assert len({compute_train_signature(spec(), nodes=2, batch=64, code=code) for code in codes}) == 3
+    assert compute_measurement_signature(spec(), "") == compute_measurement_signature(spec())
+    assert compute_train_signature(spec(), nodes=2, batch=64, code="") == compute_train_signature(
+        spec(), nodes=2, batch=64
+    )
 
 
 def test_signatures_are_eight_hex_digits():
-    assert len(measurement_signature(spec())) == 8
-    assert int(measurement_signature(spec()), 16) >= 0
+    assert len(compute_measurement_signature(spec())) == 8
+    assert int(compute_measurement_signature(spec()), 16) >= 0
 
 
 # --- round trip
@@ -854,7 +862,7 @@ def test_shipped_files_load_and_survive_a_round_trip(path, write):
     found = load(path)
     again = load(write(dump_yaml(found)))
     assert again == found
-    assert measurement_signature(again) == measurement_signature(found)
+    assert compute_measurement_signature(again) == compute_measurement_signature(found)
     assert found.search.max_node_hours is not None
 
 
@@ -958,7 +966,7 @@ def test_a_key_of_another_schedule_is_refused_without_naming_a_kind_that_the_job
 def test_a_ramp_with_adam_decays_late_and_has_a_lower_beta1_above_8_times_the_batch(change, kind, decay_from, beta1):
     job = spec(**{"optimizer__name": "AdamW", "train__method": "ramp", "train__reference_batch": 16, **change})
     assert (job.schedule.kind, job.schedule.decay_from) == (kind, decay_from)
-    assert [default_beta1(job, batch) for batch in (16, 128, 129)] == [None, None, beta1]
+    assert [get_default_beta1(job, batch) for batch in (16, 128, 129)] == [None, None, beta1]
     assert JobSpec.model_validate(job.model_dump(mode="json")) == job
     content = job.model_dump(mode="json", exclude_unset=True)
     as_lbt = JobSpec.model_validate({**content, "train": {**content["train"], "method": "lbt", "ramp": None}})
@@ -995,16 +1003,16 @@ def test_a_run_of_earlier_defaults_keeps_them():
         stored["schedule"] |= {"kind": "constant", "decay_from": 0.0}
         earlier = JobSpec.model_validate(stored)
         assert earlier.train.max_grad_norm is None and earlier.schedule.kind == "constant"
-        assert train_signature(earlier, nodes=1, batch=64) != train_signature(job, nodes=1, batch=64)
+        assert compute_train_signature(earlier, nodes=1, batch=64) != compute_train_signature(job, nodes=1, batch=64)
 
 
 def test_the_first_beta_of_a_ramp_names_another_training_only_where_it_acts():
     def name(batch, **change):
         cosine = {"schedule": {"kind": "cosine"}, "train__reference_batch": 16, "train__method": "ramp"}
-        return train_signature(spec(optimizer__name="AdamW", **cosine, **change), nodes=1, batch=batch)
+        return compute_train_signature(spec(optimizer__name="AdamW", **cosine, **change), nodes=1, batch=batch)
 
     with_late = spec(optimizer__name="AdamW", train__reference_batch=16, train__method="ramp")
-    assert name(256) != train_signature(with_late, nodes=1, batch=256)
+    assert name(256) != compute_train_signature(with_late, nodes=1, batch=256)
     betas = {"optimizer__args": {"betas": [0.8, 0.999]}}
     assert name(256) != name(256, **betas), "given betas are a training of their own, as they were"
 
@@ -1133,15 +1141,19 @@ def test_problems_of_all_types_are_told_at_once():
 def test_another_type_or_price_keeps_the_run_and_another_cluster_is_measured_anew():
     one = typed(a={"cluster": {"gpus_per_node": 4}})
     two = typed(a={"cluster": {"gpus_per_node": 4}}, b={})
-    assert measurement_signature(one) == measurement_signature(two) != measurement_signature(spec())
+    assert (
+        compute_measurement_signature(one)
+        == compute_measurement_signature(two)
+        != compute_measurement_signature(spec())
+    )
     other = typed(a={"cluster": {"gpus_per_node": 8}}, b={})
-    assert measurement_signature(other.by_type()["a"]) != measurement_signature(two.by_type()["a"])
-    assert measurement_signature(other.by_type()["b"]) == measurement_signature(two.by_type()["b"])
+    assert compute_measurement_signature(other.by_type()["a"]) != compute_measurement_signature(two.by_type()["a"])
+    assert compute_measurement_signature(other.by_type()["b"]) == compute_measurement_signature(two.by_type()["b"])
     base = validate({**two.model_dump(exclude_unset=True), "cluster": {"gpus_per_node": 6}}, source="test")
-    assert measurement_signature(base) == measurement_signature(two), (
+    assert compute_measurement_signature(base) == compute_measurement_signature(two), (
         "a type that has its own GPUs keeps what was measured"
     )
-    assert measurement_signature(base.by_type()["a"]) == measurement_signature(two.by_type()["a"])
+    assert compute_measurement_signature(base.by_type()["a"]) == compute_measurement_signature(two.by_type()["a"])
 
 
 def test_an_unknown_type_is_refused_with_those_there_are():
@@ -1186,9 +1198,11 @@ def test_what_ags_leaves_out_is_another_training_and_no_other_run_where_nothing_
         return validate({**sections, "train": {"epochs": 1, "method": "ags"}, "ags": ags}, source="test")
 
     plain, empty, norms, whole = job(), job(exclude=[]), job(exclude=["norms"]), job(parameters="all")
-    names = [train_signature(spec, nodes=1, batch=64) for spec in (plain, empty, norms, whole)]
+    names = [compute_train_signature(spec, nodes=1, batch=64) for spec in (plain, empty, norms, whole)]
     assert (
-        names[0] == names[1] and len(set(names)) == 3 and measurement_signature(plain) == measurement_signature(norms)
+        names[0] == names[1]
+        and len(set(names)) == 3
+        and compute_measurement_signature(plain) == compute_measurement_signature(norms)
     )
     script = {
         "script": {"command": "python t.py --batch {batch}", "length": {"epochs": 1}, "reference": {"batch": 256}},

@@ -20,7 +20,7 @@ from tula_cli.spec.sections import Train
 from tula_cli.worker import device, ranks
 from tula_cli.worker.__main__ import run_task
 from tula_cli.worker.build import data
-from tula_cli.worker.device import Clock, gpu_count, pick_device
+from tula_cli.worker.device import Clock, choose_device, count_gpus
 from tula_cli.worker.ranks import Ranks
 
 pytestmark = pytest.mark.torch
@@ -47,7 +47,7 @@ def test_a_rank_without_gpu_says_why_and_is_of_the_class_of_faults(
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", init)
     with pytest.raises(NoGpu) as raised:
-        pick_device(Cluster(device="cuda"), 0, world=1)
+        choose_device(Cluster(device="cuda"), 0, world=1)
     assert raised.value.message.endswith(str(error).splitlines()[0])
     assert classify_failure("".join(traceback.format_exception(raised.value)), exit_code=1) == "device_fault"
     assert told in advise("device_fault", f"NoGpu: {raised.value.message}")
@@ -55,7 +55,7 @@ def test_a_rank_without_gpu_says_why_and_is_of_the_class_of_faults(
 
 def test_auto_takes_the_processor_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    assert pick_device(Cluster(device="auto"), 0, world=1).type == "cpu"
+    assert choose_device(Cluster(device="auto"), 0, world=1).type == "cpu"
 
 
 def accelerators(monkeypatch: pytest.MonkeyPatch, kind: str, count: int) -> None:
@@ -66,19 +66,19 @@ def accelerators(monkeypatch: pytest.MonkeyPatch, kind: str, count: int) -> None
 
 def test_a_rank_takes_the_gpu_of_its_place_on_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerators(monkeypatch, "cuda", 4)
-    assert gpu_count() == 4
-    assert pick_device(Cluster(kind="slurm"), 3, world=8) == torch.device("cuda", 3)
+    assert count_gpus() == 4
+    assert choose_device(Cluster(kind="slurm"), 3, world=8) == torch.device("cuda", 3)
     accelerators(monkeypatch, "cuda", 1)
-    assert pick_device(Cluster(kind="slurm"), 3, world=8) == torch.device("cuda", 0), "each task sees its own"
+    assert choose_device(Cluster(kind="slurm"), 3, world=8) == torch.device("cuda", 0), "each task sees its own"
     with pytest.raises(JobFailed, match="2 ranks need 2 GPUs, this machine has 1"):
-        pick_device(Cluster(), 1, world=2)
-    assert pick_device(Cluster(device="cpu"), 1, world=2).type == "cpu"
+        choose_device(Cluster(), 1, world=2)
+    assert choose_device(Cluster(device="cpu"), 1, world=2).type == "cpu"
 
 
 def test_another_kind_of_device_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerators(monkeypatch, "mps", 1)
-    assert gpu_count() == 0
-    assert pick_device(Cluster(device="auto"), 0, world=1).type == "cpu"
+    assert count_gpus() == 0
+    assert choose_device(Cluster(device="auto"), 0, world=1).type == "cpu"
 
 
 def test_what_knows_no_accelerator_is_not_asked_for_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def test_what_knows_no_accelerator_is_not_asked_for_its_kind(monkeypatch: pytest
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", raises)
-    assert gpu_count() == 0
+    assert count_gpus() == 0
 
 
 def test_waiting_is_for_the_device_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +188,7 @@ def test_a_rank_is_configured_before_anything_of_the_users_is_built(
     def built(_: JobSpec) -> None:
         raise Built(torch.are_deterministic_algorithms_enabled())
 
-    monkeypatch.setattr(ranks, "process_group", joined)
+    monkeypatch.setattr(ranks, "join_process_group", joined)
     monkeypatch.setattr(data, "build_datasets", built)
     job = spec(train={"deterministic": True})
     for task in (train_task(job), probe_task(job, 8)):
@@ -318,15 +318,15 @@ def test_after_a_batch_is_let_go_the_next_copy_waits_for_all(computing: Stream) 
 def test_on_the_processor_a_batch_is_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(device, "UploadStream")
     pair = torch.rand(2, 3, 4, 4), torch.zeros(2)
-    brought = device.bring(pair, CPU, channels_last=False)
+    brought = device.move_to_device(pair, CPU, channels_last=False)
     assert all(one is other for one, other in zip(brought, pair, strict=True))
 
 
 def test_a_gpu_has_one_stream_for_all_its_loaders(computing: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
-    device._upload_stream.cache_clear()
+    device._get_upload_stream.cache_clear()
     monkeypatch.setattr(device, "_move_batch", lambda pair, **_: pair)
-    device.bring((1, 1), GPU, channels_last=False)
-    first = device._upload_stream(GPU)
-    device.bring((2, 2), GPU, channels_last=True)
-    assert device._upload_stream(GPU) is first and first.held == (2, 2)
-    device._upload_stream.cache_clear()
+    device.move_to_device((1, 1), GPU, channels_last=False)
+    first = device._get_upload_stream(GPU)
+    device.move_to_device((2, 2), GPU, channels_last=True)
+    assert device._get_upload_stream(GPU) is first and first.held == (2, 2)
+    device._get_upload_stream.cache_clear()

@@ -73,7 +73,7 @@ def meter(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EnergyMeter]:
 
     def made(nvml: ModuleType | None, *others: tuple[str, float | None], uuid: str = UUID) -> EnergyMeter:
         monkeypatch.setitem(sys.modules, "pynvml", nvml)  # None: an import fails
-        monkeypatch.setattr(energy, "gpu_uuid", lambda: uuid)
+        monkeypatch.setattr(energy, "get_gpu_uuid", lambda: uuid)
         monkeypatch.setattr(Clock, "wait", lambda clock: None)
         monkeypatch.setattr(Group, "others", others)
         return EnergyMeter(Group(rank=0, world=1 + len(others), local_rank=0, device=torch.device("cuda", 0)))
@@ -188,4 +188,4 @@ def test_the_package_has_what_is_asked_of_it() -> None:
         assert callable(getattr(nvml, name))
     assert issubclass(nvml.NVMLError, Exception)
     if not torch.cuda.is_available():
-        assert energy._energy_counter(UUID) is None
+        assert energy._open_energy_counter(UUID) is None

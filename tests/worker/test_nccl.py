@@ -53,10 +53,10 @@ def unasked(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_it_writes_to_a_file_of_its_own_that_is_gone_afterwards(unasked: pytest.MonkeyPatch) -> None:
     with nccl.record_nccl_output(enabled=True):
         path = Path(os.environ["NCCL_DEBUG_FILE"])
-        assert nccl.chosen_algorithms() == {}
+        assert nccl.read_chosen_algorithms() == {}
         path.write_text(NAMED)
-        assert nccl.chosen_algorithms()[26214400] == "ring, simple"
-        assert not set(environment.recorded_variables(os.environ)) & set(nccl.SETTINGS), (
+        assert nccl.read_chosen_algorithms()[26214400] == "ring, simple"
+        assert not set(environment.select_recorded_variables(os.environ)) & set(nccl.SETTINGS), (
             "tula's own settings are not the user's"
         )
     assert not path.exists() and not set(os.environ) & set(nccl.SETTINGS)
@@ -68,8 +68,8 @@ def test_a_user_who_asks_nccl_is_answered(unasked: pytest.MonkeyPatch, tmp_path:
     unasked.setenv(name, str(tmp_path / "own.log"))
     before = dict(os.environ)
     with nccl.record_nccl_output(enabled=True):
-        assert dict(os.environ) == before and nccl.chosen_algorithms() == {}
-    assert environment.recorded_variables(os.environ)[name] == before[name]
+        assert dict(os.environ) == before and nccl.read_chosen_algorithms() == {}
+    assert environment.select_recorded_variables(os.environ)[name] == before[name]
 
 
 def test_nothing_is_asked_where_it_is_not_wanted(unasked: pytest.MonkeyPatch) -> None:

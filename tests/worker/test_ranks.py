@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from worker_jobs import spec
 
-from tula_cli.host.machine import cpu_quota
-from tula_cli.host.network import free_port
+from tula_cli.host.machine import read_cpu_quota
+from tula_cli.host.network import find_free_port
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.spec.resources import Cluster
 from tula_cli.spec.sections import Train
 from tula_cli.worker import nccl, ranks
-from tula_cli.worker.ranks import min_cores, process_group
+from tula_cli.worker.ranks import find_min_cores, join_process_group
 
 pytestmark = pytest.mark.torch
 
@@ -36,7 +36,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def algorithm(collective: str, handover: Path) -> str | None:
     """Return NCCL_ALGO as a rank has it that has joined."""
     cluster = Cluster.model_validate({**spec().cluster.model_dump(), "collective": collective})
-    with process_group(cluster, handover=handover):
+    with join_process_group(cluster, handover=handover):
         return os.environ.get("NCCL_ALGO")
 
 
@@ -52,9 +52,9 @@ def test_rank_0_tells_the_supervisor_its_device(
     run = RunDir(tmp_path)
     if by_torchrun:
         one_rank.setenv("MASTER_ADDR", "127.0.0.1")
-        one_rank.setenv("MASTER_PORT", str(free_port()))
+        one_rank.setenv("MASTER_PORT", str(find_free_port()))
     handover = run.handover_path("train-s-1", 1)
-    with process_group(spec().cluster, handover=handover):
+    with join_process_group(spec().cluster, handover=handover):
         assert handover.read_text().split()[2:] == ["cpu"]
     attempt = Attempt(task="train-s-1", number=1, started_at=1.0)
     assert not run.has_seen_gpus(attempt)
@@ -82,11 +82,14 @@ def test_a_group_of_gpus_is_bound_to_its_device_and_waits_longer_in_a_collective
     one_rank.setenv("WORLD_SIZE", "2")
     for name in nccl.SETTINGS:
         one_rank.delenv(name, raising=False)
-    one_rank.setattr(ranks, "pick_device", lambda *place, **world: torch.device("cuda", 0))
+    one_rank.setattr(ranks, "choose_device", lambda *place, **world: torch.device("cuda", 0))
     one_rank.setattr(ranks, "_make_store", lambda *place, **ranks: dist.HashStore())
     one_rank.setattr(torch.accelerator, "set_device_index", lambda device: None)
     one_rank.setattr(dist, "init_process_group", start)
-    with pytest.raises(Started) as started, process_group(spec().cluster, handover=tmp_path / "handover", listen=True):
+    with (
+        pytest.raises(Started) as started,
+        join_process_group(spec().cluster, handover=tmp_path / "handover", listen=True),
+    ):
         pass
     (asked,) = started.value.args
     assert (asked["backend"], asked["device_id"]) == ("nccl", torch.device("cuda", 0))
@@ -116,7 +119,7 @@ ALL, HALF = list(range(8)), list(range(4))
     ],
 )
 def test_shared_cores_are_divided_and_the_poorest_rank_counts(told: list[Any], expected: float) -> None:
-    assert min_cores(told) == expected
+    assert find_min_cores(told) == expected
 
 
 @pytest.mark.parametrize(("cores", "expected"), [(1, 2), (2, 2), (3.5, 2), (4, 3), (9, 8), (64, 8)])
@@ -130,4 +133,4 @@ def test_a_containers_share_of_the_processor(tmp_path: Path, text: str | None, e
     path = tmp_path / "cpu.max"
     if text:
         path.write_text(text)
-    assert cpu_quota(path) == expected
+    assert read_cpu_quota(path) == expected

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tula_cli.worker.seeding import seed_generators, seed_torch, stable_seed
+from tula_cli.worker.seeding import compute_stable_seed, seed_generators, seed_torch
 
 CPU = torch.device("cpu")
 
@@ -16,7 +16,7 @@ def draws() -> tuple[float, float, float]:
 
 
 def test_seeds_tell_their_parts_apart() -> None:
-    seeds = [stable_seed(*parts) for parts in ((1, 23), (12, 3), (123,), (1, 2, 3), (3, 2, 1))]
+    seeds = [compute_stable_seed(*parts) for parts in ((1, 23), (12, 3), (123,), (1, 2, 3), (3, 2, 1))]
     assert len(set(seeds)) == 5
     assert all(0 <= seed < 2**63 for seed in seeds)
 

@@ -16,7 +16,7 @@ from tula_cli.cli import check, clean, compare, diff, evaluate, export, profile,
 from tula_cli.cli.options import COMMON, USAGE_ERROR, Interrupted, register
 from tula_cli.errors import DiskFull, SpecError, TulaError
 from tula_cli.run.disk_space import FULL_DISK_ERRNOS
-from tula_cli.show.screen import Screen, spell_in_ascii
+from tula_cli.show.screen import Screen, replace_missing_letters
 from tula_cli.spec.old_keys import OldKeyWarning
 from tula_cli.version import __version__
 
@@ -135,19 +135,19 @@ def _run(arguments: Sequence[str], screen: Screen) -> int:
     except TulaError as error:
         return _report_error(screen, error)
     except BrokenPipeError:
-        return _reader_is_gone()
+        return _exit_on_broken_pipe()
     except SystemExit as end:  # typer's and rich's, of code 1, for the same
         if not isinstance(end.__context__, BrokenPipeError):
             raise
-        return _reader_is_gone()
+        return _exit_on_broken_pipe()
     except (KeyboardInterrupt, typer.Abort):
         return _report_error(screen, Interrupted("interrupted"))
     except typer.Exit as error:
         return error.exit_code
     except USAGE_ERROR as error:
-        return _report_error(screen, _usage_error(error, arguments))
+        return _report_error(screen, _convert_usage_error(error, arguments))
     except OSError as error:
-        known = _of_machine(error)
+        known = _describe_machine_error(error)
         if known is None:
             raise
         _discard_unwritable()
@@ -164,18 +164,18 @@ def _report_error(screen: Screen, error: TulaError) -> int:
     return error.exit_code
 
 
-def _of_machine(error: OSError) -> TulaError | None:
+def _describe_machine_error(error: OSError) -> TulaError | None:
     """Return what the machine lacks, where it is no defect of ours; whatever writes a file of a run says so itself."""
     if error.errno in FULL_DISK_ERRNOS:
         hint = "free some space there, or send the answer elsewhere, and run the same command again"
         return DiskFull(f"cannot write {error.filename or 'the answer'}: {error.strerror}", hint)
-    if isinstance(error, FileNotFoundError) and _here_is_gone():
+    if isinstance(error, FileNotFoundError) and _has_lost_working_directory():
         hint = "cd to another folder, or once more into this one where it was made anew, and run the same command again"
         return SpecError("the current folder is no longer there: it was removed", hint)
     return None
 
 
-def _here_is_gone() -> bool:
+def _has_lost_working_directory() -> bool:
     try:
         os.getcwd()  # noqa: PTH109 - Path.cwd() is the same
     except FileNotFoundError:
@@ -198,7 +198,7 @@ def _discard_unwritable() -> None:
             _discard(stream)
 
 
-def _usage_error(error: Any, arguments: Sequence[str]) -> SpecError:
+def _convert_usage_error(error: Any, arguments: Sequence[str]) -> SpecError:
     """Return click's complaint about the arguments as an error of ours."""
     path = error.ctx.command_path if getattr(error, "ctx", None) is not None else "tula"
     message = error.format_message().replace("Value error, ", "")  # pydantic's, which checks typer's literals
@@ -214,7 +214,7 @@ def _usage_error(error: Any, arguments: Sequence[str]) -> SpecError:
     return SpecError(message, f"{path} --help shows what it takes")
 
 
-def _reader_is_gone() -> int:
+def _exit_on_broken_pipe() -> int:
     """End quietly when a pager or `head` has closed the pipe."""
     _discard(sys.stdout)
     return READER_IS_GONE
@@ -226,12 +226,12 @@ _REPORT = "this is a defect of tula; please report it with the lines above"
 def _report_defect(screen: Screen, kind: type[BaseException], error: BaseException, trace: Any) -> None:
     """Show a defect of ours, or of a scheduler or another part of the user's, with its traceback; the envelope says so too."""
     screen.print_traceback(error.with_traceback(trace))
-    theirs = _their_line(trace)
+    theirs = _find_user_line(trace)
     hint = f"raised by {theirs}, which is no part of tula" if theirs else _REPORT
     _report_error(screen, TulaError(f"{kind.__name__}: {error}", hint))
 
 
-def _their_line(trace: Any) -> str:
+def _find_user_line(trace: Any) -> str:
     """Return the file and line of the user's own code that an error comes from; empty where it comes from ours."""
     import sysconfig
     import traceback
@@ -255,7 +255,7 @@ def main() -> None:
     for name in ("stdout", "stderr"):  # python has none where the shell has closed it (`>&-`)
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - until the end
-        spell_in_ascii(getattr(sys, name))
+        replace_missing_letters(getattr(sys, name))
     columns = os.environ.get("COLUMNS", "")
     if columns.isdecimal() and int(columns) < NARROWEST:
         del os.environ["COLUMNS"]

@@ -57,11 +57,11 @@ def init(
     from tula_cli.cluster.slurm import site
     from tula_cli.host import devices
     from tula_cli.run.files import MODE_FOR_ALL, write_atomic
-    from tula_cli.services.init import job_from_command, job_from_sbatch, job_from_template, with_schema
+    from tula_cli.services.init import make_job_from_command, make_job_from_sbatch, make_job_from_template, with_schema
     from tula_cli.spec.job import describe_training_method
     from tula_cli.spec.load import validate
     from tula_cli.spec.methods import describe_method
-    from tula_cli.spec.scripts.script import default_train
+    from tula_cli.spec.scripts.script import get_default_train
     from tula_cli.spec.yaml_text import parse_yaml
 
     if output.exists() and not force:
@@ -69,9 +69,9 @@ def init(
     if script is not None:
         kind = "slurm"
     offered = site.ask_site() if kind == "slurm" else None
-    gpus = devices.gpu_count()
+    gpus = devices.count_gpus()
     if command is None and script is None:
-        text = job_from_template(kind, offered, gpus=gpus)
+        text = make_job_from_template(kind, offered, gpus=gpus)
         lines: list[str] = [f"wrote {output}; next: tula check {output}"]
         data: dict[str, object] = {}
         line = describe_training_method(validate(parse_yaml(text, source=str(output)), source=str(output)))
@@ -80,13 +80,13 @@ def init(
 
         def make(answers: dict[str, str]) -> "FromCommand":
             if script is not None:
-                return job_from_sbatch(source, str(script), offered, answers=answers)
-            return job_from_command(command or "", kind, offered, gpus=gpus, answers=answers)
+                return make_job_from_sbatch(source, str(script), offered, answers=answers)
+            return make_job_from_command(command or "", kind, offered, gpus=gpus, answers=answers)
 
         made = _ask_missing(screen, make)
         text = made.text
         data, lines = show_check.describe_proposal(made, output)
-        default, reason = default_train(made.recognised.script["command"])
+        default, reason = get_default_train(made.recognised.script["command"])
         line = describe_method(default["method"], None, reason)
         warn_all(screen, made.warnings)
     write_atomic(output, with_schema(text, output), mode=MODE_FOR_ALL)
@@ -240,7 +240,7 @@ def _check_job(
     from tula_cli.services import check as services_check
 
     spec = load(job, overrides)
-    origins = _value_origins(job, spec, overrides) if show_origin else {}
+    origins = _list_value_origins(job, spec, overrides) if show_origin else {}
     refuse(fresh and offline, "--fresh", "means nothing to --offline")
     inspect = make_inspector(screen, root, fresh=fresh)
     run = None if offline else run_of_job(root, spec)
@@ -277,13 +277,13 @@ def _check_on_cluster(
     timeout: float | None,
 ) -> None:
     from tula_cli.cluster import launcher
-    from tula_cli.run.jobfile import settings_origin
+    from tula_cli.run.jobfile import find_settings_origin
     from tula_cli.services import nodes as service
 
     run, spec = open_run(screen, job, None, root, overrides)
-    file = settings_origin(run, job, overrides or ())
+    file = find_settings_origin(run, job, overrides or ())
     work = service.run_node_check(
-        run, spec, launcher.launcher_for, nodes=nodes, node_type=node_type, timeout=timeout, file=file
+        run, spec, launcher.make_launcher, nodes=nodes, node_type=node_type, timeout=timeout, file=file
     )
     cluster_check = follow_work(screen, work)
     screen.answer(cluster_check, show_check.render_cluster_check(cluster_check))
@@ -302,13 +302,13 @@ def _rehearse_resume(
     fresh: bool,
 ) -> None:
     from tula_cli.cluster import launcher
-    from tula_cli.run.jobfile import settings_origin
+    from tula_cli.run.jobfile import find_settings_origin
     from tula_cli.services import resume_test as service
 
     run, spec = open_run(screen, job, None, root, overrides)
-    file = settings_origin(run, job, overrides or ())
+    file = find_settings_origin(run, job, overrides or ())
     work = service.run_resume_test(
-        run, spec, launcher.launcher_for, node_type=node_type, timeout=timeout, fresh=fresh, file=file
+        run, spec, launcher.make_launcher, node_type=node_type, timeout=timeout, fresh=fresh, file=file
     )
     finding = follow_work(screen, work)
     if finding.contradiction:
@@ -318,16 +318,16 @@ def _rehearse_resume(
     finding.require_resumable(str(job), "mend its resume, and rehearse again")
 
 
-def _value_origins(job: Path, spec: "JobSpec", overrides: Sequence[str] | None) -> dict[str, show_screen.Origin]:
+def _list_value_origins(job: Path, spec: "JobSpec", overrides: Sequence[str] | None) -> dict[str, show_screen.Origin]:
     """Return each value of the spec and where it comes from."""
     from tula_cli.spec.merge import flatten, merge_sources
 
     sources = merge_sources(job, overrides=overrides or ())[1]
     values = flatten(spec.model_dump(mode="json"))
-    return {key: show_screen.Origin(value, _origin_of_key(key, sources)) for key, value in values}
+    return {key: show_screen.Origin(value, _find_origin_of_key(key, sources)) for key, value in values}
 
 
-def _origin_of_key(key: str, sources: dict[str, str]) -> str:
+def _find_origin_of_key(key: str, sources: dict[str, str]) -> str:
     """Return what set a key; a list or mapping may have been set as a whole."""
     parts = key.split(".")
     prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
@@ -353,7 +353,7 @@ def _check_memory(
     inspect = make_inspector(screen, root, fresh=fresh)
     run = run_of_job(root, spec)
     reports = service.estimate_all(run, spec, capacity=size, node_type=node_type, inspector=inspect)
-    screen.answer(tables.data_by_type(reports), tables.by_type(reports, show_estimate.render_estimate))
+    screen.answer(tables.list_data_by_type(reports), tables.render_by_type(reports, show_estimate.render_estimate))
 
 
 def _parse_memory_size(text: str) -> int:

@@ -63,7 +63,7 @@ def clean(
     screen.aside(show_clean.render_spaces(run_spaces, width=screen.width))
     if not _confirm_deletion(screen, yes=yes):
         return screen.answer(show_clean.clean_data(run_spaces, None), ["nothing was freed"])
-    done = service.free_space(run_spaces)
+    done = service.remove_files(run_spaces)
     for problem in done.problems:
         screen.warn(f"not all was freed of {problem}")
     return screen.answer(show_clean.clean_data(run_spaces, done), show_clean.describe_cleaned(done))
@@ -84,7 +84,7 @@ def _find_runs(screen: Screen, named: Sequence[Path] | None, root: Path) -> "lis
         if root != RUNS and not root.is_dir():
             raise SpecError(f"--run-dir {root}: there is no such folder", "name the one that holds the runs")
         every = RunDir.all(root.absolute())
-        owned_runs = [run for run in every if not owner.other_owner(run.path)]
+        owned_runs = [run for run in every if not owner.find_other_owner(run.path)]
         if len(owned_runs) < len(every):
             screen.note(f"{len(every) - len(owned_runs)} of {len(every)} runs are other users', and left out")
         return owned_runs

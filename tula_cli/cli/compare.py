@@ -65,7 +65,7 @@ def compare(
     command again attaches to what is under way, trains what is missing, and stops; without --methods, --batch ...
     those of the last time.
     """
-    from tula_cli.run.jobfile import settings_origin
+    from tula_cli.run.jobfile import find_settings_origin
     from tula_cli.services.comparison import rows, session
     from tula_cli.services.waiting import WaitPolicy
 
@@ -82,15 +82,15 @@ def compare(
     )
     prepared = follow_work(screen, session.prepare(run, spec, request, own_dependencies, node_type=node_type))
     if dry_run:
-        return _dry_run(screen, prepared, own_dependencies)
+        return _show_dry_run(screen, prepared, own_dependencies)
     wait_policy = WaitPolicy(wait, cancel_on_interrupt=cancel_on_interrupt)
     comparison = follow_work(
         screen,
         session.run_comparison(
-            prepared, own_dependencies, wait_policy, file=settings_origin(run, job, overrides or ())
+            prepared, own_dependencies, wait_policy, file=find_settings_origin(run, job, overrides or ())
         ),
     )
-    _answer(screen, prepared.part, prepared.plan.comparison, comparison, html=html)
+    _answer_with_table(screen, prepared.part, prepared.plan.comparison, comparison, html=html)
     return comparison.require_none_failed()
 
 
@@ -105,11 +105,11 @@ def _show(
         raise SpecError("--show shows the whole comparison", "leave --methods, --batch and the like out, or --show")
     part, comparison = session.load_comparison(run, spec, node_type=node_type)
     say_type(screen, part)
-    looks = launcher.launcher_for(part.spec, submits=False)
-    _answer(screen, part, comparison, session.comparison_result(part, comparison, looks), html=html)
+    looks = launcher.make_launcher(part.spec, submits=False)
+    _answer_with_table(screen, part, comparison, session.read_comparison_result(part, comparison, looks), html=html)
 
 
-def _dry_run(screen: Screen, prepared: "PreparedComparison", dependencies: "Dependencies") -> None:
+def _show_dry_run(screen: Screen, prepared: "PreparedComparison", dependencies: "Dependencies") -> None:
     plan, part = prepared.plan, prepared.part
     launcher = dependencies.launcher_for(part.spec)
     scripts = [launcher.script(part.run, plan.first.task)] if plan.first is not None else []
@@ -143,7 +143,7 @@ def _check_page(html: Path | None) -> None:
         require_matplotlib()
 
 
-def _answer(
+def _answer_with_table(
     screen: Screen, part: "Part", comparison: "Comparison", comparison_result: "ComparisonResult", *, html: Path | None
 ) -> None:
     """Answer with the table, and write the page."""
@@ -153,10 +153,10 @@ def _answer(
     warn_all(screen, report.warnings)
     if html is not None:
         from tula_cli.run.files import MODE_FOR_ALL, write_atomic
-        from tula_cli.services.reporting.comparison_document import document_of_comparison
+        from tula_cli.services.reporting.comparison_document import build_document_of_comparison
         from tula_cli.show.html.page import render_page
 
         write_atomic(
-            html, render_page(document_of_comparison(part, comparison, report, at=time.time())), mode=MODE_FOR_ALL
+            html, render_page(build_document_of_comparison(part, comparison, report, at=time.time())), mode=MODE_FOR_ALL
         )
-        screen.note(f"wrote {words.relative_path(html)}")
+        screen.note(f"wrote {words.make_relative_path(html)}")

@@ -56,7 +56,7 @@ def evaluate(
         script = own_dependencies.launcher_for(part.spec).script(part.run, task)
         return screen.answer(
             {"task": task, "found": prepared.found, "scripts": [script]},
-            [*show_train.evaluation_plan(task), "", script],
+            [*show_train.render_evaluation_plan(task), "", script],
         )
     evaluation = follow_work(
         screen, service.run_evaluation(prepared, own_dependencies, WaitPolicy(wait, timeout, cancel_on_interrupt))

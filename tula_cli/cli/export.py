@@ -48,17 +48,17 @@ def export(
     What was sent before is not sent again.
     """
     from tula_cli.services.exporting import export as service
-    from tula_cli.services.exporting.export import report_files
+    from tula_cli.services.exporting.export import write_report_files
 
     run = find_run(screen, target or named, root)
-    trackers = service.requested_trackers(run.spec(), to or [], uri=uri, project=project)
-    reports = partial(report_files, page=_page_renderer())
-    results = follow_work(screen, service.export(run, trackers, follow=follow, every=every, reports=reports))
+    trackers = service.list_requested_trackers(run.spec(), to or [], uri=uri, project=project)
+    reports = partial(write_report_files, page=_load_page_renderer())
+    results = follow_work(screen, service.export_run(run, trackers, follow=follow, every=every, reports=reports))
     screen.answer(results, show_export.describe_exports(results))
     service.require_sent(results)
 
 
-def _page_renderer() -> "Callable[[Document], str] | None":
+def _load_page_renderer() -> "Callable[[Document], str] | None":
     """Return what draws a report's page; None without a matplotlib that works, where its Markdown alone is sent."""
     from tula_cli.show.html.figures import require_matplotlib
     from tula_cli.show.html.page import render_page

@@ -37,7 +37,7 @@ def profile(
 
     The same command again attaches to what is under way, does what is missing, and stops.
     """
-    from tula_cli.run.jobfile import settings_origin
+    from tula_cli.run.jobfile import find_settings_origin
     from tula_cli.run.owner import require_own
     from tula_cli.services import profiling_rounds
     from tula_cli.services.waiting import WaitPolicy
@@ -50,16 +50,16 @@ def profile(
     )
     wait_policy = WaitPolicy(wait, timeout, cancel_on_interrupt)
     if dry_run:
-        would = follow_work(screen, profiling_rounds.dry_run(run, spec, own_dependencies))
-        return screen.answer(tables.data_by_type(would), show_profile.dry_run(would))
+        would = follow_work(screen, profiling_rounds.make_dry_run(run, spec, own_dependencies))
+        return screen.answer(tables.list_data_by_type(would), show_profile.render_dry_run(would))
     profiled = follow_work(
         screen,
         profiling_rounds.run_profile(
-            run, spec, own_dependencies, wait_policy, file=settings_origin(run, job, overrides or ())
+            run, spec, own_dependencies, wait_policy, file=find_settings_origin(run, job, overrides or ())
         ),
     )
     if isinstance(profiled, profiling_rounds.SubmittedProbes):
-        return answer_detached(screen, run, profiled, {"plan": tables.data_by_type(profiled.plans)})
+        return answer_detached(screen, run, profiled, {"plan": tables.list_data_by_type(profiled.plans)})
     screen.status = "partial" if profiled.partial else screen.status
-    data = tables.data_by_type(profiled.reports)
-    return screen.answer(data, tables.by_type(profiled.reports, show_profile.profile_report))
+    data = tables.list_data_by_type(profiled.reports)
+    return screen.answer(data, tables.render_by_type(profiled.reports, show_profile.render_profile_report))

@@ -77,7 +77,7 @@ def recommend(
     run, spec = _find_measured_run(screen, job, named, root, overrides)
     limits = Limits(nodes, max_nodes, max_batch, deadline, budget)
     criteria = Criteria(objective, limits, curve, node_type, from_training)
-    make_launcher = functools.partial(launcher.launcher_for, submits=False)
+    make_launcher = functools.partial(launcher.make_launcher, submits=False)
     answer = service.answer_query(run, spec, criteria, launcher_for=make_launcher, overrides=overrides or ())
     recommendation = answer.recommendation
     saved = (save or _replaces_kept_answer(screen, run, recommendation)) and _save_answer(
@@ -110,7 +110,7 @@ def _render_answer(
         color=screen.colored,
         pareto=pareto,
         every=whole,
-        more=show_recommend.too_many(kept=kept) if every else show_recommend.MORE,
+        more=show_recommend.describe_where_all_are(kept=kept) if every else show_recommend.MORE,
     )
 
 
@@ -147,7 +147,7 @@ def _replaces_kept_answer(screen: Screen, run: "RunDir", recommendation: "Recomm
 
     stored = run.recommendation()
     if not services_recommend.should_replace(recommendation, stored):
-        screen.note(show_recommend.only_shown(recommendation, stored))
+        screen.note(show_recommend.describe_unsaved_answer(recommendation, stored))
         return False
     return True
 

@@ -54,15 +54,15 @@ def report(
 
     if target is not None and named is not None:
         raise SpecError(f"both {target} and --run {named} given", "name one of them")
-    to_stdout = _form_for_stdout(csv, markdown=markdown, latex=latex)
+    to_stdout = _choose_form_for_stdout(csv, markdown=markdown, latex=latex)
     _check_places(html, svg, csv)
     run = find_run(screen, target or named, root)
-    looks = functools.partial(launcher.launcher_for, submits=False)
+    looks = functools.partial(launcher.make_launcher, submits=False)
     material = gather_material(run, run.spec(), looks, now=time.time())
     for part in material.parts:
         warn_all(screen, part.now.warnings)
     document = service.build_document(material)
-    text = _text_for_stdout(document, to_stdout)
+    text = _render_text_for_stdout(document, to_stdout)
     written = _write(document, html, svg, csv)
     if text is None:
         screen.answer({"report": document, "written": written}, show_report.render_overview(document, written=written))
@@ -75,7 +75,7 @@ def report(
         screen.note(f"wrote {path}")
 
 
-def _form_for_stdout(csv: Path | None, *, markdown: bool, latex: bool) -> str | None:
+def _choose_form_for_stdout(csv: Path | None, *, markdown: bool, latex: bool) -> str | None:
     """Return the form that goes to stdout; None for none.
 
     Raises:
@@ -99,14 +99,14 @@ def _check_places(html: Path | None, svg: Path | None, csv: Path | None) -> None
             raise SpecError(f"{option} {path}: is a file, and not a folder", "name a folder, or for --csv a file .csv")
 
 
-def _text_for_stdout(document: "Document", form: str | None) -> str | None:
+def _render_text_for_stdout(document: "Document", form: str | None) -> str | None:
     from tula_cli.services.reporting import formats
 
     if form is None:
         return None
-    return {"--markdown": formats.markdown_text, "--latex": formats.latex_text, "--csv -": formats.csv_text}[form](
-        document
-    )
+    return {"--markdown": formats.render_markdown, "--latex": formats.render_latex, "--csv -": formats.render_csv}[
+        form
+    ](document)
 
 
 def _write(document: "Document", html: Path | None, svg: Path | None, csv: Path | None) -> list[str]:
@@ -120,15 +120,15 @@ def _write(document: "Document", html: Path | None, svg: Path | None, csv: Path 
 
         texts[html] = render_page(document)
     if svg is not None:
-        from tula_cli.show.html.figures import figure_svg
+        from tula_cli.show.html.figures import render_svg
 
         drawn = {figure.key: figure for section in document.sections for figure in section.figures}
-        texts |= {svg / f"{key}.svg": figure_svg(figure) for key, figure in drawn.items()}
+        texts |= {svg / f"{key}.svg": render_svg(figure) for key, figure in drawn.items()}
     if csv is not None and csv.suffix == ".csv":
-        texts[csv] = formats.csv_text(document)
+        texts[csv] = formats.render_csv(document)
     elif csv is not None and csv != Path("-"):
-        texts |= {csv / f"{name}.csv": text for name, text in formats.csv_files(document).items()}
+        texts |= {csv / f"{name}.csv": text for name, text in formats.render_csv_files(document).items()}
     for path, text in texts.items():
         write_atomic(path, text, mode=MODE_FOR_ALL)
     given_paths = [path for path in (html, svg, csv) if path is not None and path != Path("-")]
-    return [words.relative_path(path.absolute()) for path in given_paths]
+    return [words.make_relative_path(path.absolute()) for path in given_paths]

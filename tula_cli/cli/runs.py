@@ -28,22 +28,22 @@ def find_run(screen: Screen, named: Path | None, root: Path) -> "RunDir":
 
     root, why = root.absolute(), ""
     if named is not None:
-        run = _named_run(named, root)
+        run = _find_named_run(named, root)
     elif os.environ.get("TULA_RUN"):
         run, why = RunDir.open(Path(os.environ["TULA_RUN"]).absolute()), "(from TULA_RUN)"
     else:
         run, why = RunDir.newest(root), "(the newest)"
     screen.run_id = run.id
-    screen.overrides = _overrides_of(run)
+    screen.overrides = _list_overrides(run)
     if why or screen.overrides:
         made_with = [f"--set {shlex.quote(text)}" for text in screen.overrides]
         earlier = f"{why and ','} with {' '.join(made_with)} of an earlier command" if made_with else ""
-        screen.note(f"run {words.relative_path(run.path)}{why and f' {why}'}{earlier}")
+        screen.note(f"run {words.make_relative_path(run.path)}{why and f' {why}'}{earlier}")
     return run
 
 
-def _named_run(named: Path, root: Path) -> "RunDir":
-    from tula_cli.plugins import nearest
+def _find_named_run(named: Path, root: Path) -> "RunDir":
+    from tula_cli.plugins import suggest_nearest
     from tula_cli.run import files
     from tula_cli.run.directory import RunDir
 
@@ -54,18 +54,20 @@ def _named_run(named: Path, root: Path) -> "RunDir":
         return RunDir.open(named.absolute())
     if os.path.isdir(root / named):  # noqa: PTH112
         return RunDir.open(root / named)
-    ids = _ids_of_name(named, root)
+    ids = _find_ids_of_name(named, root)
     if len(ids) == 1:
         return RunDir.open(root / ids[0])
     if ids:
-        raise SpecError(f"{words.plural(len(ids), 'run')} of the name {named}: {', '.join(ids)}", "name one of them")
+        raise SpecError(
+            f"{words.format_count(len(ids), 'run')} of the name {named}: {', '.join(ids)}", "name one of them"
+        )
     raise SpecError(
-        f"no such run directory: {named.absolute()}, nor {words.relative_path(root / named.name)}",
-        nearest(named.name, files.list_names(root)) or "tula list shows the runs there are",
+        f"no such run directory: {named.absolute()}, nor {words.make_relative_path(root / named.name)}",
+        suggest_nearest(named.name, files.list_names(root)) or "tula list shows the runs there are",
     )
 
 
-def _ids_of_name(named: Path, root: Path) -> list[str]:
+def _find_ids_of_name(named: Path, root: Path) -> list[str]:
     """Return the ids of the runs whose job has this name: name and signature, plain-9accf564 of plain."""
     from tula_cli.run import files
 
@@ -86,19 +88,19 @@ def _run_of_job(job: Path, root: Path) -> "RunDir":
         if file is not None and Path(file.path) == job.absolute():
             return other
     raise SpecError(
-        f"{job} has no run under {words.relative_path(root)}", f"tula profile {shlex.quote(str(job))} starts one"
+        f"{job} has no run under {words.make_relative_path(root)}", f"tula profile {shlex.quote(str(job))} starts one"
     )
 
 
-def _overrides_of(run: "RunDir") -> tuple[str, ...]:
+def _list_overrides(run: "RunDir") -> tuple[str, ...]:
     """Return the overrides (`a.b=c`) that a run's settings were made with, the last one of each key."""
     file = run.job_file()
     return tuple({text.partition("=")[0].strip(): text for text in (file.overrides if file else ())}.values())
 
 
-def job_or_run(job: Path | None, named: Path | None, root: Path) -> tuple[Path | None, Path | None]:
+def resolve_job_or_run(job: Path | None, named: Path | None, root: Path) -> tuple[Path | None, Path | None]:
     """Return the job file and the run of a command that takes either as its argument; one of them is None."""
-    from tula_cli.plugins import nearest
+    from tula_cli.plugins import suggest_nearest
     from tula_cli.run import files
 
     if job is None:
@@ -109,7 +111,7 @@ def job_or_run(job: Path | None, named: Path | None, root: Path) -> tuple[Path |
         is_run = os.path.isfile(job / "spec.yaml")  # noqa: PTH113
         return (None, job) if is_run else (job, None)
     is_like = job.suffix not in (".yaml", ".yml") and (
-        _ids_of_name(job, root) or nearest(job.name, files.list_names(root))
+        _find_ids_of_name(job, root) or suggest_nearest(job.name, files.list_names(root))
     )
     return (None, job) if is_like or os.path.isdir(root / job) else (job, None)  # noqa: PTH112
 
@@ -124,21 +126,21 @@ def open_run(
     screen: Screen, job: Path | None, named: Path | None, root: Path, overrides: Sequence[str] | None
 ) -> tuple["RunDir", "JobSpec"]:
     """Return run and spec: those of a job.yaml (whose run may not be there yet), else those of a run."""
-    from tula_cli.run.code import describe_user_code, run_of_job, runs_with_other_code
-    from tula_cli.run.jobfile import config_drift, load_with_overrides
+    from tula_cli.run.code import describe_user_code, list_runs_with_other_code, run_of_job
+    from tula_cli.run.jobfile import find_config_drift, load_with_overrides
 
-    job, named = job_or_run(job, named, root)
+    job, named = resolve_job_or_run(job, named, root)
     if job is None:
         run = find_run(screen, named, root)
         screen.overrides = (*screen.overrides, *(overrides or ()))
         spec = load_with_overrides(run, overrides or ())
-        if (drift := config_drift(run, spec, overrides or ())) is not None:
+        if (drift := find_config_drift(run, spec, overrides or ())) is not None:
             screen.warn(check.describe_config_drift(drift, screen.command))
         return run, spec
     spec = load(job, overrides)
     run = run_of_job(root, spec)
     screen.overrides = tuple(overrides or ())
-    if not run.exists and (before := runs_with_other_code(run, spec)):
+    if not run.exists and (before := list_runs_with_other_code(run, spec)):
         screen.note(f"{describe_user_code(spec)} has changed since run {before[0].id}: a new run directory, {run.id}")
     screen.run_id = run.id
     return run, spec
@@ -158,18 +160,21 @@ def confirm_unedited(
     They are where neither it nor --run is `named`, and it has other values that a training depends on, or cannot be used:
     a SpecError.
     """
-    from tula_cli.run.jobfile import config_drift
+    from tula_cli.run.jobfile import find_config_drift
 
     def confirm(planned: "Planned") -> bool:
-        if named is None and (found := config_drift(run, spec, overrides or ())) is not None and found.trains:
-            raise _edited_error(screen, run, found)
+        if named is None and (found := find_config_drift(run, spec, overrides or ())) is not None and found.trains:
+            raise _make_edited_error(screen, run, found)
         return then(planned)
 
     return confirm
 
 
-def _edited_error(screen: Screen, run: "RunDir", config_drift: "ConfigDrift") -> SpecError:
-    name, run_path = words.relative_path(Path(config_drift.file.path)), shlex.quote(words.relative_path(run.path))
+def _make_edited_error(screen: Screen, run: "RunDir", config_drift: "ConfigDrift") -> SpecError:
+    name, run_path = (
+        words.make_relative_path(Path(config_drift.file.path)),
+        shlex.quote(words.make_relative_path(run.path)),
+    )
     what = "cannot be used" if config_drift.problem else f"says otherwise ({', '.join(config_drift.changes)})"
     return SpecError(
         f"{name} {what}, and nothing tells which settings to train with; nothing was started",
@@ -195,7 +200,7 @@ def parse_age(text: str, option: str) -> float:
     return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}[match[2]]
 
 
-def since_when(text: str, *, now: float) -> float:
+def parse_since(text: str, *, now: float) -> float:
     """Return the Unix time that --since means: so long before `now`, or a local date, with or without the time of day.
 
     Raises:
@@ -203,6 +208,6 @@ def since_when(text: str, *, now: float) -> float:
     """
     day = text.strip()
     missing = " 00:00:00"[len(day) - 10 :] if 10 <= len(day) < 19 else ""  # 2026-11-24, 2026-11-24 09:30
-    if (moment_told := words.told_time(day + missing)) is not None:
+    if (moment_told := words.parse_line_time(day + missing)) is not None:
         return moment_told
     return now - parse_age(text, "--since")

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from tula_cli.cli.options import RUNS, MaybeRun, NodeType, Root, RunArgument
-from tula_cli.cli.runs import find_run, since_when
+from tula_cli.cli.runs import find_run, parse_since
 from tula_cli.cli.waiting import warn_all
 from tula_cli.errors import SpecError
 from tula_cli.show import status as show_status
@@ -19,17 +19,17 @@ def status(screen: Screen, target: RunArgument = None, named: MaybeRun = None, r
 
     from tula_cli.cluster import launcher
     from tula_cli.run.directory import RunDir
-    from tula_cli.run.jobfile import parts_with_data
+    from tula_cli.run.jobfile import list_parts_with_data
     from tula_cli.services import status as services_status
-    from tula_cli.services.site_charges import site_charge_of
+    from tula_cli.services.site_charges import find_site_charge
 
     run = find_run(screen, target or named, root)
     spec = run.spec()
     found = {
         part.name: services_status.run_status(
-            part.run, launcher.launcher_for(part.spec, submits=False), now=time.time()
+            part.run, launcher.make_launcher(part.spec, submits=False), now=time.time()
         )
-        for part in parts_with_data(run, spec)
+        for part in list_parts_with_data(run, spec)
     }
     screen.status = "pending" if any(now.active() for now in found.values()) else "done"
     look = run.read(skip_damaged=True)
@@ -37,13 +37,14 @@ def status(screen: Screen, target: RunArgument = None, named: MaybeRun = None, r
     charges = {
         name: charge
         for name, now in found.items()
-        if now.training is not None and (charge := site_charge_of(RunDir(now.path), now.training.signature)) is not None
+        if now.training is not None
+        and (charge := find_site_charge(RunDir(now.path), now.training.signature)) is not None
     }
-    data = tables.data_by_type(found, recommendation=chosen)
+    data = tables.list_data_by_type(found, recommendation=chosen)
     if charges:  # a job without types has one
         attributes = data if isinstance(data, dict) else vars(data)
         data = {**attributes, **({"site_charge": charges[None]} if None in charges else {"site_charges": charges})}
-    screen.answer(data, show_status.status_by_type(run.path, found, chosen, charges))
+    screen.answer(data, show_status.render_status_by_type(run.path, found, chosen, charges))
     for now in found.values():
         warn_all(screen, now.warnings)
     warn_all(screen, look.record_warnings)
@@ -90,24 +91,24 @@ def logs(
     import time
 
     from tula_cli.cluster import launcher
-    from tula_cli.run.jobfile import parts_with_data
+    from tula_cli.run.jobfile import list_parts_with_data
     from tula_cli.services import logs as services_logs
     from tula_cli.services import status as services_status
 
     whole = find_run(screen, target or named, root)
-    run = services_logs.part_written_last(parts_with_data(whole, whole.spec(), node_type), job) or whole
+    run = services_logs.find_part_written_last(list_parts_with_data(whole, whole.spec(), node_type), job) or whole
 
     def active() -> bool:
         return services_status.run_status(
-            run, launcher.launcher_for(run.spec(), submits=False), now=time.time()
+            run, launcher.make_launcher(run.spec(), submits=False), now=time.time()
         ).active(job and [job])
 
-    pause = services_status.poll_interval(run.spec().cluster.kind)[0] if follow else 0.0
-    moment = None if since is None else since_when(since, now=time.time())
+    pause = services_status.get_poll_interval(run.spec().cluster.kind)[0] if follow else 0.0
+    moment = None if since is None else parse_since(since, now=time.time())
     wanted = services_logs.LogQuery(job=job, rank=rank, since=moment, every=every, last=last)
     place = None
     for line in services_logs.read_logs(
-        run, wanted, follow=follow, active=services_logs.rate_limited(active, pause=pause)
+        run, wanted, follow=follow, active=services_logs.limit_rate(active, pause=pause)
     ):
         if line.place != place:
             place = line.place
@@ -130,12 +131,12 @@ def cancel(
 ) -> None:
     """End a run's jobs; what was measured or saved stays."""
     from tula_cli.cluster import launcher
-    from tula_cli.run.jobfile import parts_with_data
+    from tula_cli.run.jobfile import list_parts_with_data
     from tula_cli.services import status as services_status
 
     run = find_run(screen, target or named, root)
-    parts = parts_with_data(run, run.spec())
+    parts = list_parts_with_data(run, run.spec())
     for part in parts:
         warn_all(screen, part.run.read().job_warnings)
-    ended = services_status.cancel_jobs(parts, lambda part: launcher.launcher_for(part.spec, submits=False))
+    ended = services_status.cancel_jobs(parts, lambda part: launcher.make_launcher(part.spec, submits=False))
     screen.answer({"cancelled": ended}, [f"cancelled {', '.join(ended)}" if ended else "nothing was queued or running"])

@@ -51,7 +51,7 @@ def train(
 
     The same command again attaches to what is under way, or goes on from the newest checkpoint.
     """
-    from tula_cli.run.jobfile import settings_origin
+    from tula_cli.run.jobfile import find_settings_origin
     from tula_cli.services import train as service
     from tula_cli.services.waiting import DetachedJobs, WaitPolicy
 
@@ -65,11 +65,13 @@ def train(
     )  # fmt: skip
     training = follow_work(screen, prepared)
     if dry_run:
-        return _dry_run(screen, training, own_dependencies)
+        return _show_dry_run(screen, training, own_dependencies)
     wait_policy = WaitPolicy(wait, timeout, cancel_on_interrupt)
     summary = follow_work(
         screen,
-        service.run_training(training, own_dependencies, wait_policy, file=settings_origin(run, job, overrides or ())),
+        service.run_training(
+            training, own_dependencies, wait_policy, file=find_settings_origin(run, job, overrides or ())
+        ),
     )
     if isinstance(summary, DetachedJobs):
         return answer_detached(screen, training.part.run, summary, {"plan": training.plan})
@@ -77,18 +79,18 @@ def train(
 
 
 def _answer_training(screen: Screen, training: "PreparedTraining", summary: "Summary") -> None:
-    from tula_cli.services.site_charges import site_charge_of
+    from tula_cli.services.site_charges import find_site_charge
 
     run = training.part.run
-    weights, charge = run.training(summary.signature).weights(), site_charge_of(run, summary.signature)
+    weights, charge = run.training(summary.signature).weights(), find_site_charge(run, summary.signature)
     data = {**dict(summary), "weights": weights, "site_charge": charge}
     return screen.answer(data, show_train.render_summary(summary, weights=weights, charge=charge))
 
 
-def _dry_run(screen: Screen, training: "PreparedTraining", dependencies: "Dependencies") -> None:
-    from tula_cli.cluster.chains import nodes_of_links
+def _show_dry_run(screen: Screen, training: "PreparedTraining", dependencies: "Dependencies") -> None:
+    from tula_cli.cluster.chains import list_nodes_of_links
 
     plan: TrainPlan = training.plan
     scripts = [dependencies.launcher_for(training.part.spec).script(training.part.run, plan.task)]
-    shown = show_train.train_plan(plan, links=nodes_of_links(plan.task), scripts=scripts)
+    shown = show_train.render_train_plan(plan, links=list_nodes_of_links(plan.task), scripts=scripts)
     screen.answer({"plan": plan, "scripts": scripts}, shown)

@@ -56,7 +56,7 @@ class _Shown:
 
     def _live(self) -> show_live.Live:
         if self.live is None:
-            self.live = self.drawn.enter_context(show_live.live_display(self.screen))
+            self.live = self.drawn.enter_context(show_live.open_live_display(self.screen))
         return self.live
 
 
@@ -73,9 +73,9 @@ def _say(screen: Screen, event: "Note | WarningEvent | Planned | NodeCheckProgre
         case events.ProfilePlanned(plans) | events.FirstJobPlanned(plans):
             screen.aside(show_profile.render_plans(plans))
         case events.TrainPlanned(plan, links):
-            screen.aside(show_train.train_plan(plan, links=links))
+            screen.aside(show_train.render_train_plan(plan, links=links))
         case events.EvaluationPlanned(task):
-            screen.aside(show_train.evaluation_plan(task))
+            screen.aside(show_train.render_evaluation_plan(task))
         case events.ComparePlanned(compared):
             screen.aside(show_compare.render_compare_plan(compared))
 
@@ -85,7 +85,7 @@ def make_dependencies(inspect: "CachedInspection", confirm: "Callable[[Planned],
     from tula_cli.cluster import launcher
     from tula_cli.services.waiting import Dependencies
 
-    return Dependencies(launcher.launcher_for, inspect, confirm)
+    return Dependencies(launcher.make_launcher, inspect, confirm)
 
 
 def make_inspector(screen: Screen, root: Path, *, fresh: bool = False, keep: bool = True) -> "CachedInspection":
@@ -126,5 +126,5 @@ def answer_detached(screen: Screen, run: "RunDir", detached_jobs: "DetachedJobs"
     started = [job for job in detached_jobs.jobs if job not in detached_jobs.under_way]
     sentences = [f"started {', '.join(started)}"] if started else []
     sentences += [f"under way already: {', '.join(detached_jobs.under_way)}"] if detached_jobs.under_way else []
-    line = f"{'; '.join(sentences)}; tula status --run {words.relative_path(run.path)} shows how far they are"
+    line = f"{'; '.join(sentences)}; tula status --run {words.make_relative_path(run.path)} shows how far they are"
     screen.answer({"jobs": list(detached_jobs.jobs), **data}, [line])

@@ -11,17 +11,17 @@ from pathlib import Path
 from tula_cli.cluster import exit_reason
 from tula_cli.cluster.allocation import POLL, TERMINATED_MESSAGES, Allocation
 from tula_cli.cluster.directory_watcher import ChangeWatcher
-from tula_cli.cluster.exit_reason import ExitReason, RankExit, reason_by_supervisors
-from tula_cli.cluster.node_log import cap_log, log_path
+from tula_cli.cluster.exit_reason import ExitReason, RankExit, find_reason_by_supervisors
+from tula_cli.cluster.node_log import cap_log, get_log_path
 from tula_cli.cluster.rank_processes import (
     RankCommand,
     RankGroup,
     RankSpawner,
     RankStart,
-    first_rank,
-    ranks_of,
+    count_ranks_of_supervisor,
+    get_first_rank,
+    list_visible_gpus,
     runs_script,
-    visible_gpus,
 )
 from tula_cli.cluster.relaunch import is_finished
 from tula_cli.cluster.scripts.start import ScriptStart
@@ -29,15 +29,15 @@ from tula_cli.cluster.scripts.training import ScriptTraining, describe_missing_s
 from tula_cli.cluster.scripts.watch import ScriptWatch
 from tula_cli.errors import JobFailed, RunGone
 from tula_cli.host.devices import has_gpu
-from tula_cli.host.failures import names_cause
+from tula_cli.host.failures import has_cause
 from tula_cli.host.leftovers import MARK_VARIABLE, GpuMemory, kill_leftovers
-from tula_cli.host.network import node_name
+from tula_cli.host.network import get_node_name
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import is_run_gone
 from tula_cli.run.package import describe_upgrade
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
 from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask, RehearsalTask, Task, TrainTask
-from tula_cli.spec.signature import cluster_signature
+from tula_cli.spec.signature import compute_cluster_signature
 from tula_cli.version import __version__
 
 PEER_GRACE = 5.0
@@ -59,11 +59,11 @@ def open_attempt(run: RunDir, allocation: Allocation, task: Task) -> Attempt:
         task=task.id,
         number=max((earlier.number for earlier in run.attempts(task.id)), default=0) + 1,
         started_at=time.time(),
-        host=node_name(),
+        host=get_node_name(),
         pid=os.getpid(),
         allocation=allocation.id,
         hosts=allocation.hosts,
-        cluster=cluster_signature(task.spec.cluster),
+        cluster=compute_cluster_signature(task.spec.cluster),
         samples=training.newest_samples() if training else None,
         tuned=training.tuned_samples() if training else 0,
         tula=__version__,
@@ -91,7 +91,7 @@ def close_attempt(run: RunDir, attempt: Attempt, reason: ExitReason) -> None:
     run.write_attempt(close_record(attempt, reason))
 
 
-def job_deadline(task: Task) -> float:
+def compute_job_deadline(task: Task) -> float:
     """Return when a job that starts now has to end, however often its ranks are started: its cost is bounded."""
     match task:
         case TrainTask() | EvaluateTask():
@@ -158,7 +158,7 @@ class RunningAttempt:
 
     @cached_property
     def _log(self) -> Path:
-        return log_path(self.run, self.allocation, self.task.id, self.attempt.number)
+        return get_log_path(self.run, self.allocation, self.task.id, self.attempt.number)
 
     @property
     def _start(self) -> RankStart | ScriptStart:
@@ -166,7 +166,7 @@ class RunningAttempt:
         return kind(self.run, self.allocation, self.task, self.command)
 
     def _not_started_reason(self, message: str) -> ExitReason:
-        reason = ExitReason("user", message, host=node_name())
+        reason = ExitReason("user", message, host=get_node_name())
         self._report(RankExit(127, False, message, self._first_rank), reason)
         return reason
 
@@ -176,7 +176,10 @@ class RunningAttempt:
         if not runs_script(self.task):
             return None
         first_rank = self._first_rank
-        ranks = range(first_rank, self.command.ranks if self.allocation.is_local else first_rank + ranks_of(self.task))
+        ranks = range(
+            first_rank,
+            self.command.ranks if self.allocation.is_local else first_rank + count_ranks_of_supervisor(self.task),
+        )
         task, leads = self.task, self.allocation.is_leader
         training = ScriptTraining(self.run, task) if leads and isinstance(task, TrainTask) else None
         return ScriptWatch(self.run, task, self.command, ranks, training)
@@ -189,7 +192,9 @@ class RunningAttempt:
         if killed := kill_leftovers(own_mark, spare=self.spawner.surviving_processes()):
             yield f"killed what an earlier attempt has left: processes {', '.join(map(str, killed))}"
         if self.task.spec.cluster.device != "cpu" and has_gpu():
-            memory_holders = self.memory.wait_until_back(visible_gpus(starts), own_mark, give_up=self._should_not_start)
+            memory_holders = self.memory.wait_until_back(
+                list_visible_gpus(starts), own_mark, give_up=self._should_not_start
+            )
             if memory_holders:
                 yield f"GPU memory of an earlier attempt is not free again: {memory_holders}"
 
@@ -202,7 +207,7 @@ class RunningAttempt:
             if reason.outcome == "cancelled":
                 self.run.cancel(self.task.job, by=self.allocation.scheduler.cancel_command)
             # Where a follower has failed, the scheduler ends the leader too.
-            reported = reason_by_supervisors(self.run, self.attempt) if reason.outcome == "signal" else None
+            reported = find_reason_by_supervisors(self.run, self.attempt) if reason.outcome == "signal" else None
             return reported or reason
         # A rank may lose its peers on the way out: they have left and saved all the same.
         stopped = self.run.stop_reason(self.task.id, self.attempt.number)
@@ -214,7 +219,7 @@ class RunningAttempt:
 
     @property
     def _first_rank(self) -> int:
-        return first_rank(self.allocation, self.task)
+        return get_first_rank(self.allocation, self.task)
 
     def _watch_ranks(self, group: RankGroup) -> ExitReason | None:
         """Wait for the ranks; end them when the user cancels or their time is over. None: they ended by themselves.
@@ -336,7 +341,7 @@ class RunningAttempt:
         if exited.exit_code == 0:
             is_done = is_finished(self.run, self.task)
             return ExitReason(None) if is_done else ExitReason("unknown", "the ranks ended without a result")
-        reason = exit_reason.reason_of_own_ranks(self.run, self.task, self.attempt, exited)
+        reason = exit_reason.find_reason_of_ranks(self.run, self.task, self.attempt, exited)
         if self.allocation.is_local or self.allocation.termination.received:
             return reason
         self._report(exited, reason)
@@ -351,17 +356,17 @@ class RunningAttempt:
         A rank that lost its peer writes so at once. Under torchrun the supervisor beside it reports only when torchrun has
         ended, so reports of lost peers alone do not name the cause yet.
         """
-        deadline, own_ranks = time.monotonic() + PEER_GRACE, ranks_of(self.task)
+        deadline, own_ranks = time.monotonic() + PEER_GRACE, count_ranks_of_supervisor(self.task)
         supervisors = set(range(0, self.command.ranks, own_ranks))
         while time.monotonic() < deadline:
             failed = self.run.failed_ranks(self.task.id, self.attempt.number)
             reported = supervisors <= {rank - rank % own_ranks for rank in failed}
-            if reported and names_cause(self.run.failures(self.task.id, self.attempt.number)):
+            if reported and has_cause(self.run.failures(self.task.id, self.attempt.number)):
                 return
             time.sleep(min(POLL, max(0.0, deadline - time.monotonic())))
 
     def _report(self, exited: RankExit, reason: ExitReason) -> None:
-        exit_reason.report_exit(self.run, self.task, self.attempt, exited, reason)
+        exit_reason.write_exit_report(self.run, self.task, self.attempt, exited, reason)
 
     def _root_cause(self, reason: ExitReason) -> ExitReason:
-        return exit_reason.root_cause(self.run, self.task, self.attempt, reason)
+        return exit_reason.find_root_cause(self.run, self.task, self.attempt, reason)

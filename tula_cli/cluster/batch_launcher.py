@@ -10,8 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tula_cli.cluster.chains import YOUNG_WORDS, chain_state, chain_tasks, folder_patience, nodes_of_links, time_limit
-from tula_cli.cluster.local import attempts_of_submission
+from tula_cli.cluster.chains import (
+    YOUNG_WORDS,
+    get_chain_state,
+    get_folder_patience,
+    get_time_limit,
+    list_chain_tasks,
+    list_nodes_of_links,
+)
+from tula_cli.cluster.local import list_attempts_of_submission
 from tula_cli.cluster.scheduler import JobRequest, Queued, Scheduler, SchedulerState
 from tula_cli.errors import SchedulerError
 from tula_cli.run import file_changes, package
@@ -24,7 +31,7 @@ from tula_cli.spec.resources import OwnScheduler
 from tula_cli.version import __version__
 
 PROGRAM = "tula_cli.cluster.job_main"
-"""What every task of a job starts, where the scheduler starts tula itself."""
+"""The command of every task of a job, if the scheduler starts tula itself."""
 _BAD_ID = re.compile(r"[\s/_]")
 
 
@@ -59,7 +66,7 @@ class BatchLauncher:
         Raises:
             SchedulerError: it was refused, in the scheduler's own words, or nobody answers.
         """
-        earlier, names, nodes = run.job(task.job), self._link_names(run, task), nodes_of_links(task)
+        earlier, names, nodes = run.job(task.job), self._link_names(run, task), list_nodes_of_links(task)
         if earlier is not None and is_moved(earlier, run.path.resolve()):
             self.scheduler.cancel(earlier.ids[::-1])  # what still waits would find no run directory
         queued = self.queued_jobs(run, task, names)
@@ -68,11 +75,11 @@ class BatchLauncher:
         ids = [queued[name].id for name in names if name in queued]
         for id_ in ids:
             self.prepare(run, task, id_)  # whoever submitted it may have been killed before that
-        submitted_at = min((_script_written_at(job) for job in queued.values()), default=time.time())
+        submitted_at = min((_get_script_write_time(job) for job in queued.values()), default=time.time())
         file_changes.prepare_folders(
             run.path, *([f"train/{task.signature}/checkpoints"] if isinstance(task, TrainTask) else [])
         )
-        new = list(zip(chain_tasks(task), names, strict=True))[_count_submitted_links(names, queued) :]
+        new = list(zip(list_chain_tasks(task), names, strict=True))[_count_submitted_links(names, queued) :]
         ids += self._submit_links(
             run, new, after=self.jobs_to_name(run, task, queued, ids), rehearsal=_resume_test_jobs(run, task)
         )
@@ -103,11 +110,11 @@ class BatchLauncher:
         }
 
     def _state(self, snapshot: Snapshot, job: Job, states: Mapping[str, SchedulerState]) -> SchedulerState:
-        state = chain_state(job, states, forgotten=self.forgotten, released=snapshot.released_links(job.id))
+        state = get_chain_state(job, states, forgotten=self.forgotten, released=snapshot.released_links(job.id))
         if state.state == "pending" and is_moved(job, snapshot.here):
             return SchedulerState("ended", f"the run was at {job.folder} when it was submitted, and was moved since")
         if state.reason == YOUNG_WORDS and any(
-            attempt.ended_at is None for attempt in attempts_of_submission(snapshot, job)
+            attempt.ended_at is None for attempt in list_attempts_of_submission(snapshot, job)
         ):
             return SchedulerState("running", "the queue does not know it")
         return state
@@ -115,7 +122,7 @@ class BatchLauncher:
     def _explain_missing_log(self, snapshot: Snapshot, job: Job, state: SchedulerState) -> SchedulerState:
         """Add to a job without any log that its nodes probably do not see the run directory."""
         ran = not state.reason or state.reason.startswith(("FAILED", self.forgotten))
-        if not (state.without_log or (state.state == "ended" and ran)) or attempts_of_submission(snapshot, job):
+        if not (state.without_log or (state.state == "ended" and ran)) or list_attempts_of_submission(snapshot, job):
             return state
         if snapshot.started_logs(job.ids):
             return state
@@ -152,12 +159,12 @@ class BatchLauncher:
             nodes=task.nodes,
             tasks_per_node=1 if task.spec.task_per_node else cluster.gpus_per_node,
             gpus_per_node=0 if cluster.device == "cpu" else cluster.gpus_per_node,
-            minutes=time_limit(task),
+            minutes=get_time_limit(task),
             after=tuple(after),
             folder=Path(task.workdir),
             logs=run.submitit_dir.absolute(),
-            setup=(*scheduler_section.setup, *package.shell_lines(run.path)),
-            patience=folder_patience(task),
+            setup=(*scheduler_section.setup, *package.make_shell_lines(run.path)),
+            patience=get_folder_patience(task),
         )
 
     def script_text(self, run: RunDir, job: JobRequest, task: Task) -> str:
@@ -186,7 +193,7 @@ class BatchLauncher:
     def _link_names(self, run: RunDir, task: Task) -> list[str]:
         """Return the names of the jobs to submit: they find a job again of which nobody told the id."""
         first_name = self.name_of_first_job(run, task)
-        return [first_name, *(f"{first_name}.{number}" for number in range(2, len(chain_tasks(task)) + 1))]
+        return [first_name, *(f"{first_name}.{number}" for number in range(2, len(list_chain_tasks(task)) + 1))]
 
     def _submit_link(self, run: RunDir, task: Task, name: str, *, after: Sequence[str]) -> str:
         """Submit one job; return its id.
@@ -250,7 +257,7 @@ def find_queued(scheduler: Scheduler, run: RunDir, names: Sequence[str]) -> dict
     return {job.name: job for job in jobs if not job.script or Path(job.script).parent.resolve() == folder}
 
 
-def _script_written_at(job: Queued) -> float:
+def _get_script_write_time(job: Queued) -> float:
     """Return when the script of a job was written, just before it was submitted."""
     try:
         return Path(job.script).stat().st_mtime if job.script else time.time()
@@ -273,7 +280,7 @@ def _add_error_output(snapshot: Snapshot, job: Job, state: SchedulerState) -> Sc
     """Add what the shell, srun or python said in the last job of a chain that failed before it started a supervisor."""
     if state.state != "ended" or not state.reason.startswith("FAILED"):
         return state
-    started = {attempt.job_id for attempt in attempts_of_submission(snapshot, job)}
+    started = {attempt.job_id for attempt in list_attempts_of_submission(snapshot, job)}
     last_link = max((id_ for id_ in job.ids if snapshot.started_logs([id_])), key=job.ids.index, default=None)
     if last_link is None or last_link in started:
         return state

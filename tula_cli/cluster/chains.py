@@ -34,10 +34,10 @@ def count_links(task: Task) -> int:
     links of their own before those; one that has too many nodes for its stage can do it all the same, so they have one
     to spare.
     """
-    return len(chain_tasks(task))
+    return len(list_chain_tasks(task))
 
 
-def chain_tasks(task: Task) -> Sequence[Task]:
+def list_chain_tasks(task: Task) -> Sequence[Task]:
     """Return the jobs of a task's chain, each as the task that it asks for nodes for."""
     if task.spec.cluster.kind == "local" or not isinstance(task, TrainTask):
         return [task]
@@ -46,35 +46,35 @@ def chain_tasks(task: Task) -> Sequence[Task]:
     links: list[Task] = []
     for nodes in sorted({count for stage in task.stages if task.nodes <= (count := stage.nodes or 0) < task.own_nodes}):
         predicted_hours = None if predicted is None else predicted.hours_on(nodes)
-        links += [task.model_copy(update={"nodes": nodes})] * _links_needed(
-            task, predicted_hours, _time_limit_on_nodes(task, nodes), spare=1
+        links += [task.model_copy(update={"nodes": nodes})] * _count_links_needed(
+            task, predicted_hours, _get_time_limit_on_nodes(task, nodes), spare=1
         )
         hours = None if hours is None or predicted_hours is None else hours - predicted_hours
     last_task = task.model_copy(update={"nodes": task.own_nodes})
-    needed = _links_needed(task, hours, _time_limit_on_nodes(task, task.own_nodes), spare=SPARE_LINKS)
+    needed = _count_links_needed(task, hours, _get_time_limit_on_nodes(task, task.own_nodes), spare=SPARE_LINKS)
     links = links[: MAX_LINKS - 2] + [last_task] * min(max(2, needed), MAX_LINKS)
     return links[:MAX_LINKS]
 
 
-def _time_limit_on_nodes(task: TrainTask, nodes: int) -> int:
+def _get_time_limit_on_nodes(task: TrainTask, nodes: int) -> int:
     """Return the time limit of a job on so many nodes, within the site's bins (cluster.slurm.limits)."""
     slurm = task.spec.cluster.slurm
     return task.spec.cluster.minutes if slurm is None else max(1, slurm.job_minutes(nodes))
 
 
-def _links_needed(task: TrainTask, hours: float | None, limit: int, *, spare: int) -> int:
+def _count_links_needed(task: TrainTask, hours: float | None, limit: int, *, spare: int) -> int:
     """Return the links that so many hours need; None: that is not known."""
     if hours is None:
         return task.spec.train.max_attempts
     return spare + (1 if 60 * hours < limit / 2 else math.ceil(1.5 * 60 * hours / limit))
 
 
-def nodes_of_links(task: Task) -> tuple[int, ...]:
+def list_nodes_of_links(task: Task) -> tuple[int, ...]:
     """Return the nodes that each job of a task asks for."""
-    return tuple(link.nodes for link in chain_tasks(task))
+    return tuple(link.nodes for link in list_chain_tasks(task))
 
 
-def time_limit(task: Task) -> int:
+def get_time_limit(task: Task) -> int:
     """Return the time limit of a job, minutes; none is above its bin of the site's (cluster.slurm.limits)."""
     match task:
         case ProbeTask() | RehearsalTask():
@@ -87,12 +87,12 @@ def time_limit(task: Task) -> int:
     return max(1, math.floor(min(needed, longest or needed)))
 
 
-def folder_patience(task: Task) -> int:
+def get_folder_patience(task: Task) -> int:
     """Return the seconds for which a job waits for its folders: a job of a chain must outlast a file system's failure.
 
     Where somebody waits for the answer, and no job of the run has seen the folders yet, it is short.
     """
-    return min(TRAINING_PATIENCE, 30 * time_limit(task)) if isinstance(task, TrainTask) else FOLDER_PATIENCE
+    return min(TRAINING_PATIENCE, 30 * get_time_limit(task)) if isinstance(task, TrainTask) else FOLDER_PATIENCE
 
 
 def start_delay(number: int) -> int:
@@ -103,7 +103,7 @@ def start_delay(number: int) -> int:
 # --- what became of it
 
 
-def chain_state(
+def get_chain_state(
     job: Job, known: Mapping[str, SchedulerState], *, forgotten: str, released: Mapping[str, str] | None = None
 ) -> SchedulerState:
     """Return the state of a job from those of its links.
@@ -121,7 +121,7 @@ def chain_state(
         remaining = job.model_copy(
             update={"links": retained, "scheduler_id": retained[0] if retained else job.scheduler_id}
         )
-        return replace(chain_state(remaining, known, forgotten=forgotten), released=explanation)
+        return replace(get_chain_state(remaining, known, forgotten=forgotten), released=explanation)
     young = time.time() - job.submitted_at < YOUNG_SECONDS
     unheard = SchedulerState("pending", YOUNG_WORDS) if young else SchedulerState("ended", forgotten)
     states = [known.get(id_, unheard) for id_ in job.ids]
@@ -132,7 +132,7 @@ def chain_state(
         return _add_next_reason(job.ids, states, kinds.index("running"))
     if "pending" in kinds:
         first_pending = kinds.index("pending")
-        return _waiting_state(job.ids[:first_pending], states[: first_pending + 1])
+        return _get_waiting_state(job.ids[:first_pending], states[: first_pending + 1])
     return states[kinds.index("unknown")] if "unknown" in kinds else states[-1]
 
 
@@ -146,7 +146,7 @@ def _add_next_reason(ids: Sequence[str], states: Sequence[SchedulerState], at: i
     return state
 
 
-def _waiting_state(earlier: Sequence[str], states: Sequence[SchedulerState]) -> SchedulerState:
+def _get_waiting_state(earlier: Sequence[str], states: Sequence[SchedulerState]) -> SchedulerState:
     """Return what the first waiting link of a chain waits for: for the story of the link before it, if there is one."""
     last_state = states[-1]
     if last_state.reason != DEPENDENCY or not earlier:

@@ -21,7 +21,7 @@ NOTHING, NEWS = b".", b"!"
 _MAX_PEERS = 256  # supervisors of a node that may wait to be heard
 
 
-def socket_address(*parts: str) -> bytes:
+def make_socket_address(*parts: str) -> bytes:
     """Return the socket's name for a job and a run; the leading zero makes it abstract."""
     digest = hashlib.sha256("\n".join((str(os.getuid()), *parts)).encode()).hexdigest()
     return f"\0tula-{digest[:32]}".encode()
@@ -162,7 +162,7 @@ class ChangeWatcher:
         allocation = self.allocation
         if allocation.is_alone_on_node:
             return
-        name = socket_address(allocation.id, allocation.node, str(self.run.resolve()))
+        name = make_socket_address(allocation.id, allocation.node, str(self.run.resolve()))
         if allocation.local_index:
             self._listener = NodeSubscriber(name)
         else:
@@ -205,7 +205,7 @@ class ChangeWatcher:
         if now < self._next or now - self._heard_at < MAX_SILENCE:
             return False
         self._next = now + self._stat_interval
-        previous, self._state = self._state, file_changes.news_state(self.run)
+        previous, self._state = self._state, file_changes.read_news_state(self.run)
         new = self._state != previous
         if new:
             self._echoes = [now + later for later in READS_AFTER_NEWS]

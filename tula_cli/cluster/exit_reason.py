@@ -21,15 +21,15 @@ from tula_cli.host.failures import (
     find_user_exception,
     kill_signal,
 )
-from tula_cli.host.network import node_name
+from tula_cli.host.network import get_node_name
 from tula_cli.run.directory import RunDir
-from tula_cli.run.disk_space import FULL_DISK_ERRNOS, IO_ERRNOS, missing_bytes
+from tula_cli.run.disk_space import FULL_DISK_ERRNOS, IO_ERRNOS, make_missing_bytes_error
 from tula_cli.run.files import write_error
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.jobs import Attempt, Failure, Shortage
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.tasks import Task
-from tula_cli.run.shortages import describe_shortage, parse_shortage, shortage_of
+from tula_cli.run.shortages import describe_shortage, get_shortage, parse_shortage
 
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -82,12 +82,12 @@ class RankExit:
     rank: int  # that this is about; under torchrun the first of those it has started
 
 
-def reason_of_own_ranks(run: RunDir, task: Task, attempt: Attempt, exited: RankExit) -> ExitReason:
+def find_reason_of_ranks(run: RunDir, task: Task, attempt: Attempt, exited: RankExit) -> ExitReason:
     """Tell how the ranks of this supervisor ended when they did not end well."""
     device = compute_device(run, task)
     failure = find_root_failure(run.failures(task.id, attempt.number))
     # The kernel's count is evidence, and outweighs what others saw: of a rank, or of a process that a rank of this node has lost.
-    lost_process = failure is not None and failure.outcome == "signal" and failure.host == node_name()
+    lost_process = failure is not None and failure.outcome == "signal" and failure.host == get_node_name()
     shot = exited.oom_kill and (exited.exit_code < 0 or lost_process)
     if failure is not None and failure.outcome != "peer" and not shot:
         return add_disk_shortage(run, task, ExitReason.from_failure(failure), failure.detail)
@@ -100,7 +100,7 @@ def reason_of_own_ranks(run: RunDir, task: Task, attempt: Attempt, exited: RankE
         # SIGABRT is no kill: torch ends its own process by it over a lost peer.
         message_ = "" if exited.exit_code < 0 and exited.exit_code != -signal.SIGABRT else summary
         outcome = classify_failure(message_, exit_code=exited.exit_code, device=device)
-    host = node_name()
+    host = get_node_name()
     if outcome == "disk" or (outcome in ("unknown", "peer") and _is_disk_full(run, task, exited)):
         return add_disk_shortage(run, task, ExitReason("disk", rank=exited.rank, host=host), output_text)
     if exited.oom_kill and outcome in ("signal", "unknown", "peer"):
@@ -112,19 +112,23 @@ def reason_of_own_ranks(run: RunDir, task: Task, attempt: Attempt, exited: RankE
     if outcome == "signal" and task.spec.cluster.memory_per_gpu and device == "cpu" and _has_crashed(exited, summary):
         # Native code that does not check an allocation crashes under the limit instead of raising.
         return ExitReason(
-            "device_oom", f"crashed under cluster.memory_per_gpu: {_most_telling_line(summary)}", host=host
+            "device_oom", f"crashed under cluster.memory_per_gpu: {_find_most_informative_line(summary)}", host=host
         )
     if failure is not None and outcome in ("unknown", "peer"):
         return ExitReason.from_failure(failure.model_copy(update={"outcome": "peer"}))
     killed = _kill_signal(exited.exit_code)
-    message_ = killed or (find_user_exception(output_text) if outcome == "user" else "") or _most_telling_line(summary)
+    message_ = (
+        killed
+        or (find_user_exception(output_text) if outcome == "user" else "")
+        or _find_most_informative_line(summary)
+    )
     return ExitReason(outcome, message_, exited.rank if killed else None, host)
 
 
 def _is_disk_full(run: RunDir, task: Task, exited: RankExit) -> bool:
     """Return whether ranks that could not write down why they ended did so for that very reason."""
     exited_by_worker = task.spec.script is None and exited.exit_code == DiskFull.exit_code
-    return exited_by_worker or bool(missing_bytes(run.path))
+    return exited_by_worker or bool(make_missing_bytes_error(run.path))
 
 
 def add_disk_shortage(run: RunDir, task: Task, reason: ExitReason, text: str) -> ExitReason:
@@ -168,7 +172,7 @@ def _kill_signal(exit_code: int) -> str:
     return f"its process was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else ""
 
 
-def report_exit(run: RunDir, task: Task, attempt: Attempt, exited: RankExit, reason: ExitReason) -> None:
+def write_exit_report(run: RunDir, task: Task, attempt: Attempt, exited: RankExit, reason: ExitReason) -> None:
     """Write down how this supervisor's ranks ended, if none of them has: the leader reads it."""
     written = {failure.rank: failure.outcome for failure in run.failures(task.id, attempt.number)}
     by_kernel = (
@@ -181,7 +185,7 @@ def report_exit(run: RunDir, task: Task, attempt: Attempt, exited: RankExit, rea
             task=task.id,
             attempt=attempt.number,
             rank=exited.rank,
-            host=node_name(),
+            host=get_node_name(),
             pid=attempt.pid,
             # What another rank has told is not told once more in this one's name, by another clock.
             outcome=reason.outcome or "unknown" if reason.rank in (None, exited.rank) else "peer",
@@ -193,13 +197,13 @@ def report_exit(run: RunDir, task: Task, attempt: Attempt, exited: RankExit, rea
     )
 
 
-def root_cause(run: RunDir, task: Task, attempt: Attempt, reason: ExitReason) -> ExitReason:
+def find_root_cause(run: RunDir, task: Task, attempt: Attempt, reason: ExitReason) -> ExitReason:
     """Tell the attempt's end from what the ranks of all supervisors wrote."""
     failure = find_root_failure(run.failures(task.id, attempt.number))
     return add_disk_shortage(run, task, ExitReason.from_failure(failure), failure.detail) if failure else reason
 
 
-def _most_telling_line(output_text: str) -> str:
+def _find_most_informative_line(output_text: str) -> str:
     """Return what tells most: torchrun's exit code, a signal that a launcher names, else the last line with words of its own."""
     lines = [line.strip() for line in output_text.splitlines() if line.strip(" =-~^")]
     if exit_lines := [line for line in lines if line.startswith(("exitcode", "rank"))]:
@@ -215,13 +219,13 @@ def count_oom_kills() -> int:
 
     The machine's count also rises with what other users' processes do.
     """
-    for counter in _oom_counters(Path("/proc/self/cgroup").read_text(encoding="ascii")):
-        if (count := _oom_kills_in(counter)) is not None:
+    for counter in _list_oom_counters(Path("/proc/self/cgroup").read_text(encoding="ascii")):
+        if (count := _read_oom_kills(counter)) is not None:
             return count
-    return _oom_kills_in(Path("/proc/vmstat")) or 0
+    return _read_oom_kills(Path("/proc/vmstat")) or 0
 
 
-def _oom_counters(cgroups: str) -> list[Path]:
+def _list_oom_counters(cgroups: str) -> list[Path]:
     """Return where version 1 and 2 of cgroups would keep the count, by the lines of /proc/self/cgroup."""
     counters = []
     for line in cgroups.splitlines():
@@ -233,7 +237,7 @@ def _oom_counters(cgroups: str) -> list[Path]:
     return counters
 
 
-def _oom_kills_in(counter: Path) -> int | None:
+def _read_oom_kills(counter: Path) -> int | None:
     try:
         lines = counter.read_text(encoding="ascii").splitlines()
     except OSError:
@@ -248,7 +252,7 @@ SUPERVISOR_OUTCOMES: tuple[OutcomeClass, ...] = ("disk", "storage", "supervisor"
 
 
 @contextlib.contextmanager
-def record_supervisor_failure(run: RunDir, died: Callable[[Exception], None]) -> Iterator[None]:
+def write_supervisor_failure(run: RunDir, died: Callable[[Exception], None]) -> Iterator[None]:
     """Have it written down what fails in a supervisor itself.
 
     Args:
@@ -279,11 +283,11 @@ def as_named_error(error: Exception, run: RunDir) -> Exception:
     return error
 
 
-def reason_of_error(error: Exception, run: RunDir, task: Task) -> ExitReason:
+def find_reason_of_error(error: Exception, run: RunDir, task: Task) -> ExitReason:
     """Return why a supervisor ends that an error has come up in."""
-    host = node_name()
+    host = get_node_name()
     if isinstance(error, DiskFull):
-        return add_disk_shortage(run, task, ExitReason("disk", host=host, shortage=shortage_of(error)), error.message)
+        return add_disk_shortage(run, task, ExitReason("disk", host=host, shortage=get_shortage(error)), error.message)
     if isinstance(error, StorageFailed):
         return ExitReason("storage", error.message, host=host)
     frames = traceback.extract_tb(error.__traceback__)
@@ -302,7 +306,7 @@ def keep_traceback(run: RunDir, attempt: Attempt, index: int, error: Exception) 
         log.write("".join(traceback.format_exception(error)).encode())
 
 
-def failure_of_follower(task: Task, attempt: Attempt, rank: int, reason: ExitReason, error: Exception) -> Failure:
+def make_failure_of_follower(task: Task, attempt: Attempt, rank: int, reason: ExitReason, error: Exception) -> Failure:
     """Return what a follower leaves for its leader, which srun ends together with it."""
     assert reason.outcome is not None
     return Failure(
@@ -319,7 +323,7 @@ def failure_of_follower(task: Task, attempt: Attempt, rank: int, reason: ExitRea
     )
 
 
-def reason_by_supervisors(run: RunDir, attempt: Attempt) -> ExitReason | None:
+def find_reason_by_supervisors(run: RunDir, attempt: Attempt) -> ExitReason | None:
     """Return what ended an attempt by what a supervisor has left; None where none of them has failed."""
     failures = [
         failure for failure in run.failures(attempt.task, attempt.number) if failure.outcome in SUPERVISOR_OUTCOMES

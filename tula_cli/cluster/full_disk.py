@@ -7,16 +7,16 @@ from pathlib import Path
 from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.relaunch import relaunch_task
 from tula_cli.cluster.scheduler import Scheduler
-from tula_cli.cluster.schedulers import scheduler_of
+from tula_cli.cluster.schedulers import make_scheduler
 from tula_cli.errors import DiskFull, SchedulerError
 from tula_cli.host.failures import advise
 from tula_cli.run.directory import RunDir
-from tula_cli.run.disk_space import file_size
+from tula_cli.run.disk_space import measure_file_size
 from tula_cli.run.records.base import ModelStates
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.tasks import TrainTask
-from tula_cli.run.shortages import describe_shortage, measure_shortage, remaining_shortage
+from tula_cli.run.shortages import describe_shortage, find_remaining_shortage, measure_shortage
 
 
 def hold_chain(reason: ExitReason, waiting: Sequence[str], scheduler: Scheduler) -> ExitReason:
@@ -49,8 +49,8 @@ def require_disk_space(run: RunDir, last_attempt: Attempt | None) -> None:
         return
     before = last_attempt.shortage or measure_shortage(run.path)
     if before.needed is None and Path(before.folder).resolve().is_relative_to(run.path.resolve()):
-        before = before.model_copy(update={"needed": _checkpoint_bytes(run, last_attempt)})
-    missing = remaining_shortage(before)
+        before = before.model_copy(update={"needed": _estimate_checkpoint_bytes(run, last_attempt)})
+    missing = find_remaining_shortage(before)
     if missing is not None:
         raise DiskFull(
             f"there is still no room: {describe_shortage(missing)}",
@@ -73,7 +73,7 @@ def resume_with_space(run: RunDir, task: TrainTask, last_attempt: Attempt) -> Tr
     return relaunch
 
 
-def _checkpoint_bytes(run: RunDir, last_attempt: Attempt) -> int | None:
+def _estimate_checkpoint_bytes(run: RunDir, last_attempt: Attempt) -> int | None:
     """Return the bytes that a checkpoint of an attempt's training takes: as the largest there is, else as probes tell.
 
     What filled the disk does not always tell how much it was about to write, and no other file of a run is as large.
@@ -84,7 +84,7 @@ def _checkpoint_bytes(run: RunDir, last_attempt: Attempt) -> int | None:
     training = run.training(task.signature)
     of_script = training.script_progress()
     saved = training.checkpoints() if of_script is None else [Path(of_script.checkpoint)]
-    sizes = [file_size(path) for path in saved]
+    sizes = [measure_file_size(path) for path in saved]
     if not any(sizes):
         probes = [states.memory for states in run.read().results if isinstance(states, Measured)]
         sizes = [states.parameters + states.optimizer for states in probes if isinstance(states, ModelStates)]
@@ -102,7 +102,7 @@ def release_held_jobs(run: RunDir, task: TrainTask) -> None:
     if not attempts or attempts[-1].outcome != "disk":
         return
     require_disk_space(run, attempts[-1])
-    scheduler = scheduler_of(task.spec.cluster)
+    scheduler = make_scheduler(task.spec.cluster)
     states = scheduler.ask(job.links) if job is not None else {}
     held_now = [id_ for id_, state in states.items() if state.held]
     if complaint := scheduler.release(held_now):

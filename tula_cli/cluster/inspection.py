@@ -21,18 +21,18 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from tula_cli import words
-from tula_cli.cluster.local import environment_with_package
+from tula_cli.cluster.local import make_environment_with_package
 from tula_cli.errors import JobFailed, Problem, SpecError, TulaError
 from tula_cli.host import devices, installed
-from tula_cli.host.machine import machine_memory, processor_name
+from tula_cli.host.machine import read_machine_memory, read_processor_name
 from tula_cli.host.processes import run_command
-from tula_cli.run.code import code_digest
+from tula_cli.run.code import compute_code_digest
 from tula_cli.run.files import list_files, list_names, make_folder, read_record, write_record
-from tula_cli.run.imports import installed_packages
+from tula_cli.run.imports import list_installed_packages
 from tula_cli.run.records.inspections import Inspection
-from tula_cli.spec.job import JobSpec, beta2_half_life
+from tula_cli.spec.job import JobSpec, get_beta2_half_life
 from tula_cli.spec.scripts.script import Script
-from tula_cli.spec.signature import measurement_signature
+from tula_cli.spec.signature import compute_measurement_signature
 
 # --- A script's job before anything is measured
 
@@ -58,7 +58,7 @@ def describe_script_job(spec: JobSpec, script: Script) -> Inspection:
             "nothing tells which batches are too large: script.dataset_size is auto, and the script has not run yet",
             "give script.dataset_size (samples of an epoch) or search.max_batch",
         )
-    gpus = 0 if spec.cluster.device == "cpu" else devices.gpu_count()
+    gpus = 0 if spec.cluster.device == "cpu" else devices.count_gpus()
     return Inspection(
         dataset_size=script.known_dataset_size or bounds[0],
         eval_size=0,
@@ -68,7 +68,7 @@ def describe_script_job(spec: JobSpec, script: Script) -> Inspection:
         footprints=(),
         estimate_error="",
         device="cuda" if gpus or spec.cluster.device == "cuda" else "cpu",
-        hardware="" if gpus else processor_name(),
+        hardware="" if gpus else read_processor_name(),
         capacity=spec.cluster.memory_per_gpu,
         cpus=len(os.sched_getaffinity(0)),
         gpus=gpus,
@@ -206,21 +206,27 @@ def inspect(spec: JobSpec, *, timeout: float = INSPECTION_TIMEOUT) -> Inspection
     """
     if spec.script is not None:
         return describe_script_job(spec, spec.script)
-    python = interpreter_command(spec)
+    python = get_interpreter_command(spec)
     command = ["bash", "-c", f"{python} -m {PROGRAM}"]
     try:
         completed = run_command(
-            command, stdin=spec.model_dump_json(), timeout=timeout, environ=environment_with_package(), guarded=True
+            command,
+            stdin=spec.model_dump_json(),
+            timeout=timeout,
+            environ=make_environment_with_package(),
+            guarded=True,
         )
     except subprocess.TimeoutExpired:
         raise JobFailed(f"building the model and the dataset took more than {timeout:g} s") from None
     elsewhere = ON_A_NODE if spec.cluster.kind == "slurm" else ""
     try:
         if not completed.stdout.strip():
-            raise interpreter_failed(python, completed.stderr, elsewhere=elsewhere)
+            raise make_interpreter_error(python, completed.stderr, elsewhere=elsewhere)
         return parse_inspection(completed.stdout, completed.stderr)
     except JobFailed as error:
-        exceeded = limit_exceeded(error, "" if completed.returncode == 0 else completed.stderr, completed.returncode)
+        exceeded = find_exceeded_limit(
+            error, "" if completed.returncode == 0 else completed.stderr, completed.returncode
+        )
         if exceeded is None:
             raise
         limit, sign = exceeded
@@ -230,7 +236,7 @@ def inspect(spec: JobSpec, *, timeout: float = INSPECTION_TIMEOUT) -> Inspection
         ) from error
 
 
-def limit_exceeded(error: JobFailed, stderr: str, code: int = 0) -> tuple[ResourceLimit, str] | None:
+def find_exceeded_limit(error: JobFailed, stderr: str, code: int = 0) -> tuple[ResourceLimit, str] | None:
     """Return the limit of a machine that a program has exceeded and the sign of it; None if there is no sign of any.
 
     Args:
@@ -253,21 +259,21 @@ def _describe_limits(limit: ResourceLimit) -> str:
     limits = [f"{option}: {value}" for option, value in soft.items() if value != resource.RLIM_INFINITY]
     if limit.name == "memory":
         limits = [f"ulimit -v: {words.format_bytes(soft['ulimit -v'])}"] if limits else []
-        limits.append(f"memory of this session or machine: {words.format_bytes(machine_memory())}")
+        limits.append(f"memory of this session or machine: {words.format_bytes(read_machine_memory())}")
     return f" ({', '.join(limits)})" if limits else ""
 
 
-def interpreter_command(spec: JobSpec) -> str:
+def get_interpreter_command(spec: JobSpec) -> str:
     """Return the shell's words that start the python of the jobs."""
-    return other_interpreter(spec) or shlex.quote(sys.executable)
+    return get_other_interpreter(spec) or shlex.quote(sys.executable)
 
 
-def other_interpreter(spec: JobSpec) -> str | None:
+def get_other_interpreter(spec: JobSpec) -> str | None:
     """Return the shell's words that start the python of the jobs, where it is not the one that runs this."""
     return spec.cluster.python
 
 
-def interpreter_failed(python: str, stderr: str, *, elsewhere: str = "") -> NotInspectable:
+def make_interpreter_error(python: str, stderr: str, *, elsewhere: str = "") -> NotInspectable:
     """Return the error of an interpreter that ended before it began: it is not there, or lacks something.
 
     Args:
@@ -337,7 +343,7 @@ class CachedInspection:
     fresh: bool = False
     keep: bool = True
     note: Callable[[str], object] = lambda _: None
-    facts: Callable[[JobSpec], Facts] = lambda spec: inspection_dependencies(spec)
+    facts: Callable[[JobSpec], Facts] = lambda spec: describe_inspection_dependencies(spec)
 
     def __call__(self, spec: JobSpec) -> Inspection:
         """Return what building model and dataset tells.
@@ -352,7 +358,7 @@ class CachedInspection:
         path = self._path(facts_before)
         cached = None if self.fresh else _read(path)
         if cached is not None:
-            age = words.format_duration(max(0.0, time.time() - (_changed_at(path) / 1e9 or time.time())))
+            age = words.format_duration(max(0.0, time.time() - (_get_change_time(path) / 1e9 or time.time())))
             self.note(f"the model and the dataset are as they were built {age} ago (--fresh builds them anew)")
             return cached
         self.note(BUILDING)
@@ -387,7 +393,7 @@ def _read(path: Path) -> Inspection | None:
 def _remove_old(folder: Path) -> None:
     """Remove what is old, and of the rest all but the newest."""
     # Another command may sweep at the same time: what is gone has changed at 0.
-    entries = [(changed, entry) for entry in list_files(folder) if (changed := _changed_at(entry) / 1e9)]
+    entries = [(changed, entry) for entry in list_files(folder) if (changed := _get_change_time(entry) / 1e9)]
     for number, (changed, path) in enumerate(sorted(entries, reverse=True)):
         if number >= MAX_ENTRIES_KEPT or time.time() - changed > MAX_DAYS * 86400:
             with contextlib.suppress(OSError):
@@ -397,28 +403,29 @@ def _remove_old(folder: Path) -> None:
 # --- what an inspection depends on
 
 
-def inspection_dependencies(spec: JobSpec) -> Facts:
+def describe_inspection_dependencies(spec: JobSpec) -> Facts:
     """Return everything that an inspection of a job depends on, as JSON.
 
     Raises:
         SpecError: a file of the user's code cannot be read.
     """
     return {
-        "signature": measurement_signature(spec),
-        "others": unmeasured_settings(spec),
-        "code": code_digest(spec, Path.cwd()),
+        "signature": compute_measurement_signature(spec),
+        "others": list_unmeasured_settings(spec),
+        "code": compute_code_digest(spec, Path.cwd()),
         "hardware": _describe_hardware(),
-        "packages": _package_versions(spec),
-        "tula": max(_changed_at(path) for path in Path(__file__).parents[1].rglob("*.py")),
+        "packages": _read_package_versions(spec),
+        "tula": max(_get_change_time(path) for path in Path(__file__).parents[1].rglob("*.py")),
         "dataset": [
-            newest_change(Path(place)) for place in (spec.dataset.root, *_path_candidates(spec.dataset.args.values()))
+            find_newest_change(Path(place))
+            for place in (spec.dataset.root, *_list_path_candidates(spec.dataset.args.values()))
         ],
     }
 
 
-def unmeasured_settings(spec: JobSpec) -> Facts:
+def list_unmeasured_settings(spec: JobSpec) -> Facts:
     """Return what an inspection reads of the settings that a measurement does not depend on."""
-    search, train, half_life = spec.search, spec.train, beta2_half_life(spec)
+    search, train, half_life = spec.search, spec.train, get_beta2_half_life(spec)
     ranks = max(search.nodes) * spec.cluster.gpus_per_node
     return {
         "several_ranks": ranks > 1,
@@ -433,51 +440,51 @@ def unmeasured_settings(spec: JobSpec) -> Facts:
     }
 
 
-def _package_versions(spec: JobSpec) -> Facts:
+def _read_package_versions(spec: JobSpec) -> Facts:
     """Return the versions of Python, torch and the packages that the job names, as the jobs' interpreter has them."""
-    modules = ("torch", "torchvision", *installed_packages(spec, Path.cwd()))
-    other_python = other_interpreter(spec)
+    modules = ("torch", "torchvision", *list_installed_packages(spec, Path.cwd()))
+    other_python = get_other_interpreter(spec)
     if other_python is None:
-        return installed.installed_versions(modules)
+        return installed.read_installed_versions(modules)
     command = ["bash", "-c", f"{other_python} -m {installed.PROGRAM} {shlex.join(modules)}"]
     try:
-        completed = run_command(command, timeout=VERSIONS_TIMEOUT, environ=environment_with_package())
+        completed = run_command(command, timeout=VERSIONS_TIMEOUT, environ=make_environment_with_package())
         return dict(json.loads(completed.stdout.strip().splitlines()[-1]))
     except (subprocess.TimeoutExpired, ValueError, TypeError, IndexError):
         return {"unknown": secrets.token_hex()}  # it cannot run here, or says nothing: nothing kept is known to hold
 
 
-def newest_change(root: Path) -> list[int]:
+def find_newest_change(root: Path) -> list[int]:
     """Return the newest change in a folder (ns of Unix time) and how many entries were looked at; empty without one.
 
     A file that is rewritten in place more than `MAX_DEPTH` folders down is not seen.
     """
-    if not _changed_at(root):
+    if not _get_change_time(root):
         return []
-    changes = [_changed_at(root)]
-    for change in _changes_in(root, MAX_DEPTH):
+    changes = [_get_change_time(root)]
+    for change in _list_changes(root, MAX_DEPTH):
         changes.append(change)
         if len(changes) > MAX_FILES_SEEN:
             break
     return [max(changes), len(changes)]
 
 
-def _changes_in(folder: Path, depth: int) -> Iterator[int]:
+def _list_changes(folder: Path, depth: int) -> Iterator[int]:
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:
         return
     for entry in entries:
-        yield _changed_at(Path(entry.path))
+        yield _get_change_time(Path(entry.path))
         if depth and entry.is_dir():
-            yield from _changes_in(Path(entry.path), depth - 1)
+            yield from _list_changes(Path(entry.path), depth - 1)
 
 
 def _describe_hardware() -> Mapping[str, object]:
     """Return the machine as the kernel and the drivers tell it."""
     gpus = [path.read_text(errors="replace") for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))]
     return {
-        "cpu": processor_name(),
+        "cpu": read_processor_name(),
         "cpus": len(os.sched_getaffinity(0)),
         "memory": os.sysconf("SC_PHYS_PAGES"),
         "limit": _read_text(Path("/sys/fs/cgroup/memory.max")),
@@ -488,7 +495,7 @@ def _describe_hardware() -> Mapping[str, object]:
     }
 
 
-def _path_candidates(values: Iterable[object]) -> list[str]:
+def _list_path_candidates(values: Iterable[object]) -> list[str]:
     """Return what may be paths among a dataset's own arguments."""
     return [value for value in values if isinstance(value, str) and 0 < len(value) < 4096]
 
@@ -500,7 +507,7 @@ def _read_text(path: Path) -> str:
         return ""
 
 
-def _changed_at(path: Path) -> int:
+def _get_change_time(path: Path) -> int:
     try:
         return path.stat().st_mtime_ns
     except OSError:

@@ -8,7 +8,7 @@ from typing import Protocol
 from tula_cli.cluster.batch_launcher import BatchLauncher
 from tula_cli.cluster.local import LocalLauncher
 from tula_cli.cluster.scheduler import SchedulerState
-from tula_cli.cluster.schedulers import scheduler_of
+from tula_cli.cluster.schedulers import make_scheduler
 from tula_cli.cluster.slurm.submit import SlurmLauncher
 from tula_cli.errors import SchedulerError
 from tula_cli.host import interrupts
@@ -50,7 +50,7 @@ class Launcher(Protocol):
         ...
 
 
-def launcher_for(spec: JobSpec, *, submits: bool = True) -> Launcher:
+def make_launcher(spec: JobSpec, *, submits: bool = True) -> Launcher:
     """Return the launcher of the spec's cluster.
 
     Args:
@@ -64,7 +64,7 @@ def launcher_for(spec: JobSpec, *, submits: bool = True) -> Launcher:
     if spec.cluster.kind == "local":
         return LocalLauncher()
     kind = spec.cluster.kind
-    launcher = SlurmLauncher() if kind == "slurm" else BatchLauncher(scheduler_of(spec.cluster), kind)
+    launcher = SlurmLauncher() if kind == "slurm" else BatchLauncher(make_scheduler(spec.cluster), kind)
     if submits and (why := launcher.scheduler.absent()):
         raise SchedulerError(
             f"cluster.kind is {kind}, but {why}", "run tula on a login node, or set cluster.kind: local"
@@ -98,7 +98,7 @@ def lock_submission(run: RunDir, *, sleep: Callable[[float], None] = time.sleep)
         run.lock.release()
 
 
-def unfinished_jobs(run: RunDir, launcher: Launcher, job_ids: Iterable[str]) -> list[str]:
+def list_unfinished_jobs(run: RunDir, launcher: Launcher, job_ids: Iterable[str]) -> list[str]:
     """Return which of these jobs wait or run."""
     jobs = [job for id_ in job_ids if (job := run.job(id_)) is not None]
     states = launcher.states(run.read(), jobs)

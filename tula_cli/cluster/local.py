@@ -22,7 +22,7 @@ from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.tasks import ProbeTask, Task
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.version import __version__
-from tula_cli.words import format_moment, plural
+from tula_cli.words import format_count, format_moment
 
 JOB_MODULE, SUPERVISOR = "tula_cli.cluster.job_main", "tula_cli.cluster.supervise"
 """Started by its name: the command line never runs it in its own process."""
@@ -40,7 +40,7 @@ class LocalLauncher:
         from tula_cli.cluster.scripts.start import preview_command  # for a dry run alone, not for each look at the jobs
 
         world = task.nodes * task.spec.cluster.gpus_per_node
-        description = f"{task.job} in {run.path.name}: {plural(world, 'rank')} on this machine"
+        description = f"{task.job} in {run.path.name}: {format_count(world, 'rank')} on this machine"
         return f"{description}\n{command}" if (command := preview_command(run, task)) else description
 
     def submit(self, run: RunDir, task: Task) -> Job:
@@ -54,7 +54,7 @@ class LocalLauncher:
             raise JobFailed(f"{sys.executable} has no torch", "pip install 'tula-cli[torch]'")
         earlier, submitted_at = run.job(task.job), time.time()
         folder = run.path.resolve()
-        path = environment_with_package(folder)["PYTHONPATH"]
+        path = make_environment_with_package(folder)["PYTHONPATH"]
         command = shlex.join([sys.executable, "-m", JOB_MODULE, "local", str(folder), task.id])
         setup = (f"export PYTHONPATH={shlex.quote(path)}",)
         job = JobRequest(task.job, command, folder=Path(task.workdir), logs=run.submitit_dir.absolute(), setup=setup)
@@ -83,10 +83,10 @@ class LocalLauncher:
 
     def _state(self, snapshot: Snapshot, job: Job) -> SchedulerState:
         if job.host not in ("", socket.gethostname()):
-            return _state_on_other_machine(snapshot, job)
+            return _get_state_on_other_machine(snapshot, job)
         if not _is_alive(job):
             return SchedulerState("ended")
-        if attempts := attempts_of_submission(snapshot, job):
+        if attempts := list_attempts_of_submission(snapshot, job):
             trainings = ", ".join(attempts[-1].disturbed_by)
             return SchedulerState("running", f"its times may be disturbed by {trainings}" if trainings else "")
         waits = machine_lock.describe_waiting(_describe_holder(snapshot.here, job.id))
@@ -118,7 +118,7 @@ def run_supervisor(path: str, task_id: str, _: str | None = None) -> None:
         raise SystemExit(0)  # or submitit writes a file for each supervisor, with the result that it has not
 
 
-def environment_with_package(run: Path | None = None) -> dict[str, str]:
+def make_environment_with_package(run: Path | None = None) -> dict[str, str]:
     """Return the environment in which this tula is imported, also from a checkout that is not installed.
 
     Args:
@@ -135,9 +135,9 @@ def environment_with_package(run: Path | None = None) -> dict[str, str]:
     }
 
 
-def _state_on_other_machine(snapshot: Snapshot, job: Job) -> SchedulerState:
+def _get_state_on_other_machine(snapshot: Snapshot, job: Job) -> SchedulerState:
     """Tell of a job on another machine, which alone knows its processes, by the files that both see."""
-    attempts = attempts_of_submission(snapshot, job)
+    attempts = list_attempts_of_submission(snapshot, job)
     if not attempts:
         return SchedulerState("running", f"waits on {job.host}, or has ended there: only that machine knows")
     if attempts[-1].ended_at is not None:
@@ -148,7 +148,7 @@ def _state_on_other_machine(snapshot: Snapshot, job: Job) -> SchedulerState:
     return SchedulerState("running", f"on {job.host}, as far as its files tell")
 
 
-def attempts_of_submission(snapshot: Snapshot, job: Job) -> list[Attempt]:
+def list_attempts_of_submission(snapshot: Snapshot, job: Job) -> list[Attempt]:
     """Return the attempts of a job since it was submitted."""
     return snapshot.attempts_of(job.id, since=job.submitted_at - 1)
 
@@ -159,7 +159,7 @@ def _is_alive(job: Job) -> bool:
 
 
 @contextlib.contextmanager
-def machine_ticket(run: RunDir, task: Task) -> Iterator[machine_lock.TicketHolder | None]:
+def draw_machine_ticket(run: RunDir, task: Task) -> Iterator[machine_lock.TicketHolder | None]:
     """Yield the ticket of a job in the machine's measuring lock: a probe waits for its turn, all else shows that it is there.
 
     The kernel drops the ticket with this process. A job that is cancelled while it waits goes on without its turn, to find
@@ -170,9 +170,9 @@ def machine_ticket(run: RunDir, task: Task) -> Iterator[machine_lock.TicketHolde
         task: of the job.
     """
     measures, ranks = isinstance(task, ProbeTask), task.nodes * task.spec.cluster.gpus_per_node
-    gpus = [] if task.spec.cluster.device == "cpu" else [f"gpu {name}" for name in devices.lock_names(ranks)]
+    gpus = [] if task.spec.cluster.device == "cpu" else [f"gpu {name}" for name in devices.list_lock_names(ranks)]
     cores = (
-        machine_lock.core_devices() if not (gpus and measures) else []
+        machine_lock.list_core_devices() if not (gpus and measures) else []
     )  # a training's loaders disturb a probe on CPUs
     try:
         ticket = machine_lock.TicketHolder(_describe_holder(run.path, task.job), [*gpus, *cores], measures=measures)

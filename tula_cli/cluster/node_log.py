@@ -31,7 +31,7 @@ _MAX_WAITING = 256
 _MARK_TIMEOUT = 2.0  # seconds
 _PAUSE = 0.02
 _MARK = re.compile(rb"\0tula ([0-9]+)\0$")
-"""What a supervisor writes as the end of a line into its own pipe: all before it has been read when it is."""
+"""A mark that a supervisor writes into its own pipe: when it is read, all before it has been read."""
 MAX_LOG = 128 * 2**20
 """Bytes of a log: of what ranks print beyond them the middle is dropped."""
 _DROPPED_LINE = b"tula: %d bytes of this log were dropped here: it had grown beyond %d MiB\n"
@@ -40,7 +40,7 @@ _LINE_END = re.compile(rb"\r\n|\n|\r")
 """A progress bar ends its lines by the last: left as it is, the next rank's line would stand behind it."""
 
 
-def log_path(run: RunDir, allocation: Allocation, task_id: str, attempt: int) -> Path:
+def get_log_path(run: RunDir, allocation: Allocation, task_id: str, attempt: int) -> Path:
     """Return where the ranks of a supervisor write: their node's log, which bears the index of its first supervisor, or their own."""
     first_supervisor = allocation.index - (allocation.local_index if _shares_log(allocation) else 0)
     return run.log_path(task_id, attempt, first_supervisor).resolve()
@@ -53,7 +53,7 @@ def _shares_log(allocation: Allocation) -> bool:
     return not allocation.is_alone_on_node and near == tuple(range(first_supervisor, first_supervisor + len(near)))
 
 
-def end_of(log: Path) -> str:
+def read_log_end(log: Path) -> str:
     """Return the end of a log; nothing where there is none."""
     return read_end(log, TAIL)
 
@@ -80,7 +80,7 @@ def cap_log(log: Path, *, most: int = MAX_LOG, keep: Sequence[str] = ()) -> None
             head = earlier.start() if earlier else beginning.rfind(b"\n", 0, most // 8) + 1
             until = max(head, size - most // 4)
             until += os.pread(file.fileno(), _CHUNK, until).find(b"\n") + 1
-            retained = b"".join(_matching_lines(file, head, until, keep)) if keep else b""
+            retained = b"".join(_find_matching_lines(file, head, until, keep)) if keep else b""
             retained = retained if len(retained) <= most // 4 else retained[retained.find(b"\n", -most // 4) + 1 :]
             file.seek(until)
             end = file.read() or b""
@@ -91,7 +91,7 @@ def cap_log(log: Path, *, most: int = MAX_LOG, keep: Sequence[str] = ()) -> None
         sys.stderr.write(f"tula: {log} has grown beyond {most >> 20} MiB and cannot be cut: {error.strerror}\n")
 
 
-def _matching_lines(file: BinaryIO, begin: int, end: int, patterns: Sequence[str]) -> Iterator[bytes]:
+def _find_matching_lines(file: BinaryIO, begin: int, end: int, patterns: Sequence[str]) -> Iterator[bytes]:
     """Yield the lines of a part of a file in which a pattern matches."""
     compiled, incomplete = [re.compile(pattern, re.MULTILINE) for pattern in patterns], b""
     for at in range(begin, end, _BLOCK):
@@ -157,7 +157,7 @@ class RankOutput:
 
     def end_of_output(self, log: Path) -> str:
         """Return the end of what this supervisor's ranks have written in the last attempt."""
-        return bytes(self._words).decode(errors="replace") if self.shared else end_of(log)
+        return bytes(self._words).decode(errors="replace") if self.shared else read_log_end(log)
 
     def close(self) -> None:
         """Let nothing more be written."""
@@ -214,7 +214,7 @@ class RankOutput:
             return
         self._words += b"".join(line + b"\n" for line in lines)
         del self._words[:-TAIL]
-        prefix = b"" if self.rank is None else words.rank_tag(self.rank).encode()
+        prefix = b"" if self.rank is None else words.make_rank_tag(self.rank).encode()
         stripped = prefix.rstrip()  # torch writes its own with and without a space
         text = b"".join((b"" if line.startswith(stripped) else prefix) + line + b"\n" for line in lines)
         self._queue_text(log, text)

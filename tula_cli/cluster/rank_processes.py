@@ -173,31 +173,31 @@ class ForkServer:
 # --- Command, environment and folder of each rank
 
 
-def world_size(task: Task) -> int:
+def count_ranks(task: Task) -> int:
     return task.nodes * task.spec.cluster.gpus_per_node
 
 
-def first_rank(allocation: Allocation, task: Task) -> int:
+def get_first_rank(allocation: Allocation, task: Task) -> int:
     """Return the lowest rank that a supervisor starts."""
-    return allocation.index * ranks_of(task)
+    return allocation.index * count_ranks_of_supervisor(task)
 
 
-def ranks_of(task: Task) -> int:
+def count_ranks_of_supervisor(task: Task) -> int:
     """Return how many ranks a supervisor has that a scheduler starts: one, or those of its node."""
     return task.spec.cluster.gpus_per_node if task.spec.task_per_node else 1
 
 
 def has_tagged_lines(task: Task) -> bool:
     """Return whether lines of a log begin with their rank, but those of its lowest: the worker's do, and those of supervisors that share one."""
-    return not runs_script(task) or shares_node_log(task)
+    return not runs_script(task) or has_shared_node_log(task)
 
 
-def shares_node_log(task: Task) -> bool:
+def has_shared_node_log(task: Task) -> bool:
     """Return whether a scheduler starts a supervisor a rank, and those of a node write into one log."""
     return task.spec.cluster.kind != "local" and not task.spec.task_per_node
 
 
-def rendezvous_address(task: Task) -> str:
+def find_rendezvous_address(task: Task) -> str:
     """Return where torchrun's agents meet, or the ranks of a script; a port taken meanwhile is an exit reason of its own.
 
     Raises:
@@ -207,7 +207,7 @@ def rendezvous_address(task: Task) -> str:
     if not (_uses_torchrun(task) or runs_script(task)):
         return ""
     interface = cluster.interface or ("lo" if cluster.kind == "local" else None)
-    return f"{network.own_address(interface)}:{network.free_port()}"
+    return f"{network.find_own_address(interface)}:{network.find_free_port()}"
 
 
 def runs_script(task: Task) -> bool:
@@ -221,7 +221,7 @@ def _uses_torchrun(task: Task) -> bool:
     return cluster.kind == "slurm" and cluster.slurm is not None and cluster.slurm.launcher == "torchrun"
 
 
-def visible_gpus(starts: Sequence[RankCommand]) -> list[str]:
+def list_visible_gpus(starts: Sequence[RankCommand]) -> list[str]:
     """Return the GPUs of these ranks as CUDA_VISIBLE_DEVICES names them; empty for all that are to be seen."""
     environment = starts[0].environment
     names = environment.get("CUDA_VISIBLE_DEVICES", "")
@@ -254,7 +254,7 @@ class RankStart:
         """Return the command line of a rank, or of torchrun, which starts those of a node."""
         task, spec = self.task, self.task.spec
         worker = ["-m", "tula_cli.worker", str(self.run.path.resolve()), task.id, str(self.command.attempt)]
-        wrapper = [] if self.allocation.is_local else sbatch.wrapper_words(spec, environ=self.allocation.environ)
+        wrapper = [] if self.allocation.is_local else sbatch.get_wrapper_words(spec, environ=self.allocation.environ)
         if not _uses_torchrun(task):
             return [*wrapper, sys.executable, "-u", *worker]
         address, _, port = self.command.meeting.rpartition(":")
@@ -277,7 +277,7 @@ class RankStart:
             return [variables]
         # A rendezvous of the site's set-up lines, or of a shell, is not ours.
         variables = {name: value for name, value in variables.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
-        world = world_size(self.task)
+        world = count_ranks(self.task)
         ranks = [(rank, rank) for rank in range(world)]
         if not allocation.is_local:
             ranks = [(allocation.index, allocation.local_index)]

@@ -7,11 +7,11 @@ from typing import Literal
 
 from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.rank_processes import runs_script
-from tula_cli.cluster.scripts.training import possible_micro_batches as script_micro_batches
+from tula_cli.cluster.scripts.training import list_possible_micro_batches as script_micro_batches
 from tula_cli.host.failures import FAILURE_KINDS, advise, is_missing_gpu
 from tula_cli.models.choice.early_stopping import shorten_prediction
-from tula_cli.models.cost import cost
-from tula_cli.models.out_of_memory import Fallback, cannot_accumulate, next_fallback
+from tula_cli.models.cost import compute_cost
+from tula_cli.models.out_of_memory import Fallback, cannot_accumulate, find_next_fallback
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.jobs import Attempt
@@ -25,14 +25,14 @@ from tula_cli.run.records.tasks import (
     RehearsalTask,
     Task,
     TrainTask,
-    probe_id,
-    probe_identity,
+    make_probe_id,
+    make_probe_identity,
 )
 from tula_cli.run.script_attempt import ResumeTestRecords
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.spec.resources import Cluster
 from tula_cli.spec.sections import FEWEST_WORKERS
-from tula_cli.words import plural
+from tula_cli.words import format_count
 
 MAX_RESTARTS = 2
 """How often a probe job starts again after a lost process (not after an out-of-memory or the user's own error)."""
@@ -70,7 +70,7 @@ def count_lost(attempts: Sequence[Attempt], outcome: OutcomeClass | Literal["don
     return sum(attempt.outcome in COUNTED_OUTCOMES and attempt.outcome != "storage" for attempt in attempts)
 
 
-def newest_task(run: RunDir, task_id: str) -> Task:
+def find_newest_task(run: RunDir, task_id: str) -> Task:
     """Return the task to start: a training's newest relaunch takes the place of an earlier one."""
     task = run.task(task_id)
     assert task is not None, f"{run.path} has no task {task_id}"
@@ -100,7 +100,7 @@ def is_finished(run: RunDir, task: Task) -> bool:
             return run.checks.report(task.id) is not None
 
 
-def next_task(run: RunDir, task: Task, reason: ExitReason, lost: int) -> Task | None:
+def make_next_task(run: RunDir, task: Task, reason: ExitReason, lost: int) -> Task | None:
     """Write the results that follow from how an attempt ended; return the task to start now, None where the job is over.
 
     Args:
@@ -111,9 +111,9 @@ def next_task(run: RunDir, task: Task, reason: ExitReason, lost: int) -> Task | 
     """
     match task:
         case ProbeTask():
-            return _next_probe(run, task, reason, lost)
+            return _make_next_probe(run, task, reason, lost)
         case TrainTask():
-            return _next_training(run, task, reason, lost)
+            return _make_next_training(run, task, reason, lost)
         case RehearsalTask():
             is_over = is_finished(run, task) or run.is_cancelled(task.job) or lost > MAX_RESTARTS
             return None if is_over or reason.outcome in ALLOCATION_LOST else task
@@ -124,7 +124,7 @@ def next_task(run: RunDir, task: Task, reason: ExitReason, lost: int) -> Task | 
             return task if reason.outcome == "port" and lost <= MAX_RESTARTS else None
 
 
-def _next_probe(run: RunDir, task: ProbeTask, reason: ExitReason, lost: int) -> ProbeTask | None:
+def _make_next_probe(run: RunDir, task: ProbeTask, reason: ExitReason, lost: int) -> ProbeTask | None:
     current = run.current_probe(task)
     if current is None:
         return None
@@ -140,7 +140,7 @@ def _next_probe(run: RunDir, task: ProbeTask, reason: ExitReason, lost: int) -> 
         return task
     elif reason.outcome != "cancelled" or not run.is_cancelled(task.job):
         outcome = reason.outcome or "unknown"
-        run.write_result(Failed(**probe_identity(task, current), outcome=outcome, message=reason.description))
+        run.write_result(Failed(**make_probe_identity(task, current), outcome=outcome, message=reason.description))
         may_continue = outcome == "diverged" or (
             outcome == "user" and not is_missing_gpu(reason.message)
         )  # may go well
@@ -167,10 +167,10 @@ def _write_out_of_memory(run: RunDir, task: ProbeTask, current: int, message: st
             continue
         assumed = local_batch > current
         text = f"a local batch of {current} did not fit" if assumed else message
-        run.write_result(OutOfMemory(**probe_identity(task, local_batch), assumed=assumed, message=text))
+        run.write_result(OutOfMemory(**make_probe_identity(task, local_batch), assumed=assumed, message=text))
 
 
-def _next_training(run: RunDir, task: TrainTask, reason: ExitReason, lost: int) -> TrainTask | None:
+def _make_next_training(run: RunDir, task: TrainTask, reason: ExitReason, lost: int) -> TrainTask | None:
     if reason.outcome is None:
         write_summary(run, task)
         return None
@@ -187,9 +187,9 @@ def _relaunch(run: RunDir, task: TrainTask, reason: ExitReason, lost: int) -> Tr
     update: dict[str, object] = {}
     following = task.next_stage
     if following is not None and reason.outcome in ("stage_end", "device_oom"):
-        cause = f"batch {following.batch} has {plural(following.nodes or task.own_nodes)}"
+        cause = f"batch {following.batch} has {format_count(following.nodes or task.own_nodes)}"
         if reason.outcome == "device_oom":  # the local batch becomes smaller, the global one stays
-            cause = f"out of memory on {plural(task.nodes)}, so it goes on with {following.nodes}"
+            cause = f"out of memory on {format_count(task.nodes)}, so it goes on with {following.nodes}"
         update = {"nodes": following.nodes}
     elif reason.outcome == "device_oom":
         fallback = _choose_fallback(run, task)
@@ -198,7 +198,7 @@ def _relaunch(run: RunDir, task: TrainTask, reason: ExitReason, lost: int) -> Tr
         cause = fallback.words
         update = {"ladder": task.ladder[fallback.rung :], "splits": fallback.splits}
     elif reason.outcome == "host_oom":
-        fewer = _fewer_workers(task)
+        fewer = _halve_workers(task)
         if fewer is None:
             return None
         cause = f"host out of memory with {task.workers} loader processes a rank"
@@ -242,10 +242,12 @@ def _choose_fallback(run: RunDir, task: TrainTask) -> Fallback | None:
             script_micro_batches(run, task) if runs_script(task) else run.training(task.signature).micro_batches()
         )
     batches = [rung.batch for rung in task.ladder]
-    return next_fallback(batches, task.splits, micro_batches, why_not=why_not, stage=_batch_of_stage(run, task))
+    return find_next_fallback(
+        batches, task.splits, micro_batches, why_not=why_not, stage=_find_batch_of_stage(run, task)
+    )
 
 
-def _batch_of_stage(run: RunDir, task: TrainTask) -> int | None:
+def _find_batch_of_stage(run: RunDir, task: TrainTask) -> int | None:
     """Return the batch that a training was at, where it has grown to less than its own; None where nothing tells it."""
     if task.spec.train.stages is None or runs_script(task):
         return None
@@ -254,7 +256,7 @@ def _batch_of_stage(run: RunDir, task: TrainTask) -> int | None:
     return batch if batch < task.batch else None
 
 
-def _fewer_workers(task: TrainTask) -> int | None:
+def _halve_workers(task: TrainTask) -> int | None:
     """Return half the loader processes, once; of `auto`, whose number only the ranks know, the fewest, and then one."""
     if task.workers == "auto":
         return FEWEST_WORKERS
@@ -282,7 +284,7 @@ def reconsider_reason(
         message = f"{reason.description}; {advise(reason.outcome, reason.message)}"
         return dataclasses.replace(reason, outcome="user", message=message, final=isinstance(task, TrainTask))
     if reason.outcome == "device_error" and any(
-        a.outcome == "device_error" for a in _similar_failures(run, task, earlier)
+        a.outcome == "device_error" for a in _list_similar_failures(run, task, earlier)
     ):
         return dataclasses.replace(
             reason,
@@ -293,11 +295,11 @@ def reconsider_reason(
     return reason
 
 
-def _similar_failures(run: RunDir, task: Task, earlier: Sequence[Attempt]) -> Sequence[Attempt]:
+def _list_similar_failures(run: RunDir, task: Task, earlier: Sequence[Attempt]) -> Sequence[Attempt]:
     """Return the attempts that failed at what the newest one failed at: of a probe job, at the same batch."""
     if not isinstance(task, ProbeTask):
         return earlier
-    results = [run.result(probe_id(task.nodes, local_batch)) for local_batch in task.local_batches]
+    results = [run.result(make_probe_id(task.nodes, local_batch)) for local_batch in task.local_batches]
     over = [result.measured_at for result in results if isinstance(result, Measured)]
     over += [attempt.ended_at or 0.0 for attempt in earlier if attempt.outcome == "user"]  # that batch is left out now
     return [attempt for attempt in earlier if (attempt.ended_at or 0.0) > max(over, default=0.0)]
@@ -348,7 +350,7 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
     for a in attempts:
         took[a.task] += ((a.ended_at or time.time()) - a.started_at) / 3600
     hours = sum(took.values())
-    prediction, energy = _prediction_of_epochs(tasks[0], result), training.energy()
+    prediction, energy = _predict_epochs(tasks[0], result), training.energy()
     newest = tasks[-1].prediction  # of the batch and the nodes that the training ended with, as is result.step_time
     run.write_summary(
         Summary(
@@ -360,11 +362,13 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
             predicted_hours=prediction.hours if prediction else None,
             actual_hours=hours,
             predicted_cost=prediction.cost if prediction else None,
-            actual_cost=sum(_cost_of_hours(task_, took[task_.id], prediction) for task_ in tasks if task_.id in took),
+            actual_cost=sum(
+                _compute_cost_of_hours(task_, took[task_.id], prediction) for task_ in tasks if task_.id in took
+            ),
             predicted_step=newest.step_time if newest else None,
             actual_step=result.step_time,
             predicted_parts=prediction.parts if prediction else None,
-            actual_parts=None if task.spec.script else _time_parts(training, 3600 * hours),
+            actual_parts=None if task.spec.script else _measure_time_parts(training, 3600 * hours),
             predicted_kwh=prediction.kwh if prediction else None,
             actual_kwh=None if energy is None else energy.kwh,
             counted=None if energy is None else min(1.0, energy.seconds / (3600 * hours)),
@@ -380,12 +384,12 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
             tuning=result.tuning,
             scaled=result.scaled,
             changes=training.changes(),
-            warnings=_warnings_of_training(training) if task.spec.script is not None else (),
+            warnings=_list_warnings_of_training(training) if task.spec.script is not None else (),
         )
     )
 
 
-def _prediction_of_epochs(first_task: TrainTask, result: TrainResult) -> Prediction | None:
+def _predict_epochs(first_task: TrainTask, result: TrainResult) -> Prediction | None:
     """Return what was predicted for the epochs that were trained: all, or those up to an early end."""
     prediction = first_task.ladder[0].prediction
     if prediction is None or not result.ended:
@@ -393,7 +397,7 @@ def _prediction_of_epochs(first_task: TrainTask, result: TrainResult) -> Predict
     return shorten_prediction(prediction, epochs=result.epochs, of=first_task.spec.train.epochs_at_most)
 
 
-def _time_parts(training: TrainingRun, seconds: float) -> TimeParts:
+def _measure_time_parts(training: TrainingRun, seconds: float) -> TimeParts:
     """Return where the seconds of a training went, by the rows that its newest checkpoint holds; the rest is what is left."""
     rows, tuning = list(training.metrics()), training.tuning()
     steps = [row for row in rows if row["kind"] == "step"]
@@ -411,14 +415,14 @@ def _time_parts(training: TrainingRun, seconds: float) -> TimeParts:
     )
 
 
-def _warnings_of_training(training: TrainingRun) -> tuple[str, ...]:
+def _list_warnings_of_training(training: TrainingRun) -> tuple[str, ...]:
     return tuple(dict.fromkeys(row["message"] for row in training.metrics() if row["kind"] == "warning"))
 
 
-def _cost_of_hours(task: TrainTask, hours: float, prediction: Prediction | None) -> float:
+def _compute_cost_of_hours(task: TrainTask, hours: float, prediction: Prediction | None) -> float:
     cluster = task.spec.cluster
     reserved = (prediction.peak_memory if prediction else None) or 0
-    return cost(
+    return compute_cost(
         task.spec.pricing,
         hours=hours,
         nodes=task.nodes,

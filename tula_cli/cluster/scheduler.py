@@ -27,7 +27,7 @@ MAX_PAUSE = 30
 """Seconds between two attempts to open the log, at most; the first pause is a second, and each is twice the one before."""
 
 
-def lines_to_open_log(
+def make_lines_to_open_log(
     log: str,
     *,
     folder: str,
@@ -82,7 +82,7 @@ def lines_to_open_log(
     ]
 
 
-def log_word(folder: Path, id_: str, name: str) -> str:
+def quote_log_path(folder: Path, id_: str, name: str) -> str:
     """Return the path of a job's log without suffix, as a shell word.
 
     Args:
@@ -162,8 +162,8 @@ class JobRequest:
         Args:
             id_: the job's id as a shell reads it in the job: "$PBS_JOBID".
         """
-        log, folder = log_word(self.logs, id_, "script_log"), shlex.quote(str(self.folder))
-        return [*lines_to_open_log(log, folder=folder, patience=self.patience), *self.setup]
+        log, folder = quote_log_path(self.logs, id_, "script_log"), shlex.quote(str(self.folder))
+        return [*make_lines_to_open_log(log, folder=folder, patience=self.patience), *self.setup]
 
 
 @dataclass(frozen=True)
@@ -337,7 +337,7 @@ class LocalScheduler:
         for id_ in ids:
             if _is_same_process(id_):
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(_pid_of_id(id_), signal.SIGKILL)
+                    os.killpg(_parse_pid(id_), signal.SIGKILL)
         return ""
 
     def hold(self, ids: Sequence[str]) -> str:
@@ -362,7 +362,7 @@ class LocalScheduler:
         return None
 
 
-def _pid_of_id(id_: str) -> int:
+def _parse_pid(id_: str) -> int:
     return int(id_.partition("-")[0])
 
 

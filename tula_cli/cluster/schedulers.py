@@ -11,7 +11,7 @@ from tula_cli.spec.resources import Cluster
 
 SCHEDULERS: Mapping[str, type[Scheduler]] = {"local": LocalScheduler, "slurm": SlurmScheduler}
 PROTOCOL_MEMBERS = (*sorted(name for name in vars(Scheduler) if not name.startswith("_")), *Scheduler.__annotations__)
-"""What one of the user's own has to have."""
+"""Members that a scheduler of the user's own needs."""
 
 
 def load_scheduler(kind: str, options: Mapping[str, Any] | None = None) -> Scheduler:
@@ -37,7 +37,7 @@ def load_scheduler(kind: str, options: Mapping[str, Any] | None = None) -> Sched
     return scheduler  # type: ignore[no-any-return]
 
 
-def scheduler_of(cluster: Cluster) -> Scheduler:
+def make_scheduler(cluster: Cluster) -> Scheduler:
     """Return the scheduler of a job.
 
     Raises:

@@ -19,21 +19,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tula_cli.cluster.allocation import POLL, Allocation
-from tula_cli.cluster.attempt import RunningAttempt, close_attempt, close_record, job_deadline, open_attempt
+from tula_cli.cluster.attempt import RunningAttempt, close_attempt, close_record, compute_job_deadline, open_attempt
 from tula_cli.cluster.chains import start_delay
 from tula_cli.cluster.directory_watcher import ChangeWatcher
 from tula_cli.cluster.exit_reason import (
     ExitReason,
-    failure_of_follower,
+    find_reason_by_supervisors,
+    find_reason_of_error,
     keep_traceback,
-    reason_by_supervisors,
-    reason_of_error,
-    record_supervisor_failure,
+    make_failure_of_follower,
+    write_supervisor_failure,
 )
 from tula_cli.cluster.full_disk import hold_chain, resume_with_space
-from tula_cli.cluster.local import machine_ticket
+from tula_cli.cluster.local import draw_machine_ticket
 from tula_cli.cluster.node_log import RankOutput
-from tula_cli.cluster.rank_processes import RankSpawner, first_rank, rendezvous_address, runs_script, world_size
+from tula_cli.cluster.rank_processes import (
+    RankSpawner,
+    count_ranks,
+    find_rendezvous_address,
+    get_first_rank,
+    runs_script,
+)
 from tula_cli.cluster.relaunch import (
     ALLOCATION_LOST,
     COUNTED_OUTCOMES,
@@ -41,21 +47,26 @@ from tula_cli.cluster.relaunch import (
     UNRECORDED_OUTCOMES,
     count_lost,
     describe_no_progress,
+    find_newest_task,
     is_over,
+    make_next_task,
     needs_new_allocation,
-    newest_task,
-    next_task,
     reconsider_reason,
     write_summary,
 )
 from tula_cli.cluster.scheduler import DelaysJobs, Scheduler, exclude_nodes
-from tula_cli.cluster.scripts.results import leader_command, recover_lost_attempt, require_resumable, settle_attempt
+from tula_cli.cluster.scripts.results import (
+    make_leader_command,
+    recover_lost_attempt,
+    require_resumable,
+    settle_attempt,
+)
 from tula_cli.cluster.slurm import sbatch
 from tula_cli.errors import JobFailed, OtherFormat, TulaError
 from tula_cli.host.failures import FAILURE_KINDS
 from tula_cli.host.leftovers import MARK_VARIABLE, GpuMemory, make_mark
 from tula_cli.host.machine_lock import TicketHolder
-from tula_cli.host.network import node_name
+from tula_cli.host.network import get_node_name
 from tula_cli.host.processes import start_time
 from tula_cli.run import format as run_format
 from tula_cli.run import shortages
@@ -72,7 +83,7 @@ _CRASH_SIGNALS = re.compile(r"\bSIG(?:SEGV|ABRT|BUS|ILL|FPE)\b|\bexitcode *: *-(
 """Signals by which a program ends itself. Any other comes from outside, and may come at any time."""
 
 
-def _normalized_message(attempt: Attempt) -> str:
+def _normalize_message(attempt: Attempt) -> str:
     """Return the message of an attempt without what differs from process to process: numbers and hosts."""
     return re.sub(r"\d+", "", attempt.message.replace(attempt.host or "\0", ""))
 
@@ -104,7 +115,7 @@ def describe_crash_loop(attempts: Sequence[Attempt], progress: int) -> str:
     if (
         last_attempt.reached is not None
         and last_attempt.reached == previous.reached
-        and _normalized_message(last_attempt) == _normalized_message(previous)
+        and _normalize_message(last_attempt) == _normalize_message(previous)
     ):
         return (
             f"twice the same after {last_attempt.reached} samples from the same checkpoint, so it is not started again"
@@ -127,7 +138,7 @@ def require_known_format(run: Path, allocation: Allocation) -> None:
     try:
         run_format.require_known_format(run)
     except OtherFormat:
-        waiting = _later_jobs(run, allocation.job_id) if allocation.is_leader and not allocation.is_local else ()
+        waiting = _list_later_jobs(run, allocation.job_id) if allocation.is_leader and not allocation.is_local else ()
         if waiting:  # each would end like this one, and the chain would be gone in a minute
             scheduler = allocation.scheduler
             complaint = scheduler.hold(waiting)
@@ -141,7 +152,7 @@ def require_known_format(run: Path, allocation: Allocation) -> None:
         raise
 
 
-def _later_jobs(run: Path, job_id: str) -> Sequence[str]:
+def _list_later_jobs(run: Path, job_id: str) -> Sequence[str]:
     """Return the jobs of a chain after one of them, by what any format's records are expected to have."""
     with contextlib.suppress(TulaError, OSError, ValueError, RecursionError):
         for path in list_files(run / "jobs"):
@@ -159,7 +170,7 @@ PATIENCE = 20.0
 
 
 @contextlib.contextmanager
-def export_meanwhile(run: RunDir, task_id: str, environ: Mapping[str, str], *, leader: bool) -> Iterator[None]:
+def export_in_background(run: RunDir, task_id: str, environ: Mapping[str, str], *, leader: bool) -> Iterator[None]:
     """Have the run sent to trackers meanwhile, where its training asks for that. What goes wrong there goes to its log alone.
 
     Args:
@@ -226,10 +237,10 @@ def supervise(
         allocation.environ = {**environ, MARK_VARIABLE: make_mark(path, task_id, allocation.id, allocation.index)}
         supervisor = Supervisor(RunDir(path), allocation)
         with (
-            record_supervisor_failure(supervisor.run, lambda error: supervisor.record_own_failure(error, task_id)),
+            write_supervisor_failure(supervisor.run, lambda error: supervisor.record_own_failure(error, task_id)),
             contextlib.closing(supervisor.spawner),
             contextlib.closing(supervisor.lookout),
-            export_meanwhile(supervisor.run, task_id, environ, leader=allocation.is_leader),
+            export_in_background(supervisor.run, task_id, environ, leader=allocation.is_leader),
         ):
             supervisor.supervise(task_id)
     except TulaError as error:  # a full disk above all: nothing can be written, so the scheduler's log has to tell
@@ -268,8 +279,8 @@ class Supervisor:
             TulaError: the run directory cannot be written, or shows only a part of what others have written.
         """
         if self.allocation.is_local:
-            self._await_resume_test(newest_task(self.run, task_id))
-            with machine_ticket(self.run, newest_task(self.run, task_id)) as self._ticket:
+            self._await_resume_test(find_newest_task(self.run, task_id))
+            with draw_machine_ticket(self.run, find_newest_task(self.run, task_id)) as self._ticket:
                 self._lead_job(task_id)
             return
         self.allocation.termination.listen()
@@ -282,20 +293,20 @@ class Supervisor:
     def record_own_failure(self, error: Exception, task_id: str) -> None:
         """Write down what has failed in this supervisor itself, so that nobody takes it for one that was killed."""
         shortages.release_reserve(self.run.path)
-        task, attempt = self._under_way or (newest_task(self.run, task_id), None)
-        reason = reason_of_error(error, self.run, task)
+        task, attempt = self._under_way or (find_newest_task(self.run, task_id), None)
+        reason = find_reason_of_error(error, self.run, task)
         if reason.outcome == "storage" and self._prompt and time.time() < self.since + MAX_SECONDS:
             self._delay(self._prompt, start_delay(2))  # it would start at once, and end like this one
         if not self.allocation.is_leader:
             if attempt is not None:
                 self.run.write_failure(
-                    failure_of_follower(task, attempt, first_rank(self.allocation, task), reason, error)
+                    make_failure_of_follower(task, attempt, get_first_rank(self.allocation, task), reason, error)
                 )
             return
         attempt = attempt or open_attempt(self.run, self.allocation, task)
         keep_traceback(self.run, attempt, self.allocation.index, error)
         if isinstance(task, ProbeTask):  # or it would be said to run
-            next_task(self.run, task, reason, MAX_RESTARTS + 1)
+            make_next_task(self.run, task, reason, MAX_RESTARTS + 1)
         close_attempt(self.run, attempt, self._reconsider(task, attempt, reason, self._attempts_without_progress(task)))
 
     def _await_resume_test(self, task: Task) -> None:
@@ -318,12 +329,12 @@ class Supervisor:
     def _lead_job(self, task_id: str) -> None:
         """Start attempt after attempt until the job is over, telling the followers each time."""
         if not self.allocation.termination.received:
-            self._lead_task(newest_task(self.run, task_id))
+            self._lead_task(find_newest_task(self.run, task_id))
         self._write_command(LeaderCommand(task=None))
 
     def _lead_task(self, first_task: Task) -> None:
         self._end_delay(self._later_links(first_task))
-        ends = job_deadline(first_task)
+        ends = compute_job_deadline(first_task)
         task = self._resume_from_links(first_task)
         while task is not None and not is_over(self.run, task):
             if isinstance(task, TrainTask) and task.stages and not self.allocation.has_nodes(task.nodes):
@@ -335,14 +346,14 @@ class Supervisor:
             self._under_way = (task, attempt)
             try:
                 require_resumable(self.run, task)
-                ranks, meeting = world_size(task), rendezvous_address(task)
+                ranks, meeting = count_ranks(task), find_rendezvous_address(task)
             except JobFailed as error:
-                reason = ExitReason("user", f"{error.message}; {error.hint}", host=node_name())
-                next_task(self.run, task, reason, 0)
+                reason = ExitReason("user", f"{error.message}; {error.hint}", host=get_node_name())
+                make_next_task(self.run, task, reason, 0)
                 close_attempt(self.run, attempt, reason)
                 self._under_way = None
                 break
-            command = leader_command(self.run, task, attempt=attempt.number, ranks=ranks, meeting=meeting)
+            command = make_leader_command(self.run, task, attempt=attempt.number, ranks=ranks, meeting=meeting)
             self._write_command(command)
             running = self._running_attempt(task, attempt, command, ends)
             earlier = self._attempts_without_progress(task)
@@ -356,7 +367,7 @@ class Supervisor:
             following = (
                 None
                 if allocation_ended or reason.final
-                else next_task(self.run, task, self._exclude_faulty_nodes(task, reason), lost)
+                else make_next_task(self.run, task, self._exclude_faulty_nodes(task, reason), lost)
             )
             # Last: who sees the attempt ended may rely on everything that follows from it.
             close_attempt(self.run, self._with_trainings(attempt), reason)
@@ -458,7 +469,7 @@ class Supervisor:
         if not (faulty and isinstance(task, TrainTask)):
             return reason
         waiting = self._later_links(task)
-        nodes = sbatch.excluded_nodes(self.run, task, also=reason.host)
+        nodes = sbatch.list_excluded_nodes(self.run, task, also=reason.host)
         complaint = exclude_nodes(self.allocation.scheduler, waiting, nodes)
         result = f"excluded from now on: {nodes}" if not complaint else f"{nodes} could not be excluded: {complaint}"
         return dataclasses.replace(reason, message=f"{reason.description}; {result}", host="")
@@ -540,9 +551,9 @@ class Supervisor:
             if command.task is None:
                 return
             task, attempt = self._read_subject(command.task, command.attempt)
-            if first_rank(self.allocation, task) >= command.ranks:
+            if get_first_rank(self.allocation, task) >= command.ranks:
                 continue  # a smaller number of nodes is being measured
-            ends = deadlines.setdefault(task.id, job_deadline(task))
+            ends = deadlines.setdefault(task.id, compute_job_deadline(task))
             self._under_way = (task, attempt)
             self._running_attempt(task, attempt, command, ends).run_to_exit()
             self._under_way = None
@@ -587,7 +598,7 @@ class Supervisor:
         if last_attempt.outcome not in UNRECORDED_OUTCOMES or describe_crash_loop(earlier, progress):
             return None
         lost = count_lost(self._attempts_without_progress(task), last_attempt.outcome, self.allocation.id)
-        return next_task(
+        return make_next_task(
             self.run, task, ExitReason(last_attempt.outcome, last_attempt.message, host=last_attempt.host), lost
         )
 
@@ -644,6 +655,6 @@ class Supervisor:
             ended_at = log.stat().st_mtime if log.exists() else lost.started_at
             killed = ExitReason("signal", "its supervisor was killed")
             reason = self.allocation.termination_reason(lost.allocation) if lost.allocation else killed
-            reason = (reason_by_supervisors(run, lost) if reason.outcome == "signal" else None) or reason
+            reason = (find_reason_by_supervisors(run, lost) if reason.outcome == "signal" else None) or reason
             update = {"ended_at": ended_at, "outcome": reason.outcome, "message": reason.message}
             run.write_attempt(lost.model_copy(update=update))

@@ -10,9 +10,9 @@ from pathlib import Path
 from tula_cli.host.processes import PROC_FOLDER, run_command
 
 GPU_DRIVER_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-"""What shows that a node has GPUs to compute on: NVIDIA's driver, AMD's, and Windows' under WSL."""
+"""Files of a node that has GPUs to compute on: NVIDIA's driver, AMD's, and Windows' under WSL."""
 DEVICE_FILES = [r"/dev/nvidia[^/]*", r"/dev/kfd", r"/dev/dri/.*"]
-"""What a process has open that computes on a GPU: the driver keeps its memory until the last copy is closed."""
+"""Device files that a process on a GPU has open: the driver keeps its memory until the last copy is closed."""
 VISIBILITY_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 """Variables that list the GPUs which a process is to see: NVIDIA's the first, AMD's all three."""
 DEV, KFD = Path("/dev"), Path("/sys/class/kfd/kfd/topology/nodes")
@@ -26,15 +26,15 @@ def has_gpu() -> bool:
     return any(Path(name).exists() for name in GPU_DRIVER_FILES)
 
 
-def gpu_count() -> int:
+def count_gpus() -> int:
     """Return how many GPUs there are to compute on here, as far as their drivers tell; no library is asked.
 
     The variables in `VISIBILITY_VARIABLES` hold; without a driver's files there is none.
     """
-    return len(visible_gpus())
+    return len(list_visible_gpus())
 
 
-def visible_gpus() -> list[str]:
+def list_visible_gpus() -> list[str]:
     """Return the GPUs to compute on here in their order: the drivers' numbers, or what the variables in `VISIBILITY_VARIABLES` name."""
     if not has_gpu():
         return []
@@ -44,20 +44,20 @@ def visible_gpus() -> list[str]:
     gpus = (
         [str(number) for number in range(gpu_total)] if gpu_total else None
     )  # None: a driver that lists none, as under WSL
-    for name in _visibility_variables(nvidia=bool(nvidia)):
+    for name in _list_visibility_variables(nvidia=bool(nvidia)):
         gpus = _select_gpus(os.environ[name], gpus)
     return ["0"] if gpus is None else gpus
 
 
-def lock_names(ranks: int) -> list[str]:
+def list_lock_names(ranks: int) -> list[str]:
     """Return the GPUs that the first ranks of this machine use, under names that are the same in all of its processes.
 
     UUIDs, as far as nvidia-smi reports them; else numbers.
     """
-    gpus = visible_gpus()
+    gpus = list_visible_gpus()
     if not gpus:
         return []
-    rows = [row for row in _nvidia_smi("--query-gpu=index,uuid,name") if len(row) == 3]
+    rows = [row for row in _run_nvidia_smi("--query-gpu=index,uuid,name") if len(row) == 3]
     mixed = len({row[2] for row in rows}) > 1 and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID"
     if mixed and any(gpu.isdecimal() for gpu in gpus):
         return [
@@ -68,7 +68,7 @@ def lock_names(ranks: int) -> list[str]:
     return [uuids.get(gpu) or next((uuid for uuid in uuids.values() if uuid.startswith(gpu)), gpu) for gpu in used]
 
 
-def _visibility_variables(*, nvidia: bool) -> list[str]:
+def _list_visibility_variables(*, nvidia: bool) -> list[str]:
     """Return the variables that hide GPUs here, in the order in which they do.
 
     AMD's driver goes by ROCR_VISIBLE_DEVICES; HIP numbers what that leaves anew, and goes by HIP_VISIBLE_DEVICES, or else
@@ -100,7 +100,7 @@ def close_inherited() -> None:
                 os.close(int(link.name))
 
 
-def device_holders() -> dict[int, str]:
+def find_device_holders() -> dict[int, str]:
     """Return the processes that have a device file open, with their names; only those that this user may look into."""
     names_by_pid = {}
     for process in (entry for entry in PROC_FOLDER.iterdir() if entry.name.isdigit()):
@@ -112,22 +112,22 @@ def device_holders() -> dict[int, str]:
     return names_by_pid
 
 
-def used_gpu_memory(gpus: Sequence[str] = ()) -> dict[str, int]:
+def read_used_gpu_memory(gpus: Sequence[str] = ()) -> dict[str, int]:
     """Return the bytes in use of each GPU, as nvidia-smi tells; empty where there is none.
 
     Args:
         gpus: those that matter, as CUDA_VISIBLE_DEVICES names them; none for all that are to be seen.
     """
     query = ["--query-gpu=uuid,memory.used", *([f"--id={','.join(gpus)}"] if gpus else [])]
-    rows = [row for row in _nvidia_smi(*query) if len(row) == 2 and row[1].isdigit()]
+    rows = [row for row in _run_nvidia_smi(*query) if len(row) == 2 and row[1].isdigit()]
     return {uuid: int(mebibytes) * 2**20 for uuid, mebibytes in rows}
 
 
 def describe_holders() -> list[str]:
     """Say which processes hold GPUs: nvidia-smi's list, else those with a device file open."""
-    if rows := _nvidia_smi("--query-compute-apps=pid,used_memory,process_name"):
+    if rows := _run_nvidia_smi("--query-compute-apps=pid,used_memory,process_name"):
         return [f"pid {row[0]} ({row[2]}, {row[1]} MiB)" for row in rows if len(row) == 3]
-    return [f"pid {pid} ({name})" for pid, name in sorted(device_holders().items())]
+    return [f"pid {pid} ({name})" for pid, name in sorted(find_device_holders().items())]
 
 
 def _is_device(link: Path) -> bool:
@@ -138,7 +138,7 @@ def _is_device(link: Path) -> bool:
     return any(re.fullmatch(form, target) for form in DEVICE_FILES)
 
 
-def _nvidia_smi(*arguments: str) -> list[list[str]]:
+def _run_nvidia_smi(*arguments: str) -> list[list[str]]:
     """Return the rows that nvidia-smi prints; none where there is none, or where it fails or hangs."""
     command = ["nvidia-smi", *arguments, "--format=csv,noheader,nounits"]
     try:

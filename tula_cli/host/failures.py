@@ -306,7 +306,7 @@ DEVICE_FAULTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     NO_GPU,  # the last: where the driver says why there is none, that is told
 )  # fmt: skip
-"""What is wrong with a node or a device, not with the program: what to do, and the vendors' words for it."""
+"""Faults of a node or a device, not of the program: advice, and the vendors' words for them."""
 
 DEVICE_ERRORS = (
     r"\b(?:an )?illegal memory access was encountered\b",
@@ -324,7 +324,7 @@ DEVICE_ERRORS = (
     r"\bCUFFT_(?:INTERNAL_ERROR|EXEC_FAILED)\b",
     r"\bUR_RESULT_ERROR_DEVICE_LOST\b",
 )
-"""What a wrong kernel gives, and a failing device too: only another try tells them apart."""
+"""Errors of a wrong kernel and of a failing device alike: only another try tells them apart."""
 
 
 # --- Messages of launchers about a child process that a signal killed
@@ -345,7 +345,7 @@ CHILD_KILLED = re.compile(
 """An exception that only tells that a signal has ended a child."""
 
 _FOLLOW_UP_SIGNALS = (signal.SIGTERM, signal.SIGABRT)
-"""What launchers end the other ranks with, and by what torch ends a process that has lost one: not the first cause."""
+"""Signals by which launchers end the other ranks, and torch a process that has lost one: not the first cause."""
 
 
 def kill_signal(text: str) -> str:
@@ -396,13 +396,13 @@ def _make_pattern(outcome: OutcomeClass, *patterns: str, scope: Scope = "log") -
     return FailurePattern(outcome, re.compile(alternatives, re.MULTILINE), scope)
 
 
-def _errno_pattern(numbers: Iterable[int]) -> str:
+def _make_errno_pattern(numbers: Iterable[int]) -> str:
     """Return a pattern for errors of the system by number: Python's, HDF5's, Arrow's, c10d's, Rust's and torch's forms."""
     numbers_ = "|".join(map(str, numbers))
     return rf"\[[Ee]rrno (?:{numbers_})\]|\berrno = (?:{numbers_})\b|\(errno: (?:{numbers_}) - |\(os error (?:{numbers_})\)"
 
 
-def _texts_pattern(*texts: str) -> str:
+def _make_texts_pattern(*texts: str) -> str:
     """Return a pattern for texts of errors that end a phrase: before a name, a number in brackets, or the end of a line."""
     return rf"\b(?:{'|'.join(texts)})(?=\s*(?:$|[\[(:;'\",.]))"
 
@@ -481,8 +481,8 @@ FAILURE_PATTERNS = (
     ),
     _make_pattern(
         "storage",
-        _errno_pattern(_STORAGE),
-        _texts_pattern(*filter(None, _STORAGE.values())),
+        _make_errno_pattern(_STORAGE),
+        _make_texts_pattern(*filter(None, _STORAGE.values())),
         r"\bdisk I/O error\b",
         r"\bFSTimeoutError\b",
         r"\bPytorchStreamReader failed reading [^\n]*: file read failed\b",
@@ -501,8 +501,8 @@ FAILURE_PATTERNS = (
     _make_pattern(
         "host_limit",
         r"\binotify (?:watch|instance) limit reached\b",
-        _errno_pattern(_LIMITS),
-        _texts_pattern(*_LIMITS.values()),
+        _make_errno_pattern(_LIMITS),
+        _make_texts_pattern(*_LIMITS.values()),
         r"\bcan't start new thread\b",
         r"\breceived \d+ items of ancdata\b",
         r"\bToo many open files\b",
@@ -707,19 +707,19 @@ def classify_failure(text: str, *, exit_code: int | None = None, device: str = "
 
 
 def _classify_by_exit(text: str, exit_code: int | None) -> OutcomeClass:
-    if row := _first_match(text, exit_code):
+    if row := _find_first_match(text, exit_code):
         return row[0]
     if exit_code in (-9, 137) and _KILLED_BY_SHELL.search(text):
         return "host_oom"
-    if _deciding_chain(text, exit_code) or (exit_code == 2 and _USAGE.search(text)):
+    if _find_deciding_chain(text, exit_code) or (exit_code == 2 and _USAGE.search(text)):
         return "user"
     for failure in (PEER, SIGNAL):
         if failure.pattern.search(text):
             return failure.outcome
-    return "signal" if _signal_of(exit_code) else "unknown"
+    return "signal" if _get_signal(exit_code) else "unknown"
 
 
-def _signal_of(exit_code: int | None) -> int:
+def _get_signal(exit_code: int | None) -> int:
     """Return the signal that an exit code stands for, 0 for none."""
     if exit_code is None:
         return 0
@@ -728,15 +728,15 @@ def _signal_of(exit_code: int | None) -> int:
 
 def _is_killed(exit_code: int | None) -> bool:
     """Return whether another process has ended this one, so that what it wrote before need not be the cause."""
-    return _signal_of(exit_code) not in (0, *_OWN_SIGNALS)
+    return _get_signal(exit_code) not in (0, *_OWN_SIGNALS)
 
 
-def _first_match(text: str, exit_code: int | None = None) -> tuple[OutcomeClass, re.Match[str]] | None:
+def _find_first_match(text: str, exit_code: int | None = None) -> tuple[OutcomeClass, re.Match[str]] | None:
     """Return the class of the first row of the table that matches, and where it does."""
-    killed_by = _signal_of(exit_code)
-    chain = _deciding_chain(text, exit_code)
+    killed_by = _get_signal(exit_code)
+    chain = _find_deciding_chain(text, exit_code)
     explained = not all(error.is_last_resort for error in chain)
-    last_lines = "" if explained or _is_killed(exit_code) else _last_lines(text)
+    last_lines = "" if explained or _is_killed(exit_code) else _find_last_lines(text)
     of_system = [error for error in chain if not _OF_VALUES.match(error.message)]
     texts_by_scope: dict[Scope, str] = {
         "log": text,
@@ -752,7 +752,7 @@ def _first_match(text: str, exit_code: int | None = None) -> tuple[OutcomeClass,
     return None
 
 
-def _last_lines(text: str) -> str:
+def _find_last_lines(text: str) -> str:
     """Return the last lines outside tracebacks, without what NCCL and launchers add."""
     frames = ("  File ", "    ", "Traceback")
     lines = [line for line in text.splitlines() if line.strip(" =-~^") and not line.startswith(frames)]
@@ -761,21 +761,21 @@ def _last_lines(text: str) -> str:
 
 def find_telling_line(text: str) -> str:
     """Return the line of a text that says what failed, for the classes in which one line does; empty for others."""
-    row = _first_match(_RANK_PREFIX.sub("", text))
+    row = _find_first_match(_RANK_PREFIX.sub("", text))
     if row is None or row[0] not in _NAMED:
         return ""
     text_, at = row[1].string, row[1].start() if row[1].re.pattern[:2] != r"\A" else row[1].end()
     return text_[text_.rfind("\n", 0, at) + 1 :].split("\n", 1)[0].strip()
 
 
-def _deciding_chain(text: str, exit_code: int | None = None) -> list[_Raised]:
+def _find_deciding_chain(text: str, exit_code: int | None = None) -> list[_Raised]:
     """Return the exceptions that ended the process, first cause first: those of the last traceback that is its own.
 
     A traceback that tells of a lost peer, or that another process has failed, is not. Empty where there is none.
     """
     if _is_killed(exit_code) and _TRACEBACK not in text:
         return []
-    chains = [[error for error in chain if not error.is_messenger] for chain in _exception_chains(text)]
+    chains = [[error for error in chain if not error.is_messenger] for chain in _list_exception_chains(text)]
     chains = [chain for chain in chains if chain and not any(PEER.pattern.search(error.message) for error in chain)]
     causes = [chain for chain in chains if not all(error.is_last_resort for error in chain)]
     return (causes or chains or [[]])[-1]
@@ -783,12 +783,12 @@ def _deciding_chain(text: str, exit_code: int | None = None) -> list[_Raised]:
 
 def find_user_exception(text: str) -> str:
     """Return the last exception of the user's code, rather than that a child of it has failed; empty where there is none."""
-    chain = _deciding_chain(_RANK_PREFIX.sub("", text))
+    chain = _find_deciding_chain(_RANK_PREFIX.sub("", text))
     lines = [error.message.split("\n", 1)[0].strip() for error in chain]
     return next((line for line in reversed(lines) if "CalledProcessError:" not in line), (lines or [""])[-1])
 
 
-def _exception_chains(text: str) -> Iterator[list[_Raised]]:
+def _list_exception_chains(text: str) -> Iterator[list[_Raised]]:
     """Yield the exceptions of each traceback; those raised while another was handled together with it."""
     if _TRACEBACK not in text:
         for match in _BARE_EXCEPTION.finditer(text):
@@ -827,15 +827,15 @@ def find_root_failure(failures: Iterable[Failure]) -> Failure | None:
     Memory and faulty devices beat everything, and peers that report a lost rank come last; among equals the earliest wins.
     A rank that was told to end (SIGTERM) says no more than one that lost its peer.
     """
-    return min(failures, key=lambda failure: (_severity_of(failure), failure.failed_at, failure.rank), default=None)
+    return min(failures, key=lambda failure: (_get_severity(failure), failure.failed_at, failure.rank), default=None)
 
 
-def names_cause(failures: Iterable[Failure]) -> bool:
+def has_cause(failures: Iterable[Failure]) -> bool:
     """Return whether one of these failures is more than the loss of a peer."""
-    return any(_severity_of(failure) != FAILURE_KINDS["peer"].severity for failure in failures)
+    return any(_get_severity(failure) != FAILURE_KINDS["peer"].severity for failure in failures)
 
 
-def _severity_of(failure: Failure) -> int:
+def _get_severity(failure: Failure) -> int:
     told_to_end = failure.outcome == "signal" and _TERMINATED.search(failure.message)
     return FAILURE_KINDS["peer" if told_to_end else failure.outcome].severity
 
@@ -851,15 +851,17 @@ def advise(outcome: OutcomeClass, message: str = "", *, spec: JobSpec | None = N
     cluster, script = (Cluster(), False) if spec is None else (spec.cluster, spec.script is not None)
     hint = FAILURE_KINDS[outcome].advice_for(cluster, script=script)
     return (
-        next((what_to_do for what_to_do, _ in _matching_faults(message)), hint) if outcome == "device_fault" else hint
+        next((what_to_do for what_to_do, _ in _list_matching_faults(message)), hint)
+        if outcome == "device_fault"
+        else hint
     )
 
 
 def is_missing_gpu(message: str) -> bool:
     """Return whether what was told of a fault is that no GPU is to be seen, and no word of why."""
-    return next(_matching_faults(message), None) is NO_GPU
+    return next(_list_matching_faults(message), None) is NO_GPU
 
 
-def _matching_faults(message: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _list_matching_faults(message: str) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield those of `DEVICE_FAULTS` that the words tell of."""
     yield from (fault for fault in DEVICE_FAULTS if any(re.search(form, message, re.MULTILINE) for form in fault[1]))

@@ -22,7 +22,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 def main(command: Sequence[str]) -> int:
     """Run a command; return its exit code, 128 + N if signal N killed it."""
     for number in STOP_SIGNALS:
-        signal.signal(number, _exit)
+        signal.signal(number, _exit_once)
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # elsewhere than on Linux the process group is killed, and no more
             stack.enter_context(adopt_orphans())
@@ -34,7 +34,7 @@ def main(command: Sequence[str]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _exit(number: int, _: object) -> None:
+def _exit_once(number: int, _: object) -> None:
     """Exit once: as tula ends, the kernel sends its signal for each of its threads, and a second exit would spare descendants."""
     _ignore_stop_signals()
     sys.exit(128 + number)

@@ -18,7 +18,7 @@ from typing import Any
 PROGRAM = "tula_cli.host.installed"
 
 
-def installed_versions(modules: Iterable[str]) -> dict[str, Any]:
+def read_installed_versions(modules: Iterable[str]) -> dict[str, Any]:
     """Return what tells one state of an environment from another.
 
     Args:
@@ -29,31 +29,31 @@ def installed_versions(modules: Iterable[str]) -> dict[str, Any]:
         time (ns) and size of the files that importing it runs first: a package that is installed editable changes without
         another version. A module that is not there has neither.
     """
-    metadata_by_project = _metadata_folders(sys.path)
+    metadata_by_project = _list_metadata_folders(sys.path)
     return {
         "python": sys.version,
         **{
-            name: [metadata_by_project.get(_normalized_name(name.partition(".")[0]), []), _file_states(name)]
+            name: [metadata_by_project.get(_normalize_name(name.partition(".")[0]), []), _list_file_states(name)]
             for name in sorted(set(modules))
         },
     }
 
 
-def _metadata_folders(path: Sequence[str]) -> dict[str, list[str]]:
+def _list_metadata_folders(path: Sequence[str]) -> dict[str, list[str]]:
     """Return by the names of projects the `.dist-info` and `.egg-info` that python would find."""
     folders_by_project: dict[str, list[str]] = {}
     for folder in dict.fromkeys(path):
-        for entry in _project_names(folder):
+        for entry in _read_project_names(folder):
             if entry.endswith((".dist-info", ".egg-info")):
-                folders_by_project.setdefault(_normalized_name(entry.partition("-")[0]), []).append(entry)
+                folders_by_project.setdefault(_normalize_name(entry.partition("-")[0]), []).append(entry)
     return folders_by_project
 
 
-def _normalized_name(name: str) -> str:
+def _normalize_name(name: str) -> str:
     return re.sub(r"[-_.]+", "_", name).lower()
 
 
-def _project_names(folder: str) -> list[str]:
+def _read_project_names(folder: str) -> list[str]:
     try:
         with os.scandir(folder or ".") as entries:
             return sorted(entry.name for entry in entries)
@@ -61,13 +61,13 @@ def _project_names(folder: str) -> list[str]:
         return []
 
 
-def _file_states(module: str) -> list[list[int]]:
+def _list_file_states(module: str) -> list[list[int]]:
     return [
-        [changed.st_mtime_ns, changed.st_size] for file in _module_files(module) if (changed := _stat_or_none(file))
+        [changed.st_mtime_ns, changed.st_size] for file in _list_module_files(module) if (changed := _read_stat(file))
     ]
 
 
-def _module_files(module: str) -> Iterator[str]:
+def _list_module_files(module: str) -> Iterator[str]:
     """Yield the files of a module's packages and its own, outermost first."""
     top, *inner = module.split(".")
     spec, name = _find_spec(top), top
@@ -87,7 +87,7 @@ def _find_spec(top: str) -> ModuleSpec | None:
         return None
 
 
-def _stat_or_none(file: str) -> os.stat_result | None:
+def _read_stat(file: str) -> os.stat_result | None:
     try:
         return Path(file).stat()
     except OSError:
@@ -95,4 +95,4 @@ def _stat_or_none(file: str) -> os.stat_result | None:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(f"{json.dumps(installed_versions(sys.argv[1:]))}\n")
+    sys.stdout.write(f"{json.dumps(read_installed_versions(sys.argv[1:]))}\n")

@@ -52,7 +52,7 @@ def kill_leftovers(own_mark: str, *, spare: Collection[int] = ()) -> list[int]:
     spared = {os.getpid(), *spare, *(process.pid for process in psutil.Process().parents())}
     killed: set[int] = set()
     deadline = time.monotonic() + REAP_PATIENCE
-    while alive := [pid for pid in _leftover_pids(own_mark) if pid not in spared]:
+    while alive := [pid for pid in _find_leftover_pids(own_mark) if pid not in spared]:
         for pid in alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -63,18 +63,18 @@ def kill_leftovers(own_mark: str, *, spare: Collection[int] = ()) -> list[int]:
     return sorted(killed)
 
 
-def _leftover_pids(own_mark: str) -> Iterator[int]:
+def _find_leftover_pids(own_mark: str) -> Iterator[int]:
     """Yield the processes of this run and task that this supervisor or those of earlier allocations have started."""
     _, _, allocation, index = own_mark.rsplit("|", 3)
-    for pid, (their_allocation, their_index) in _marked_processes(own_mark).items():
+    for pid, (their_allocation, their_index) in _find_marked_processes(own_mark).items():
         if their_allocation != allocation or their_index == index:
             yield pid
 
 
-def _marked_processes(own_mark: str) -> dict[int, tuple[str, str]]:
+def _find_marked_processes(own_mark: str) -> dict[int, tuple[str, str]]:
     """Return this user's living processes that carry the mark of a run and a task: allocation and index of each."""
     places_by_pid: dict[int, tuple[str, str]] = {}
-    for pid, value in processes_with_variable(MARK_VARIABLE).items():
+    for pid, value in find_processes_with_variable(MARK_VARIABLE).items():
         if value.count("|") < 3:
             continue
         *run_and_task, allocation, index = value.rsplit("|", 3)
@@ -83,7 +83,7 @@ def _marked_processes(own_mark: str) -> dict[int, tuple[str, str]]:
     return places_by_pid
 
 
-def processes_with_variable(variable: str) -> dict[int, str]:
+def find_processes_with_variable(variable: str) -> dict[int, str]:
     """Return this user's living processes that were started with an environment variable, and its value in each."""
     values = {}
     for process in psutil.process_iter(["uids", "status", "environ"]):  # None: it may not be read
@@ -113,7 +113,7 @@ class GpuMemory:
             Who holds it where it is not back in time; empty where it is.
         """
         if self._used is None:
-            self._used, self._holders = devices.used_gpu_memory(gpus), frozenset(devices.device_holders())
+            self._used, self._holders = devices.read_used_gpu_memory(gpus), frozenset(devices.find_device_holders())
             return ""
         deadline = time.monotonic() + MEMORY_PATIENCE
         while missing := self._describe_missing(gpus, own_mark):
@@ -127,7 +127,7 @@ class GpuMemory:
     def _describe_missing(self, gpus: Sequence[str], own_mark: str) -> str:
         """Say what is not as it was before the first attempt; empty where everything is."""
         used_before = self._used or {}
-        if used_now := devices.used_gpu_memory(gpus):
+        if used_now := devices.read_used_gpu_memory(gpus):
             extra_bytes = {
                 gpu: used - used_before.get(gpu, 0)
                 for gpu, used in used_now.items()
@@ -135,5 +135,5 @@ class GpuMemory:
             }
             return ", ".join(f"{extra >> 20} MiB of {gpu} are in use still" for gpu, extra in extra_bytes.items())
         # Where nothing tells of memory, its holders do; those of this run are by now other supervisors' next ranks.
-        later = sorted(set(devices.device_holders()) - set(self._holders) - set(_marked_processes(own_mark)))
+        later = sorted(set(devices.find_device_holders()) - set(self._holders) - set(_find_marked_processes(own_mark)))
         return f"processes {later} hold GPUs still" if later else ""

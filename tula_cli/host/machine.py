@@ -9,7 +9,7 @@ CPUINFO = Path("/proc/cpuinfo")
 CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
 
-def processor_name() -> str:
+def read_processor_name() -> str:
     """Return the processor's name as the kernel tells it; its architecture where it tells none, as on ARM."""
     try:
         lines = CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -18,7 +18,7 @@ def processor_name() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def cpu_quota(path: Path = CPU_MAX) -> float | None:
+def read_cpu_quota(path: Path = CPU_MAX) -> float | None:
     """Return how many cores' time this process's container may take; None where that is not bounded."""
     try:
         quota, period = path.read_text(encoding="ascii").split()
@@ -32,7 +32,7 @@ CONTROL_GROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 
 
-def machine_memory(groups: Path = CONTROL_GROUPS, membership: Path = MEMBERSHIP) -> int:
+def read_machine_memory(groups: Path = CONTROL_GROUPS, membership: Path = MEMBERSHIP) -> int:
     """Return the bytes of this machine's memory, or of the control group that holds this process if that is less.
 
     Args:
@@ -40,10 +40,10 @@ def machine_memory(groups: Path = CONTROL_GROUPS, membership: Path = MEMBERSHIP)
         membership: the groups of this process, a line each: "0::/path", of version 1 "number:controllers:/path".
     """
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([total, *_cgroup_limits(groups, membership)])
+    return min([total, *_read_cgroup_limits(groups, membership)])
 
 
-def _cgroup_limits(groups: Path, membership: Path) -> Iterator[int]:
+def _read_cgroup_limits(groups: Path, membership: Path) -> Iterator[int]:
     """Yield the limit of each group that the process is in, and of those around it."""
     limit_files = [groups / "memory.max", groups / "memory/memory.limit_in_bytes"]  # what a container sees of its own
     for line in (_read_text(membership) or "").splitlines():
@@ -70,7 +70,7 @@ def _read_text(file: Path) -> str | None:
         return None
 
 
-def shared_memory(folder: Path = SHARED_MEMORY_FOLDER) -> int | None:
+def read_shared_memory(folder: Path = SHARED_MEMORY_FOLDER) -> int | None:
     """Return the free bytes of /dev/shm, where processes hand batches over; None where there is none.
 
     Half of the memory on most machines, 64 MiB in a container that was started without more.

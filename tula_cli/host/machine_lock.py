@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tula_cli.words import number_ranges
+from tula_cli.words import format_number_ranges
 
 TEMPORARY, RUNTIME = Path("/tmp"), Path("/run/user")
 """Where the folder of tickets is if the session has no folder of its own: the same for all values of TMPDIR."""
@@ -44,7 +44,7 @@ class Ticket:
         return f"{self.holder} (process {self.pid}, {describe_devices(self.devices)})"
 
 
-def core_devices() -> list[str]:
+def list_core_devices() -> list[str]:
     """Return the cores that this process may use: of processors that share a core (hyper-threads) the first stands for all."""
     cores = set()
     for number in os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1):
@@ -60,10 +60,10 @@ def describe_devices(devices: Collection[str]) -> str:
     """Return devices in words: "GPU 0, GPU 1", "cores 0-3"."""
     gpus = [device.replace("gpu", "GPU", 1) for device in devices if device.startswith("gpu ")]
     cores = sorted(int(device.split()[1]) for device in devices if device.startswith("core "))
-    return ", ".join([*gpus, *([f"core{'s' * (len(cores) > 1)} {number_ranges(cores)}"] if cores else [])])
+    return ", ".join([*gpus, *([f"core{'s' * (len(cores) > 1)} {format_number_ranges(cores)}"] if cores else [])])
 
 
-def ticket_folder() -> Path:
+def make_ticket_folder() -> Path:
     """Return the folder of tickets, which is made if it is not there: under XDG_RUNTIME_DIR, else in /tmp by user id.
 
     Raises:
@@ -94,7 +94,7 @@ def _make_private(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _draw_lock(folder: Path) -> Iterator[None]:
+def _hold_draw_lock(folder: Path) -> Iterator[None]:
     """Keep other processes from drawing tickets meanwhile, so that numbers rise in the order of arrival."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -104,25 +104,25 @@ def _draw_lock(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _ticket_numbers(folder: Path) -> list[int]:
+def _list_ticket_numbers(folder: Path) -> list[int]:
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
 
 
-def living_tickets() -> list[Ticket]:
+def list_living_tickets() -> list[Ticket]:
     """Return the tickets of living processes in the order of arrival; none if no folder can be trusted."""
     try:
-        return _living_tickets(ticket_folder())
+        return _list_living_tickets(make_ticket_folder())
     except OSError:
         return []
 
 
-def _living_tickets(folder: Path) -> list[Ticket]:
+def _list_living_tickets(folder: Path) -> list[Ticket]:
     """Return the tickets of living processes in a folder.
 
     Raises:
         OSError: they cannot be read, so that nothing is known of who lives.
     """
-    return [ticket for number in _ticket_numbers(folder) if (ticket := _read_ticket(folder, number)) is not None]
+    return [ticket for number in _list_ticket_numbers(folder) if (ticket := _read_ticket(folder, number)) is not None]
 
 
 def _read_ticket(folder: Path, number: int) -> Ticket | None:
@@ -161,11 +161,11 @@ class TicketHolder:
         self._draw()
 
     def _draw(self) -> None:
-        self.folder = ticket_folder()
+        self.folder = make_ticket_folder()
         draft = self.folder / f".{os.getpid()}"
-        with _draw_lock(self.folder):
-            living = {ticket.number for ticket in _living_tickets(self.folder)}
-            for number in _ticket_numbers(self.folder):
+        with _hold_draw_lock(self.folder):
+            living = {ticket.number for ticket in _list_living_tickets(self.folder)}
+            for number in _list_ticket_numbers(self.folder):
                 if number not in living:
                     (self.folder / str(number)).unlink(missing_ok=True)
             self.ticket = Ticket(max(living, default=0) + 1, self.holder, os.getpid(), self.devices, self.measures)
@@ -194,11 +194,11 @@ class TicketHolder:
         if not self._is_there():  # the session's folder was removed at logout: the others draw anew as well
             self._close_handle()
             self._draw()
-        return probes_ahead(self.ticket, _living_tickets(self.folder))
+        return list_probes_ahead(self.ticket, _list_living_tickets(self.folder))
 
     def conflicting_trainings(self) -> list[Ticket]:
         """Return the trainings that use a device of this probe now."""
-        return [ticket for ticket in living_tickets() if not ticket.measures and ticket.conflicts(self.ticket)]
+        return [ticket for ticket in list_living_tickets() if not ticket.measures and ticket.conflicts(self.ticket)]
 
     def close(self) -> None:
         """Give the ticket back."""
@@ -220,7 +220,7 @@ class TicketHolder:
             os.close(handle)
 
 
-def probes_ahead(ticket: Ticket, queue: Collection[Ticket]) -> list[Ticket]:
+def list_probes_ahead(ticket: Ticket, queue: Collection[Ticket]) -> list[Ticket]:
     """Return the probes of a queue that come before a ticket's and share a device with it."""
     return [
         ticket_
@@ -231,8 +231,8 @@ def probes_ahead(ticket: Ticket, queue: Collection[Ticket]) -> list[Ticket]:
 
 def describe_waiting(holder: str) -> str:
     """Say what a probe waits for and its place in the queue; empty if it waits for nothing."""
-    queue = living_tickets()
+    queue = list_living_tickets()
     for ticket in queue:
-        if ticket.holder == holder and ticket.measures and (probes := probes_ahead(ticket, queue)):
+        if ticket.holder == holder and ticket.measures and (probes := list_probes_ahead(ticket, queue)):
             return f"waiting for {probes[0]} to finish measuring; place {len(probes)} in the queue of this machine"
     return ""

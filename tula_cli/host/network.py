@@ -12,15 +12,15 @@ import psutil
 from tula_cli.errors import JobFailed
 
 _VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "podman", "lxc", "tun", "tap", "ifb")
-"""What the names of interfaces begin with that lead to containers of this node, not to other nodes."""
+"""Prefixes of interfaces that lead to containers of this node, not to other nodes."""
 
 
-def node_name() -> str:
+def get_node_name() -> str:
     """Return what the scheduler calls this node, which need not be the name that the node gives itself."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def own_address(interface: str | None = None) -> str:
+def find_own_address(interface: str | None = None) -> str:
     """Return the address under which other nodes reach this one.
 
     Args:
@@ -34,12 +34,12 @@ def own_address(interface: str | None = None) -> str:
         JobFailed: there is no such interface, or it has no address.
     """
     if interface is not None:
-        first_address, *_ = [_address_of(name) for name in interface.split(",")]
+        first_address, *_ = [_find_address(name) for name in interface.split(",")]
         return first_address
-    return named_address() or next(_outside_addresses(), socket.gethostname())
+    return find_named_address() or next(_list_outside_addresses(), socket.gethostname())
 
 
-def interface_variables(interface: str | None, *, local: bool) -> dict[str, str]:
+def make_interface_variables(interface: str | None, *, local: bool) -> dict[str, str]:
     """Return the environment variables that tell gloo and NCCL the interface.
 
     Args:
@@ -51,30 +51,31 @@ def interface_variables(interface: str | None, *, local: bool) -> dict[str, str]
     """
     interface = interface or ("lo" if local else None)
     if interface:
-        own_address(interface)
+        find_own_address(interface)
         return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     # gloo takes the address of the node's name, and would offer the other nodes its loopback; NCCL looks itself.
-    interface_ = interface_of(own_address()) if named_address() is None else None
+    interface_ = find_interface(find_own_address()) if find_named_address() is None else None
     return {"GLOO_SOCKET_IFNAME": interface_} if interface_ else {}
 
 
-def named_address() -> str | None:
+def find_named_address() -> str | None:
     """Return the address that this node's name stands for; None where that is loopback's, or not this node's."""
     with suppress(OSError):
         addresses = [
             str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
         ]
-        return next((address for address in _ipv4_first(addresses) if _is_reachable_address(address)), None)
+        return next((address for address in _sort_ipv4_first(addresses) if _is_reachable_address(address)), None)
     return None
 
 
-def interface_of(address: str) -> str | None:
+def find_interface(address: str) -> str | None:
     """Return the name of the interface that has an address; None where none has."""
     with suppress(ValueError):
         parsed = ipaddress.ip_address(address)
         for name in list_interfaces():
             if any(
-                ipaddress.ip_address(interface_address) == parsed for interface_address in _interface_addresses(name)
+                ipaddress.ip_address(interface_address) == parsed
+                for interface_address in _list_interface_addresses(name)
             ):
                 return name
     return None
@@ -85,21 +86,21 @@ def list_interfaces() -> tuple[str, ...]:
     return tuple(name for _, name in socket.if_nameindex())
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """Return a port that nobody listens at now; another process may take it before the caller does."""
     with socket.create_server(("", 0)) as server:
         return int(server.getsockname()[1])
 
 
-def _address_of(interface: str) -> str:
+def _find_address(interface: str) -> str:
     location = f"on {socket.gethostname()}"
     if interface not in list_interfaces():
         raise JobFailed(
             f"no network interface {interface!r} {location}", f"cluster.interface can be {', '.join(list_interfaces())}"
         )
-    address = next(_interface_addresses(interface), None)
+    address = next(_list_interface_addresses(interface), None)
     if address is None:
-        usable = [name for name in list_interfaces() if any(_interface_addresses(name))]
+        usable = [name for name in list_interfaces() if any(_list_interface_addresses(name))]
         raise JobFailed(
             f"network interface {interface!r} {location} has no address",
             f"cluster.interface can be {', '.join(usable)}",
@@ -111,7 +112,7 @@ def _is_reachable_address(address: str) -> bool:
     """Tell whether an address is this node's own, and other nodes' way to it."""
     if "%" in address or ipaddress.ip_address(address).is_loopback:  # "%": of one link
         return False
-    if (interface_of(address) or "").startswith(_VIRTUAL):
+    if (find_interface(address) or "").startswith(_VIRTUAL):
         return False
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -120,20 +121,20 @@ def _is_reachable_address(address: str) -> bool:
     return False
 
 
-def _ipv4_first(addresses: list[str]) -> list[str]:
+def _sort_ipv4_first(addresses: list[str]) -> list[str]:
     return sorted(addresses, key=lambda address: ":" in address)
 
 
-def _outside_addresses() -> Iterator[str]:
+def _list_outside_addresses() -> Iterator[str]:
     """Yield the addresses of interfaces that lead outside, the default route's first."""
     candidates = [name for name in list_interfaces() if not name.startswith(_VIRTUAL)]
     states = psutil.net_if_stats()
-    for name in dict.fromkeys([*_default_routes(), *candidates]):
+    for name in dict.fromkeys([*_list_default_routes(), *candidates]):
         if name in states and states[name].isup and "loopback" not in states[name].flags.split(","):
-            yield from _interface_addresses(name)
+            yield from _list_interface_addresses(name)
 
 
-def _default_routes() -> list[str]:
+def _list_default_routes() -> list[str]:
     """Return the interfaces of the default routes, the preferred one first."""
     with suppress(OSError, ValueError):
         lines = Path("/proc/net/route").read_text(encoding="ascii").splitlines()[1:]
@@ -142,7 +143,7 @@ def _default_routes() -> list[str]:
     return []
 
 
-def _interface_addresses(interface: str) -> Iterator[str]:
+def _list_interface_addresses(interface: str) -> Iterator[str]:
     """Yield an interface's IPv4 addresses, then its IPv6 ones that lead beyond its link."""
     entries = psutil.net_if_addrs().get(interface, [])
     yield from (entry.address for entry in entries if entry.family == socket.AF_INET)

@@ -87,9 +87,9 @@ def run_command(
     assert process.stdin and process.stdout and process.stderr
     output, errors = bytearray(), bytearray()
     pipes = [
-        _in_background(_feed_pipe, process.stdin, stdin.encode()),
-        _in_background(_collect, process.stdout, output),
-        _in_background(_collect, process.stderr, errors),
+        _run_in_background(_feed_pipe, process.stdin, stdin.encode()),
+        _run_in_background(_collect, process.stdout, output),
+        _run_in_background(_collect, process.stderr, errors),
     ]
     try:
         code = process.wait(timeout)
@@ -108,7 +108,7 @@ def run_command(
     )
 
 
-def _in_background(function: Callable[..., None], *arguments: object) -> threading.Thread:
+def _run_in_background(function: Callable[..., None], *arguments: object) -> threading.Thread:
     thread = threading.Thread(target=function, args=arguments, daemon=True)
     thread.start()
     return thread
@@ -175,7 +175,7 @@ def tag_lines(rank: int) -> None:
     What libraries print past Python stays as it is.
     """
     if rank:
-        tag = words.rank_tag(rank).encode()
+        tag = words.make_rank_tag(rank).encode()
         sys.stdout, sys.stderr = _tag_stream(sys.stdout, tag), _tag_stream(sys.stderr, tag)
 
 
@@ -193,7 +193,7 @@ def start_time(pid: int) -> float | None:
     return None if fields[0] in "ZX" else float(fields[19])
 
 
-def inner_id(pid: int) -> int | None:
+def find_inner_id(pid: int) -> int | None:
     """Return the id that a process has for itself, which in a container may be another one; None where it has ended."""
     try:
         lines = (PROC_FOLDER / str(pid) / "status").read_text(encoding="utf-8").splitlines()

@@ -39,7 +39,7 @@ class JointStep:
     causes: tuple[str, ...]  # why it is not like the others, on any rank
 
 
-def joint_steps(ranks: Sequence[RankResult]) -> tuple[JointStep, ...]:
+def join_steps(ranks: Sequence[RankResult]) -> tuple[JointStep, ...]:
     """Put the timed steps of all ranks together.
 
     A step is disturbed where any rank evaluated, saved or began an epoch in it: the others waited. A cause that is there in
@@ -57,13 +57,13 @@ def joint_steps(ranks: Sequence[RankResult]) -> tuple[JointStep, ...]:
 def _join_step(row: Sequence[ScriptStep]) -> JointStep:
     return JointStep(
         seconds=max(step.seconds for step in row),
-        wait=max(waits) if (waits := _known_values(step.wait for step in row)) else None,
-        samples=sum(samples) if (samples := _known_values(step.samples for step in row)) else None,
+        wait=max(waits) if (waits := _list_known_values(step.wait for step in row)) else None,
+        samples=sum(samples) if (samples := _list_known_values(step.samples for step in row)) else None,
         causes=tuple(dict.fromkeys(cause for step in row for cause in step.gap)),
     )
 
 
-def _known_values(values: Iterable[float | None]) -> list[float]:
+def _list_known_values(values: Iterable[float | None]) -> list[float]:
     """Return the values; none where one is missing."""
     known_values = list(values)
     return [] if None in known_values else [value for value in known_values if value is not None]
@@ -75,16 +75,16 @@ def clean_steps(ranks: Sequence[RankResult]) -> tuple[JointStep, ...]:
     Raises:
         BadMeasurements: there is none.
     """
-    clean = tuple(step for step in joint_steps(ranks) if not step.causes)
+    clean = tuple(step for step in join_steps(ranks) if not step.causes)
     if not clean:
         raise BadMeasurements(
-            f"none of the {len(joint_steps(ranks))} timed steps was free of evaluations, saves and new epochs",
+            f"none of the {len(join_steps(ranks))} timed steps was free of evaluations, saves and new epochs",
             "raise search.min_steps, or have the script evaluate less often while it is measured (probe.args)",
         )
     return clean
 
 
-def mismatches(ranks: Sequence[RankResult]) -> list[Mismatch]:
+def list_mismatches(ranks: Sequence[RankResult]) -> list[Mismatch]:
     """Return the claims of one start that do not hold; what was not seen is not held against anything.
 
     Args:
@@ -92,11 +92,11 @@ def mismatches(ranks: Sequence[RankResult]) -> list[Mismatch]:
     """
     if (world := _check_world(ranks)) is not None:
         return [world]  # what a step of all ranks does is not known then
-    candidates = [_batch(ranks), _accumulate(ranks), _epoch(ranks)]
+    candidates = [_check_batch(ranks), _accumulate(ranks), _check_epoch(ranks)]
     return [mismatch for mismatch in candidates if mismatch is not None]
 
 
-def broken_claims(ranks: Sequence[RankResult], *, resumed: bool) -> str:
+def describe_broken_claims(ranks: Sequence[RankResult], *, resumed: bool) -> str:
     """Return in words which claims a training does not keep; empty where it keeps them, or not all ranks have told yet.
 
     Args:
@@ -107,7 +107,7 @@ def broken_claims(ranks: Sequence[RankResult], *, resumed: bool) -> str:
     if not ranks or len(ranks) < ranks[0].world:
         return ""
     few = min(len(rank.timed) for rank in ranks) < LEAST_STEPS
-    mismatched = mismatches([rank.model_copy(update={"timed": ()}) for rank in ranks] if few else ranks)
+    mismatched = list_mismatches([rank.model_copy(update={"timed": ()}) for rank in ranks] if few else ranks)
     return "; ".join(mismatch.words for mismatch in mismatched if not (resumed and mismatch.what == "epoch"))
 
 
@@ -120,9 +120,9 @@ def _check_world(ranks: Sequence[RankResult]) -> Mismatch | None:
     return Mismatch("world", str(expected), str(seen), f"{words}: {hint}")
 
 
-def _batch(ranks: Sequence[RankResult]) -> Mismatch | None:
+def _check_batch(ranks: Sequence[RankResult]) -> Mismatch | None:
     expected = ranks[0].expected.batch
-    samples = [step.samples for step in joint_steps(ranks) if not step.causes]
+    samples = [step.samples for step in join_steps(ranks) if not step.causes]
     if expected is None or not samples or None in samples:
         return None
     known = [sample for sample in samples if sample is not None]
@@ -152,11 +152,11 @@ def _accumulate(ranks: Sequence[RankResult]) -> Mismatch | None:
     return Mismatch("accumulate", str(expected), f"{seen:g}", f"{words}: does the script divide them by its ranks?")
 
 
-def _epoch(ranks: Sequence[RankResult]) -> Mismatch | None:
+def _check_epoch(ranks: Sequence[RankResult]) -> Mismatch | None:
     """Hold the steps of an epoch against the dataset: floor or ceiling, as the last batch is dropped or not."""
     loader, batch = ranks[0].loader, ranks[0].expected.batch
     micro = median([step.batches or 0 for step in ranks[0].timed] or [0])
-    size = dataset_size(ranks)
+    size = find_dataset_size(ranks)
     if batch is None or size is None or loader is None or loader.batches is None or not micro:
         return None
     low, high, seen = size // batch, math.ceil(size / batch), loader.batches / micro
@@ -175,7 +175,7 @@ def _epoch(ranks: Sequence[RankResult]) -> Mismatch | None:
     return Mismatch("epoch", str(high), str(math.ceil(seen)), f"{words}: {hint}")
 
 
-def dataset_size(ranks: Sequence[RankResult]) -> int | None:
+def find_dataset_size(ranks: Sequence[RankResult]) -> int | None:
     """Return the samples of an epoch over all ranks: as given, else of the shards together, else of the one dataset."""
     given, sizes = ranks[0].expected.dataset, [rank.loader.dataset if rank.loader else None for rank in ranks]
     if given is not None:
@@ -191,7 +191,7 @@ def _hold_shards(ranks: Sequence[RankResult]) -> bool:
     return len(contents) > 1 and "" not in contents and len(set(contents)) == len(contents) == ranks[0].world
 
 
-def epoch_samples(ranks: Sequence[RankResult]) -> int | None:
+def count_epoch_samples(ranks: Sequence[RankResult]) -> int | None:
     """Return the samples that an epoch trains on over all ranks, without dropped ones; None if a loader does not tell."""
     counts = [rank.loader.epoch_samples if rank.loader is not None else None for rank in ranks]
     if not counts or None in counts or len(counts) < ranks[0].world:
@@ -199,7 +199,7 @@ def epoch_samples(ranks: Sequence[RankResult]) -> int | None:
     return sum(count for count in counts if count is not None)
 
 
-def changed_batch(seen: float | None, *, before: float) -> float | None:
+def find_changed_batch(seen: float | None, *, before: float) -> float | None:
     """Return the samples of a step (all ranks) if they have come to differ from those before; None if not, or unknown."""
     return None if seen is None or seen <= 0 or abs(seen / before - 1) <= _SAME_BATCH else seen
 
@@ -239,7 +239,7 @@ class RateSeen:
         return cls(batch, given, rates.first if rates.base is None else rates.base)
 
 
-def lr_exponent_of_script(rates: Iterable[RateSeen]) -> float | None:
+def fit_lr_exponent(rates: Iterable[RateSeen]) -> float | None:
     """Return the power of the batch by which a script scales its learning rate itself, beyond what it was given.
 
     The least-squares slope of log(seen / given) over log(batch); None with fewer than two batches, or where a rate is 0.
@@ -255,9 +255,9 @@ def lr_exponent_of_script(rates: Iterable[RateSeen]) -> float | None:
     return sum((x - x0) * (y - y0) for x, y in points) / sum((x - x0) ** 2 for x, _ in points)
 
 
-def scales_itself(rates: Sequence[RateSeen]) -> Mismatch | None:
+def describe_scaling_of_script(rates: Sequence[RateSeen]) -> Mismatch | None:
     """Return what to say of a script that scales its learning rate by itself; None where it does not, or nothing tells."""
-    exponent = lr_exponent_of_script(rates)
+    exponent = fit_lr_exponent(rates)
     if exponent is None or abs(exponent) < _SAME_POWER:
         return None
     figures = ", ".join(f"{rate.seen:g} at batch {rate.batch}" for rate in rates)
@@ -272,6 +272,8 @@ def describe_doubts(measured: Iterable[Measured]) -> list[str]:
     rates = [rate for batch, script in seen if (rate := RateSeen.of(batch, script.lr, script.lr_given)) is not None]
     has_rates = any(rate.given is not None for rate in rates)  # else it is the script's own matter
     sentences = (
-        [*find_differences([script for _, script in seen]), scales_itself(rates) if has_rates else None] if seen else []
+        [*find_differences([script for _, script in seen]), describe_scaling_of_script(rates) if has_rates else None]
+        if seen
+        else []
     )
     return [mismatch.words for mismatch in sentences if mismatch is not None]

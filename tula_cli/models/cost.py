@@ -48,12 +48,12 @@ Number = Any
 Hours = TypeVar("Hours", float, "Floats")
 
 
-def interruption_rate(pricing: Pricing, nodes: Number) -> Number:
+def compute_interruption_rate(pricing: Pricing, nodes: Number) -> Number:
     """Return how often a second spot nodes interrupt a job: with the first of its nodes that is taken away."""
     return 0.0 if pricing.spot is None else pricing.spot.interruptions_per_day * nodes / DAY
 
 
-def checkpoint_interval(save_seconds: Number | None, *, rate: Number = 0.0) -> Number:
+def compute_checkpoint_interval(save_seconds: Number | None, *, rate: Number = 0.0) -> Number:
     """Return the seconds between checkpoints that lose the least time, sqrt(2 x save x MTBF) (Young 1974, Daly 2006).
 
     Args:
@@ -108,7 +108,7 @@ def count_work(
     """
     import numpy as np
 
-    from tula_cli.models.choice.columns import by_value
+    from tula_cli.models.choice.columns import compute_by_value
 
     def evals(samples: int | None) -> Number:
         if samples is None or eval_batch_size is None:
@@ -116,12 +116,12 @@ def count_work(
         return np.where(eval_batch_size > 0, -(-samples // np.maximum(1, world * eval_batch_size)), 0)[()]
 
     def counted(of: Callable[[int], int]) -> Number:
-        return of(batch) if isinstance(batch, int) else by_value(of, batch)
+        return of(batch) if isinstance(batch, int) else compute_by_value(of, batch)
 
     tuning = functools.cache(
         lambda global_batch: halving.plan_tuning(spec, batch=global_batch, dataset_size=dataset_size)
     )
-    holdout = halving.holdout_size(dataset_size) if spec.train.facts.tunes else 0
+    holdout = halving.count_holdout_samples(dataset_size) if spec.train.facts.tunes else 0
     return WorkCount(
         epochs=spec.train.epochs_at_most,
         steps=dataset_size // batch,
@@ -135,7 +135,7 @@ def count_work(
     )
 
 
-def training_seconds(
+def compute_training_seconds(
     work: WorkCount,
     *,
     step_time: Number,
@@ -151,7 +151,7 @@ def training_seconds(
         step_time: seconds an optimizer step.
         overheads: seconds of the rest, from a probe; what was not measured is left out.
         checkpoint_every: seconds from one checkpoint to the next within an epoch, which ends with one in any case; None for
-            `checkpoint_interval`.
+            `compute_checkpoint_interval`.
         rate: interruptions a second; with them this is the expected time.
         wait: seconds until an interrupted job has nodes again.
 
@@ -161,26 +161,28 @@ def training_seconds(
     import numpy as np
 
     save, restart, eval_batch = (
-        _measured_or_zero(overheads.checkpoint),
+        _replace_unmeasured(overheads.checkpoint),
         overheads.startup,
-        _measured_or_zero(overheads.eval_batch),
+        _replace_unmeasured(overheads.eval_batch),
     )
-    interval = checkpoint_interval(overheads.checkpoint, rate=rate) if checkpoint_every is None else checkpoint_every
-    stepping = work.steps * step_time + work.refreshes / work.epochs * _measured_or_zero(overheads.refresh)
+    interval = (
+        compute_checkpoint_interval(overheads.checkpoint, rate=rate) if checkpoint_every is None else checkpoint_every
+    )
+    stepping = work.steps * step_time + work.refreshes / work.epochs * _replace_unmeasured(overheads.refresh)
     # The checkpoint at the end of an epoch starts the clock anew.
     within = np.floor(stepping / interval)
     segment = np.where(within > 0, interval, 0.0)
     uninterrupted = stepping - within * segment + work.eval_batches * eval_batch
-    epoch = _expected_time(uninterrupted + save, restart=restart, rate=rate, wait=wait)
-    epoch = epoch + _multiply(within, _expected_time(segment + save, restart=restart, rate=rate, wait=wait))
+    epoch = _compute_expected_time(uninterrupted + save, restart=restart, rate=rate, wait=wait)
+    epoch = epoch + _multiply(within, _compute_expected_time(segment + save, restart=restart, rate=rate, wait=wait))
     # Each branch begins anew after an interruption.
     branch = work.branch_steps / np.maximum(1, work.branches) * step_time + work.branch_evals * eval_batch
-    tuning = _multiply(work.branches, _expected_time(branch, restart=restart, rate=rate, wait=wait))
-    starts = (1 + work.changes) * _expected_time(restart, restart=0.0, rate=rate, wait=wait)
+    tuning = _multiply(work.branches, _compute_expected_time(branch, restart=restart, rate=rate, wait=wait))
+    starts = (1 + work.changes) * _compute_expected_time(restart, restart=0.0, rate=rate, wait=wait)
     return starts + work.queued + work.epochs * epoch + tuning
 
 
-def _measured_or_zero(seconds: Number | None) -> Number:
+def _replace_unmeasured(seconds: Number | None) -> Number:
     """Return what was measured, and 0 where nothing was (None; nan in an array)."""
     if seconds is None or isinstance(seconds, float):
         return seconds or 0.0
@@ -211,7 +213,7 @@ class TrainingTime:
 
     def hours(self, step_time: Number) -> Number:
         """Return the hours at a step time (seconds); infinite where interruptions leave no time to get anywhere."""
-        seconds = training_seconds(
+        seconds = compute_training_seconds(
             self.work,
             step_time=step_time,
             overheads=self.overheads,
@@ -222,7 +224,7 @@ class TrainingTime:
         return seconds / 3600
 
     def parts(self, step_time: Number, *, data_wait: Number | None) -> dict[str, Number]:
-        """Return where the time goes, without interruptions: `training_seconds` as the fields of a `TimeParts`.
+        """Return where the time goes, without interruptions: `compute_training_seconds` as the fields of a `TimeParts`.
 
         Args:
             step_time: seconds.
@@ -231,20 +233,20 @@ class TrainingTime:
         import numpy as np
 
         work, overheads = self.work, self.overheads
-        stepping = work.steps * step_time + work.refreshes / work.epochs * _measured_or_zero(overheads.refresh)
+        stepping = work.steps * step_time + work.refreshes / work.epochs * _replace_unmeasured(overheads.refresh)
         saves = work.epochs * (1 + np.floor(stepping / self.checkpoint_every))
-        eval_batch = _measured_or_zero(overheads.eval_batch)
+        eval_batch = _replace_unmeasured(overheads.eval_batch)
         return {
             "steps": work.epochs * stepping,
             "data": None if data_wait is None else work.epochs * work.steps * data_wait,
             "evaluation": work.epochs * work.eval_batches * eval_batch,
-            "checkpoints": saves * _measured_or_zero(overheads.checkpoint),
+            "checkpoints": saves * _replace_unmeasured(overheads.checkpoint),
             "branches": work.branch_steps * step_time + work.branches * work.branch_evals * eval_batch,
             "rest": (1 + work.changes) * overheads.startup + work.queued,
         }
 
 
-def script_seconds(
+def compute_script_seconds(
     stepping: Number,
     *,
     overheads: "Overheads | OverheadColumns",
@@ -268,12 +270,12 @@ def script_seconds(
 
     segment, restart = np.minimum(interval, stepping), overheads.startup
     whole_segments = np.where(segment > 0, np.floor(stepping / np.where(segment > 0, segment, 1.0)), 0.0)
-    steps = _expected_time(stepping - whole_segments * segment, restart=restart, rate=rate, wait=wait)
-    steps = steps + _multiply(whole_segments, _expected_time(segment, restart=restart, rate=rate, wait=wait))
-    return _expected_time(restart, restart=0.0, rate=rate, wait=wait) + steps
+    steps = _compute_expected_time(stepping - whole_segments * segment, restart=restart, rate=rate, wait=wait)
+    steps = steps + _multiply(whole_segments, _compute_expected_time(segment, restart=restart, rate=rate, wait=wait))
+    return _compute_expected_time(restart, restart=0.0, rate=rate, wait=wait) + steps
 
 
-def _expected_time(seconds: Number, *, restart: Number, rate: Number, wait: float) -> Number:
+def _compute_expected_time(seconds: Number, *, restart: Number, rate: Number, wait: float) -> Number:
     """Return the expected time of a segment that begins again at every interruption, after a wait and a restart.
 
     e^(rate x restart) (1/rate + wait) (e^(rate x seconds) - 1), exact for a Poisson process that spares the wait alone
@@ -293,7 +295,7 @@ _UNITS: Mapping[str, str] = {
 }
 
 
-def cost(
+def compute_cost(
     pricing: Pricing,
     *,
     hours: Hours,
@@ -317,14 +319,14 @@ def cost(
         "node_hour": nodes,
         "gpu_hour": gpus,
         "gb_hour": gpus * reserved / GB,
-        "billing": hourly_charge(pricing, nodes),
+        "billing": compute_hourly_charge(pricing, nodes),
     }
     discount = pricing.spot.discount if pricing.spot is not None and market == "spot" else 0.0
     price: Hours = hours * pricing.price * (1 - discount) * units[pricing.kind]
     return price
 
 
-def hourly_charge(pricing: Pricing, nodes: Number) -> Number:
+def compute_hourly_charge(pricing: Pricing, nodes: Number) -> Number:
     """Return the units that an hour of a job on so many nodes is charged with; 0 of another kind of price.
 
     Its billing in whole numbers, as SLURM keeps it of a job, times the QOS's usage factor and the site's charge factors.
@@ -340,7 +342,7 @@ def hourly_charge(pricing: Pricing, nodes: Number) -> Number:
     return float(units) if np.ndim(units) == 0 else units
 
 
-def max_price(spec: JobSpec, node_hours: float, capacity: int | None) -> float | None:
+def compute_max_price(spec: JobSpec, node_hours: float, capacity: int | None) -> float | None:
     """Return what jobs of so many node-hours cost at most; None where that depends on memory that is not known.
 
     Args:
@@ -360,7 +362,7 @@ def max_price(spec: JobSpec, node_hours: float, capacity: int | None) -> float |
             * spec.pricing.price
         )
     gpus = spec.cluster.gpus_per_node
-    return cost(spec.pricing, hours=node_hours, nodes=1, gpus_per_node=gpus, reserved=capacity or 0)
+    return compute_cost(spec.pricing, hours=node_hours, nodes=1, gpus_per_node=gpus, reserved=capacity or 0)
 
 
 def describe_price(pricing: Pricing) -> str:

@@ -6,7 +6,7 @@ if the learning rate suits each batch, as AdaScale's or a well-tuned SGD's does.
 
 The noise scale grows through training, the more so the longer it lasts: of the epochs E that the reference batch takes,
 only about E^-GROWTH is as inefficient for large batches as the first. What the probes see, at the weights training
-starts from, is carried to the whole run by that rule (`equivalent_constant_noise`). What a training has shown after some of its
+starts from, is carried to the whole run by that rule (`compute_equivalent_constant_noise`). What a training has shown after some of its
 epochs is carried on from there, and says more: the first epoch tells nothing of some jobs.
 """
 
@@ -84,7 +84,7 @@ def summarise(pairs: Sequence[Pair], *, local_batch: int, batch: int) -> Gradien
     )
 
 
-def noise_scale(stats: Iterable[GradientStats]) -> Noise | None:
+def estimate_noise_scale(stats: Iterable[GradientStats]) -> Noise | None:
     """Return the noise scale that all probes tell together; None where none can tell it.
 
     Numerator and denominator are averaged over the probes each by itself, as a mean of ratios would be biased; a probe
@@ -105,7 +105,9 @@ def noise_scale(stats: Iterable[GradientStats]) -> Noise | None:
     shares = [samples / sum(weights) for samples in weights]
     total = _combine_moments(moments, shares)
     return (
-        _noise_from_moments(total, scatter=_relative_scatter(moments, shares, total), probes=len(usable))
+        _compute_noise_from_moments(
+            total, scatter=_estimate_relative_scatter(moments, shares, total), probes=len(usable)
+        )
         if total.trace > 0
         else None
     )
@@ -139,7 +141,7 @@ def _combine_moments(moments: Sequence[_Moments], shares: Sequence[float]) -> _M
     )
 
 
-def _relative_scatter(moments: Sequence[_Moments], shares: Sequence[float], total: _Moments) -> float:
+def _estimate_relative_scatter(moments: Sequence[_Moments], shares: Sequence[float], total: _Moments) -> float:
     """Return the relative standard error of the ratio that the differences between probes tell; 0 where one is alone."""
     if len(moments) < 2 or total.sqr <= 0:
         return 0.0
@@ -148,7 +150,7 @@ def _relative_scatter(moments: Sequence[_Moments], shares: Sequence[float], tota
     return math.sqrt(len(off) / (len(off) - 1) * sum(value**2 for value in off)) / total.trace
 
 
-def _noise_from_moments(total: _Moments, *, scatter: float, probes: int) -> Noise:
+def _compute_noise_from_moments(total: _Moments, *, scatter: float, probes: int) -> Noise:
     """Return trace / sqr; a gradient that is not known to be more than nothing leaves the scale open upwards."""
     sure = math.sqrt(max(0.0, total.sqr_variance))
     if total.sqr <= Z90 * sure:
@@ -168,7 +170,7 @@ def _noise_from_moments(total: _Moments, *, scatter: float, probes: int) -> Nois
     return Noise(scale=scale, low=scale / wide, high=scale * wide, error=scale * relative, probes=probes)
 
 
-def equivalent_constant_noise(
+def compute_equivalent_constant_noise(
     noise: float, *, reference: float, epochs: float, growth: float = GROWTH, measured_at: float = 1.0
 ) -> float:
     """Return the constant noise scale that is worth the growing one of a whole training, in samples.
@@ -183,17 +185,17 @@ def equivalent_constant_noise(
     return (reference + noise) * math.pow(max(1.0, epochs / max(1.0, measured_at)), growth) - reference
 
 
-def steps_ratio(batch: Number, *, reference: float, noise: float) -> Number:
+def compute_steps_ratio(batch: Number, *, reference: float, noise: float) -> Number:
     """Return the steps that a batch takes to the same progress, as a multiple of those of the reference batch."""
     return (1 + noise / batch) / (1 + noise / reference) if math.isfinite(noise) else reference / batch
 
 
-def epochs_equivalent(epochs: float, batch: Number, *, reference: float, noise: float) -> Number:
+def compute_equivalent_epochs(epochs: float, batch: Number, *, reference: float, noise: float) -> Number:
     """Return the epochs at a batch, or at each of an array of them, that make the progress of `epochs` at the reference."""
-    return epochs * steps_ratio(batch, reference=reference, noise=noise) * batch / reference
+    return epochs * compute_steps_ratio(batch, reference=reference, noise=noise) * batch / reference
 
 
-def same_progress(rows: Offers, *, epochs: int, reference: int, noise: Noise) -> ProgressColumns:
+def predict_same_progress(rows: Offers, *, epochs: int, reference: int, noise: Noise) -> ProgressColumns:
     """Return what configurations take to the progress of `epochs` at the reference batch.
 
     Where the batch grows (`train.ramp`) each stage makes the progress of its batch in its share of the epochs.
@@ -202,12 +204,16 @@ def same_progress(rows: Offers, *, epochs: int, reference: int, noise: Noise) ->
     the time goes with the epochs, start-up too.
     """
     at = noise.epoch
-    noise_of_training = equivalent_constant_noise(noise.scale, reference=reference, epochs=epochs, measured_at=at)
-    least = equivalent_constant_noise(
+    noise_of_training = compute_equivalent_constant_noise(
+        noise.scale, reference=reference, epochs=epochs, measured_at=at
+    )
+    least = compute_equivalent_constant_noise(
         noise.low, reference=reference, epochs=epochs, growth=SLOWEST_GROWTH, measured_at=at
     )
     count, alike, lossy = (
-        _epochs_over_stages(rows, functools.partial(epochs_equivalent, epochs, reference=reference, noise=value))
+        _count_epochs_over_stages(
+            rows, functools.partial(compute_equivalent_epochs, epochs, reference=reference, noise=value)
+        )
         for value in (noise_of_training, math.inf, least)
     )
     fewest, most = np.minimum(alike, lossy), np.maximum(alike, lossy)
@@ -225,7 +231,7 @@ def same_progress(rows: Offers, *, epochs: int, reference: int, noise: Noise) ->
     )
 
 
-def _epochs_over_stages(rows: Offers, epochs_at: Callable[[Number], Number]) -> Number:
+def _count_epochs_over_stages(rows: Offers, epochs_at: Callable[[Number], Number]) -> Number:
     """Return the epochs that configurations need, shape (n,), from those that a batch needs which stays; each stage stretches alike."""
     epochs_needed = epochs_at(rows.batch) + np.zeros(len(rows))
     if not any(rows.stages):

@@ -10,7 +10,7 @@ import numpy as np
 
 from tula_cli.errors import Infeasible
 from tula_cli.models import interruptions, power
-from tula_cli.models.choice.columns import Flags, Ints, by_value, in_columns, to_columns, to_configs
+from tula_cli.models.choice.columns import Flags, Ints, compute_by_value, convert_to_columns, to_columns, to_configs
 from tula_cli.models.choice.grid import Config, list_places
 from tula_cli.models.choice.offers import Offers
 from tula_cli.models.choice.whole_trainings import Known, Steps, Trainings, index_probes
@@ -20,17 +20,17 @@ from tula_cli.models.observations import (
     OtherSizes,
     Probe,
     T,
-    capacity_of,
-    measurement_warnings,
+    find_capacity,
+    list_measurement_warnings,
     require_measurements,
     require_one_hardware,
     warn_limits,
 )
-from tula_cli.models.out_of_memory import cannot_accumulate, rules_out, smallest_ruled_out, splits_of
-from tula_cli.models.overheads import OverheadModel, median_shutdown
+from tula_cli.models.out_of_memory import cannot_accumulate, find_smallest_ruled_out, is_ruled_out_by, list_splits
+from tula_cli.models.overheads import OverheadModel, compute_median_shutdown
 from tula_cli.models.ramp.by_noise import NoisePath
 from tula_cli.models.ramp.stage_nodes import Worth
-from tula_cli.models.ramp.stage_times import StageTimes, change_costs
+from tula_cli.models.ramp.stage_times import StageTimes, make_change_costs
 from tula_cli.models.time import steptime, stretches
 from tula_cli.models.time.steptime import StepTimeFit
 from tula_cli.models.time.stragglers import fit_with_stragglers
@@ -43,7 +43,7 @@ from tula_cli.run.records.results import Save
 from tula_cli.run.records.tasks import Rung
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import MEMORY_MARGIN
-from tula_cli.words import plural
+from tula_cli.words import format_count
 
 _BLOCK = 8192
 """Configurations that are forecast together: what is worked out on the way takes memory for no more of them."""
@@ -92,9 +92,9 @@ class Forecast(Known):
             BadMeasurements: the probes ran on different hardware, or cannot be fitted together.
         """
         results_ = list(results)
-        measured = sorted(_of_type(results_, Measured), key=lambda probe: (probe.nodes, probe.local_batch))
-        ooms = _of_type(results_, OutOfMemory)
-        require_measurements(measured, ooms, _of_type(results_, Failed), script=spec.script is not None)
+        measured = sorted(_select_type(results_, Measured), key=lambda probe: (probe.nodes, probe.local_batch))
+        ooms = _select_type(results_, OutOfMemory)
+        require_measurements(measured, ooms, _select_type(results_, Failed), script=spec.script is not None)
         require_one_hardware([*measured, *other_sizes.probes])
         footprints = inspection.footprints if inspection else ()
         steps, held_up = fit_with_stragglers(spec, [*measured, *other_sizes.probes], [*trained, *other_sizes.trained])
@@ -107,22 +107,22 @@ class Forecast(Known):
             held_up=bool(held_up),
             memory=memory_model,
             power=power.fit_power_model(measured),
-            capacity=capacity_of(spec, measured, inspection),
+            capacity=find_capacity(spec, measured, inspection),
             probes={(probe.nodes, probe.local_batch): probe for probe in measured},
             ooms=tuple((oom.nodes, oom.local_batch) for oom in ooms),
             dataset_size=measured[0].dataset_size,
             eval_size=next((probe.eval_size for probe in measured if probe.eval_size is not None), None),
-            shutdown=median_shutdown(attempts, measured),
-            saving=interruptions.checkpoint_schedule_of_job(spec, saves, dataset_size=measured[0].dataset_size),
+            shutdown=compute_median_shutdown(attempts, measured),
+            saving=interruptions.find_checkpoint_schedule_of_job(spec, saves, dataset_size=measured[0].dataset_size),
             warnings=(
-                *measurement_warnings(measured),
+                *list_measurement_warnings(measured),
                 *steps.warnings,
                 *held_up,
                 *filter(None, [memory_model.doubt]),
                 *warn_limits(spec, measured, noise),
             ),
             noise=noise,
-            trained=stretches.group_by_configuration(trained),
+            trained=stretches.group_trainings_by_configuration(trained),
         )
 
     def largest_local_batch(self, nodes: int) -> int | None:
@@ -162,25 +162,25 @@ class Forecast(Known):
             max_batch=min(self.dataset_size, search.max_batch or self.dataset_size),
             accumulate=self.spec.train.accumulate,
         )
-        return in_columns(grid)
+        return convert_to_columns(grid)
 
     def feasible(self, nodes: Iterable[int] | None = None) -> list[Config]:
         """Return the candidates that fit."""
         return to_configs(*self._feasible(nodes))
 
     def _feasible(self, nodes: Iterable[int] | None) -> tuple[Ints, Ints]:
-        """Return nodes and batches of the candidates that fit, as `why_not_a_row` has it."""
+        """Return nodes and batches of the candidates that fit, as `describe_why_not_a_row` has it."""
         counts, batch = self._grid(nodes)
         local_batch, sharded = batch // (counts * self.spec.cluster.gpus_per_node), self.spec.train.sharded
-        fits = local_batch <= (by_value(self._max_local_batch, counts) if sharded else self._max_local_batch(1))
+        fits = local_batch <= (compute_by_value(self._max_local_batch, counts) if sharded else self._max_local_batch(1))
         for oom in self.ooms:
-            fits &= ~rules_out(oom, counts, local_batch, sharded=sharded)
+            fits &= ~is_ruled_out_by(oom, counts, local_batch, sharded=sharded)
         fits[list(self.trainings.probes_at(counts, local_batch))] = True
         fits &= self.trainings.stages.fits_mask(counts, batch)
         return counts[fits], batch[fits]
 
     def _to_begin_at(self, nodes: Iterable[int] | None) -> tuple[Ints, Ints]:
-        """Return nodes and batches of the candidates that fit and that a training may begin at, as `stage_refusal` has it."""
+        """Return nodes and batches of the candidates that fit and that a training may begin at, as `describe_stage_refusal` has it."""
         counts, batch = self._feasible(nodes)
         begin = self.trainings.stages.can_begin_mask(counts, batch)
         return counts[begin], batch[begin]
@@ -227,7 +227,7 @@ class Forecast(Known):
         local_batch = config.local_batch(self.spec.cluster.gpus_per_node)
         if (config.nodes, local_batch) in self.probes:
             return ""
-        oom = smallest_ruled_out(self.ooms, config.nodes, local_batch, sharded=self.spec.train.sharded)
+        oom = find_smallest_ruled_out(self.ooms, config.nodes, local_batch, sharded=self.spec.train.sharded)
         if oom is not None:
             return f"a local batch of {oom} was out of memory"
         largest = self.largest_local_batch(config.nodes)
@@ -250,9 +250,11 @@ class Forecast(Known):
             BadMeasurements: the probes do not tell its step time.
         """
         if why := self.why_not(config):
-            raise Infeasible(f"batch {config.batch} on {plural(config.nodes)}: {why}", "tula recommend shows what fits")
+            raise Infeasible(
+                f"batch {config.batch} on {format_count(config.nodes)}: {why}", "tula recommend shows what fits"
+            )
         if why := self.why_unknown(config):
-            raise steptime.prediction_error(f"batch {config.batch} on {plural(config.nodes)}", why)
+            raise steptime.make_prediction_error(f"batch {config.batch} on {format_count(config.nodes)}", why)
         return self.table(*to_columns([config])).record(0)
 
     def predictions(self, nodes: Iterable[int] | None = None) -> tuple[Prediction, ...]:
@@ -302,7 +304,7 @@ class Forecast(Known):
     def _predictions_by_split(self, config: Config, market: Market) -> dict[int, Prediction]:
         """Return the forecasts of a configuration whose micro-batches are cut, by the number of parts."""
         accumulate, local_batch = self.spec.train.accumulate, config.local_batch(self.spec.cluster.gpus_per_node)
-        splits = splits_of(config.batch, micro_batch=local_batch // accumulate, micro_batches=accumulate)
+        splits = list_splits(config.batch, micro_batch=local_batch // accumulate, micro_batches=accumulate)
         rows = (
             {} if cannot_accumulate(self.spec) else {split: self.predict_split(config, split) for split in splits.into}
         )
@@ -361,7 +363,7 @@ class Forecast(Known):
             self.why_unknown,
             noise=self.noise,
             too_large=self.too_large,
-            change=change_costs(overheads, self.spec.cluster.gpus_per_node, self.queue),
+            change=make_change_costs(overheads, self.spec.cluster.gpus_per_node, self.queue),
             by=self.stages_by,
         )
         return Trainings(self, overheads, stages)
@@ -373,5 +375,5 @@ class Forecast(Known):
         return self.saving.describe_loss(row.step_time, epoch_steps=self.dataset_size // row.batch)
 
 
-def _of_type(results: Sequence[Measured | OutOfMemory | Failed], kind: type[T]) -> list[T]:
+def _select_type(results: Sequence[Measured | OutOfMemory | Failed], kind: type[T]) -> list[T]:
     return [result for result in results if isinstance(result, kind)]

@@ -65,7 +65,7 @@ class BranchRequest:
     arm: int
 
 
-def arms_of_training(spec: JobSpec, batch: int) -> tuple[Arm, ...]:
+def list_arms_of_training(spec: JobSpec, batch: int) -> tuple[Arm, ...]:
     """Return the arms of a training at a batch: the spec's own, else the default ones; the control first.
 
     The ramp is the favourite; beside it stand the same with half the learning rate, and with four times the weight decay
@@ -87,8 +87,8 @@ def arms_of_training(spec: JobSpec, batch: int) -> tuple[Arm, ...]:
     return tuple(arms)
 
 
-def job_of_arm(spec: JobSpec, arm: Arm) -> JobSpec:
-    """Return the job as an arm trains it; its learning-rate factor is for `lr_factor`, its stages are `ramp.of_arms`'.
+def make_job_of_arm(spec: JobSpec, arm: Arm) -> JobSpec:
+    """Return the job as an arm trains it; its learning-rate factor is for `compute_lr_factor`, its stages are `ramp.of_arms`'.
 
     What a method does to the learning rate by itself is left out, but of a ramp, whose learning rate is that of the batch in
     use: the arm says it, and all arms begin alike.
@@ -97,11 +97,11 @@ def job_of_arm(spec: JobSpec, arm: Arm) -> JobSpec:
     train = spec.train.model_copy(update={"method": arm.method, "lr_scaling": scaling, "ramp": "auto"})
     schedule = spec.schedule.model_copy(update={"warmup_epochs": spec.schedule.warmup_epochs or 0.0})
     optimizer = _with_decay(spec.optimizer, arm.decay_factor)
-    changes = {"train": train, "schedule": schedule, "ags": _acting_ags(spec), "optimizer": optimizer}
+    changes = {"train": train, "schedule": schedule, "ags": _make_acting_ags(spec), "optimizer": optimizer}
     return spec.model_copy(update=changes)
 
 
-def _acting_ags(spec: JobSpec) -> Ags:
+def _make_acting_ags(spec: JobSpec) -> Ags:
     """Return the settings of AGS so that they act through the job's optimizer: others than SGD may divide a gradient's factor out."""
     if spec.optimizer.name == "SGD":
         return spec.ags
@@ -116,25 +116,25 @@ def _with_decay(optimizer: Optimizer, factor: float) -> Optimizer:
     return optimizer.model_copy(update={"weight_decay": factor * optimizer.weight_decay, "groups": groups})
 
 
-def jobs_of_arms(spec: JobSpec, batch: int) -> list[JobSpec]:
+def make_jobs_of_arms(spec: JobSpec, batch: int) -> list[JobSpec]:
     """Return the job as each arm trains it at a batch."""
-    return [job_of_arm(spec, arm) for arm in arms_of_training(spec, batch)]
+    return [make_job_of_arm(spec, arm) for arm in list_arms_of_training(spec, batch)]
 
 
-def most_expensive_job(spec: JobSpec) -> JobSpec:
+def find_most_expensive_job(spec: JobSpec) -> JobSpec:
     """Return what to measure a job as: with method auto, as the arm that takes the most memory, and its time."""
     if not spec.train.facts.tunes:
         return spec
-    jobs = jobs_of_arms(spec, 4 * spec.train.reference_batch)
-    return max(jobs, key=_expense_key)
+    jobs = make_jobs_of_arms(spec, 4 * spec.train.reference_batch)
+    return max(jobs, key=_rank_by_expense)
 
 
-def _expense_key(spec: JobSpec) -> tuple[bool, ...]:
+def _rank_by_expense(spec: JobSpec) -> tuple[bool, ...]:
     facts = spec.train.facts
     return facts.scales, facts.scales and spec.ags.resolved().granularity == "element", facts.file != "plain"
 
 
-def lr_factor(arm: Arm, epoch: float, *, start: float) -> float:
+def compute_lr_factor(arm: Arm, epoch: float, *, start: float) -> float:
     """Return what an arm multiplies the learning rate by: from 1 at its start to its factor after the warm-up.
 
     Args:
@@ -147,7 +147,7 @@ def lr_factor(arm: Arm, epoch: float, *, start: float) -> float:
     return 1 + (arm.lr_factor - 1) * max(0.0, epoch - start) / arm.warmup_epochs
 
 
-def cooldown_factor(epoch: float, *, start: float, length: float) -> float:
+def compute_cooldown_factor(epoch: float, *, start: float, length: float) -> float:
     """Return what a branch multiplies its learning rate by: from 1 at its half to 0 at its end.
 
     Arms with a high learning rate are further than they seem while it is high: their noise goes when it falls, as it
@@ -161,12 +161,12 @@ def cooldown_factor(epoch: float, *, start: float, length: float) -> float:
     return min(1.0, max(0.0, 2 * (start + length - epoch) / length))
 
 
-def limit_lr_factor(arm: Arm, limit: float) -> Arm:
+def with_limited_lr_factor(arm: Arm, limit: float) -> Arm:
     """Return an arm with a learning-rate factor of at most `limit` (linear scaling), for a batch that became smaller."""
     return arm.model_copy(update={"lr_factor": min(arm.lr_factor, max(1.0, limit))})
 
 
-def rung_sizes(count: int) -> tuple[int, ...]:
+def list_rung_sizes(count: int) -> tuple[int, ...]:
     """Return how many arms each rung trains: (8, 4) of eight, (4,) of four; none where there is nothing to choose."""
     sizes = []
     while count > 1:
@@ -175,7 +175,7 @@ def rung_sizes(count: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def branch_epochs(spec: JobSpec, rung: int, count: int) -> float:
+def compute_branch_epochs(spec: JobSpec, rung: int, count: int) -> float:
     """Return how long the branches of a rung are trained, in epochs of the training set without the held-out part.
 
     At most to the end of the training: there are no later epochs in its schedule.
@@ -185,19 +185,19 @@ def branch_epochs(spec: JobSpec, rung: int, count: int) -> float:
         rung: from 1.
         count: arms of the first rung.
     """
-    first_epochs = _first_epochs(spec, count) if spec.auto.branch_epochs == "auto" else spec.auto.branch_epochs
+    first_epochs = _compute_first_epochs(spec, count) if spec.auto.branch_epochs == "auto" else spec.auto.branch_epochs
     return min(first_epochs * 2.0 ** (rung - 1), float(spec.train.epochs - spec.auto.after))
 
 
-def _first_epochs(spec: JobSpec, count: int) -> float:
+def _compute_first_epochs(spec: JobSpec, count: int) -> float:
     """Return the epochs of a branch in the first rung with which all take their share of the training."""
-    epochs_in_all = sum(number * 2.0**rung for rung, number in enumerate(rung_sizes(count)))
+    epochs_in_all = sum(number * 2.0**rung for rung, number in enumerate(list_rung_sizes(count)))
     return max(0.0, TRAINING_SHARE * spec.train.epochs / (1 - HOLDOUT_SHARE) - spec.auto.after) / max(
         1.0, epochs_in_all
     )
 
 
-def holdout_size(dataset_size: int) -> int:
+def count_holdout_samples(dataset_size: int) -> int:
     """Return how many training samples are held out while the arms are compared."""
     return min(MAX_HOLDOUT, max(1, round(HOLDOUT_SHARE * dataset_size)))
 
@@ -210,7 +210,7 @@ def require_tuning_samples(spec: JobSpec, *, batch: int, dataset_size: int) -> N
     """
     if not spec.train.facts.tunes:
         return
-    remaining = dataset_size - holdout_size(dataset_size)
+    remaining = dataset_size - count_holdout_samples(dataset_size)
     if remaining < batch:
         raise SpecError(
             f"train.method auto compares settings on {remaining} of {dataset_size} training samples, fewer than the batch of {batch}",
@@ -218,12 +218,12 @@ def require_tuning_samples(spec: JobSpec, *, batch: int, dataset_size: int) -> N
         )
 
 
-def branch_samples(spec: JobSpec, rung: int, count: int, size: int) -> int:
+def count_branch_samples(spec: JobSpec, rung: int, count: int, size: int) -> int:
     """Return the samples that a branch passes, of `size` an epoch: the last step may end half a batch from it.
 
     Args: as of `epochs`; size: training samples without the held-out part.
     """
-    return max(1, round(branch_epochs(spec, rung, count) * size))
+    return max(1, round(compute_branch_epochs(spec, rung, count) * size))
 
 
 @dataclass(frozen=True)
@@ -246,12 +246,12 @@ def plan_tuning(spec: JobSpec, *, batch: int, dataset_size: int) -> TuningPlan:
     """
     if not spec.train.facts.tunes:
         return TuningPlan(0, 0, 0)
-    arms = arms_of_training(spec, batch)
-    rungs, holdout = rung_sizes(len(arms)), holdout_size(dataset_size)
+    arms = list_arms_of_training(spec, batch)
+    rungs, holdout = list_rung_sizes(len(arms)), count_holdout_samples(dataset_size)
     if not rungs:
         return TuningPlan(0, 0, holdout)
     size, after = dataset_size - holdout, spec.auto.after
-    beginning = Ramp(stages.stages_of_training(spec, arms[0], batch=batch, size=size)).remaining_steps(
+    beginning = Ramp(stages.plan_stages_of_training(spec, arms[0], batch=batch, size=size)).remaining_steps(
         size=size, epochs=after
     )
     samples = _count_samples(beginning)
@@ -267,8 +267,8 @@ def count_trained_samples(spec: JobSpec, arm: Arm, *, batch: int, rung: int, siz
     Args: as of `plan`; arm: of the branch; size: training samples without the held-out part.
     """
     start = spec.auto.after * size
-    length = branch_samples(spec, rung, len(arms_of_training(spec, batch)), size)
-    ramp = Ramp(stages.stages_of_branch(spec, arm, batch=batch, start=start, length=length))
+    length = count_branch_samples(spec, rung, len(list_arms_of_training(spec, batch)), size)
+    ramp = Ramp(stages.plan_stages_of_branch(spec, arm, batch=batch, start=start, length=length))
     epoch, samples_done, trained = spec.auto.after, 0, 0
     while True:
         steps = next(ramp.steps_of_epoch(epoch, samples_done=samples_done, size=size), None)
@@ -313,7 +313,7 @@ def rank_branches(branches: Sequence[M]) -> list[M]:
     return sorted(branches, key=lambda branch: (branch.diverged, math.inf if branch.loss is None else branch.loss))
 
 
-def survivors(branches: Sequence[Branch]) -> list[str]:
+def select_survivors(branches: Sequence[Branch]) -> list[str]:
     """Return the arms that go into the next rung, best first: the better half without diverged ones, and those that stay.
 
     The control stays, the favourite unless it has diverged, and the best one whatever it is. Of a rung of few the winner alone
@@ -347,19 +347,21 @@ def find_winner(branches: Sequence[Branch]) -> str:
     )
 
 
-def next_best_arm(branches: Sequence[Branch], broken: Sequence[str]) -> str:
+def find_next_best_arm(branches: Sequence[Branch], broken: Sequence[str]) -> str:
     """Return the arm to go on with where others broke down: the winner of the longest branches without them."""
     longest = max(branch.rung for branch in branches)
     return find_winner([b for b in branches if b.rung == longest and (b.arm == CONTROL_ARM or b.arm not in broken)])
 
 
-def longest_control_branch(branches: Sequence[Branch]) -> Branch | None:
+def find_longest_control_branch(branches: Sequence[Branch]) -> Branch | None:
     """Return the control's longest branch."""
     control_branches = [branch for branch in branches if branch.arm == CONTROL_ARM]
     return max(control_branches, key=lambda branch: branch.rung, default=None)
 
 
-def next_branch_or_winner(names: Sequence[str], branches: Sequence[Branch]) -> tuple[BranchRequest | None, str | None]:
+def find_next_branch_or_winner(
+    names: Sequence[str], branches: Sequence[Branch]
+) -> tuple[BranchRequest | None, str | None]:
     """Return the next branch to train, or the winner; one of the two is None.
 
     Where the control beats the arms that came as far as it did, others get a chance against it, at that length: what is
@@ -369,18 +371,18 @@ def next_branch_or_winner(names: Sequence[str], branches: Sequence[Branch]) -> t
         names: of all arms.
         branches: those trained so far.
     """
-    remaining_arms, rung = _surviving_arms(names, branches)
+    remaining_arms, rung = _list_surviving_arms(names, branches)
     if len(remaining_arms) > 1:
         trained_arms = [branch.arm for branch in branches if branch.rung == rung]
         return BranchRequest(rung, next(names.index(name) for name in remaining_arms if name not in trained_arms)), None
     last_rung = [branch for branch in branches if branch.rung == rung - 1]
     leading_arm = find_winner(last_rung) if last_rung else remaining_arms[0]
-    if leading_arm == CONTROL_ARM and (challenger := _challenger(branches, rung - 1)) is not None:
+    if leading_arm == CONTROL_ARM and (challenger := _find_challenger(branches, rung - 1)) is not None:
         return BranchRequest(rung - 1, names.index(challenger)), None
     return None, leading_arm
 
 
-def _challenger(branches: Sequence[Branch], last_rung: int) -> str | None:
+def _find_challenger(branches: Sequence[Branch], last_rung: int) -> str | None:
     """Return the arm that may meet the control in the last rung: the best of those that were better than it before."""
     met = {branch.arm for branch in branches if branch.rung == last_rung}
     if len(met) > MAX_CHALLENGERS:
@@ -393,18 +395,18 @@ def _challenger(branches: Sequence[Branch], last_rung: int) -> str | None:
     return None
 
 
-def arms_of_rung(names: Sequence[str], branches: Sequence[Branch]) -> list[str]:
+def list_arms_of_rung(names: Sequence[str], branches: Sequence[Branch]) -> list[str]:
     """Return the arms of the rung under way, in the order in which they are trained."""
-    return _surviving_arms(names, branches)[0]
+    return _list_surviving_arms(names, branches)[0]
 
 
-def _surviving_arms(names: Sequence[str], branches: Sequence[Branch]) -> tuple[list[str], int]:
+def _list_surviving_arms(names: Sequence[str], branches: Sequence[Branch]) -> tuple[list[str], int]:
     """Return the arms of the first rung that is not complete, and its number."""
     remaining_arms, rung = list(names), 1
     while len(remaining_arms) > 1:
         trained = {branch.arm: branch for branch in branches if branch.rung == rung}
         if not all(name in trained for name in remaining_arms):
             break
-        surviving = survivors([trained[name] for name in remaining_arms])
+        surviving = select_survivors([trained[name] for name in remaining_arms])
         remaining_arms, rung = [name for name in names if name in surviving], rung + 1
     return remaining_arms, rung

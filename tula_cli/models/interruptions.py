@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from tula_cli.models.cost import TrainingTime, script_seconds
+from tula_cli.models.cost import TrainingTime, compute_script_seconds
 from tula_cli.run.records.results import Save
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.scripts.script import Script
-from tula_cli.words import format_duration, plural
+from tula_cli.words import format_count, format_duration
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class CheckpointSchedule:
             return math.inf
         stepping, overheads = work.epochs * work.steps * step_time, training.overheads
         wait, rate = training.wait, training.rate
-        return script_seconds(stepping, overheads=overheads, interval=interval, rate=rate, wait=wait) / 3600
+        return compute_script_seconds(stepping, overheads=overheads, interval=interval, rate=rate, wait=wait) / 3600
 
     def interval(self, step_time: Any, *, epoch_steps: Any) -> Any | None:
         """Return the seconds between two checkpoints; infinite where it goes on from none, None where nothing tells.
@@ -77,9 +77,9 @@ class CheckpointSchedule:
     @property
     def _interval_text(self) -> str:
         if self.epochs is not None:
-            return "each epoch" if self.epochs == 1 else f"every {plural(self.epochs, 'epoch')}"
+            return "each epoch" if self.epochs == 1 else f"every {format_count(self.epochs, 'epoch')}"
         if self.steps is not None:
-            return "each step" if self.steps == 1 else f"every {plural(self.steps, 'step')}"
+            return "each step" if self.steps == 1 else f"every {format_count(self.steps, 'step')}"
         return f"every {format_duration(self.seconds)}"
 
     @property
@@ -89,14 +89,14 @@ class CheckpointSchedule:
         return f"; before a time limit it is asked to save ({self.asked})"
 
 
-def checkpoint_schedule_of_job(
+def find_checkpoint_schedule_of_job(
     spec: JobSpec, saves: Iterable[Save], *, dataset_size: int | None
 ) -> CheckpointSchedule | None:
     """Return how often a job's script saves, as `saving` has it; None of tula's own loop."""
-    return None if spec.script is None else checkpoint_schedule(spec.script, saves, dataset_size=dataset_size)
+    return None if spec.script is None else find_checkpoint_schedule(spec.script, saves, dataset_size=dataset_size)
 
 
-def checkpoint_schedule(script: Script, saves: Iterable[Save], *, dataset_size: int | None) -> CheckpointSchedule:
+def find_checkpoint_schedule(script: Script, saves: Iterable[Save], *, dataset_size: int | None) -> CheckpointSchedule:
     """Return how often a script saves: as its trainings have shown, else as its section says.
 
     Args:
@@ -111,7 +111,7 @@ def checkpoint_schedule(script: Script, saves: Iterable[Save], *, dataset_size: 
         interval = resume.checkpoint_interval if resume is not None else None
         in_steps = interval if isinstance(interval, int) else None
         return CheckpointSchedule(True, script.save, epochs=1 if interval == "epoch" else None, steps=in_steps)
-    if epochs := _whole_epochs(saves_, dataset_size):
+    if epochs := _find_whole_epochs(saves_, dataset_size):
         return CheckpointSchedule(True, script.save, epochs=epochs)
     steps = [save.steps for save in saves_]
     usual, times = statistics.mode(steps), [save.seconds for save in saves_ if save.seconds is not None]
@@ -120,7 +120,7 @@ def checkpoint_schedule(script: Script, saves: Iterable[Save], *, dataset_size: 
     return CheckpointSchedule(True, script.save, steps=usual)
 
 
-def _whole_epochs(saves: list[Save], dataset_size: int | None) -> int | None:
+def _find_whole_epochs(saves: list[Save], dataset_size: int | None) -> int | None:
     """Return after how many epochs most saves came, but for a last batch of each; None where that is no whole number."""
     if not dataset_size:
         return None

@@ -24,7 +24,7 @@ SOUND, FEW = 0.25, 3
 """Of that rise: up to so much of it a loss is as it was before, in so many steps."""
 
 
-def max_spike_steps(steps: int) -> int:
+def compute_max_spike_steps(steps: int) -> int:
     """Return for how many steps of a training of so many a spike may last: in a short one a tenth, in a long one a hundredth."""
     return max(16, min(40, steps // 10), steps // 100)
 

@@ -9,14 +9,14 @@ from tula_cli.errors import BadMeasurements, Infeasible
 from tula_cli.models import claims, refresh
 from tula_cli.models.out_of_memory import LESS_MEMORY, LESS_MEMORY_FOR_SCRIPT
 from tula_cli.models.ramp.by_noise import NoisePath, warn_missing_noise
-from tula_cli.models.time.noise import trimmed_mean
+from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.models.time.steptime import Observation
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import TrainedSteps
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import MEMORY_MARGIN
-from tula_cli.words import place, plural
+from tula_cli.words import describe_probe_place, format_count
 
 T = TypeVar("T", Measured, OutOfMemory, Failed)
 
@@ -82,7 +82,7 @@ def warn_other_algorithm(spec: JobSpec, measured: Iterable[Measured]) -> list[st
     if {chosen, modelled} != {"ring", "tree"}:
         return []
     return [
-        f"NCCL chose a {chosen} for its largest all-reduces on {plural(probe.nodes)}, and times are modelled as a"
+        f"NCCL chose a {chosen} for its largest all-reduces on {format_count(probe.nodes)}, and times are modelled as a"
         f" {modelled}'s: set cluster.collective: {chosen}"
     ]
 
@@ -127,7 +127,7 @@ def _warn_unknown_memory(spec: JobSpec, measured: Sequence[Measured]) -> list[st
     on_gpu = [probe for probe in measured if probe.environment.device == "cuda"]
     if not on_gpu:
         return []
-    if capacity_of(spec, measured, None) is None:
+    if find_capacity(spec, measured, None) is None:
         largest = max(probe.local_batch for probe in on_gpu)
         return [
             f"how much memory a GPU has is not known: local batches above {largest}, the largest that ran, may not fit; set"
@@ -154,7 +154,7 @@ def require_measurements(
         )
     if failed:
         raise TooFew(
-            f"no probe was measured; the one with {plural(failed[0].nodes, 'node')} and local batch {failed[0].local_batch} failed:"
+            f"no probe was measured; the one with {format_count(failed[0].nodes, 'node')} and local batch {failed[0].local_batch} failed:"
             f" {failed[0].message}",
             "see tula logs, then run tula profile again",
         )
@@ -170,7 +170,7 @@ def describe_mixed_hardware(measured: Sequence[Measured]) -> str:
     """Say where probes ran on different hardware: what they measured belongs to different fits. Empty where they did not."""
     for probe in measured:
         if probe.environment.mixed:
-            return f"{probe.id} ran on different hardware at once ({_hardware_of(probe)}): its times are those of the slowest"
+            return f"{probe.id} ran on different hardware at once ({_get_hardware(probe)}): its times are those of the slowest"
     where: dict[str, list[str]] = {}
     for probe in measured:
         where.setdefault(probe.environment.hardware, []).append(probe.id)
@@ -180,11 +180,11 @@ def describe_mixed_hardware(measured: Sequence[Measured]) -> str:
     return f"the probes ran on different hardware and cannot be fitted together ({description})"
 
 
-def _hardware_of(probe: Measured) -> str:
+def _get_hardware(probe: Measured) -> str:
     return "; ".join(f"{node.name}: {' and '.join(node.hardware)}" for node in probe.environment.nodes)
 
 
-def capacity_of(spec: JobSpec, measured: Sequence[Measured], inspection: Inspection | None) -> int | None:
+def find_capacity(spec: JobSpec, measured: Sequence[Measured], inspection: Inspection | None) -> int | None:
     """Return the bytes of one GPU: the least that probes found, else what is known without them; None for no bound."""
     capacities = [probe.capacity for probe in measured if probe.capacity is not None]
     if capacities:
@@ -192,7 +192,7 @@ def capacity_of(spec: JobSpec, measured: Sequence[Measured], inspection: Inspect
     return (inspection.capacity if inspection else None) or spec.cluster.memory_per_gpu
 
 
-def measurement_warnings(measured: Sequence[Measured]) -> list[str]:
+def list_measurement_warnings(measured: Sequence[Measured]) -> list[str]:
     """Return what makes these measurements less than they seem."""
     return [
         *_warn_oversubscribed(measured),
@@ -222,7 +222,7 @@ def _warn_software(measured: Sequence[Measured]) -> list[str]:
 
 def _warn_thrashing(measured: Sequence[Measured]) -> list[str]:
     return [
-        f"{_name_configuration(probe)} flushed the allocator's cache {probe.allocator_retries} times: its steps are slower than need be"
+        f"{_describe_configuration(probe)} flushed the allocator's cache {probe.allocator_retries} times: its steps are slower than need be"
         for probe in measured
         if probe.allocator_retries
     ]
@@ -234,14 +234,14 @@ def _warn_waiting_for_data(measured: Sequence[Measured]) -> list[str]:
     if not waits:
         return []
     return [
-        f"input-bound: steps wait for the data loader for more than {_WAITING:.0%} of their time ({_name_configurations(waits)}); it sets"
+        f"input-bound: steps wait for the data loader for more than {_WAITING:.0%} of their time ({_describe_configurations(waits)}); it sets"
         f" the pace, and faster GPUs or links do not help there; more loader workers (train.workers) may{_describe_rates(waits)}"
     ]
 
 
 def _is_waiting_for_data(probe: Measured) -> bool:
     """Return whether the loader sets the pace: where its workers deliver all at once, most steps wait for nothing."""
-    if probe.data_wait is not None and probe.data_wait > _WAITING * trimmed_mean(probe.step_times):
+    if probe.data_wait is not None and probe.data_wait > _WAITING * compute_trimmed_mean(probe.step_times):
         return True
     alone, cached = probe.loader_time, probe.cached_time
     return alone is not None and cached is not None and cached < (1 - _WAITING) * alone
@@ -254,7 +254,7 @@ def _describe_rates(waits: Iterable[Measured]) -> str:
         return ""
     alone, cached, probe = max(rates, key=lambda row: row[0] / row[1])
     return (
-        f" (with {place(probe.nodes, probe.local_batch)} it makes the data of a step in {1000 * alone:.3g} ms, and a step on"
+        f" (with {describe_probe_place(probe.nodes, probe.local_batch)} it makes the data of a step in {1000 * alone:.3g} ms, and a step on"
         f" data that is there takes {1000 * cached:.3g})"
     )
 
@@ -266,20 +266,20 @@ def _warn_throttled(measured: Sequence[Measured]) -> list[str]:
         return []
     slowest = min((state for _, state in throttled), key=lambda state: state.sm_mhz)
     reasons = sorted({reason for _, state in throttled for reason in state.held_down})
-    where = _name_configurations(list({probe.id: probe for probe, _ in throttled}.values()))
+    where = _describe_configurations(list({probe.id: probe for probe, _ in throttled}.values()))
     return [
         f"throttled: the clocks of GPUs were held down by {' and '.join(reasons)} while steps were timed ({where}; down to"
         f" {slowest.sm_mhz} MHz at {slowest.watts:.0f} W): a cooler GPU, or one with another power limit, takes another time"
     ]
 
 
-def _name_configurations(probes: Iterable[Measured]) -> str:
+def _describe_configurations(probes: Iterable[Measured]) -> str:
     """Name probes by their nodes."""
     sizes: dict[int, list[str]] = {}
     for probe in probes:
         sizes.setdefault(probe.nodes, []).append(str(probe.local_batch))
-    return "; ".join(f"{plural(n)} at local batch {', '.join(batches)}" for n, batches in sizes.items())
+    return "; ".join(f"{format_count(n)} at local batch {', '.join(batches)}" for n, batches in sizes.items())
 
 
-def _name_configuration(probe: Measured) -> str:
-    return place(probe.nodes, probe.local_batch)
+def _describe_configuration(probe: Measured) -> str:
+    return describe_probe_place(probe.nodes, probe.local_batch)

@@ -42,7 +42,7 @@ def cannot_accumulate(spec: JobSpec) -> str:
     return ""
 
 
-def splits_of(
+def list_splits(
     batch: int, *, micro_batch: int, micro_batches: int, limits: Sequence[tuple[Callable[[int], bool], str]] = ()
 ) -> Splits:
     """Return into how many parts a micro-batch may be cut: all of one size, each number at least twice the one before.
@@ -57,7 +57,7 @@ def splits_of(
     """
     splits: list[int] = []
     least = 2
-    for split in divisors(micro_batch):
+    for split in list_divisors(micro_batch):
         if split < least:
             continue
         broken = [why for holds, why in limits if not holds(micro_batch // split)]
@@ -68,7 +68,7 @@ def splits_of(
     return _make_splits(batch, micro_batch, micro_batches, splits, "it holds one sample")
 
 
-def divisors(number: int) -> list[int]:
+def list_divisors(number: int) -> list[int]:
     """Return the divisors of a positive number, ascending."""
     divisors, remaining, prime = {1}, number, 2
     while remaining > 1:
@@ -86,7 +86,7 @@ def _make_splits(batch: int, micro_batch: int, micro_batches: int, into: list[in
     return Splits(batch=batch, micro_batch=micro_batch, micro_batches=micro_batches, into=tuple(into), limit=limit)
 
 
-def batch_norm_limit(*, ranks: int = 1) -> tuple[Callable[[int], bool], str]:
+def make_batch_norm_limit(*, ranks: int = 1) -> tuple[Callable[[int], bool], str]:
     """Return the limit that BatchNorm sets to a micro-batch, and its words.
 
     Args:
@@ -99,7 +99,7 @@ def batch_norm_limit(*, ranks: int = 1) -> tuple[Callable[[int], bool], str]:
     return holds, f"BatchNorm would take its statistics over fewer than {MIN_NORMALISED} samples"
 
 
-def next_fallback(
+def find_next_fallback(
     batches: Sequence[int],
     splits: int,
     micro_batches: MicroBatches | None,
@@ -156,13 +156,15 @@ def _describe_normalisation(micro_batches: MicroBatches, splits: Splits, split: 
     return f", with {STATISTICS} {samples} samples" if samples else ""
 
 
-def statistics_in_cause(cause: str) -> str:
+def parse_statistics_in_cause(cause: str) -> str:
     """Return what the cause of a relaunch tells of BatchNorm's statistics; empty where they stayed as they were."""
     _, separator, text = cause.partition(f"{STATISTICS} ")
     return f"{separator}{text}"
 
 
-def smallest_ruled_out(ooms: Iterable[tuple[int, int]], nodes: int, local_batch: int, *, sharded: bool) -> int | None:
+def find_smallest_ruled_out(
+    ooms: Iterable[tuple[int, int]], nodes: int, local_batch: int, *, sharded: bool
+) -> int | None:
     """Return the smallest local batch whose out-of-memory tells that a configuration does not fit; None where none does.
 
     Args:
@@ -170,11 +172,11 @@ def smallest_ruled_out(ooms: Iterable[tuple[int, int]], nodes: int, local_batch:
         nodes, local_batch: of the configuration.
         sharded: whether the GPUs share the model: then fewer nodes have no more room, but more of them may.
     """
-    sizes = [oom[1] for oom in ooms if rules_out(oom, nodes, local_batch, sharded=sharded)]
+    sizes = [oom[1] for oom in ooms if is_ruled_out_by(oom, nodes, local_batch, sharded=sharded)]
     return min(sizes, default=None)
 
 
-def rules_out(oom: tuple[int, int], nodes: Number, local_batch: Number, *, sharded: bool) -> Number:
+def is_ruled_out_by(oom: tuple[int, int], nodes: Number, local_batch: Number, *, sharded: bool) -> Number:
     """Return whether a probe that was out of memory tells that a configuration, or each of an array of them, does not fit."""
     count, size = oom
     return (size <= local_batch) & (nodes <= count) if sharded else size <= local_batch

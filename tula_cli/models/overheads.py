@@ -56,7 +56,9 @@ class OverheadModel:
             else None,
             eval_batch_size=np.array([probe.overheads.eval_batch_size or 0 for probe in near])[nearest_probe],
             checkpoint=self._medians_by_nodes(saves, nodes) if saves else None,
-            refresh=refresh.refresh_seconds(self.spec, self.probes, nodes=nodes, local_batch=local_batch, batch=batch),
+            refresh=refresh.compute_refresh_seconds(
+                self.spec, self.probes, nodes=nodes, local_batch=local_batch, batch=batch
+            ),
         )
 
     @cached_property
@@ -78,7 +80,7 @@ class OverheadModel:
         return medians_
 
 
-def median_shutdown(attempts: Iterable[Attempt], measured: Sequence[Measured]) -> float:
+def compute_median_shutdown(attempts: Iterable[Attempt], measured: Sequence[Measured]) -> float:
     """Return the median seconds between the last result of a job and its end; 0 where no job tells."""
     seconds = []
     for attempt in attempts:
@@ -90,7 +92,7 @@ def median_shutdown(attempts: Iterable[Attempt], measured: Sequence[Measured]) -
     return statistics.median(seconds) if seconds else 0.0
 
 
-def median_queue_wait(jobs: Iterable[Job], attempts: Iterable[Attempt]) -> float:
+def compute_median_queue_wait(jobs: Iterable[Job], attempts: Iterable[Attempt]) -> float:
     """Return the median seconds that jobs have waited in a queue from their submission to their first start; 0 where none tells."""
     started: dict[str, float] = {}
     for attempt in attempts:

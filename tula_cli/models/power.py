@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tula_cli.run.records.probes import Measured
-from tula_cli.words import number, plural
+from tula_cli.words import format_count, format_number
 
 Floats = NDArray[np.float64]
 Number = Any
@@ -45,7 +45,7 @@ class PowerModel:
 
     def measured(self, probe: Measured) -> Power:
         """Return the power that a probe tells, which has to."""
-        return Power(_mean_watts(probe), self.error)
+        return Power(_compute_mean_watts(probe), self.error)
 
     def predict(self, seconds: Number, local_batch: Number) -> Power:
         """Return the power at a configuration that no probe tells, or at each of many.
@@ -67,9 +67,9 @@ def fit_power_model(probes: Iterable[Measured]) -> PowerModel | None:
     probes_with_energy = [probe for probe in probes_ if probe.energy is not None]
     if not probes_with_energy:
         return None
-    rows = np.array([[_energy_step_time(probe), probe.local_batch] for probe in probes_with_energy], dtype=float)
-    rows /= np.array([[_mean_watts(probe) * _energy_step_time(probe)] for probe in probes_with_energy])
-    fitted = _two_coefficients(rows) if len(probes_with_energy) >= _MIN_PROBES else None
+    rows = np.array([[_get_energy_step_time(probe), probe.local_batch] for probe in probes_with_energy], dtype=float)
+    rows /= np.array([[_compute_mean_watts(probe) * _get_energy_step_time(probe)] for probe in probes_with_energy])
+    fitted = _fit_two_coefficients(rows) if len(probes_with_energy) >= _MIN_PROBES else None
     columns = rows[:, :1] if fitted is None else rows
     coefficients = _solve(columns) if fitted is None else fitted
     residuals = columns @ coefficients - 1
@@ -78,22 +78,22 @@ def fit_power_model(probes: Iterable[Measured]) -> PowerModel | None:
         idle=idle,
         per_sample=per_sample,
         words=_describe_power(idle, per_sample, residuals, probe_count=len(probes_with_energy), of=len(probes_)),
-        error=_half_interval(residuals, parameters=len(coefficients)),
+        error=_compute_half_interval(residuals, parameters=len(coefficients)),
         _spread=np.linalg.inv(columns.T @ columns),
     )
 
 
-def _energy_step_time(probe: Measured) -> float:
+def _get_energy_step_time(probe: Measured) -> float:
     """Return the step time over which the energy was counted: every timed step's, none left out."""
     return float(np.mean(probe.step_times))
 
 
-def _mean_watts(probe: Measured) -> float:
+def _compute_mean_watts(probe: Measured) -> float:
     assert probe.energy is not None
-    return probe.energy / (probe.nodes * probe.gpus_per_node * _energy_step_time(probe))
+    return probe.energy / (probe.nodes * probe.gpus_per_node * _get_energy_step_time(probe))
 
 
-def _two_coefficients(rows: Floats) -> Floats | None:
+def _fit_two_coefficients(rows: Floats) -> Floats | None:
     """Return P and e; None where the probes do not tell them apart, or one would be nothing, or negative."""
     scale = np.linalg.norm(rows, axis=0)
     if np.linalg.cond(rows / scale) > _MAX_CONDITION:
@@ -106,7 +106,7 @@ def _solve(rows: Floats) -> Floats:
     return np.asarray(np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0], dtype=np.float64)
 
 
-def _half_interval(residuals: Floats, *, parameters: int) -> float | None:
+def _compute_half_interval(residuals: Floats, *, parameters: int) -> float | None:
     freedom = len(residuals) - parameters
     if freedom < 1:
         return None
@@ -118,12 +118,12 @@ def _half_interval(residuals: Floats, *, parameters: int) -> float | None:
 def _describe_power(
     idle: float, per_sample: float, residuals: Sequence[float] | Floats, *, probe_count: int, of: int
 ) -> str:
-    per_sample_text = f" and {number(per_sample)} J a sample" if per_sample else ", whatever the batch"
+    per_sample_text = f" and {format_number(per_sample)} J a sample" if per_sample else ", whatever the batch"
     error = "" if probe_count < 2 else f"; off by {float(np.median(np.abs(residuals))):.1%} in the median"
-    return f"{number(idle)} W a GPU{per_sample_text}, from {probe_count} of {plural(of, 'probe')}{error}"
+    return f"{format_number(idle)} W a GPU{per_sample_text}, from {probe_count} of {format_count(of, 'probe')}{error}"
 
 
-def interval_end(kwh: Floats, power: Power, bound: Floats, hours: Floats, *, sign: int) -> Floats:
+def compute_interval_end(kwh: Floats, power: Power, bound: Floats, hours: Floats, *, sign: int) -> Floats:
     """Return an end of the 90 % interval, nan without one: the errors of power and of time come together by chance alone."""
     if power.error is None:
         return np.full(len(kwh), np.nan)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tula_cli.models.choice.columns import Floats, Ints
 
 
-def small_batch_size(spec: JobSpec, batch: int) -> int:
+def compute_small_batch_size(spec: JobSpec, batch: int) -> int:
     """Return b_small of a refresh at a global batch: the batch the learning rate was tuned for, at most a quarter of it.
 
     Where that is not below the batch there is nothing to scale: AGS then is the identity, and does not refresh.
@@ -26,10 +26,10 @@ def small_batch_size(spec: JobSpec, batch: int) -> int:
 def has_separate_refreshes(spec: JobSpec, batch: int) -> bool:
     """Return whether some steps at a global batch take a refresh that others do not."""
     ags = spec.ags.resolved()
-    return spec.train.facts.refreshes and not ags.each_step and small_batch_size(spec, batch) < batch
+    return spec.train.facts.refreshes and not ags.each_step and compute_small_batch_size(spec, batch) < batch
 
 
-def max_samples_drawn(spec: JobSpec, batch: int, *, available: int, world: int) -> int:
+def compute_max_samples_drawn(spec: JobSpec, batch: int, *, available: int, world: int) -> int:
     """Return the most samples that one rank gives to a refresh at a global batch; 1 where none takes any.
 
     Args:
@@ -38,7 +38,7 @@ def max_samples_drawn(spec: JobSpec, batch: int, *, available: int, world: int) 
         available: samples of a rank's micro-batch.
         world: ranks.
     """
-    small = small_batch_size(spec, batch)
+    small = compute_small_batch_size(spec, batch)
     by_norms = world > 1 and spec.ags.resolved().source == "local_norms"
     if not spec.train.facts.scales or by_norms or small >= batch or available < 1:
         return 1
@@ -61,7 +61,7 @@ def count_refreshes(spec: JobSpec, *, batch: int, steps: int) -> int:
     return epochs * steps // refresh.every if isinstance(refresh, Every) else epochs
 
 
-def refresh_seconds(
+def compute_refresh_seconds(
     spec: JobSpec, probes: Iterable[Measured], *, nodes: "Ints", local_batch: "Ints", batch: "Ints"
 ) -> "Floats":
     """Return what one refresh adds to a step at each of many configurations, shape (n,); nan where no probe tells.
@@ -77,50 +77,53 @@ def refresh_seconds(
     """
     import numpy as np
 
-    from tula_cli.models.choice.columns import by_value, find_nearest
+    from tula_cli.models.choice.columns import compute_by_value, find_nearest
     from tula_cli.models.choice.columns import compute_ratios as doublings
 
-    refreshed = by_value(lambda size: has_separate_refreshes(spec, size), batch)
+    refreshed = compute_by_value(lambda size: has_separate_refreshes(spec, size), batch)
     if not refreshed.any():
         return np.zeros(len(batch))
     probes_, accumulate = list(probes), spec.train.accumulate
     share = np.minimum(
-        by_value(lambda size: small_batch_size(spec, size), batch), np.maximum(1, local_batch // accumulate)
+        compute_by_value(lambda size: compute_small_batch_size(spec, size), batch),
+        np.maximum(1, local_batch // accumulate),
     )
     timed = [
         probe for probe in probes_ if has_separate_refreshes(spec, probe.batch) and probe.overheads.refresh is not None
     ]
-    local = [probe for probe in probes_ if _time_without_sync(probe) is not None]
+    local = [probe for probe in probes_ if _get_time_without_sync(probe) is not None]
     if timed:
         unlike = (
-            doublings([_samples_per_rank(spec, probe.batch, probe.local_batch) for probe in timed], share),
+            doublings([_count_samples_per_rank(spec, probe.batch, probe.local_batch) for probe in timed], share),
             doublings([probe.nodes for probe in timed], nodes),
             doublings([probe.local_batch for probe in timed], local_batch),
         )
         took = np.array([probe.overheads.refresh for probe in timed], dtype=float)[find_nearest(*unlike)]
     elif local:
         alike = find_nearest(doublings([probe.local_batch for probe in local], share))
-        took = np.array([_time_without_sync(probe) for probe in local], dtype=float)[alike]
+        took = np.array([_get_time_without_sync(probe) for probe in local], dtype=float)[alike]
     else:
         took = np.full(len(batch), np.nan)
     return np.where(refreshed, took, 0.0)
 
 
-def _time_without_sync(probe: Measured) -> float | None:
+def _get_time_without_sync(probe: Measured) -> float | None:
     """Return a step without synchronisation, which one GPU's is in any case; None where it was not measured."""
     if probe.compute_time is None and probe.nodes * probe.gpus_per_node == 1:
-        from tula_cli.models.time.noise import trimmed_mean  # numpy, which the commands that only look have no time for
+        from tula_cli.models.time.noise import (
+            compute_trimmed_mean,  # numpy, which the commands that only look have no time for
+        )
 
-        return trimmed_mean(probe.step_times)
+        return compute_trimmed_mean(probe.step_times)
     return probe.compute_time
 
 
 def is_refresh_time_unknown(spec: JobSpec, probes: Iterable[Measured]) -> bool:
     """Return whether some steps take a refresh, and no probe tells what that is."""
     apart_from_steps = spec.train.facts.refreshes and not spec.ags.resolved().each_step
-    return apart_from_steps and all(p.overheads.refresh is None and _time_without_sync(p) is None for p in probes)
+    return apart_from_steps and all(p.overheads.refresh is None and _get_time_without_sync(p) is None for p in probes)
 
 
-def _samples_per_rank(spec: JobSpec, batch: int, local_batch: int) -> int:
+def _count_samples_per_rank(spec: JobSpec, batch: int, local_batch: int) -> int:
     """Return the samples of one rank that takes part in a refresh."""
-    return min(small_batch_size(spec, batch), max(1, local_batch // spec.train.accumulate))
+    return min(compute_small_batch_size(spec, batch), max(1, local_batch // spec.train.accumulate))

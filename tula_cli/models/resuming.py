@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tula_cli.run.records.scripts import Phase, Rehearsed, Verdict
-from tula_cli.words import format_duration, format_percent, number
+from tula_cli.words import format_duration, format_number, format_percent
 
 LR_TOLERANCE = 0.01
 """Share by which a learning rate may differ from the expected one, beside what its schedule does in two steps."""
@@ -46,7 +46,7 @@ def judge_resume_test(starts: Sequence[Rehearsed], *, lr_ratio: float | None) ->
         lr_ratio: what the command line makes of the learning rate at half the batch, relative to the whole; None where the
             script has its own.
     """
-    begin, same, half = (_last_of_phase(starts, phase) for phase in ("begin", "same", "half"))
+    begin, same, half = (_find_last_of_phase(starts, phase) for phase in ("begin", "same", "half"))
     if begin is None or same is None or begin.saved_samples is None:
         return ResumeJudgement(None, (_explain_no_checkpoint(begin),))
     same_batch = _judge_resumed(begin, same, lr_ratio=1.0)
@@ -59,7 +59,7 @@ def judge_resume_test(starts: Sequence[Rehearsed], *, lr_ratio: float | None) ->
     if half is None:
         return ResumeJudgement("same", (*same_batch.told, "not rehearsed at another batch"), same_batch.faults)
     second = _judge_resumed(begin, half, lr_ratio=lr_ratio)
-    schedule = "" if second.faults else _schedule_fault(begin, same, half, lr_ratio)
+    schedule = "" if second.faults else _find_schedule_fault(begin, same, half, lr_ratio)
     reasons = (*same_batch.told, *second.told, *([schedule] if schedule else []))
     faults = (*same_batch.faults, *second.faults, *([schedule] if schedule else []))
     if not second.exact or same_batch.faults or schedule:
@@ -67,7 +67,7 @@ def judge_resume_test(starts: Sequence[Rehearsed], *, lr_ratio: float | None) ->
     return ResumeJudgement("epoch" if _is_at_epoch_end(begin) else "any", reasons, faults)
 
 
-def _last_of_phase(starts: Sequence[Rehearsed], phase: Phase) -> Rehearsed | None:
+def _find_last_of_phase(starts: Sequence[Rehearsed], phase: Phase) -> Rehearsed | None:
     return next((start for start in reversed(starts) if start.phase == phase), None)
 
 
@@ -113,7 +113,7 @@ def _judge_resumed(begin: Rehearsed, start: Rehearsed, *, lr_ratio: float | None
         return _Resumed(told=(f"not rehearsed {at}: no step within {format_duration(start.seconds)}",))
     counted = _judge_samples(begin, start)
     lr = _judge_learning_rate(begin, start, lr_ratio) or (
-        _schedule_lost(begin, start) if start.batch == begin.batch else ""
+        _find_lost_schedule(begin, start) if start.batch == begin.batch else ""
     )
     faults = (*([lr] if lr else []), *counted.faults)
     messages = (*([lr] if lr else []), *counted.told)
@@ -127,7 +127,7 @@ def _judge_samples(begin: Rehearsed, start: Rehearsed) -> _Resumed:
         return _Resumed(
             told=(f"samples {at} were not compared: nothing tells those of an epoch (script.dataset_size)",)
         )
-    remaining, tolerance = total - saved, _sample_tolerance(begin, start, total - saved)
+    remaining, tolerance = total - saved, _compute_sample_tolerance(begin, start, total - saved)
     beyond = start.samples - remaining
     if beyond > tolerance:
         least = "at least " * (start.ended == "cut")
@@ -156,7 +156,7 @@ def _judge_samples(begin: Rehearsed, start: Rehearsed) -> _Resumed:
     )
 
 
-def _sample_tolerance(begin: Rehearsed, start: Rehearsed, remaining: int) -> int:
+def _compute_sample_tolerance(begin: Rehearsed, start: Rehearsed, remaining: int) -> int:
     """Return samples that say nothing: each epoch may drop its last batch, and a batch is counted ahead of the checkpoint."""
     epochs = math.ceil(remaining / begin.dataset_size) if begin.dataset_size else 1
     return max(1, epochs) * start.batch + begin.batch
@@ -166,23 +166,25 @@ def _judge_learning_rate(begin: Rehearsed, start: Rehearsed, ratio: float | None
     """Return what is wrong with the first learning rate after the checkpoint; empty where nothing is, or none is told."""
     if begin.next_lr is None or start.first_lr is None:
         return ""
-    ratios = _allowed_ratios(ratio)
+    ratios = _list_allowed_ratios(ratio)
     slack = LR_TOLERANCE * abs(begin.next_lr) + begin.lr_step
     if any(abs(start.first_lr - begin.next_lr * ratio_) <= slack * ratio_ for ratio_ in ratios):
         return ""
     expected = begin.next_lr * ratios[0]
     expected_text = (
-        f"it was {number(expected, 4)} there at first" if ratios[0] == 1.0 else f"{number(expected, 4)} was asked for"
+        f"it was {format_number(expected, 4)} there at first"
+        if ratios[0] == 1.0
+        else f"{format_number(expected, 4)} was asked for"
     )
-    return f"at batch {start.batch} its learning rate is {number(start.first_lr, 4)} after the checkpoint, and {expected_text}"
+    return f"at batch {start.batch} its learning rate is {format_number(start.first_lr, 4)} after the checkpoint, and {expected_text}"
 
 
-def _allowed_ratios(ratio: float | None) -> list[float]:
+def _list_allowed_ratios(ratio: float | None) -> list[float]:
     """Return what the learning rate at half the batch may be relative to the whole: as asked, else as scripts scale it."""
     return [ratio] if ratio is not None else [1.0, 0.5, math.sqrt(0.5)]
 
 
-def _schedule_lost(begin: Rehearsed, same: Rehearsed) -> str:
+def _find_lost_schedule(begin: Rehearsed, same: Rehearsed) -> str:
     """Return that the schedule does not go on where it stood at the checkpoint, although the learning rate hides that."""
     schedule_before, after = begin.schedule, same.schedule
     if schedule_before is None or after is None or after.moves is False or abs(schedule_before.at - after.at) <= 1:
@@ -190,7 +192,7 @@ def _schedule_lost(begin: Rehearsed, same: Rehearsed) -> str:
     return f"at batch {same.batch} its schedule ({after.name}) goes on at step {after.at}, and stood at {schedule_before.at}"
 
 
-def _schedule_fault(begin: Rehearsed, same: Rehearsed, half: Rehearsed, ratio: float | None) -> str:
+def _find_schedule_fault(begin: Rehearsed, same: Rehearsed, half: Rehearsed, ratio: float | None) -> str:
     """Return why the schedule of half the batch is not that of the whole at equal samples; empty if it is.
 
     A scheduler that counts optimizer steps and goes on at the step of the checkpoint is wrong at another batch, however
@@ -206,27 +208,29 @@ def _schedule_fault(begin: Rehearsed, same: Rehearsed, half: Rehearsed, ratio: f
     ):
         why = f"it counts steps, and those before the checkpoint were of {begin.batch} samples"
         return f"{at} its schedule ({after.name}) goes on at step {after.at} as at batch {same.batch}: {why}"
-    differing = [_first_difference(begin, same, half, factor) for factor in _curve_factors(same, half, ratio)]
+    differing = [_find_first_difference(begin, same, half, factor) for factor in _list_curve_factors(same, half, ratio)]
     if not differing or not all(differing):
         return ""
     samples, observed, expected = max(point for point in differing if point is not None)
-    figures = f"{number(observed, 4)} after {samples} samples, and {number(expected, 4)} was due there"
+    figures = f"{format_number(observed, 4)} after {samples} samples, and {format_number(expected, 4)} was due there"
     return f"{at} its learning rate is {figures}: the schedule counts steps of the batch before"
 
 
-def _curve_factors(same: Rehearsed, half: Rehearsed, ratio: float | None) -> list[float]:
+def _list_curve_factors(same: Rehearsed, half: Rehearsed, ratio: float | None) -> list[float]:
     """Return by what the curve of the whole batch may be multiplied: what the first steps show, if that is allowed."""
     if not same.rates or not half.rates:
         return []
     same_rate, half_rate = same.rates[0][1], half.rates[0][1]
     first_ratio = half_rate / same_rate if same_rate > 0 else 0.0
     close = [
-        first_ratio for expected in _allowed_ratios(ratio) if abs(first_ratio - expected) <= LR_TOLERANCE * expected
+        first_ratio
+        for expected in _list_allowed_ratios(ratio)
+        if abs(first_ratio - expected) <= LR_TOLERANCE * expected
     ]
-    return [*close, *_allowed_ratios(ratio)]
+    return [*close, *_list_allowed_ratios(ratio)]
 
 
-def _first_difference(
+def _find_first_difference(
     begin: Rehearsed, same: Rehearsed, half: Rehearsed, factor: float
 ) -> tuple[int, float, float] | None:
     """Return samples, learning rate and the due one where the curve of half the batch first leaves that of the whole.
@@ -236,7 +240,7 @@ def _first_difference(
     values = [rate for _, rate in same.rates]
     slack = CURVE_TOLERANCE * (max(values) - min(values)) + ROUNDING * max(values)
     for samples, rate in half.rates:
-        tolerance = _sample_tolerance(begin, half, samples)
+        tolerance = _compute_sample_tolerance(begin, half, samples)
         if samples > same.rates[-1][0] + tolerance:
             break
         low = max((position for position, _ in same.rates if position <= samples - tolerance), default=0)

@@ -16,7 +16,7 @@ from tula_cli.models.forecast import Forecast
 from tula_cli.models.time.formulas import Floats
 from tula_cli.models.time.mixture import Overlap, StepModel
 from tula_cli.models.time.steptime import StepTimeFit
-from tula_cli.words import plural
+from tula_cli.words import format_count
 
 if TYPE_CHECKING:
     from statsmodels.regression.linear_model import RegressionResultsWrapper
@@ -42,7 +42,7 @@ class RegressionSummary:
     summary: str  # the tables of statsmodels; empty likewise
 
 
-def regression_summaries(forecast: Forecast) -> Iterator[RegressionSummary]:
+def list_regression_summaries(forecast: Forecast) -> Iterator[RegressionSummary]:
     """Yield the regressions of one type of node.
 
     Args:
@@ -75,10 +75,12 @@ def _summarize_overlap(model: Overlap, name: str, share: str) -> RegressionSumma
     names, result = model.coordinates, model.regression()
     about = (
         "the model of step times at its most probable coordinates, by generalised least squares: whole steps and, where it was"
-        f" measured, their compute, then {plural(len(names), 'row')} for the priors. Coordinates are counted from the mean of"
+        f" measured, their compute, then {format_count(len(names), 'row')} for the priors. Coordinates are counted from the mean of"
         f" their prior in its standard deviations: one with a standard error near 1 was not determined by the probes{share}"
     )
-    return RegressionSummary(name, about, _coefficients(result, names), _summary_text(result, "ln step time", names))
+    return RegressionSummary(
+        name, about, _list_coefficients(result, names), _render_summary(result, "ln step time", names)
+    )
 
 
 def _summarize_paper_fit(steps: StepTimeFit) -> RegressionSummary:
@@ -123,20 +125,20 @@ def _summarize_ols(name: str, about: str, of: str, target: Floats, columns: Mapp
 
     rows = np.column_stack(list(columns.values()))
     if len(rows) <= rows.shape[1] or np.linalg.matrix_rank(rows) < rows.shape[1]:
-        few = f"; {plural(len(rows), 'probe')} do not determine its {plural(rows.shape[1], 'coefficient')} and an error"
+        few = f"; {format_count(len(rows), 'probe')} do not determine its {format_count(rows.shape[1], 'coefficient')} and an error"
         return RegressionSummary(name, f"{about}{few}", {}, "")
     result = OLS(target, rows).fit()
     return RegressionSummary(
-        name, about, _coefficients(result, list(columns)), _summary_text(result, of, list(columns))
+        name, about, _list_coefficients(result, list(columns)), _render_summary(result, of, list(columns))
     )
 
 
-def _coefficients(result: "RegressionResultsWrapper", names: Sequence[str]) -> dict[str, Coefficient]:
+def _list_coefficients(result: "RegressionResultsWrapper", names: Sequence[str]) -> dict[str, Coefficient]:
     pairs = zip(names, result.params.tolist(), result.bse.tolist(), strict=True)
     return {name: Coefficient(value, error) for name, value, error in pairs}
 
 
-def _summary_text(result: "RegressionResultsWrapper", of: str, names: Sequence[str]) -> str:
+def _render_summary(result: "RegressionResultsWrapper", of: str, names: Sequence[str]) -> str:
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")  # some of its tests want more rows than a search has probes
         return str(result.summary(yname=of, xname=list(names)).as_text())

@@ -37,7 +37,7 @@ def parse_count(name: str, text: str) -> float | None:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGTPE]?)B?", text.strip().upper())
     if match is None or not name:
         return None
-    units = _MB if _in_mb(name) else _COUNTS
+    units = _MB if _convert_to_mb(name) else _COUNTS
     return float(match[1]) * (units[match[2]] if match[2] else 1.0)
 
 
@@ -52,12 +52,12 @@ def parse_weights(text: str) -> dict[str, float]:
         match = re.fullmatch(r"(-?\d*\.?\d+(?:[eE][-+]?\d+)?)([KMGTPE]?)B?", value.strip(), re.IGNORECASE)
         if name and match:
             unit = match[2].upper()
-            scale = 1.0 if not unit else (_MB if _in_mb(name.lower()) else _COUNTS)[unit]
+            scale = 1.0 if not unit else (_MB if _convert_to_mb(name.lower()) else _COUNTS)[unit]
             weights[name.lower()] = float(match[1]) / scale
     return weights
 
 
-def _in_mb(name: str) -> bool:
+def _convert_to_mb(name: str) -> bool:
     return name == "mem" or name.startswith("bb/")
 
 

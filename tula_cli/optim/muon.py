@@ -16,7 +16,7 @@ ADAMW_SHARE = 0.1
 """AdamW's learning rate by Muon's, unless `adjust_lr_fn: match_rms_adamw` makes the same rate fit both."""
 
 
-def missing_muon() -> str:
+def describe_missing_muon() -> str:
     """Return why torch.optim.Muon cannot be used; empty if it can."""
     return "" if hasattr(torch.optim, "Muon") else f"torch.optim.Muon needs torch 2.9 or newer, not {torch.__version__}"
 
@@ -46,7 +46,7 @@ class MuonWithAdamW(Optimizer):
         adamw: Mapping[str, Any] | None = None,
         **muon: Any,
     ) -> None:
-        if why := missing_muon():
+        if why := describe_missing_muon():
             raise ValueError(why)
         ratio = 1.0 if muon.get("adjust_lr_fn") == "match_rms_adamw" else ADAMW_SHARE
         adamw_arguments = {"lr": lr * ratio, "weight_decay": weight_decay, **(adamw or {})}

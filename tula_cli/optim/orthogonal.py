@@ -23,7 +23,7 @@ MAX_SHORTER_SIDE = 2048
 """A matrix whose shorter side is longer keeps the base's step: its multiplications would outweigh the training's."""
 
 GPU_DTYPE = torch.bfloat16
-"""What a GPU multiplies in, as in Muon."""
+"""Precision of the products on a GPU, as in Muon."""
 MAX_PADDING = 1.4
 """Elements that a GPU multiplies over those that there are, at most: zeros for few kernels."""
 MAX_BATCH_ELEMENTS = 2**24, 2**18

@@ -40,7 +40,7 @@ class RemovableFile:
     size: int  # bytes on the disk
 
 
-def size_and_time(path: Path) -> tuple[int, float]:
+def measure_size_and_time(path: Path) -> tuple[int, float]:
     """Return the bytes on the disk of all that a file or folder holds, and when the newest of it was written (Unix time)."""
     size, newest, ahead = 0, 0.0, [path]
     while ahead:
@@ -54,7 +54,7 @@ def size_and_time(path: Path) -> tuple[int, float]:
     return size, newest
 
 
-def part_folders(run: Path) -> list[Path]:
+def list_part_folders(run: Path) -> list[Path]:
     """Return the folders of all that was ever measured and trained in a run: its own, of its node types, of its lengths."""
     folders = [run]
     for folder in folders:
@@ -62,23 +62,23 @@ def part_folders(run: Path) -> list[Path]:
     return folders
 
 
-def removable_files(part: Path, wish: CleanPolicy) -> Iterator[RemovableFile]:
+def list_removable_files(part: Path, wish: CleanPolicy) -> Iterator[RemovableFile]:
     """Yield what may go of one of a run's folders, while no job of it lives.
 
     Raises:
         BadMeasurements: what tells whether a training is over is damaged.
     """
     for training in _list_folders(part / "train"):
-        yield from _removable_of_training(TrainingRun(part, training.name), wish)
+        yield from _list_removable_of_training(TrainingRun(part, training.name), wish)
     for attempt in _list_folders(part / "script"):
         out = attempt / "out"
         if _PROBE_OUT.fullmatch(attempt.name) and _is_folder(out):
-            yield _removable_file("scratch", out)
+            yield _make_removable_file("scratch", out)
         elif _REHEARSAL.fullmatch(attempt.name):
-            yield _removable_file("scratch", attempt)
+            yield _make_removable_file("scratch", attempt)
 
 
-def _removable_of_training(training: TrainingRun, wish: CleanPolicy) -> Iterator[RemovableFile]:
+def _list_removable_of_training(training: TrainingRun, wish: CleanPolicy) -> Iterator[RemovableFile]:
     folder = training.path / "checkpoints"
     entries = _list_entries(folder) if _is_folder(folder) else {}
     whole = [name for name, mode in entries.items() if CHECKPOINT.fullmatch(name) and _as_written(name, mode)]
@@ -88,26 +88,26 @@ def _removable_of_training(training: TrainingRun, wish: CleanPolicy) -> Iterator
         kept = (
             set()
             if gone
-            else _kept_checkpoints(training, sorted(whole, reverse=True), over=over, keep_best=wish.keep_best)
+            else _list_kept_checkpoints(training, sorted(whole, reverse=True), over=over, keep_best=wish.keep_best)
         )
         for name in sorted(set(whole) - kept):
-            yield _removable_file("compared" if gone else "checkpoints", folder / name)
+            yield _make_removable_file("compared" if gone else "checkpoints", folder / name)
     for name, mode in sorted(entries.items()):
         if stat.S_ISLNK(mode):
             continue
         if _DAMAGED.fullmatch(name):
-            yield _removable_file("damaged", folder / name)
+            yield _make_removable_file("damaged", folder / name)
         elif DRAFT.fullmatch(name):
-            yield _removable_file("drafts", folder / name)
+            yield _make_removable_file("drafts", folder / name)
     for name, mode in sorted(_list_entries(training.path).items()):
         if _LINK_DRAFT.fullmatch(name) and stat.S_ISLNK(mode):
-            yield _removable_file("drafts", training.path / name)
+            yield _make_removable_file("drafts", training.path / name)
 
 
-def _kept_checkpoints(training: TrainingRun, whole: list[str], *, over: bool, keep_best: bool) -> set[str]:
+def _list_kept_checkpoints(training: TrainingRun, whole: list[str], *, over: bool, keep_best: bool) -> set[str]:
     """Return the checkpoints, newest first in `whole`, that stay."""
     best, last = (
-        {target} & set(whole) for target in map(_link_target, (training.path / "best", training.path / "last"))
+        {target} & set(whole) for target in map(_read_link_target, (training.path / "best", training.path / "last"))
     )
     if over:
         return best if keep_best and best else best | (last or {whole[0]})
@@ -117,7 +117,7 @@ def _kept_checkpoints(training: TrainingRun, whole: list[str], *, over: bool, ke
     return {*whole[:RESUMED_FROM], *best, *last}
 
 
-def _link_target(link: Path) -> str:
+def _read_link_target(link: Path) -> str:
     """Return the checkpoint that a link of tula's names; empty where there is none."""
     try:
         target = link.readlink()
@@ -136,7 +136,7 @@ def remove_file(holding: RemovableFile) -> None:
     try:
         if holding.kind in ("checkpoints", "compared"):
             for link in (path.parent.parent / "best", path.parent.parent / "last"):
-                if _link_target(link) == path.name:
+                if _read_link_target(link) == path.name:
                     link.unlink(missing_ok=True)
         if not _is_folder(path):
             path.unlink(missing_ok=True)
@@ -157,8 +157,8 @@ def _remove_folder(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def _removable_file(kind: Kind, path: Path) -> RemovableFile:
-    return RemovableFile(kind, path, size_and_time(path)[0])
+def _make_removable_file(kind: Kind, path: Path) -> RemovableFile:
+    return RemovableFile(kind, path, measure_size_and_time(path)[0])
 
 
 def _as_written(name: str, mode: int) -> bool:

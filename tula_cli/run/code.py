@@ -17,24 +17,31 @@ from pathlib import Path
 from tula_cli.errors import SpecError, TulaError
 from tula_cli.run import code_selection
 from tula_cli.run import format as run_format
-from tula_cli.run.code_selection import Selection, list_entries, select_imported_files, selection_warnings
+from tula_cli.run.code_selection import Selection, list_entries, list_selection_warnings, select_imported_files
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import make_folder, publish_folder
-from tula_cli.run.imports import Source, digest_of_files, files_of_imports, import_strings, weights_digest, with_weights
+from tula_cli.run.imports import (
+    Source,
+    compute_digest_of_files,
+    compute_weights_digest,
+    import_strings,
+    list_files_of_imports,
+    with_weights,
+)
 from tula_cli.run.records.tasks import CodeSnapshot, ProbeTask
 from tula_cli.run.script_files import (
     NoCommandFile,
-    command_label,
-    module_names,
-    script_warnings,
+    describe_command,
+    list_module_names,
+    list_script_warnings,
     select_script_files,
     split_command,
 )
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.signature import measurement_signature
+from tula_cli.spec.signature import compute_measurement_signature
 
 
-def code_digest(spec: JobSpec, workdir: Path) -> str:
+def compute_code_digest(spec: JobSpec, workdir: Path) -> str:
     """Return the digest of the user's own code, and first weights, as they are now; empty where the spec names none.
 
     Raises:
@@ -42,8 +49,10 @@ def code_digest(spec: JobSpec, workdir: Path) -> str:
     """
     if spec.script is not None:
         script_files = select_script_files(spec.script, workdir)
-        return digest_of_files(script_files.modules, script_files.base, start=script_files.start)
-    return with_weights(digest_of_files(files_of_imports(spec, workdir), workdir), weights_digest(spec))
+        return compute_digest_of_files(script_files.modules, script_files.base, start=script_files.start)
+    return with_weights(
+        compute_digest_of_files(list_files_of_imports(spec, workdir), workdir), compute_weights_digest(spec)
+    )
 
 
 def run_of_job(root: Path, spec: JobSpec) -> RunDir:
@@ -57,7 +66,7 @@ def run_of_job(root: Path, spec: JobSpec) -> RunDir:
         SpecError: a file of the code cannot be read.
         OtherFormat: the run is there, in a format of another tula.
     """
-    run = RunDir.of(root.absolute(), spec, code=code_digest(spec, Path.cwd()))
+    run = RunDir.of(root.absolute(), spec, code=compute_code_digest(spec, Path.cwd()))
     run_format.require_known_format(run.path)
     return run
 
@@ -86,13 +95,13 @@ def choose_code(run: RunDir | None, spec: JobSpec, workdir: Path, *, keep: bool)
     Raises:
         SpecError: a file cannot be read.
     """
-    return dataclasses.replace(_choose_snapshot(run, spec, workdir, keep=keep), weights=weights_digest(spec))
+    return dataclasses.replace(_choose_snapshot(run, spec, workdir, keep=keep), weights=compute_weights_digest(spec))
 
 
 def _choose_snapshot(run: RunDir | None, spec: JobSpec, workdir: Path, *, keep: bool) -> Source:
-    run_snapshot = measured_snapshot(run) if run is not None else None
+    run_snapshot = find_measured_snapshot(run) if run is not None else None
     if spec.script is not None and spec.script.code == "none":
-        return Source(workdir, "", warnings=script_warnings(spec.script, workdir))
+        return Source(workdir, "", warnings=list_script_warnings(spec.script, workdir))
     try:
         selection = select_code(spec, workdir)
     except NoCommandFile:
@@ -102,7 +111,7 @@ def _choose_snapshot(run: RunDir | None, spec: JobSpec, workdir: Path, *, keep: 
         is_gone = True
     else:
         is_gone = not selection.modules and not _is_installed(spec)
-    present = digest_of_files(selection.modules, selection.base, start=selection.start)
+    present = compute_digest_of_files(selection.modules, selection.base, start=selection.start)
     if run_snapshot is not None and run_snapshot.digest != present:
         assert run is not None
         if keep or is_gone:
@@ -113,49 +122,51 @@ def _choose_snapshot(run: RunDir | None, spec: JobSpec, workdir: Path, *, keep: 
             f"{describe_user_code(spec)} has changed since {run.id} was measured: what is there now is trained, but times and costs"
             " are predicted from the code before"
         )
-        return Source(workdir, present, warnings=(message, *_code_warnings(spec, selection, workdir)))
-    return Source(workdir, present, warnings=_code_warnings(spec, selection, workdir))
+        return Source(workdir, present, warnings=(message, *_list_code_warnings(spec, selection, workdir)))
+    return Source(workdir, present, warnings=_list_code_warnings(spec, selection, workdir))
 
 
-def _code_warnings(spec: JobSpec, selection: Selection, workdir: Path) -> tuple[str, ...]:
-    return (*(script_warnings(spec.script, workdir) if spec.script else ()), *selection_warnings(selection))
+def _list_code_warnings(spec: JobSpec, selection: Selection, workdir: Path) -> tuple[str, ...]:
+    return (*(list_script_warnings(spec.script, workdir) if spec.script else ()), *list_selection_warnings(selection))
 
 
 def describe_user_code(spec: JobSpec) -> str:
     """Return the user's own code in words."""
     if spec.script is not None:
-        return f"the code of {command_label(spec.script.command)}"
+        return f"the code of {describe_command(spec.script.command)}"
     return f"the code behind {', '.join(import_strings(spec))}"
 
 
-def measured_snapshot(run: RunDir) -> CodeSnapshot | None:
+def find_measured_snapshot(run: RunDir) -> CodeSnapshot | None:
     """Return the newest snapshot that the run's probes were submitted with; None where they ran no code of the user's."""
     names = {task.code for task in run.tasks() if isinstance(task, ProbeTask) and task.code}
     snapshots = [snapshot for name in names if run.code_dir(name).is_dir() and (snapshot := run.code(name))]
     return max(snapshots, key=lambda snapshot: snapshot.taken_at, default=None)
 
 
-def runs_with_other_code(run: RunDir, spec: JobSpec) -> list[RunDir]:
+def list_runs_with_other_code(run: RunDir, spec: JobSpec) -> list[RunDir]:
     """Return the runs beside `run` of the same job with other code, last changed first; none where it names no code."""
     if not import_strings(spec) and (spec.script is None or spec.script.code == "none"):
         return []
     runs_of_name = [run_ for run_ in RunDir.all(run.path.parent) if run_.id.startswith(f"{spec.name}-")]
     return [
-        run_ for run_ in runs_of_name if run_.path != run.path and _signature_of(run_) == measurement_signature(spec)
+        run_
+        for run_ in runs_of_name
+        if run_.path != run.path and _read_signature(run_) == compute_measurement_signature(spec)
     ]
 
 
-def _signature_of(run: RunDir) -> str:
+def _read_signature(run: RunDir) -> str:
     """Return the signature of a run's spec alone; empty where its spec is damaged, which is no matter of this job."""
     try:
-        return measurement_signature(run.spec())
+        return compute_measurement_signature(run.spec())
     except SpecError:
         return ""
 
 
 def _is_installed(spec: JobSpec) -> bool:
     """Return whether one of the spec's modules can be found elsewhere; importing its top package is not needed."""
-    modules = import_strings(spec) if spec.script is None else module_names(split_command(spec.script.command))
+    modules = import_strings(spec) if spec.script is None else list_module_names(split_command(spec.script.command))
     tops = {name.partition(":")[0].partition(".")[0] for name in modules}
     for top in tops:
         try:
@@ -197,27 +208,27 @@ def _copy_snapshot(run: RunDir, selection: Selection, draft: Path, source: Sourc
         (draft / file).chmod((draft / file).stat().st_mode & 0o700)
     modules = [file.relative_to(base) for file in selection.modules]
     # Of the copies, not of the originals: they may be edited at this very moment.
-    digest = digest_of_files((draft / file for file in modules), draft, start=selection.start)
+    digest = compute_digest_of_files((draft / file for file in modules), draft, start=selection.start)
     if digest != source.digest:
         raise TulaError(f"{message} has just been changed", "run the same command again")
     # The links lead to this folder: the same code in another one is another snapshot.
-    contents = digest_of_files((draft / file for file in names), draft)
+    contents = compute_digest_of_files((draft / file for file in names), draft)
     place_text = "\0".join(dict.fromkeys([str(source.workdir), str(base), selection.program or str(base)]))
     name = hashlib.sha256(f"{contents}\0{place_text}".encode()).hexdigest()[:8]
     _link_the_rest(draft, base, {folder for file in names for folder in file.parents})
     publish_folder(draft, run.code_dir(name))
     if run.code(name) is None:
-        run.write_code(_snapshot_record(selection, name, source))
+        run.write_code(_make_snapshot_record(selection, name, source))
     return name
 
 
-def _snapshot_record(selection: Selection, name: str, source: Source) -> CodeSnapshot:
+def _make_snapshot_record(selection: Selection, name: str, source: Source) -> CodeSnapshot:
     base = selection.base
     modules, other_files = (
         [file.relative_to(base) for file in files] for files in (selection.modules, selection.others)
     )
     copied = [*modules, *other_files] if selection.exact else [Path(module.parts[0]) for module in modules]
-    commit, dirty, diff = code_selection.repository_state(base, copied)
+    commit, dirty, diff = code_selection.read_repository_state(base, copied)
     return CodeSnapshot(
         name=name,
         digest=source.digest,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tula_cli.errors import TulaError
-from tula_cli.run.imports import files_of_imports, import_roots, is_foreign, source_file
+from tula_cli.run.imports import find_source_file, import_roots, is_foreign, list_files_of_imports
 from tula_cli.run.secrets import is_key_file, is_private_file
 from tula_cli.spec.job import JobSpec
 
@@ -21,7 +21,7 @@ GIT_TIMEOUT = 10.0  # seconds
 LISTING_TIMEOUT = 60.0  # of a listing, without which there is no telling what the code is
 
 
-def tracked_files(folder: Path) -> tuple[Path, dict[Path, bool]] | None:
+def list_tracked_files(folder: Path) -> tuple[Path, dict[Path, bool]] | None:
     """Return the repository that a folder is in, and its files: whether git tracks each, or has not been told to ignore it.
 
     Repositories inside of it count as its own files. What is listed need not exist; None where there is no repository.
@@ -50,7 +50,7 @@ def _list_tracked_files(top: Path) -> dict[Path, bool]:
 
 def _run_listing(top: Path, *options: str) -> str:
     try:
-        return _git_output(top, "ls-files", "-z", *options, timeout=LISTING_TIMEOUT)
+        return _read_git_output(top, "ls-files", "-z", *options, timeout=LISTING_TIMEOUT)
     except subprocess.TimeoutExpired:
         # Without them the code would be taken for other code.
         raise TulaError(
@@ -61,7 +61,7 @@ def _run_listing(top: Path, *options: str) -> str:
         return ""
 
 
-def repository_state(base: Path, paths: Iterable[Path]) -> tuple[str, bool, str]:
+def read_repository_state(base: Path, paths: Iterable[Path]) -> tuple[str, bool, str]:
     """Return (commit, whether the paths differ from it, how, but for private files); empty where there is no repository.
 
     Args:
@@ -71,15 +71,15 @@ def repository_state(base: Path, paths: Iterable[Path]) -> tuple[str, bool, str]
     commit = _run_git(base, "rev-parse", "--verify", "HEAD").strip()
     if not commit:
         return "", False, ""
-    pathspecs = [f":(literal){path}" for path in _paths_in_repository(base, paths)]
+    pathspecs = [f":(literal){path}" for path in _list_paths_in_repository(base, paths)]
     dirty = bool(_run_git(base, "status", "--porcelain", "--", *pathspecs).strip())
-    diff = _diff_paths(base, pathspecs)
+    diff = _read_diff_of_paths(base, pathspecs)
     if len(diff) > MAX_DIFF:
         diff = f"{diff[:MAX_DIFF]}\n[cut: {len(diff) - MAX_DIFF} more characters]\n"
     return commit, dirty, diff
 
 
-def _diff_paths(base: Path, paths: Sequence[str]) -> str:
+def _read_diff_of_paths(base: Path, paths: Sequence[str]) -> str:
     """Return how paths differ from the commit, without files that may hold secrets: a package's folder is asked for whole."""
     options = ["--no-color", "--no-ext-diff", "--no-textconv", "--no-renames", "--relative", "HEAD", "--"]
     changed = [name for name in _run_git(base, "diff", "--name-only", "-z", *options, *paths).split("\0") if name]
@@ -88,7 +88,7 @@ def _diff_paths(base: Path, paths: Sequence[str]) -> str:
     return _run_git(base, "diff", *options, *paths, *private) if len(changed) > len(private) else ""
 
 
-def _paths_in_repository(base: Path, paths: Iterable[Path]) -> Sequence[str]:
+def _list_paths_in_repository(base: Path, paths: Iterable[Path]) -> Sequence[str]:
     """Return the paths, with a repository inside of this one in place of its files, of which this one knows none."""
     inside: dict[Path, Path | None] = {Path(): None}
 
@@ -104,12 +104,12 @@ def _paths_in_repository(base: Path, paths: Iterable[Path]) -> Sequence[str]:
 def _run_git(folder: Path, *arguments: str) -> str:
     """Return what git prints; empty where it fails."""
     try:
-        return _git_output(folder, *arguments, timeout=GIT_TIMEOUT)
+        return _read_git_output(folder, *arguments, timeout=GIT_TIMEOUT)
     except (OSError, subprocess.SubprocessError):
         return ""
 
 
-def _git_output(folder: Path, *arguments: str, timeout: float) -> str:
+def _read_git_output(folder: Path, *arguments: str, timeout: float) -> str:
     done = subprocess.run(
         ["git", "-C", str(folder), "-c", "core.fsmonitor=false", *arguments],
         stdin=subprocess.DEVNULL,
@@ -152,24 +152,24 @@ def select_imported_files(spec: JobSpec, workdir: Path) -> Selection:
 
     A package's other files are copied because it may read them, or import them in ways that no statement tells.
     """
-    modules = files_of_imports(spec, workdir)
+    modules = list_files_of_imports(spec, workdir)
     roots = tuple(
         root for root in import_roots(workdir, sys.path) if any(file.is_relative_to(root) for file in modules)
     )
     others: list[Path] = []
     left_out: list[Path] = []
     keys: list[Path] = []
-    for package in _packages_of(modules, workdir):
+    for package in _find_packages(modules, workdir):
         _survey_package(package, set(modules), others, left_out, keys)
     return Selection(workdir, roots, modules, tuple(others), tuple(left_out), keys=tuple(keys))
 
 
-def _packages_of(modules: Iterable[Path], workdir: Path) -> list[Path]:
+def _find_packages(modules: Iterable[Path], workdir: Path) -> list[Path]:
     """Return the outermost folders with an __init__.py among the modules' folders."""
     folders: dict[Path, None] = {}
     for module in modules:
         chain = [folder for folder in module.parents if folder != workdir and folder.is_relative_to(workdir)]
-        packages = list(itertools.takewhile(lambda folder: source_file(folder / "__init__") is not None, chain))
+        packages = list(itertools.takewhile(lambda folder: find_source_file(folder / "__init__") is not None, chain))
         if packages:
             folders[packages[-1]] = None
     return list(folders)
@@ -213,7 +213,7 @@ def list_entries(folder: Path) -> list[Path] | None:
     return [path for path in paths if not (path.is_dir() and is_foreign(path))]
 
 
-def selection_warnings(selection: Selection) -> tuple[str, ...]:
+def list_selection_warnings(selection: Selection) -> tuple[str, ...]:
     """Say what the snapshot cannot hold, and what that means."""
     warnings = []
     if selection.left_out:

@@ -43,7 +43,7 @@ _LOST_WEIGHTS = {
 }
 
 
-def record_warning(run: Path, path: Path, error: BadMeasurements) -> str:
+def describe_damaged_record(run: Path, path: Path, error: BadMeasurements) -> str:
     """Return what is wrong with a record, what follows from it and what to do."""
     name = path.relative_to(run).as_posix()
     lost = next(
@@ -52,7 +52,7 @@ def record_warning(run: Path, path: Path, error: BadMeasurements) -> str:
     return f"{error.message}; {lost}; {error.hint}"
 
 
-def curve_warnings(training: TrainingRun) -> Iterator[str]:
+def list_curve_warnings(training: TrainingRun) -> Iterator[str]:
     """Yield which rows of a training are damaged, and which of its weights."""
     for path, lines, lost in (
         (training.metrics_path, training.damaged_rows(), "left out of what is shown, predicted and exported: charts lack"),
@@ -87,9 +87,9 @@ def _describe_lost_weights(training: TrainingRun) -> Iterator[str]:
     damage: dict[str, list[str]] = {}
     for name, link in links.items():
         for _ in range(2):  # a rank may have pointed it elsewhere meanwhile, and removed what it led to
-            target = _link_target(link)
-            why = _link_problem(link, target) if os.path.lexists(link) else ""
-            if not why or target == _link_target(link):
+            target = _read_link_target(link)
+            why = _describe_link_problem(link, target) if os.path.lexists(link) else ""
+            if not why or target == _read_link_target(link):
                 break
         if why:
             damage.setdefault(why, []).append(_LOST_WEIGHTS[name])
@@ -97,23 +97,23 @@ def _describe_lost_weights(training: TrainingRun) -> Iterator[str]:
         yield f"{why}; {'; '.join(lost)}; {RESTORE_HINT}"
 
 
-def _link_target(link: Path) -> Path:
+def _read_link_target(link: Path) -> Path:
     """Return where a link leads, one step far; the path itself if it is no link."""
     return link.parent / link.readlink() if link.is_symlink() else link
 
 
-def _link_problem(link: Path, target: Path) -> str:
+def _describe_link_problem(link: Path, target: Path) -> str:
     if target != link and not os.path.lexists(target):
         return f"{link} is damaged: it leads to {link.readlink()}, which is missing"
-    why = checkpoint_problem(target)
+    why = describe_checkpoint_problem(target)
     return f"{target} is damaged: {why}" if why else ""
 
 
-def checkpoint_problem(path: Path) -> str:
+def describe_checkpoint_problem(path: Path) -> str:
     """Return why a checkpoint cannot be what was written; empty if its structure and its first check sums are right."""
     try:
         if stat.S_ISDIR(path.stat().st_mode):
-            return _sharded_problem(path)
+            return _describe_sharded_problem(path)
         if not is_regular(path):
             return "it is no file"
         if path.stat().st_size == 0:
@@ -152,7 +152,7 @@ def is_complete_archive(path: Path, *, summed: float = float("inf")) -> bool:
     return True
 
 
-def _sharded_problem(folder: Path) -> str:
+def _describe_sharded_problem(folder: Path) -> str:
     """Return which file of a checkpoint in shares is missing or another than was written; empty if none is known to be."""
     try:
         sums = json.loads(read_content(folder / SUMS))

@@ -25,18 +25,18 @@ from tula_cli.run.files import (
     write_record,
 )
 from tula_cli.run.lock import SubmissionLock
-from tula_cli.run.owner import other_owner, require_own, require_run
+from tula_cli.run.owner import find_other_owner, require_own, require_run
 from tula_cli.run.records.inspections import ClusterReport
 from tula_cli.run.records.jobs import Attempt, Failure, Job, LeaderCommand
 from tula_cli.run.records.probes import RESULT
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import Comparison, CountedEnergy, JobFile, Summary, TrainResult, Tuning
-from tula_cli.run.records.tasks import TASK, CheckTask, CodeSnapshot, JobTask, ProbeTask, Task, TrainTask, probe_id
+from tula_cli.run.records.tasks import TASK, CheckTask, CodeSnapshot, JobTask, ProbeTask, Task, TrainTask, make_probe_id
 from tula_cli.run.snapshot import Result, Snapshot, is_of_another_run
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import dump_yaml, validate
-from tula_cli.spec.signature import measurement_signature
+from tula_cli.spec.signature import compute_measurement_signature
 from tula_cli.spec.stored import without_removed_values
 from tula_cli.spec.yaml_text import read_yaml
 
@@ -135,7 +135,7 @@ class RunDir:
             spec: the job.
             code: digest of the user's own code that the spec names; empty for none.
         """
-        return cls(root / f"{spec.name}-{measurement_signature(spec, code)}")
+        return cls(root / f"{spec.name}-{compute_measurement_signature(spec, code)}")
 
     @classmethod
     def create(cls, root: Path, spec: JobSpec, *, code: str = "") -> "RunDir":
@@ -164,7 +164,7 @@ class RunDir:
         spec = spec.without_bill()  # it is asked for by each command
         parts = {part.type or "": str(part.run.path.relative_to(self.path)) for part in self.parts(spec)}
         parsed_spec.write_spec(self.path, dump_yaml(spec), spec.model_dump(mode="json"), parts)
-        if not other_owner(self.path.parent / LATEST):  # of those who share the folder another has named theirs
+        if not find_other_owner(self.path.parent / LATEST):  # of those who share the folder another has named theirs
             write_atomic(self.path.parent / LATEST, f"{self.path.name}\n")
 
     @classmethod
@@ -186,8 +186,8 @@ class RunDir:
             SpecError: there is none.
             TulaError: `root` cannot be read.
         """
-        latest = "" if other_owner(root / LATEST) else read_text(root / LATEST)
-        return cls(parsed_spec.newest_run(root, latest))
+        latest = "" if find_other_owner(root / LATEST) else read_text(root / LATEST)
+        return cls(parsed_spec.find_newest_run(root, latest))
 
     @classmethod
     def all(cls, root: Path) -> list["RunDir"]:
@@ -204,7 +204,7 @@ class RunDir:
 
     @property
     def exists(self) -> bool:
-        return parsed_spec.changed_at(self.path) is not None
+        return parsed_spec.get_change_time(self.path) is not None
 
     def spec(self) -> JobSpec:
         path, parsed = self.path / "spec.yaml", parsed_spec.read_spec(self.path)
@@ -243,7 +243,7 @@ class RunDir:
         )
 
     def _inner_run(self, folder: str, name: str, spec: JobSpec) -> "RunDir":
-        return RunDir(self.path / folder / f"{spec.name}-{name}-{measurement_signature(spec)}")
+        return RunDir(self.path / folder / f"{spec.name}-{name}-{compute_measurement_signature(spec)}")
 
     def read(self, *, skip_damaged: bool = False) -> Snapshot:
         """Return one look at what is there: whoever asks several questions asks it. Args: as of `Snapshot`."""
@@ -367,7 +367,7 @@ class RunDir:
     def current_probe(self, task: ProbeTask) -> int | None:
         """Return the local batch that a job is at: the first without a result that stands; None where all have one."""
         for local_batch in task.local_batches:
-            result = self.result(probe_id(task.nodes, local_batch))
+            result = self.result(make_probe_id(task.nodes, local_batch))
             if local_batch not in task.skip and (result is None or result.kind == "failed"):
                 return local_batch
         return None

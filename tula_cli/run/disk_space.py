@@ -9,7 +9,7 @@ from pathlib import Path
 from tula_cli import words
 
 FULL_DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
-"""What the kernel says of a full file system, and of a quota that is used up."""
+"""Errors of the kernel for a full file system, and for an exhausted quota."""
 IO_ERRNOS = (
     *(errno.EIO, errno.ETIMEDOUT, errno.ESTALE, errno.EREMOTEIO, errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN),
     *(errno.ENXIO, errno.ENOLINK, errno.ECOMM, errno.EROFS),
@@ -19,7 +19,7 @@ MIN_FREE_BYTES = 2**16
 """Bytes that the small files of a run need."""
 
 
-def disk_statistics(folder: Path) -> os.statvfs_result | None:
+def read_disk_statistics(folder: Path) -> os.statvfs_result | None:
     """Return what the file system of a folder has, which need not be there yet; None where it does not say."""
     there = next((place for place in (folder, *folder.parents) if place.exists()), None)
     with contextlib.suppress(OSError):
@@ -27,23 +27,23 @@ def disk_statistics(folder: Path) -> os.statvfs_result | None:
     return None
 
 
-def free_bytes(statistics: os.statvfs_result) -> int:
+def count_free_bytes(statistics: os.statvfs_result) -> int:
     """Return the bytes that this user may still write."""
     return statistics.f_bavail * statistics.f_frsize
 
 
 def describe_free_space(folder: Path) -> str:
     """Return what is free where a folder is, in words; empty where nobody tells."""
-    statistics = disk_statistics(folder)
+    statistics = read_disk_statistics(folder)
     if statistics is None:
         return ""
     if statistics.f_files and not statistics.f_favail:
         return f"no more files, of {statistics.f_files}, can be made on the file system of {folder}"
     total = words.format_bytes(statistics.f_blocks * statistics.f_frsize)
-    return f"{words.format_bytes(free_bytes(statistics))} of {total} are free on the file system of {folder}"
+    return f"{words.format_bytes(count_free_bytes(statistics))} of {total} are free on the file system of {folder}"
 
 
-def file_size(path: Path) -> int:
+def measure_file_size(path: Path) -> int:
     """Return the bytes of a file, or of all files in a folder; 0 where there is none."""
     files = [path, *path.rglob("*")] if path.is_dir() else [path]
     size = 0
@@ -53,14 +53,14 @@ def file_size(path: Path) -> int:
     return size
 
 
-def missing_bytes(folder: Path, needed: int = MIN_FREE_BYTES) -> int:
+def make_missing_bytes_error(folder: Path, needed: int = MIN_FREE_BYTES) -> int:
     """Return why a file of so many bytes cannot be written now, as an error number of `FULL_DISK_ERRNOS`; 0 where it can.
 
     It is tried: no call tells a quota. The file is given its blocks and removed, and nothing is written into it where the
     file system knows how to do that.
     """
-    statistics = disk_statistics(folder)
-    if statistics is not None and free_bytes(statistics) < needed:
+    statistics = read_disk_statistics(folder)
+    if statistics is not None and count_free_bytes(statistics) < needed:
         return errno.ENOSPC
     try:
         handle, name = tempfile.mkstemp(prefix=".room.", dir=folder)

@@ -36,7 +36,7 @@ _REFUSED_ERRNOS = (
 )  # by kernels before 4.11, and by containers that do not know it
 
 
-def file_identity(path: Path) -> tuple[int, int] | None:
+def read_file_identity(path: Path) -> tuple[int, int] | None:
     """Return inode and time of the last change (ns) of a file or folder, by one call; None where there is none to see."""
     call = _load_statx()
     if call is not None:
@@ -62,7 +62,7 @@ def is_listed(path: Path) -> bool:
     Raises:
         TulaError: the folder cannot be read, or its file system does not answer.
     """
-    file_identity(path.parent)
+    read_file_identity(path.parent)
     return path.name in list_names(path.parent)
 
 
@@ -125,9 +125,9 @@ def write_with_news(run: Path, name: str, record: "BaseModel") -> None:
     touch_news(run)
 
 
-def news_state(run: Path) -> tuple[int, int] | None:
+def read_news_state(run: Path) -> tuple[int, int] | None:
     """Return what changes when something is told (by one stat); None where there is nothing to see."""
-    return file_identity(run / _NAME)
+    return read_file_identity(run / _NAME)
 
 
 def prepare_folders(run: Path, *others: str) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar
 
 from tula_cli.errors import BadMeasurements, CannotWrite, DiskFull, RunGone, StorageFailed, TulaError
 from tula_cli.run.disk_space import FULL_DISK_ERRNOS, IO_ERRNOS, describe_free_space
-from tula_cli.run.owner import ACCESS_ERRNOS, ownership_error
+from tula_cli.run.owner import ACCESS_ERRNOS, make_ownership_error
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, TypeAdapter
@@ -145,11 +145,11 @@ def write_error(path: Path, error: OSError, *, needed: int | None = None) -> Tul
         )
     if error.errno in IO_ERRNOS:
         return StorageFailed(message, NO_ANSWER)
-    not_yours_error = ownership_error(path, change=True) if error.errno in ACCESS_ERRNOS else None
-    return not_yours_error or CannotWrite(message, _other_folder_hint(path))
+    not_yours_error = make_ownership_error(path, change=True) if error.errno in ACCESS_ERRNOS else None
+    return not_yours_error or CannotWrite(message, _make_other_folder_hint(path))
 
 
-def _other_folder_hint(path: Path) -> str:
+def _make_other_folder_hint(path: Path) -> str:
     """Say what to do where a folder takes no files; runs have an option for theirs."""
     of_run = any((folder / "spec.yaml").exists() for folder in path.parents) or "tula-runs" in path.parts
     return "choose another folder with --run-dir" if of_run else "choose another folder"
@@ -168,7 +168,7 @@ def read_content(path: Path) -> bytes:
             with open_file(path) as file:
                 # by its size: to read up to a bound takes memory for the bound, of which a rank may have none left
                 if (size := os.fstat(file.fileno()).st_size) > _MAX_BYTES:
-                    raise damaged_error(path, f"it is larger than {_MAX_BYTES >> 20} MiB")
+                    raise make_damaged_error(path, f"it is larger than {_MAX_BYTES >> 20} MiB")
                 return file.read(size)
         except FileNotFoundError:
             raise
@@ -188,7 +188,7 @@ def open_file(path: Path) -> BinaryIO:
     file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115 - the caller closes it
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise damaged_error(path, "it is no file")
+        raise make_damaged_error(path, "it is no file")
     return file
 
 
@@ -206,7 +206,7 @@ def read_error(path: Path, error: OSError) -> TulaError:
     if error.errno in IO_ERRNOS:
         return StorageFailed(message, NO_ANSWER)
     if error.errno in ACCESS_ERRNOS:
-        return ownership_error(path) or TulaError(message, f"let yourself read it: chmod u+r {path}")
+        return make_ownership_error(path) or TulaError(message, f"let yourself read it: chmod u+r {path}")
     return TulaError(message)
 
 
@@ -240,14 +240,14 @@ def read_record(path: Path, adapter: "TypeAdapter[T]") -> T | None:
     except ValidationError as error:
         first_error = error.errors()[0]
         where = ".".join(str(key) for key in first_error["loc"]) or "the top"
-        raise damaged_error(path, f"{first_error['msg']} at {where}") from None
+        raise make_damaged_error(path, f"{first_error['msg']} at {where}") from None
 
 
 COMMANDS_THAT_REWRITE = {"results": "tula profile", "recommendation.json": "tula recommend"}
 """Commands that write a deleted file again, by the file's name or its folder."""
 
 
-def damaged_error(path: Path, why: str) -> BadMeasurements:
+def make_damaged_error(path: Path, why: str) -> BadMeasurements:
     """Return the error of a damaged file, whose hint names the command that writes the file again."""
     command = COMMANDS_THAT_REWRITE.get(path.name) or COMMANDS_THAT_REWRITE.get(path.parent.name)
     advice = f"{command}, which writes it again" if command else "the same command again"
@@ -272,7 +272,7 @@ def read_text(path: Path) -> str:
     except FileNotFoundError:
         return ""
     except UnicodeDecodeError:
-        raise damaged_error(path, "it is no text") from None
+        raise make_damaged_error(path, "it is no text") from None
 
 
 def list_files(folder: Path, pattern: str = "*.json") -> list[Path]:

@@ -34,7 +34,7 @@ def require_known_format(run: Path) -> None:
     text = files.read_text(run / _NAME)
     match = re.fullmatch(r"([0-9]{1,9})(?: (tula [\w.+-]{1,40}))?", text)
     if text and match is None:
-        raise files.damaged_error(run / _NAME, "it tells no format")
+        raise files.make_damaged_error(run / _NAME, "it tells no format")
     number = int(match[1]) if match is not None else 1
     if OLDEST <= number <= FORMAT:
         return

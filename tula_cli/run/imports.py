@@ -23,7 +23,7 @@ from tula_cli.spec.job import JobSpec
 CHUNK_BYTES = 2**20  # bytes read at a time
 
 
-def weights_digest(spec: JobSpec) -> str:
+def compute_weights_digest(spec: JobSpec) -> str:
     """Return the digest of the file of first weights, which is looked for in the working directory; empty for none.
 
     Each command reads the file: it names runs, so it has to be known before there is a run directory to remember it in.
@@ -31,7 +31,7 @@ def weights_digest(spec: JobSpec) -> str:
     Raises:
         SpecError: the file cannot be read.
     """
-    return "" if spec.script is not None or spec.model.weights is None else file_digest(spec.model.weights)
+    return "" if spec.script is not None or spec.model.weights is None else compute_file_digest(spec.model.weights)
 
 
 def with_weights(code: str, weights: str) -> str:
@@ -39,7 +39,7 @@ def with_weights(code: str, weights: str) -> str:
     return hashlib.sha256(f"{code}\0{weights}".encode()).hexdigest()[:8] if weights else code
 
 
-def file_digest(name: str) -> str:
+def compute_file_digest(name: str) -> str:
     """Return the SHA-256 of a file, or of the check sums of a folder of shares; it is read again where it has changed.
 
     Raises:
@@ -51,7 +51,7 @@ def file_digest(name: str) -> str:
         if not is_regular(path):
             raise SpecError(f"model.weights: {name} is no regular file", "name a file, or a folder of shares")
         seed_statistics = path.stat()
-        return _digest_of_content(path, (seed_statistics.st_size, seed_statistics.st_mtime_ns))
+        return _compute_digest_of_content(path, (seed_statistics.st_size, seed_statistics.st_mtime_ns))
     except OSError as error:
         raise SpecError(
             f"model.weights: cannot read {name}: {error.strerror}", f"it is looked for in {Path.cwd()}"
@@ -59,7 +59,7 @@ def file_digest(name: str) -> str:
 
 
 @functools.lru_cache
-def _digest_of_content(path: Path, _stamp: tuple[int, int]) -> str:
+def _compute_digest_of_content(path: Path, _stamp: tuple[int, int]) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while part := file.read(CHUNK_BYTES):
@@ -110,7 +110,7 @@ def import_strings(spec: JobSpec) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in names if is_import_string(name)))
 
 
-def installed_packages(spec: JobSpec, workdir: Path, *, path: Sequence[str] | None = None) -> tuple[str, ...]:
+def list_installed_packages(spec: JobSpec, workdir: Path, *, path: Sequence[str] | None = None) -> tuple[str, ...]:
     """Return the modules of the spec's import strings that are installed: none of the user's own code under `workdir`.
 
     Args:
@@ -123,7 +123,7 @@ def installed_packages(spec: JobSpec, workdir: Path, *, path: Sequence[str] | No
     return tuple(module for module in modules if not resolve_module(module, roots))
 
 
-def files_of_imports(spec: JobSpec, workdir: Path, *, path: Sequence[str] | None = None) -> tuple[Path, ...]:
+def list_files_of_imports(spec: JobSpec, workdir: Path, *, path: Sequence[str] | None = None) -> tuple[Path, ...]:
     """Return the user's own files that the spec's import strings lead to, by way of their import statements.
 
     Args:
@@ -131,10 +131,10 @@ def files_of_imports(spec: JobSpec, workdir: Path, *, path: Sequence[str] | None
         workdir: the folder where tula was called; only what lies under it is the user's own.
         path: where python looks for modules; sys.path by default.
     """
-    return files_of_import_strings(import_strings(spec), workdir, path=path)
+    return list_files_of_import_strings(import_strings(spec), workdir, path=path)
 
 
-def files_of_import_strings(
+def list_files_of_import_strings(
     names: Iterable[str], workdir: Path, *, path: Sequence[str] | None = None
 ) -> tuple[Path, ...]:
     """Return the user's own files that import strings lead to; arguments as of `files`."""
@@ -158,11 +158,11 @@ def follow_imports(starts: Iterable[Path], workdir: Path, roots: Sequence[Path])
         file = waiting.popleft()
         if file not in files:
             files[file] = None
-            waiting.extend(_imported_files(file, workdir, roots))
+            waiting.extend(_list_imported_files(file, workdir, roots))
     return tuple(sorted(files))
 
 
-def digest_of_files(files: Iterable[Path], workdir: Path, *, start: str = "") -> str:
+def compute_digest_of_files(files: Iterable[Path], workdir: Path, *, start: str = "") -> str:
     """Return 8 hex digits over the names relative to `workdir` and the contents; empty where there are no files.
 
     Args:
@@ -238,21 +238,21 @@ def _resolve_name(name: str, folders: Iterable[Path]) -> tuple[Path | None, list
     for place in folders:
         folder = place / name
         is_folder = bool(name) and folder.is_dir() and not is_foreign(folder)
-        if is_folder and (file := source_file(folder / "__init__")):
+        if is_folder and (file := find_source_file(folder / "__init__")):
             return file, [folder]
-        if name and (file := source_file(folder)):
+        if name and (file := find_source_file(folder)):
             return file, []
         if is_folder:
             portions.append(folder)
     return None, portions
 
 
-def source_file(stem: Path) -> Path | None:
+def find_source_file(stem: Path) -> Path | None:
     candidates = (stem.with_name(stem.name + suffix) for suffix in _SUFFIXES)
     return next((file for file in candidates if file.is_file()), None)
 
 
-def _imported_files(file: Path, workdir: Path, roots: Sequence[Path]) -> Iterator[Path]:
+def _list_imported_files(file: Path, workdir: Path, roots: Sequence[Path]) -> Iterator[Path]:
     """Yield the files under `workdir` that the imports of a file lead to, wherever in it they stand."""
     for node in _parse_nodes(file):
         match node:

@@ -10,9 +10,9 @@ from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.records.results import JobFile
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import load_spec, validate
-from tula_cli.spec.merge import flatten, override
+from tula_cli.spec.merge import apply_overrides, flatten
 from tula_cli.spec.old_keys import replace_old_keys
-from tula_cli.spec.signature import measurement_signature
+from tula_cli.spec.signature import compute_measurement_signature
 from tula_cli.spec.stored import without_removed_values
 from tula_cli.spec.yaml_text import read_yaml
 
@@ -28,7 +28,7 @@ class ConfigDrift:
     problem: str = ""  # why the file cannot be used; then nothing is known of its values
 
 
-def settings_origin(run: RunDir, job: Path | None, overrides: Sequence[str]) -> JobFile | None:
+def find_settings_origin(run: RunDir, job: Path | None, overrides: Sequence[str]) -> JobFile | None:
     """Return where settings come from: `job`, else the file that the run's came from; and `overrides` on top."""
     if job is not None:
         return JobFile(path=str(job.absolute()), overrides=tuple(overrides))
@@ -51,7 +51,9 @@ def load_with_overrides(run: RunDir, overrides: Sequence[str]) -> JobSpec:
         return stored
     changed = _load_with_overrides(run.path / "spec.yaml", stored, overrides)
     parts_before, after = ({part.run.path for part in run.parts(spec)} for spec in (stored, changed))
-    if measurement_signature(changed) != measurement_signature(stored) or (stored.types and not parts_before <= after):
+    if compute_measurement_signature(changed) != compute_measurement_signature(stored) or (
+        stored.types and not parts_before <= after
+    ):
         raise SpecError(
             f"--set {' --set '.join(overrides)}: {run.id} was measured otherwise",
             "make it a run of its own: tula profile job.yaml with the same --set",
@@ -68,7 +70,7 @@ def _load_with_overrides(path: Path, stored: JobSpec, overrides: Sequence[str]) 
     default = "auto" if stored.train.ramp == "decay" else "same"
     if content.get("train", {}).get("ramp_nodes") == default:
         del content["train"]["ramp_nodes"]
-    override(content, overrides, {})
+    apply_overrides(content, overrides, {})
     return validate(content, source=" --set ".join((str(path), *overrides)))
 
 
@@ -84,12 +86,12 @@ def save_job(run: RunDir, spec: JobSpec, parts: Iterable[Part], file: JobFile | 
     run.save_job(spec, file)
 
 
-def parts_with_data(run: RunDir, spec: JobSpec, node_type: str | None = None) -> list[Part]:
+def list_parts_with_data(run: RunDir, spec: JobSpec, node_type: str | None = None) -> list[Part]:
     """Return the parts of a run (of the type named) that there is something of, other lengths of text among them."""
-    return [part for part in all_parts(run, spec, node_type) if part.name is None or part.run.exists]
+    return [part for part in list_all_parts(run, spec, node_type) if part.name is None or part.run.exists]
 
 
-def all_parts(run: RunDir, spec: JobSpec, node_type: str | None = None) -> tuple[Part, ...]:
+def list_all_parts(run: RunDir, spec: JobSpec, node_type: str | None = None) -> tuple[Part, ...]:
     """Return a run's parts, each followed by what is measured on it at other lengths of text.
 
     Args:
@@ -104,7 +106,7 @@ def all_parts(run: RunDir, spec: JobSpec, node_type: str | None = None) -> tuple
     return tuple(part_or_length for part in parts for part_or_length in (part, *part.run.lengths(part.spec, part.type)))
 
 
-def config_drift(run: RunDir, spec: JobSpec, overrides: Sequence[str] = ()) -> ConfigDrift | None:
+def find_config_drift(run: RunDir, spec: JobSpec, overrides: Sequence[str] = ()) -> ConfigDrift | None:
     """Return how the file that a run's settings came from differs by now; None where it does not, or is gone.
 
     What counts is what it resolves to, with today's site files and environment: no comment, no formatting.
@@ -114,7 +116,7 @@ def config_drift(run: RunDir, spec: JobSpec, overrides: Sequence[str] = ()) -> C
         spec: its settings, with `overrides`.
         overrides: `a.b=c`, of this command.
     """
-    file = settings_origin(run, None, overrides)
+    file = find_settings_origin(run, None, overrides)
     if file is None or not Path(file.path).is_file():
         return None
     try:
@@ -126,17 +128,18 @@ def config_drift(run: RunDir, spec: JobSpec, overrides: Sequence[str] = ()) -> C
         return None
     return ConfigDrift(
         file,
-        job_changes(spec, current),
-        trains=_training_settings(current) != _training_settings(spec),
-        elsewhere=(current.name, measurement_signature(current)) != (spec.name, measurement_signature(spec)),
+        compare_jobs(spec, current),
+        trains=_select_training_settings(current) != _select_training_settings(spec),
+        elsewhere=(current.name, compute_measurement_signature(current))
+        != (spec.name, compute_measurement_signature(spec)),
     )
 
 
-def _training_settings(spec: JobSpec) -> dict[str, Any]:
+def _select_training_settings(spec: JobSpec) -> dict[str, Any]:
     return spec.model_dump(exclude={"pricing", "search", "export"})
 
 
-def job_changes(earlier: JobSpec, current: JobSpec) -> dict[str, tuple[Any, Any]]:
+def compare_jobs(earlier: JobSpec, current: JobSpec) -> dict[str, tuple[Any, Any]]:
     """Return what two jobs say by the keys in which they differ."""
     leaves_before, after = (dict(flatten(spec.model_dump(mode="json"))) for spec in (earlier, current))
     keys = [key for key in {**leaves_before, **after} if leaves_before.get(key, {}) != after.get(key, {})]

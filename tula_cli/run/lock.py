@@ -45,7 +45,7 @@ class SubmissionLock:
         except OSError as error:
             raise write_error(self.path, error) from error
         try:
-            write_atomic(self.path / "owner", f"{_owner_name()}\n")
+            write_atomic(self.path / "owner", f"{_make_owner_name()}\n")
         except TulaError:
             shutil.rmtree(self.path, ignore_errors=True)
             raise
@@ -53,13 +53,13 @@ class SubmissionLock:
 
     def heartbeat(self) -> None:
         """Show that the lock is not stale: sbatch of a busy controller takes a minute a job."""
-        if _read_owner(self.path) == _owner_name():
+        if _read_owner(self.path) == _make_owner_name():
             with contextlib.suppress(OSError):
                 os.utime(self.path)
 
     def release(self) -> None:
         """Give the lock back, if it has not been taken over."""
-        if _read_owner(self.path) == _owner_name():
+        if _read_owner(self.path) == _make_owner_name():
             shutil.rmtree(self.path, ignore_errors=True)
 
     def _break(self, owner: str) -> None:
@@ -76,12 +76,12 @@ class SubmissionLock:
         if host == socket.gethostname() and pid.isdigit() and not Path(f"/proc/{pid}").exists():
             return True
         try:  # of another host, or this one's pid is by now that of another process
-            return _file_system_time(self.path.parent) - self.path.stat().st_mtime > STALE_SECONDS
+            return _read_file_system_time(self.path.parent) - self.path.stat().st_mtime > STALE_SECONDS
         except OSError:
             return False  # given back just now
 
 
-def _file_system_time(folder: Path) -> float:
+def _read_file_system_time(folder: Path) -> float:
     """Return the time by the clock of a folder's file system, which is that of the lock: this machine's may be minutes off.
 
     Raises:
@@ -95,7 +95,7 @@ def _file_system_time(folder: Path) -> float:
         clock.unlink()
 
 
-def _owner_name() -> str:
+def _make_owner_name() -> str:
     return f"{socket.gethostname()}:{os.getpid()}"
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from tula_cli.errors import NotYours, SpecError
 
 ACCESS_ERRNOS = (errno.EACCES, errno.EPERM)
-"""What the kernel says of what one has no right to."""
+"""Errors of the kernel for missing permissions."""
 _RUN = "spec.yaml"
 
 
-def other_owner(path: Path) -> str:
+def find_other_owner(path: Path) -> str:
     """Return the name of the user whose a file or folder is; empty where it is one's own, or cannot be seen."""
     try:
         status = path.lstat()
@@ -23,7 +23,7 @@ def other_owner(path: Path) -> str:
         return ""
     if status.st_uid == os.geteuid() or _gives_all_to(status.st_uid, path):
         return ""
-    return _user_name(status.st_uid)
+    return _get_user_name(status.st_uid)
 
 
 def require_own(run: Path) -> None:
@@ -32,8 +32,8 @@ def require_own(run: Path) -> None:
     Raises:
         NotYours: it is another user's.
     """
-    if whose := other_owner(run):
-        raise _ownership_error(run, whose, "change")
+    if whose := find_other_owner(run):
+        raise _make_ownership_error(run, whose, "change")
 
 
 def require_run(path: Path) -> None:
@@ -55,14 +55,14 @@ def require_run(path: Path) -> None:
     except OSError:
         is_run = refused = False
     if refused:
-        raise ownership_error(path / _RUN) or SpecError(f"no permission to read {path}", f"chmod -R u+rwX {path}")
+        raise make_ownership_error(path / _RUN) or SpecError(f"no permission to read {path}", f"chmod -R u+rwX {path}")
     if not path.exists():
         raise SpecError(f"no such run directory: {path}", "tula list shows the runs there are")
     if not is_run:
         raise SpecError(f"not a run directory: {path} (it holds no {_RUN})", "tula list shows the runs there are")
 
 
-def ownership_error(path: Path, *, change: bool = False) -> NotYours | None:
+def make_ownership_error(path: Path, *, change: bool = False) -> NotYours | None:
     """Return why a file of a run cannot be read, or written, where that is since another user has it; else None.
 
     Args:
@@ -75,8 +75,8 @@ def ownership_error(path: Path, *, change: bool = False) -> NotYours | None:
         except OSError:  # not there, or in a folder that nobody else may look into
             continue
         closed = stat.S_ISDIR(mode) and not _has_access(place, os.R_OK | os.X_OK)
-        if (whose := other_owner(place)) and (closed or _is_in_run(place)):
-            return _ownership_error(place, whose, "change" if change else "read")
+        if (whose := find_other_owner(place)) and (closed or _is_in_run(place)):
+            return _make_ownership_error(place, whose, "change" if change else "read")
         return None
     return None
 
@@ -84,14 +84,14 @@ def ownership_error(path: Path, *, change: bool = False) -> NotYours | None:
 def describe_left_out_runs(folders: Iterable[Path]) -> str:
     """Say which of these folders are not looked into, since their users alone may; empty where there are none."""
     closed = [folder for folder in folders if not _has_access(folder, os.X_OK) and folder.is_dir()]
-    owners = [whose for folder in closed if (whose := other_owner(folder))]
+    owners = [whose for folder in closed if (whose := find_other_owner(folder))]
     if not owners:
         return ""
     runs = "a run" if len(owners) == 1 else f"{len(owners)} runs"
     return f"left out: {runs} of {', '.join(sorted(set(owners)))}, not open to you"
 
 
-def _ownership_error(path: Path, whose: str, what: str) -> NotYours:
+def _make_ownership_error(path: Path, whose: str, what: str) -> NotYours:
     return NotYours(
         f"{path} belongs to {whose}: you may not {what} it",
         f"ask {whose}, or train in a run of your own: --run-dir DIR names another folder for runs"
@@ -118,7 +118,7 @@ def _gives_all_to(user: int, path: Path) -> bool:
         return False
 
 
-def _user_name(user: int) -> str:
+def _get_user_name(user: int) -> str:
     try:
         return pwd.getpwuid(user).pw_name
     except KeyError:

@@ -20,7 +20,7 @@ _SAME_DATE = (1980, 1, 1, 0, 0, 0)
 
 
 @functools.cache
-def _package_code() -> Mapping[str, bytes]:
+def _read_package_code() -> Mapping[str, bytes]:
     """Return the sources of this tula by their names in an archive; none where it was imported from one itself."""
     return {
         f"{_PACKAGE.name}/{path.relative_to(_PACKAGE)}": path.read_bytes() for path in sorted(_PACKAGE.rglob("*.py"))
@@ -28,20 +28,20 @@ def _package_code() -> Mapping[str, bytes]:
 
 
 @functools.cache
-def _archive_name() -> str:
+def _make_archive_name() -> str:
     digest = hashlib.sha256()
-    for name, content in _package_code().items():
+    for name, content in _read_package_code().items():
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
     return f"tula-{__version__}-{digest.hexdigest()[:8]}.zip"
 
 
-def package_archive(run: Path) -> Path | None:
+def find_package_archive(run: Path) -> Path | None:
     """Return the place of this tula's archive in a run, absolute; None where this tula was imported from one itself."""
-    return run.absolute() / "code" / _archive_name() if _package_code() else None
+    return run.absolute() / "code" / _make_archive_name() if _read_package_code() else None
 
 
 def keep_package(run: Path) -> Path | None:
-    """Write the archive, where it is not there yet; return its place as `package_archive` does.
+    """Write the archive, where it is not there yet; return its place as `find_package_archive` does.
 
     Raises:
         TulaError: it cannot be written.
@@ -49,10 +49,10 @@ def keep_package(run: Path) -> Path | None:
 
     def save(file: BinaryIO) -> None:
         with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as made:
-            for name, content in _package_code().items():
+            for name, content in _read_package_code().items():
                 made.writestr(zipfile.ZipInfo(name, _SAME_DATE), content, zipfile.ZIP_DEFLATED)
 
-    place = package_archive(run)
+    place = find_package_archive(run)
     if place is not None and not place.exists():
         write_atomic(place, save)
     return place
@@ -64,9 +64,9 @@ def prepend_to_path(place: Path | None, path: str = "") -> str:
     return os.pathsep.join(dict.fromkeys(entries))
 
 
-def shell_lines(run: Path) -> list[str]:
+def make_shell_lines(run: Path) -> list[str]:
     """Have a job's shell import the tula that it is submitted with, after whatever its set-up has put into the path."""
-    place = package_archive(run.resolve())
+    place = find_package_archive(run.resolve())
     if place is None:
         return []
     return [f'export PYTHONPATH={shlex.quote(str(place))}"${{PYTHONPATH:+:$PYTHONPATH}}"']

@@ -41,10 +41,10 @@ def write_spec(run: Path, yaml: str, spec: Mapping[str, Any], parts: Mapping[str
         TulaError: they cannot be written.
     """
     run_format.require_known_format(run)
-    if changed_at(run) is None:
+    if get_change_time(run) is None:
         run_format.write_format(run)
     files.write_atomic(run / _YAML, yaml)
-    files.write_atomic(run / _JSON, json.dumps(asdict(ParsedSpec(_digest(yaml.encode()), spec, parts))) + "\n")
+    files.write_atomic(run / _JSON, json.dumps(asdict(ParsedSpec(_compute_digest(yaml.encode()), spec, parts))) + "\n")
 
 
 def read_spec(run: Path) -> ParsedSpec | None:
@@ -57,7 +57,7 @@ def read_spec(run: Path) -> ParsedSpec | None:
     run_format.require_known_format(run)
     try:
         parsed = ParsedSpec(**json.loads(files.read_content(run / _JSON)))
-        return parsed if parsed.digest == _digest(files.read_content(run / _YAML)) else None
+        return parsed if parsed.digest == _compute_digest(files.read_content(run / _YAML)) else None
     except (FileNotFoundError, ValueError, TypeError, RecursionError, BadMeasurements):
         return None  # the YAML counts
 
@@ -71,12 +71,12 @@ def list_run_folders(root: Path) -> list[Path]:
         TulaError: `root` cannot be read.
     """
     changed_by_folder = {
-        root / name: at for name in files.list_names(root) if (at := changed_at(root / name)) is not None
+        root / name: at for name in files.list_names(root) if (at := get_change_time(root / name)) is not None
     }
     return sorted(changed_by_folder, key=lambda run: changed_by_folder[run], reverse=True)
 
 
-def newest_run(root: Path, latest: str) -> Path:
+def find_newest_run(root: Path, latest: str) -> Path:
     """Return the run that was used last under `root`, of those that may be read; one's own go first.
 
     Args:
@@ -87,17 +87,17 @@ def newest_run(root: Path, latest: str) -> Path:
         SpecError: there is none.
         TulaError: `root` cannot be read.
     """
-    if changed_at(root / latest) is not None and not owner.other_owner(root / latest):
+    if get_change_time(root / latest) is not None and not owner.find_other_owner(root / latest):
         return root / latest
     runs_found = list_run_folders(root)
     if not runs_found:
         others_text = owner.describe_left_out_runs(root / name for name in files.list_names(root))
         message = f"no run under {root}{others_text and f' ({others_text})'}"
         raise SpecError(message, "start one with tula profile job.yaml, or name one with --run DIR")
-    return next((run for run in runs_found if not owner.other_owner(run)), runs_found[0])
+    return next((run for run in runs_found if not owner.find_other_owner(run)), runs_found[0])
 
 
-def changed_at(run: Path) -> int | None:
+def get_change_time(run: Path) -> int | None:
     """Return when the job of a run was last written (ns of Unix time); None where there is none to be seen."""
     try:
         status = (run / _YAML).stat()
@@ -106,5 +106,5 @@ def changed_at(run: Path) -> int | None:
         return None
 
 
-def _digest(yaml: bytes) -> str:
+def _compute_digest(yaml: bytes) -> str:
     return hashlib.sha256(yaml).hexdigest()

@@ -137,7 +137,7 @@ class ResumeTestRecords:
         return read_record(self.path / f"{task_id}.json", _REHEARSAL)
 
     def records_of(self, key: str) -> list[Rehearsal]:
-        """Return the rehearsals of a script and its code (`rehearsal_signature`), oldest first."""
+        """Return the rehearsals of a script and its code (`compute_rehearsal_signature`), oldest first."""
         records = [read_record(path, _REHEARSAL) for path in list_files(self.path, f"rehearse-{key}-*.json")]
         return sorted(
             (rehearsal for rehearsal in records if rehearsal is not None), key=lambda records: records.began_at

@@ -17,12 +17,12 @@ from tula_cli.run import code_selection
 from tula_cli.run.code_selection import Selection
 from tula_cli.run.directory import RunDir
 from tula_cli.run.imports import (
+    find_source_file,
     follow_imports,
     import_roots,
     is_foreign,
     is_installed_folder,
     resolve_module,
-    source_file,
 )
 from tula_cli.run.records.tasks import CodeSnapshot
 from tula_cli.run.secrets import CODE_SUFFIXES, is_key_file
@@ -64,16 +64,16 @@ def split_command(command: str) -> list[str]:
     return ["" if find_placeholders(word) else fill(word, {}) for word in shlex.split(command)]
 
 
-def command_label(command: str) -> str:
+def describe_command(command: str) -> str:
     """Return the word of a command by which people know what it runs."""
     words = split_command(command)
     named = [word for word in words if word.endswith(SCRIPT_SUFFIXES)]
-    return next(iter(named or module_names(words)[-1:]), words[0]) or command
+    return next(iter(named or list_module_names(words)[-1:]), words[0]) or command
 
 
-def module_names(words: Sequence[str]) -> list[str]:
+def list_module_names(words: Sequence[str]) -> list[str]:
     """Return what a command runs by -m."""
-    return [words[position] for position, role in _word_roles(words) if role is _Role.MODULE]
+    return [words[position] for position, role in _classify_words(words) if role is _Role.MODULE]
 
 
 def find_program(words: Sequence[str], workdir: Path, *, path: Sequence[str] | None = None) -> Program | None:
@@ -91,7 +91,7 @@ def find_program(words: Sequence[str], workdir: Path, *, path: Sequence[str] | N
         SpecError: there is no file of that name.
     """
     home, lenient = workdir.resolve(), False
-    for position, role in _word_roles(words):
+    for position, role in _classify_words(words):
         word = words[position]
         if role is _Role.MODULE:
             if program := _find_module(word, home, sys.path[1:] if path is None else path):
@@ -104,11 +104,11 @@ def find_program(words: Sequence[str], workdir: Path, *, path: Sequence[str] | N
             if not _is_installed(file, home):
                 return Program(file, file.parent)
         elif not lenient and (role is _Role.RUN or word.endswith(SCRIPT_SUFFIXES)):
-            raise _missing_file_error(f"{word} is not in {home}")
+            raise _make_missing_file_error(f"{word} is not in {home}")
     return None
 
 
-def _missing_file_error(what: str) -> NoCommandFile:
+def _make_missing_file_error(what: str) -> NoCommandFile:
     return NoCommandFile(
         f"script.command: {what}",
         "call tula where the command runs, or name the file as it is there; with script.code: none it need only be there for"
@@ -125,7 +125,7 @@ class _Role(Enum):
     WORD = auto()
 
 
-def _word_roles(words: Sequence[str]) -> Iterator[tuple[int, _Role]]:
+def _classify_words(words: Sequence[str]) -> Iterator[tuple[int, _Role]]:
     """Yield the position of each word and what it is."""
     python = shell = False  # what it runs is yet to come
     ahead: _Role | None = None
@@ -176,8 +176,8 @@ def _find_module(module: str, home: Path, path: Sequence[str]) -> Program | None
     for root in import_roots(home, path):
         if files := resolve_module(f"{module}.__main__", [root]):
             place = root.joinpath(*module.split("."))
-            if source_file(place) is None and not place.is_dir():
-                raise _missing_file_error(f"no module {module} in {root}")
+            if find_source_file(place) is None and not place.is_dir():
+                raise _make_missing_file_error(f"no module {module} in {root}")
             return Program(files[-1], root, module)
     return None
 
@@ -185,10 +185,10 @@ def _find_module(module: str, home: Path, path: Sequence[str]) -> Program | None
 # --- its place in a snapshot
 
 
-def command_in_snapshot(words: Sequence[str], workdir: Path, code: Path | None) -> list[str]:
+def move_command_to_snapshot(words: Sequence[str], workdir: Path, code: Path | None) -> list[str]:
     """Return a command that runs its file from a snapshot; its working directory stays the user's own.
 
-    A module after -m stays as it is: `snapshot_python_path` has it found in the snapshot.
+    A module after -m stays as it is: `list_snapshot_python_path` has it found in the snapshot.
 
     Args:
         words: of the command, with the values of its placeholders.
@@ -198,7 +198,7 @@ def command_in_snapshot(words: Sequence[str], workdir: Path, code: Path | None) 
     Raises:
         JobFailed: the snapshot is gone, or is of another command.
     """
-    code_snapshot = _snapshot_record(code)
+    code_snapshot = _read_snapshot_record(code)
     if code is None or code_snapshot is None or not code_snapshot.program:
         return list(words)
     original = Path(code_snapshot.base) / code_snapshot.program
@@ -208,7 +208,7 @@ def command_in_snapshot(words: Sequence[str], workdir: Path, code: Path | None) 
     raise JobFailed(f"{original}, which was submitted, is not in the command: {shlex.join(words)}", "submit again")
 
 
-def snapshot_python_path(code: Path | None) -> list[str]:
+def list_snapshot_python_path(code: Path | None) -> list[str]:
     """Return the folders of a snapshot that go first into PYTHONPATH; none where no code was copied.
 
     Python puts the working directory before PYTHONPATH for `python -m`, not for a file: there PYTHONSAFEPATH=1 (Python
@@ -220,13 +220,13 @@ def snapshot_python_path(code: Path | None) -> list[str]:
     Raises:
         JobFailed: the snapshot is gone.
     """
-    code_snapshot = _snapshot_record(code)
+    code_snapshot = _read_snapshot_record(code)
     return (
         [] if code is None or code_snapshot is None else [os.path.normpath(code / root) for root in code_snapshot.roots]
     )
 
 
-def _snapshot_record(code: Path | None) -> CodeSnapshot | None:
+def _read_snapshot_record(code: Path | None) -> CodeSnapshot | None:
     if code is None:
         return None
     code_snapshot = RunDir(code.parent.parent).code(code.name)
@@ -282,16 +282,18 @@ def select_script_files(script: Script, workdir: Path, *, path: Sequence[str] | 
     if program is None:
         return Selection(home, (), (), (), (), exact=True)
     base, listed, beyond = _list_files(program, home, path)
-    own_files = _own_files(program, base, listed)
+    own_files = _select_own_files(program, base, listed)
     keys = [file for file in own_files if is_key_file(file) and file != program.file]
-    copied, left_out = _bounded_files(program, base, {file: listed[file] for file in own_files if file not in keys})
-    named, start = _files_named(words, home), program.file.relative_to(base).as_posix()
+    copied, left_out = _select_bounded_files(
+        program, base, {file: listed[file] for file in own_files if file not in keys}
+    )
+    named, start = _list_named_files(words, home), program.file.relative_to(base).as_posix()
     modules = [
         file for file in copied if file == program.file or _belongs_to_code(file, tracked=listed[file], named=named)
     ]
     return Selection(
         base,
-        _source_roots(program, home, path, base, copied),
+        _list_source_roots(program, home, path, base, copied),
         tuple(sorted(modules)),
         tuple(sorted({*copied} - {*modules})),
         (*left_out, *beyond),
@@ -302,7 +304,7 @@ def select_script_files(script: Script, workdir: Path, *, path: Sequence[str] | 
     )
 
 
-def script_warnings(script: Script, workdir: Path) -> tuple[str, ...]:
+def list_script_warnings(script: Script, workdir: Path) -> tuple[str, ...]:
     """Say where the code that runs is not, or not all of it, what was submitted."""
     by_then = "what runs is what the files are by then"
     if script.code == "none":
@@ -312,7 +314,7 @@ def script_warnings(script: Script, workdir: Path) -> tuple[str, ...]:
     if program is None:
         return (
             ()
-            if module_names(words)
+            if list_module_names(words)
             else (f"script.command names no file of your own: no code is copied, and {by_then}",)
         )
     if program.file.suffix in SHELL_SUFFIXES:
@@ -329,7 +331,7 @@ def script_warnings(script: Script, workdir: Path) -> tuple[str, ...]:
 def _list_files(program: Program, home: Path, path: Sequence[str]) -> tuple[Path, dict[Path, bool], list[Path]]:
     """Return the folder that a snapshot mirrors, the files under it, whether git tracks each, and folders not looked into."""
     left_out: list[Path] = []
-    known = code_selection.tracked_files(program.file.parent)
+    known = code_selection.list_tracked_files(program.file.parent)
     if known is not None and program.file in known[1] and program.root.is_relative_to(known[0]):
         base, listed = known
     else:
@@ -366,7 +368,7 @@ def _walk_folder(start: Path) -> tuple[list[Path], list[Path]]:
 # --- which of them are copied
 
 
-def _own_files(program: Program, base: Path, listed: Iterable[Path]) -> list[Path]:
+def _select_own_files(program: Program, base: Path, listed: Iterable[Path]) -> list[Path]:
     """Return those files that are there, and neither hidden nor installed nor of a run."""
     foreign = cache(is_foreign)
     return [
@@ -376,22 +378,25 @@ def _own_files(program: Program, base: Path, listed: Iterable[Path]) -> list[Pat
         or (
             file.is_file()
             and not file.name.startswith(".")
-            and not any(map(foreign, _files_between(file, base, program)))
+            and not any(map(foreign, _list_folders_between(file, base, program)))
         )
     ]
 
 
-def _files_between(file: Path, base: Path, program: Program) -> Iterator[Path]:
+def _list_folders_between(file: Path, base: Path, program: Program) -> Iterator[Path]:
     """Yield the folders from a file up to `base`, without those that hold the command's file too."""
     return (folder for folder in file.parents if folder.is_relative_to(base) and folder not in program.file.parents)
 
 
-def _bounded_files(program: Program, base: Path, listed: Mapping[Path, bool]) -> tuple[list[Path], list[Path]]:
+def _select_bounded_files(program: Program, base: Path, listed: Mapping[Path, bool]) -> tuple[list[Path], list[Path]]:
     """Return what is copied and what is beyond the bounds; what is nearest to the command's file comes first."""
     copied, left_out, total = [program.file], [], program.file.stat().st_size
-    for file in sorted(listed.keys() - {program.file}, key=lambda file: (_folder_distance(program.file, file), file)):
+    for file in sorted(
+        listed.keys() - {program.file}, key=lambda file: (_compute_folder_distance(program.file, file), file)
+    ):
         if not listed[file] and (
-            OUTPUT_FOLDERS & {folder.name for folder in _files_between(file, base, program)} or not _is_text(file)
+            OUTPUT_FOLDERS & {folder.name for folder in _list_folders_between(file, base, program)}
+            or not _is_text(file)
         ):
             continue
         size = file.stat().st_size
@@ -404,7 +409,7 @@ def _bounded_files(program: Program, base: Path, listed: Mapping[Path, bool]) ->
     return copied, left_out
 
 
-def _folder_distance(path: Path, other: Path) -> int:
+def _compute_folder_distance(path: Path, other: Path) -> int:
     """Return the steps from one file's folder to the other's, through the tree."""
     common = os.path.commonpath([path.parent, other.parent])
     return len(path.parts) + len(other.parts) - 2 * len(Path(common).parts)
@@ -429,7 +434,7 @@ def _belongs_to_code(file: Path, *, tracked: bool, named: set[Path]) -> bool:
     return tracked or file.suffix != ".json" or file in named
 
 
-def _files_named(words: Iterable[str], home: Path) -> set[Path]:
+def _list_named_files(words: Iterable[str], home: Path) -> set[Path]:
     """Return the paths that the words of a command may name."""
     return {Path(os.path.realpath(home / text)) for word in words for text in (word, word.partition("=")[2]) if text}
 
@@ -445,7 +450,7 @@ def _is_job(file: Path) -> bool:
 # --- from where python imports them
 
 
-def _source_roots(
+def _list_source_roots(
     program: Program, home: Path, path: Sequence[str], base: Path, copied: Sequence[Path]
 ) -> tuple[Path, ...]:
     """Return the folders of the copied files that python imports from in the job, the command's own first.
@@ -455,13 +460,13 @@ def _source_roots(
     given = {(home / entry).resolve() for entry in path}
     given_roots = [root for root in import_roots(home, path) if root != home or root in given]
     first = [] if program.file.suffix in SHELL_SUFFIXES else [program.root]
-    roots = dict.fromkeys([*first, *given_roots, *_editable_installs(copied)])
+    roots = dict.fromkeys([*first, *given_roots, *_list_editable_installs(copied)])
     return tuple(
         root for root in roots if root.is_relative_to(base) and any(file.is_relative_to(root) for file in copied)
     )
 
 
-def _editable_installs(copied: Iterable[Path]) -> Iterator[Path]:
+def _list_editable_installs(copied: Iterable[Path]) -> Iterator[Path]:
     """Yield the folders of packages that this python imports from where they are: `pip install --editable`."""
     folders = {file.parent for file in copied if file.name == "__init__.py"}
     for package in sorted(folder for folder in folders if folder.parent not in folders):

@@ -96,10 +96,10 @@ def without_secrets(text: str) -> str:
     return text
 
 
-def values_without_secrets(value: Any) -> Any:
+def remove_secrets(value: Any) -> Any:
     """Return a row or record as JSON holds it, with *** for what may be a secret in any of its texts."""
     if isinstance(value, str):
         return without_secrets(value)
     if isinstance(value, Mapping):
-        return {key: values_without_secrets(part) for key, part in value.items()}
-    return [values_without_secrets(part) for part in value] if isinstance(value, list | tuple) else value
+        return {key: remove_secrets(part) for key, part in value.items()}
+    return [remove_secrets(part) for part in value] if isinstance(value, list | tuple) else value

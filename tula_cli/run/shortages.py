@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tula_cli import words
 from tula_cli.errors import DiskFull
-from tula_cli.run.disk_space import disk_statistics, free_bytes, missing_bytes
+from tula_cli.run.disk_space import count_free_bytes, make_missing_bytes_error, read_disk_statistics
 from tula_cli.run.files import write_atomic
 from tula_cli.run.records.jobs import Shortage
 
@@ -45,10 +45,10 @@ _NAMED = re.compile(r"(?:No space left on device|Disk quota exceeded): '(/[^'\n]
 
 def measure_shortage(folder: Path, *, needed: int | None = None, quota: bool = False) -> Shortage:
     """Return what the file system of a folder has now, as statvfs tells it."""
-    statistics = disk_statistics(folder)
+    statistics = read_disk_statistics(folder)
     return Shortage(
         folder=str(folder),
-        free=0 if statistics is None else free_bytes(statistics),
+        free=0 if statistics is None else count_free_bytes(statistics),
         total=0 if statistics is None else statistics.f_blocks * statistics.f_frsize,
         files_free=None if statistics is None or not statistics.f_files else statistics.f_favail,
         needed=needed,
@@ -56,7 +56,7 @@ def measure_shortage(folder: Path, *, needed: int | None = None, quota: bool = F
     )
 
 
-def shortage_of(error: BaseException) -> Shortage | None:
+def get_shortage(error: BaseException) -> Shortage | None:
     """Return what an error of a full disk knows of it; None of any other."""
     if not isinstance(error, DiskFull):
         return None
@@ -87,11 +87,13 @@ def describe_shortage(shortage: Shortage) -> str:
     return f"{words.format_bytes(shortage.free)} of {words.format_bytes(shortage.total)} are free where {shortage.folder} is{takes}{missing}"
 
 
-def remaining_shortage(shortage: Shortage) -> Shortage | None:
+def find_remaining_shortage(shortage: Shortage) -> Shortage | None:
     """Return what is missing now where the disk was full before; None where there is room again."""
     folder = Path(shortage.folder)
     place = next((parent for parent in (folder, *folder.parents) if parent.is_dir()), folder)
     needed = max(shortage.needed or 0, 0) + 2**16
     return (
-        measure_shortage(folder, needed=shortage.needed, quota=shortage.quota) if missing_bytes(place, needed) else None
+        measure_shortage(folder, needed=shortage.needed, quota=shortage.quota)
+        if make_missing_bytes_error(place, needed)
+        else None
     )

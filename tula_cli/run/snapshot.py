@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter
 
 from tula_cli.errors import BadMeasurements
-from tula_cli.run.damage import curve_warnings, record_warning
+from tula_cli.run.damage import describe_damaged_record, list_curve_warnings
 from tula_cli.run.files import list_files, list_names, read_record, read_text
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.probes import RESULT, Failed, Measured, OutOfMemory
@@ -85,7 +85,7 @@ class Snapshot:
 
     @cached_property
     def _tasks_by_job(self) -> Mapping[str, list[JobTask]]:
-        return _group_by(self.tasks, by=lambda task: task.job)
+        return _group_records(self.tasks, by=lambda task: task.job)
 
     def tasks_of(self, job_id: str) -> list[JobTask]:
         """Return what a job has to measure, to rehearse or to train, by the tasks' ids."""
@@ -134,7 +134,7 @@ class Snapshot:
     def _attempts_by_job(self) -> Mapping[str, list[Attempt]]:
         jobs = {task.id: task.job for task in self._all_tasks}
         own_attempts = [attempt for attempt in self.attempts if attempt.task in jobs]
-        return _group_by(own_attempts, by=lambda attempt: jobs[attempt.task])
+        return _group_records(own_attempts, by=lambda attempt: jobs[attempt.task])
 
     def attempts_of(self, job_id: str, *, since: float = float("-inf")) -> list[Attempt]:
         """Return the attempts of a job that started at `since` (Unix time) or later, oldest first."""
@@ -210,7 +210,7 @@ class Snapshot:
             _ = self.tasks, self.attempts, self.recommendation, self.comparison, self.rehearsals
         elsewhere = (self.path / "jobs", self.path / "train")
         return [
-            record_warning(self.path, path, error)
+            describe_damaged_record(self.path, path, error)
             for path, error in self._errors.items()
             if not any(map(path.is_relative_to, elsewhere))
         ]
@@ -225,17 +225,19 @@ class Snapshot:
         for training in trainings:
             training.read_records()
         of_records = [
-            record_warning(snapshot.path, path, error)
+            describe_damaged_record(snapshot.path, path, error)
             for path, error in snapshot._errors.items()
             if path.is_relative_to(snapshot.path / "train")
         ]
-        return [*of_records, *(warning for training in trainings for warning in curve_warnings(training))]
+        return [*of_records, *(warning for training in trainings for warning in list_curve_warnings(training))]
 
     # --- what the scheduler kept
 
     @cached_property
     def _scheduler_files(self) -> Mapping[str, list[Path]]:
-        return _group_by(list_files(self.path / "submitit", "*_log.*"), by=lambda path: path.name.partition("_")[0])
+        return _group_records(
+            list_files(self.path / "submitit", "*_log.*"), by=lambda path: path.name.partition("_")[0]
+        )
 
     def started_logs(self, ids: Iterable[str]) -> list[Path]:
         """Return the logs, empty ones too, that SLURM made for jobs, by its own ids: a job without any saw no folder."""
@@ -272,7 +274,7 @@ class Snapshot:
         return record
 
 
-def _group_by(items: Iterable[T], *, by: Callable[[T], str]) -> dict[str, list[T]]:
+def _group_records(items: Iterable[T], *, by: Callable[[T], str]) -> dict[str, list[T]]:
     groups: defaultdict[str, list[T]] = defaultdict(list)
     for item in items:
         groups[by(item)].append(item)

@@ -59,8 +59,8 @@ class StepRow(NamedTuple):
             steps=1,
             batch=batch,
             lr=round_value("lr", lr) or 0.0,
-            norm=_constant_spread(size),
-            delta=_constant_spread(round_value("delta", delta)),
+            norm=_make_constant_spread(size),
+            delta=_make_constant_spread(round_value("delta", delta)),
             scaled=None if scaled is None else float(scaled),
             factor=round_value("factor", factor) if scaled else None,
             last=size,
@@ -84,7 +84,7 @@ class StepRow(NamedTuple):
             norm=_join_spreads("norm", self.norm, later.norm, (self.steps, later.steps)),
             delta=_join_spreads("delta", self.delta, later.delta, (self.steps, later.steps)),
             scaled=round_value("scaled", scaled) if has_scaled else None,
-            factor=round_value("factor", _weighted_mean((self.factor, later.factor), weights)),
+            factor=round_value("factor", _compute_weighted_mean((self.factor, later.factor), weights)),
             last=later.last,
         )
 
@@ -156,15 +156,15 @@ def join_neighbours(
 
 def format_rows(rows: Iterable[StepRow]) -> str:
     """Return the rows as lines of steps.jsonl."""
-    return "".join(json.dumps(_parse_line(group), separators=(",", ":")) + "\n" for group in _group_alike(rows))
+    return "".join(json.dumps(_parse_line(group), separators=(",", ":")) + "\n" for group in _group_alike_rows(rows))
 
 
 def parse_rows(lines: Iterable[Mapping[str, Any]]) -> list[StepRow]:
     """Return the rows of lines of steps.jsonl; a line that is damaged is left out."""
-    return [row for line in lines for row in _rows_of_line(line)]
+    return [row for line in lines for row in _parse_rows_of_line(line)]
 
 
-def _group_alike(rows: Iterable[StepRow]) -> Iterator[list[StepRow]]:
+def _group_alike_rows(rows: Iterable[StepRow]) -> Iterator[list[StepRow]]:
     number, previous = 0, None
 
     def place(row: StepRow) -> int:
@@ -222,7 +222,7 @@ def _read_line(line: Mapping[str, Any]) -> tuple[tuple[int, int, int, int], list
     return ((samples, batch, steps, count), values) if len(values) == len(_COLUMNS) else None
 
 
-def _rows_of_line(line: Mapping[str, Any]) -> Iterator[StepRow]:
+def _parse_rows_of_line(line: Mapping[str, Any]) -> Iterator[StepRow]:
     """Yield the rows of a line; none of one that is damaged."""
     if (line_parts := _read_line(line)) is None:
         return
@@ -235,8 +235,8 @@ def _rows_of_line(line: Mapping[str, Any]) -> Iterator[StepRow]:
             steps=steps,
             batch=batch,
             lr=lr or 0.0,
-            norm=_constant_spread(norm) if low is None or high is None else Spread(norm or 0.0, low, high),
-            delta=_constant_spread(delta) if least is None or most is None else Spread(delta or 0.0, least, most),
+            norm=_make_constant_spread(norm) if low is None or high is None else Spread(norm or 0.0, low, high),
+            delta=_make_constant_spread(delta) if least is None or most is None else Spread(delta or 0.0, least, most),
             scaled=scaled,
             factor=factor,
             last=norm if steps == 1 else last_norm,
@@ -259,7 +259,7 @@ def round_value(name: str, value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.{_DIGITS[name]}g}")
 
 
-def _constant_spread(value: float | None) -> Spread | None:
+def _make_constant_spread(value: float | None) -> Spread | None:
     return None if value is None else Spread(value, value, value)
 
 
@@ -268,13 +268,13 @@ def _join_spreads(
 ) -> Spread | None:
     if first is None or second is None:
         return first or second
-    mean = round_value(name, _weighted_mean((first.mean, second.mean), weights))
+    mean = round_value(name, _compute_weighted_mean((first.mean, second.mean), weights))
     assert mean is not None
     low, high = min(first.low, second.low), max(first.high, second.high)
     return Spread(min(max(mean, low), high), low, high)
 
 
-def _weighted_mean(values: tuple[float | None, float | None], weights: tuple[float, float]) -> float | None:
+def _compute_weighted_mean(values: tuple[float | None, float | None], weights: tuple[float, float]) -> float | None:
     """Return the weighted mean of what is known."""
     known_values = [
         (value, weight) for value, weight in zip(values, weights, strict=True) if value is not None and weight

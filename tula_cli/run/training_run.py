@@ -205,7 +205,11 @@ class TrainingRun:
 
     def stage_decisions(self) -> list[StageDecision]:
         """Return what the gradient noise has decided of stages of a growing batch, oldest first; damaged rows are left out."""
-        return [decision for row in read_json_lines(self.stages_path) if (decision := _stage_decision(row)) is not None]
+        return [
+            decision
+            for row in read_json_lines(self.stages_path)
+            if (decision := _parse_stage_decision(row)) is not None
+        ]
 
     def write_stage_decisions(self, decisions: Iterable[StageDecision]) -> None:
         """Replace the rows of stages.jsonl, whole."""
@@ -282,7 +286,7 @@ class TrainingRun:
 
         They are read once, until the file changes; who asks changes none.
         """
-        return () if (version := self._version()) is None else _sampled_rows(self.metrics_path, *version)
+        return () if (version := self._version()) is None else _read_sampled_rows(self.metrics_path, *version)
 
     def damaged_rows(self) -> list[int]:
         """Return the numbers of the lines of metrics.jsonl that are no rows, from 1.
@@ -291,17 +295,19 @@ class TrainingRun:
         damaged only if the training has finished.
         """
         finished = (self.path / "result.json").exists()
-        return _damaged_lines(self.metrics_path, lambda line: is_row(line) or (not finished and _is_begun(line)))
+        return _list_damaged_lines(self.metrics_path, lambda line: is_row(line) or (not finished and _is_begun(line)))
 
     def damaged_steps(self) -> list[int]:
         """Return the same of steps.jsonl."""
-        return _damaged_lines(
+        return _list_damaged_lines(
             self.steps_path, lambda line: is_step_line(parse_json_object(line) or {}) or _is_begun(line)
         )
 
     def damaged_stages(self) -> list[int]:
         """Return the same of stages.jsonl."""
-        return _damaged_lines(self.stages_path, lambda line: _stage_decision(parse_json_object(line) or {}) is not None)
+        return _list_damaged_lines(
+            self.stages_path, lambda line: _parse_stage_decision(parse_json_object(line) or {}) is not None
+        )
 
     def _version(self) -> tuple[int, int] | None:
         """Return when metrics.jsonl was changed (ns) and its size; None where there is none."""
@@ -315,8 +321,8 @@ class TrainingRun:
 
 
 @functools.lru_cache(maxsize=8)
-def _sampled_rows(path: Path, _changed: int, size: int) -> tuple[dict[str, Any], ...]:
-    """Return the rows of a file as it was at a moment (`_changed_at`, ns), when it had so many bytes."""
+def _read_sampled_rows(path: Path, _changed: int, size: int) -> tuple[dict[str, Any], ...]:
+    """Return the rows of a file as it was at a moment (`_get_change_time`, ns), when it had so many bytes."""
     every = 1 + size // _SAMPLED
     number = itertools.count()
     rows: list[dict[str, Any]] = []
@@ -338,7 +344,7 @@ def _sampled_rows(path: Path, _changed: int, size: int) -> tuple[dict[str, Any],
     return tuple(rows)
 
 
-def _damaged_lines(path: Path, is_sound: Callable[[bytes], bool]) -> list[int]:
+def _list_damaged_lines(path: Path, is_sound: Callable[[bytes], bool]) -> list[int]:
     """Return the numbers of the lines of a file that are not sound, from 1; none if there is no such file."""
     number, damaged = 1, dict[int, None]()
     if not path.exists():
@@ -369,7 +375,7 @@ def _is_begun(line: bytes) -> bool:
     return not line.endswith(b"\n") and line.isascii()
 
 
-def _stage_decision(row: Mapping[str, Any]) -> StageDecision | None:
+def _parse_stage_decision(row: Mapping[str, Any]) -> StageDecision | None:
     try:
         return StageDecision.model_validate(row)
     except ValidationError:

@@ -21,13 +21,13 @@ from tula_cli.errors import (
     require_number,
 )
 from tula_cli.models.choice.objective import Curve, Objective
-from tula_cli.models.time.noise import trimmed_mean
-from tula_cli.plugins import nearest
+from tula_cli.models.time.noise import compute_trimmed_mean
+from tula_cli.plugins import suggest_nearest
 from tula_cli.run.code import run_of_job
 from tula_cli.run.directory import RunDir
 from tula_cli.run.frames import make_frame
-from tula_cli.run.jobfile import load_with_overrides, parts_with_data, settings_origin
-from tula_cli.run.owner import other_owner
+from tula_cli.run.jobfile import find_settings_origin, list_parts_with_data, load_with_overrides
+from tula_cli.run.owner import find_other_owner
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import Evaluated, JobFile, Summary
@@ -58,7 +58,7 @@ from tula_cli.services.waiting import Dependencies, DetachedJobs, WaitPolicy
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.kinds import parse_size
 from tula_cli.spec.load import load_spec, validate
-from tula_cli.spec.merge import override
+from tula_cli.spec.merge import apply_overrides
 from tula_cli.spec.old_keys import replace_old_keys
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class Run:
         Raises:
             BadMeasurements: a result is damaged.
         """
-        return {part.name: part.run.results() for part in parts_with_data(self.directory, self.spec())}
+        return {part.name: part.run.results() for part in list_parts_with_data(self.directory, self.spec())}
 
     def results(self) -> "pd.DataFrame":
         """Return one row a probe: its configuration, outcome, times (seconds) and peak memory (bytes of one GPU).
@@ -143,7 +143,9 @@ class Run:
         Raises:
             BadMeasurements: a result is damaged.
         """
-        return make_frame([_result_row(name, result) for name, results in self.probes().items() for result in results])
+        return make_frame(
+            [_make_result_row(name, result) for name, results in self.probes().items() for result in results]
+        )
 
     def recommendation(self) -> Recommendation | None:
         """Return the answer that training takes; None where there is none yet."""
@@ -158,7 +160,7 @@ class Run:
         Returns:
             None where there is none yet, and for a script, which saves where it likes.
         """
-        parts = parts_with_data(self.directory, self.spec())
+        parts = list_parts_with_data(self.directory, self.spec())
         return next((path for part in parts if (path := part.run.training(signature).weights())), None)
 
     def steps(self, signature: str) -> StepSeries:
@@ -167,7 +169,7 @@ class Run:
         Args:
             signature: of the training, as `tula.train` returns it.
         """
-        parts = parts_with_data(self.directory, self.spec())
+        parts = list_parts_with_data(self.directory, self.spec())
         trainings = (part.run.training(signature) for part in parts)
         return next((training.steps() for training in trainings if training.steps_path.exists()), StepSeries())
 
@@ -179,25 +181,25 @@ class Run:
         """
         from tula_cli.services.reporting.run_report import build_run_report  # with the services of all commands
 
-        make_launcher = partial(launcher.launcher_for, submits=False)
+        make_launcher = partial(launcher.make_launcher, submits=False)
         return build_run_report(self.directory, self.spec(), make_launcher, now=time.time())
 
     def status(self) -> Status:
         """Return how far its jobs and its training are; the scheduler is asked."""
-        parts = parts_with_data(self.directory, self.spec())
+        parts = list_parts_with_data(self.directory, self.spec())
         return Status(
             {
                 part.name: status_service.run_status(
-                    part.run, launcher.launcher_for(part.spec, submits=False), now=time.time()
+                    part.run, launcher.make_launcher(part.spec, submits=False), now=time.time()
                 )
                 for part in parts
             }
         )
 
 
-def _result_row(node_type: str | None, result: Result) -> dict[str, Any]:
+def _make_result_row(node_type: str | None, result: Result) -> dict[str, Any]:
     probe = result if isinstance(result, Measured) else None
-    step = None if probe is None else trimmed_mean(probe.step_times)
+    step = None if probe is None else compute_trimmed_mean(probe.step_times)
     batch = result.local_batch * result.nodes * result.gpus_per_node
     return {
         "node_type": node_type or "",
@@ -275,7 +277,7 @@ class Call:
     @property
     def file(self) -> JobFile | None:
         """Where the settings come from, as a run keeps it."""
-        return settings_origin(self.run, self.job, self.overrides)
+        return find_settings_origin(self.run, self.job, self.overrides)
 
     def measured(self) -> "Call":
         """Return this call, about a run that is there.
@@ -320,7 +322,7 @@ class Submission:
         call, tell = Call.from_target(target, root=root, overrides=overrides), on_event or warn_of_event
         inspect = make_inspector(call.run.path.parent, fresh=fresh, tell=tell)
         asks = _make_confirm(call.spec, confirm)
-        dependencies = Dependencies(launcher.launcher_for, inspect, asks)
+        dependencies = Dependencies(launcher.make_launcher, inspect, asks)
         return cls(call, dependencies, WaitPolicy(wait, timeout), tell)
 
 
@@ -338,7 +340,7 @@ def load_job(job: Job, overrides: Sequence[str] = ()) -> JobSpec:
         return job
     content = job.model_dump(mode="json", exclude_unset=True) if isinstance(job, JobSpec) else deepcopy(dict(job))
     content = replace_old_keys(content, source="the job")
-    override(content, overrides, {})
+    apply_overrides(content, overrides, {})
     return validate(content, source="the job")
 
 
@@ -511,10 +513,12 @@ def recommend(
     call = Call.from_target(run, root=root, overrides=overrides).measured()
     limits = Limits(nodes, max_nodes, max_batch, deadline_hours, budget, same_progress=objective == "accuracy-time")
     criteria = Criteria(objective, limits, curve, node_type, from_training)
-    make_launcher = partial(launcher.launcher_for, submits=False)
+    make_launcher = partial(launcher.make_launcher, submits=False)
     answer = recommending.answer_query(call.run, call.spec, criteria, launcher_for=make_launcher, overrides=overrides)
     recommendation = answer.recommendation
-    renews = recommending.should_replace(recommendation, call.run.recommendation()) and not other_owner(call.run.path)
+    renews = recommending.should_replace(recommendation, call.run.recommendation()) and not find_other_owner(
+        call.run.path
+    )
     if save if save is not None else renews:
         write = partial(recommending.save_answer, overrides=overrides, job=call.job, every=every)
         save_or_warn(partial(write, call.run, call.spec, answer), is_required=bool(save))
@@ -623,7 +627,7 @@ def profile(
         >>> run.results()[["nodes", "batch", "step_time_s"]]
     """
     submission = Submission.from_arguments(job, timeout=timeout, fresh=fresh, **_with_cap(settings, max_node_hours))
-    follow(_profile_work(submission), submission.tell)
+    follow(_run_profile_work(submission), submission.tell)
     return Run.of(submission.call.run)
 
 
@@ -649,7 +653,7 @@ def profile_events(
     if "on_event" in settings:
         raise TypeError("profile_events() takes no on_event: it yields the events")
     submission = Submission.from_arguments(job, timeout=timeout, fresh=fresh, **_with_cap(settings, max_node_hours))
-    yield from _profile_work(submission)
+    yield from _run_profile_work(submission)
     yield Finished(Run.of(submission.call.run))
 
 
@@ -660,7 +664,9 @@ def _with_cap(settings: Settings, max_node_hours: float | None) -> Settings:
     return {**settings, "overrides": (*settings.get("overrides", ()), cap)}
 
 
-def _profile_work(submission: Submission) -> Work[profiling_rounds.ProfileResult | profiling_rounds.SubmittedProbes]:
+def _run_profile_work(
+    submission: Submission,
+) -> Work[profiling_rounds.ProfileResult | profiling_rounds.SubmittedProbes]:
     call = submission.call
     return profiling_rounds.run_profile(
         call.run, call.spec, submission.dependencies, submission.wait_policy, file=call.file
@@ -878,10 +884,12 @@ def export(
     require_number(every=every)
     require_callable(on_event=on_event)
     call = Call.from_target(run, root=root).measured()
-    trackers = exporting.requested_trackers(
+    trackers = exporting.list_requested_trackers(
         call.spec, [to] if isinstance(to, str) else list(to), uri=uri, project=project
     )
-    results = events.follow(exporting.export(call.run, trackers, follow=follow, every=every), on_event or warn_of_event)
+    results = events.follow(
+        exporting.export_run(call.run, trackers, follow=follow, every=every), on_event or warn_of_event
+    )
     exporting.require_sent(results)
     return results
 
@@ -964,6 +972,8 @@ def report_text(run: Target, *, form: Form = "markdown", root: str | Path = ROOT
         >>> print(tula.report_text(run, form="latex"))
     """
     if form not in get_args(Form):
-        raise SpecError(f"form {form!r} is none of {', '.join(get_args(Form))}", nearest(str(form), get_args(Form)))
-    forms = {"markdown": formats.markdown_text, "latex": formats.latex_text, "csv": formats.csv_text}
+        raise SpecError(
+            f"form {form!r} is none of {', '.join(get_args(Form))}", suggest_nearest(str(form), get_args(Form))
+        )
+    forms = {"markdown": formats.render_markdown, "latex": formats.render_latex, "csv": formats.render_csv}
     return forms[form](report(run, root=root))

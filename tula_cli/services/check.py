@@ -4,41 +4,41 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tula_cli.cluster.inspection import Inspect, NotInspectable, inspect
-from tula_cli.cluster.schedulers import scheduler_of
+from tula_cli.cluster.schedulers import make_scheduler
 from tula_cli.cluster.slurm.billing import warn_unknown_factors
 from tula_cli.cluster.slurm.first_job import inspect_with_stored
 from tula_cli.cluster.slurm.sbatch import describe_doubts
 from tula_cli.errors import Infeasible, OverBudget
-from tula_cli.models.choice.grid import Limit, highest_limit
-from tula_cli.models.cost import describe_price, max_price
+from tula_cli.models.choice.grid import Limit, get_highest_limit
+from tula_cli.models.cost import compute_max_price, describe_price
 from tula_cli.models.ramp.stage_nodes import describe_unusable_stages
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Measured
-from tula_cli.services.allowed_nodes import allowed_nodes, warn_too_short
+from tula_cli.services.allowed_nodes import list_allowed_nodes, warn_too_short
 from tula_cli.services.job_warnings import (
     NodeMemory,
     check_memory,
     describe_computing,
-    hardly_meant,
     warn_ags_on_one_rank,
+    warn_unlikely_settings,
 )
 from tula_cli.services.planned_lengths import (
     PlannedLength,
-    lengths_node_hours,
-    measured_other_lengths,
+    count_lengths_node_hours,
+    list_measured_other_lengths,
     plan_lengths,
     warn_lengths_left_out,
 )
-from tula_cli.services.profile import UpperBoundPlan, max_node_hours, plan_upper_bound
+from tula_cli.services.profile import UpperBoundPlan, compute_max_node_hours, plan_upper_bound
 from tula_cli.services.recommendation.saves import describe_interruption_cost
-from tula_cli.services.search import ON_ALL_NODES, choose_probes, largest_local_batch
-from tula_cli.services.search_cost import Expectation, SearchCost, choose_strategy, expect_search, search_cost
+from tula_cli.services.search import ON_ALL_NODES, choose_probes, find_largest_local_batch
+from tula_cli.services.search_cost import Expectation, SearchCost, choose_strategy, estimate_search_cost, expect_search
 from tula_cli.services.site_charges import with_site_billing
 from tula_cli.services.status import count_notes
 from tula_cli.services.waiting import FIRST_JOB, describe_beyond_cap, require_within_cap
 from tula_cli.spec.job import JobSpec, describe_training_method
-from tula_cli.words import plural
+from tula_cli.words import format_count
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def check_all(
     jobs = spec.by_type(node_type)
     for job in jobs.values():
         if online and job.cluster.own_scheduler is not None:
-            scheduler_of(job.cluster)  # before the model is built: what it lacks is told at once
+            make_scheduler(job.cluster)  # before the model is built: what it lacks is told at once
     inspectors = dict.fromkeys(jobs, inspector or inspect)
     if online and run is not None:
         inspectors = {
@@ -184,21 +184,21 @@ def check(
         JobFailed: the user's code fails.
     """
     inspection, later = _inspect(spec, inspector or inspect) if online else (None, None)
-    largest = largest_local_batch(spec, inspection) if inspection else None
+    largest = find_largest_local_batch(spec, inspection) if inspection else None
     chosen_by_auto = spec.search.strategy == "auto"
     if inspection:
         spec = choose_strategy(spec, dataset_size=inspection.dataset_size, largest=largest, run=run)
     jobs, problems = _plan_jobs(spec, inspection, largest=largest)
     fewest = jobs[0].local_batches if jobs else ()
     lengths = plan_lengths(spec, inspection, fewest, (inspector or inspect) if online else None)
-    node_hours = max_node_hours(spec, [job.nodes for job in jobs])
-    node_hours += lengths_node_hours(spec, lengths)
-    one_by_one = (len(jobs) + len(measured_other_lengths(lengths))) * spec.measuring_minutes() / 60
+    node_hours = compute_max_node_hours(spec, [job.nodes for job in jobs])
+    node_hours += count_lengths_node_hours(spec, lengths)
+    one_by_one = (len(jobs) + len(list_measured_other_lengths(lengths))) * spec.measuring_minutes() / 60
     if later is not None:
         node_hours = later.node_hours_at_most
     sizes = {job.nodes: job.local_batches for job in jobs}
     search_worth = (
-        search_cost(spec, dataset_size=inspection.dataset_size, largest=largest, run=run)
+        estimate_search_cost(spec, dataset_size=inspection.dataset_size, largest=largest, run=run)
         if inspection and jobs
         else None
     )
@@ -207,10 +207,12 @@ def check(
     return CheckReport(
         inspection=inspection,
         jobs=jobs,
-        largest_local_batch=highest_limit(largest),
+        largest_local_batch=get_highest_limit(largest),
         node_hours_at_most=node_hours,
         machine_hours_at_most=one_by_one if spec.cluster.kind == "local" else None,
-        price_at_most=max_price(spec, node_hours, inspection.capacity if inspection else spec.cluster.memory_per_gpu),
+        price_at_most=compute_max_price(
+            spec, node_hours, inspection.capacity if inspection else spec.cluster.memory_per_gpu
+        ),
         currency=spec.pricing.currency,
         price=describe_price(spec.pricing),
         problems=(
@@ -223,29 +225,31 @@ def check(
         warnings=(
             *_warn_unknown(later),
             *warn_lengths_left_out(lengths),
-            *_warnings(spec, inspection, jobs, chosen_by_auto=chosen_by_auto),
+            *_list_warnings(spec, inspection, jobs, chosen_by_auto=chosen_by_auto),
             *tight,
             *dear,
-            *_notes_on_scaling(run),
+            *_list_notes_on_scaling(run),
         ),
         unsettled=later,
         settings=describe_computing(spec, inspection),
         method_line=describe_training_method(spec),
         interruption=describe_interruption_cost(run, spec),
-        expected=expect_search(spec, [*_configurations(jobs), *_configurations(measured_other_lengths(lengths))], run)
+        expected=expect_search(
+            spec, [*_list_configurations(jobs), *_list_configurations(list_measured_other_lengths(lengths))], run
+        )
         if jobs
         else None,
         worth=search_worth,
     )
 
 
-def _notes_on_scaling(run: RunDir | None) -> list[str]:
+def _list_notes_on_scaling(run: RunDir | None) -> list[str]:
     """Return what the probes of a script have noted about the model and the optimizer that AGS scales."""
     measured = [] if run is None else [result for result in run.read().results if isinstance(result, Measured)]
     return [note for note in count_notes(measured) if note.startswith("AGS scales")]
 
 
-def _configurations(jobs: Sequence[PlannedJob | PlannedLength]) -> list[tuple[int, tuple[int, ...]]]:
+def _list_configurations(jobs: Sequence[PlannedJob | PlannedLength]) -> list[tuple[int, tuple[int, ...]]]:
     return [(job.nodes, job.local_batches) for job in jobs]
 
 
@@ -333,11 +337,11 @@ def _check_gpus(spec: JobSpec, inspection: Inspection | None) -> tuple[str, ...]
         else f"set cluster.gpus_per_node: {available}"
     )
     return (
-        f"search.nodes: {spec.search.nodes} asks for {plural(needed, 'GPU')}, this machine has {available} ({advice})",
+        f"search.nodes: {spec.search.nodes} asks for {format_count(needed, 'GPU')}, this machine has {available} ({advice})",
     )
 
 
-def _warnings(
+def _list_warnings(
     spec: JobSpec, inspection: Inspection | None, jobs: tuple[PlannedJob, ...], *, chosen_by_auto: bool
 ) -> tuple[str, ...]:
     warnings = [*(inspection.warnings if inspection else ()), *describe_doubts(spec), *warn_unknown_factors(spec)]
@@ -347,9 +351,13 @@ def _warnings(
         warnings.append(
             f"memory cannot be estimated ({inspection.estimate_error}); measuring stops at the first batch that does not fit"
         )
-    warnings += [*hardly_meant(spec, inspection), *_warn_small_batch(spec, jobs), *_check_stages(spec, inspection)[1]]
+    warnings += [
+        *warn_unlikely_settings(spec, inspection),
+        *_warn_small_batch(spec, jobs),
+        *_check_stages(spec, inspection)[1],
+    ]
     warnings += warn_ags_on_one_rank(spec)
-    allowed, node_warnings = allowed_nodes(spec)
+    allowed, node_warnings = list_allowed_nodes(spec)
     warnings += node_warnings
     left_out = sorted(set(allowed) - {job.nodes for job in jobs}) if jobs else []
     if left_out and spec.search.strategy in ON_ALL_NODES and spec.measured_in_addition is None:

@@ -9,12 +9,19 @@ from pathlib import Path
 
 from tula_cli.cluster.local import LocalLauncher
 from tula_cli.cluster.scheduler import SchedulerState
-from tula_cli.cluster.schedulers import scheduler_of
+from tula_cli.cluster.schedulers import make_scheduler
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.errors import TulaError
 from tula_cli.host import machine_lock
 from tula_cli.run import format as run_format
-from tula_cli.run.clean import CleanPolicy, RemovableFile, part_folders, removable_files, remove_file, size_and_time
+from tula_cli.run.clean import (
+    CleanPolicy,
+    RemovableFile,
+    list_part_folders,
+    list_removable_files,
+    measure_size_and_time,
+    remove_file,
+)
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Job
 from tula_cli.run.snapshot import Snapshot
@@ -76,14 +83,14 @@ def measure_runs(
     """
     run_spaces, snapshots_by_run = [], {}
     for run in runs:
-        size, changed = size_and_time(run.path)
+        size, changed = measure_size_and_time(run.path)
         if older is None or now() - changed >= older:
             run_space, snapshots_by_run[run.path] = _measure_run(
                 run, size, changed, keep_best=keep_best, compared=compared
             )
             run_spaces.append(run_space)
     paths = [run_space.path for run_space in run_spaces if run_space.holdings]
-    why = dict(zip(paths, _reasons_to_keep([snapshots_by_run[path] for path in paths], ask, now()), strict=True))
+    why = dict(zip(paths, _find_reasons_to_keep([snapshots_by_run[path] for path in paths], ask, now()), strict=True))
     spaces = [
         _keep_all(run_space, reason) if (reason := why.get(run_space.path)) else run_space for run_space in run_spaces
     ]
@@ -102,18 +109,18 @@ def _measure_run(
     snapshots: list[Snapshot] = []
     try:
         run_format.require_known_format(run.path)
-        for part in part_folders(run.path):
+        for part in list_part_folders(run.path):
             snapshots.append(Snapshot(part))
             cells = comparison.cells if compared and (comparison := RunDir(part).comparison()) else ()
-            removable += removable_files(part, CleanPolicy(keep_best, frozenset(cell.signature for cell in cells)))
+            removable += list_removable_files(part, CleanPolicy(keep_best, frozenset(cell.signature for cell in cells)))
     except TulaError as error:
         return RunSpace(run.id, run.path, size, changed, (), kept=error.message), snapshots
     compared_trainings = tuple(
-        dict.fromkeys(_training_signature(holding) for holding in removable if holding.kind == "compared")
+        dict.fromkeys(_get_training_signature(holding) for holding in removable if holding.kind == "compared")
     )
     final = tuple(
         dict.fromkeys(
-            _training_signature(holding)
+            _get_training_signature(holding)
             for holding in removable
             if holding.kind == "checkpoints" and _is_newest(holding.path)
         )
@@ -123,7 +130,7 @@ def _measure_run(
     ), snapshots
 
 
-def _training_signature(holding: RemovableFile) -> str:
+def _get_training_signature(holding: RemovableFile) -> str:
     return holding.path.parent.parent.name
 
 
@@ -135,45 +142,47 @@ def _is_newest(path: Path) -> bool:
 # --- who still works
 
 
-def _reasons_to_keep(runs: Sequence[Sequence[Snapshot]], ask: Ask, now: float) -> list[str]:
+def _find_reasons_to_keep(runs: Sequence[Sequence[Snapshot]], ask: Ask, now: float) -> list[str]:
     """Say of each run, given by its parts, why nothing of it may go; empty of one that no job lives of."""
     ids = [
         id_
         for snapshots in runs
         for snapshot in snapshots
-        for job in _readable_jobs(snapshot)
+        for job in _list_readable_jobs(snapshot)
         if job.scheduler == "slurm"
         for id_ in job.ids
     ]
     states = ask(ids) if ids else {}
-    holders = [ticket.holder for ticket in machine_lock.living_tickets()]
+    holders = [ticket.holder for ticket in machine_lock.list_living_tickets()]
     return [
-        next((reason for snapshot in snapshots if (reason := _why_alive(snapshot, states, holders, now))), "")
+        next((reason for snapshot in snapshots if (reason := _describe_why_alive(snapshot, states, holders, now))), "")
         for snapshots in runs
     ]
 
 
-def _readable_jobs(snapshot: Snapshot) -> list[Job]:
+def _list_readable_jobs(snapshot: Snapshot) -> list[Job]:
     with contextlib.suppress(TulaError):
         return snapshot.jobs
     return []
 
 
-def _why_alive(snapshot: Snapshot, states: Mapping[str, SchedulerState], holders: Sequence[str], now: float) -> str:
+def _describe_why_alive(
+    snapshot: Snapshot, states: Mapping[str, SchedulerState], holders: Sequence[str], now: float
+) -> str:
     try:
         jobs = snapshot.jobs
         if snapshot.damaged_jobs:
             return f"{snapshot.damaged_jobs[0].message}: nobody knows whether that job runs"
         local = LocalLauncher().states(snapshot, [job for job in jobs if job.scheduler == "local"])
         if job_ids := [id_ for job in jobs if job.scheduler not in KINDS for id_ in job.ids]:
-            states = {**states, **scheduler_of(RunDir(snapshot.path).spec().cluster).ask(job_ids)}
+            states = {**states, **make_scheduler(RunDir(snapshot.path).spec().cluster).ask(job_ids)}
     except TulaError as error:
         return error.message
     for name, _, run in (holder.partition(" of ") for holder in holders):
         if run == str(snapshot.here):
             return f"{name} measures, trains or waits on this machine"
     for job in jobs:
-        state = local[job.id] if job.scheduler == "local" else _queue_state(job, states, now)
+        state = local[job.id] if job.scheduler == "local" else _get_queue_state(job, states, now)
         if state.state != "ended":
             reason_text = f" ({state.reason})" if state.reason else ""
             who = "SLURM" if job.scheduler == "slurm" else "its scheduler"
@@ -182,7 +191,7 @@ def _why_alive(snapshot: Snapshot, states: Mapping[str, SchedulerState], holders
     return ""
 
 
-def _queue_state(job: Job, known: Mapping[str, SchedulerState], now: float) -> SchedulerState:
+def _get_queue_state(job: Job, known: Mapping[str, SchedulerState], now: float) -> SchedulerState:
     """Return the state of a job that lives while one of its links does."""
     states = [known[id_] for id_ in job.ids if id_ in known]
     if len(states) < len(job.ids) and now - job.submitted_at < JUST_SUBMITTED_SECONDS:
@@ -193,7 +202,7 @@ def _queue_state(job: Job, known: Mapping[str, SchedulerState], now: float) -> S
 # --- doing it
 
 
-def free_space(run_spaces: Iterable[RunSpace]) -> CleanResult:
+def remove_files(run_spaces: Iterable[RunSpace]) -> CleanResult:
     """Free what `spaces` has found. A run that a command has submitted jobs of since is left as it is.
 
     Interrupted at any place, the same call goes on.
@@ -220,7 +229,7 @@ def _lock_run(run_space: RunSpace) -> Iterator[None]:
         TulaError: another command does, or has submitted some since the look.
     """
     with contextlib.ExitStack() as locks:
-        for part in part_folders(run_space.path):
+        for part in list_part_folders(run_space.path):
             lock = RunDir(part).lock
             if lock.acquire() and (owner := lock.acquire()):  # the first call takes away what a killed command has left
                 raise TulaError(f"another tula command ({owner}) is submitting jobs of it; nothing more was freed")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tula_cli.cluster.scripts.placeholders import learning_rate
+from tula_cli.cluster.scripts.placeholders import get_learning_rate
 from tula_cli.cluster.slurm import first_job
 from tula_cli.errors import BadMeasurements, Problem, SpecError, require_positive
 from tula_cli.models.cost import describe_price
@@ -29,18 +29,18 @@ from tula_cli.services.comparison.rounds import Standing
 from tula_cli.services.comparison.rows import (
     REFERENCE,
     VARIANTS,
+    make_row_of_job,
     parse_row,
     require_comparable_script,
-    row_of_job,
-    script_with_lr,
+    scale_lr_of_script,
     takes_lr,
     warn_missing_controls,
 )
 from tula_cli.services.train import TrainPlan
-from tula_cli.spec.job import JobSpec, describe_misfit, warmup_epochs
+from tula_cli.spec.job import JobSpec, describe_misfit, get_warmup_epochs
 from tula_cli.spec.load import validate
 from tula_cli.spec.methods import METHODS
-from tula_cli.spec.signature import train_signature
+from tula_cli.spec.signature import compute_train_signature
 
 ROWS_OF_SGD, ROWS_OF_ADAM, ROWS_OF_OTHERS = ("lbt", "ags", "ramp"), ("lbt", "sqrt", "ramp"), ("lbt", "ramp")
 """Rows that are compared with the job's own method by default, by its optimizer (`presets.DIVIDING`)."""
@@ -88,7 +88,7 @@ class Grid:
         return list(dict.fromkeys(rows))
 
 
-def job_of_cell(spec: JobSpec, method: str, seed: int) -> JobSpec:
+def make_job_of_cell(spec: JobSpec, method: str, seed: int) -> JobSpec:
     """Return the job of one cell.
 
     Args:
@@ -120,7 +120,7 @@ def job_of_cell(spec: JobSpec, method: str, seed: int) -> JobSpec:
     elif own_settings := (*variant.optimizer, *variant.schedule):
         raise SpecError(f"{method} sets {', '.join(own_settings)} of the optimizer, which a script has for itself")
     elif variant.lr != 1.0:
-        content["script"] = script_with_lr(content["script"], spec.script, factor=variant.lr)
+        content["script"] = scale_lr_of_script(content["script"], spec.script, factor=variant.lr)
     if variant.preset:
         retained_ags = spec.ags.model_dump(include={"apply_to", "parameters", "exclude"})
         content["ags"] = {"preset": variant.preset, **retained_ags}
@@ -147,10 +147,10 @@ class ComparePlan:
     @property
     def hours_left(self) -> float | None:
         """Hours of all that is missing, one after the other, at most; None where nothing tells."""
-        return total_hours((*self.missing, *self.standing.undecided), self.hours)
+        return sum_hours((*self.missing, *self.standing.undecided), self.hours)
 
 
-def total_hours(cells: Iterable[Cell], hours: Mapping[tuple[str, int], float | None]) -> float | None:
+def sum_hours(cells: Iterable[Cell], hours: Mapping[tuple[str, int], float | None]) -> float | None:
     """Return the expected hours of some cells; rows of which nothing is known count as the mean of those that are."""
     expected = [(hours.get((cell.method, cell.batch)), cell.share) for cell in cells]
     known_hours = [value for value in hours.values() if value is not None]
@@ -183,10 +183,10 @@ def plan_comparison(run: RunDir, spec: JobSpec, grid: Grid, *, inspect: Inspect,
     for cell in comparison.cells:  # another seed changes neither time nor what is allowed
         if (cell.method, cell.batch) not in plans and not cell.short and not is_cell_ended(run, cell):
             plans[cell.method, cell.batch] = plan_cell(run, spec, cell, inspect)
-    took = mean_hours_by_row(run, comparison)
+    took = compute_mean_hours_by_row(run, comparison)
     predicted = {row: p.prediction.hours for row, p in plans.items() if p.prediction is not None}
     rows = {(cell.method, cell.batch) for cell in comparison.cells}
-    hours = {row: expected_hours(row, took, predicted) for row in rows}
+    hours = {row: estimate_hours(row, took, predicted) for row in rows}
     standing = rounds.decide_standing(run, comparison, spec, hours=hours)
     missing = tuple(cell for cell in standing.wanted if not is_cell_ended(run, cell))
     return ComparePlan(
@@ -213,7 +213,7 @@ def is_cell_ended(run: RunDir, cell: Cell) -> bool:
 
 def _require_fitting_methods(spec: JobSpec, grid: Grid) -> None:
     """Refuse methods that do not go with the job's optimizer, all at once: in the queue each would fail for itself."""
-    reasons = {method: why_not_a_row(spec, method) for method in grid.methods}
+    reasons = {method: describe_why_not_a_row(spec, method) for method in grid.methods}
     problems = tuple(Problem(method, why) for method, why in reasons.items() if why)
     if problems:
         fitting = ",".join(method for method, why in reasons.items() if not why) or "lbt"
@@ -230,7 +230,7 @@ def _inspect_user_code(run: RunDir, spec: JobSpec, grid: Grid, inspect: Inspect)
     if first_job.load_inspection(run, spec) is not None:
         return  # a job on a node told of the model: this machine cannot build it
     for method in grid.methods:
-        cell_job = job_of_cell(spec, method, spec.train.seed)
+        cell_job = make_job_of_cell(spec, method, spec.train.seed)
         if set(import_strings(cell_job)) - known_imports:
             try:
                 inspect(cell_job)
@@ -238,7 +238,7 @@ def _inspect_user_code(run: RunDir, spec: JobSpec, grid: Grid, inspect: Inspect)
                 raise SpecError(f"method {method}: {error.message}", error.hint, problems=error.problems) from None
 
 
-def why_not_a_row(spec: JobSpec, method: str) -> str:
+def describe_why_not_a_row(spec: JobSpec, method: str) -> str:
     """Return why a method cannot be a row of a job's comparison; empty where it can.
 
     Args:
@@ -249,7 +249,7 @@ def why_not_a_row(spec: JobSpec, method: str) -> str:
         SpecError: settings of tula's own loop do not go with it.
     """
     try:
-        return describe_misfit(job_of_cell(spec, method, spec.train.seed))
+        return describe_misfit(make_job_of_cell(spec, method, spec.train.seed))
     except SpecError as error:
         if spec.script is None:
             raise
@@ -271,7 +271,7 @@ def _warn_ineffective_methods(spec: JobSpec, grid: Grid) -> Iterator[str]:
         yield from warn_missing_controls(spec.script, controls=CONTROLS)
         return
     for method in grid.methods:
-        warmup = warmup_epochs(job_of_cell(spec, method, spec.train.seed))
+        warmup = get_warmup_epochs(make_job_of_cell(spec, method, spec.train.seed))
         if warmup >= spec.train.epochs:
             yield f"{method} never leaves its {warmup:g} epochs of warm-up: train.epochs is {spec.train.epochs}"
 
@@ -293,12 +293,12 @@ def _build_comparison(run: RunDir, spec: JobSpec, grid: Grid, *, now: float) -> 
     def sign(job: JobSpec, batch: int) -> str:
         if (names := import_strings(job)) not in codes:
             codes[names] = choose_code(run, job, Path.cwd(), keep=False).identity
-        return train_signature(job, nodes=grid.nodes, batch=batch, code=codes[names])
+        return compute_train_signature(job, nodes=grid.nodes, batch=batch, code=codes[names])
 
     for number in range(grid.seeds):
         seed = spec.train.seed + number
-        for method, batch in _rows_of_grid(spec, grid):
-            signature = sign(job_of_cell(spec, method, seed), batch)
+        for method, batch in _list_rows_of_grid(spec, grid):
+            signature = sign(make_job_of_cell(spec, method, seed), batch)
             is_reference = (method, batch) == (REFERENCE, reference)
             cell = Cell(
                 method=method, batch=batch, seed=seed, nodes=grid.nodes, signature=signature, reference=is_reference
@@ -308,7 +308,7 @@ def _build_comparison(run: RunDir, spec: JobSpec, grid: Grid, *, now: float) -> 
             if first_method != method and (parse_row(method).settings or parse_row(first_method).settings):
                 twins[method] = first_method
     job_rows = (
-        cells_by_signature.get(sign(job_of_cell(spec, row_of_job(spec), spec.train.seed), batch))
+        cells_by_signature.get(sign(make_job_of_cell(spec, make_row_of_job(spec), spec.train.seed), batch))
         for batch in grid.batches
     )
     job_row = next((cell.method for cell in job_rows if cell is not None and not cell.reference), "")
@@ -338,7 +338,7 @@ def _make_short_cells(
     firsts = [cell for cell in cells if cell.seed == spec.train.seed]
     for cell in firsts if epochs < spec.train.epochs else ():
         try:
-            signature = sign(rounds.shorten_job(job_of_cell(spec, cell.method, cell.seed), epochs), cell.batch)
+            signature = sign(rounds.shorten_job(make_job_of_cell(spec, cell.method, cell.seed), epochs), cell.batch)
         except SpecError:  # its settings do not fit so few epochs
             continue
         short = cell.model_copy(update={"signature": signature, "short": (epochs, spec.train.epochs)})
@@ -349,14 +349,14 @@ def _make_short_cells(
     return short_cells if saved > len(short_cells) * epochs else []
 
 
-def _rows_of_grid(spec: JobSpec, grid: Grid) -> list[tuple[str, int]]:
+def _list_rows_of_grid(spec: JobSpec, grid: Grid) -> list[tuple[str, int]]:
     """Return (method, batch) of every row; a script's without the controls that another row is at the same learning rate."""
     rows = grid.rows(spec.train.reference_batch)
     if spec.script is None or not takes_lr(spec.script):
         return rows
 
     def lr(method: str, batch: int) -> tuple[int, str]:
-        return batch, f"{learning_rate(job_of_cell(spec, method, spec.train.seed), batch):.9g}"
+        return batch, f"{get_learning_rate(make_job_of_cell(spec, method, spec.train.seed), batch):.9g}"
 
     plain = {lr(method, batch) for method, batch in rows if method not in CONTROLS and not _is_scaling(method)}
     return [row for row in rows if row[0] not in CONTROLS or lr(*row) not in plain]
@@ -367,7 +367,7 @@ def _is_scaling(method: str) -> bool:
 
 
 def plan_cell(run: RunDir, spec: JobSpec, cell: Cell, inspect: Inspect) -> TrainPlan:
-    job = job_of_cell(spec, cell.method, cell.seed)
+    job = make_job_of_cell(spec, cell.method, cell.seed)
     try:
         job = job if cell.short is None else rounds.shorten_job(job, cell.short[0])
         return train.plan_training(run, job, nodes=cell.nodes, batch=cell.batch, inspect=inspect)
@@ -376,7 +376,7 @@ def plan_cell(run: RunDir, spec: JobSpec, cell: Cell, inspect: Inspect) -> Train
         raise SpecError(f"{description}: {error.message}", error.hint, problems=error.problems) from None
 
 
-def mean_hours_by_row(run: RunDir | Snapshot, comparison: Comparison) -> dict[tuple[str, int], float]:
+def compute_mean_hours_by_row(run: RunDir | Snapshot, comparison: Comparison) -> dict[tuple[str, int], float]:
     """Return the mean hours that a full training of each row took, by short ones where there are no others."""
     by_length: dict[bool, dict[tuple[str, int], list[float]]] = {True: {}, False: {}}
     for cell in comparison.cells:
@@ -386,7 +386,7 @@ def mean_hours_by_row(run: RunDir | Snapshot, comparison: Comparison) -> dict[tu
     return {row: statistics.fmean(hours) for row, hours in {**by_length[False], **by_length[True]}.items()}
 
 
-def expected_hours(
+def estimate_hours(
     row: tuple[str, int], took: Mapping[tuple[str, int], float], predicted: Mapping[tuple[str, int], float]
 ) -> float | None:
     """Return what a training takes: as the row's own did, as predicted, or as others did at its batch."""
@@ -394,7 +394,7 @@ def expected_hours(
     return took.get(row) or predicted.get(row) or (statistics.fmean(alike) if alike else None)
 
 
-def default_nodes(run: RunDir, spec: JobSpec) -> int:
+def choose_default_nodes(run: RunDir, spec: JobSpec) -> int:
     """Return the recommended number of nodes, else the smallest that is searched."""
     recommendation = run.recommendation()
     return recommendation.choice.nodes if recommendation is not None else min(spec.search.nodes)
@@ -419,49 +419,51 @@ class DefaultRows:
         )
 
 
-def default_rows(spec: JobSpec, *, nodes: int) -> DefaultRows:
+def list_default_rows(spec: JobSpec, *, nodes: int) -> DefaultRows:
     """Return the rows of a comparison for which none are named; of rows that train alike, the job's own.
 
     Around a script's optimizer nothing is scaled on one GPU, unless its loop helps: then the job says so.
     """
-    own_method = row_of_job(spec)
+    own_method = make_row_of_job(spec)
     if spec.script is not None:
         scales = nodes * spec.cluster.gpus_per_node > 1 or spec.train.facts.scales
         candidates = tuple(method for method in METHODS_OF_SCRIPTS if scales or not _is_scaling(method))
     else:
         name = spec.optimizer.name
         candidates = ROWS_OF_SGD if name == "SGD" else ROWS_OF_ADAM if name in DIVIDING else ROWS_OF_OTHERS
-    refused = {method: why for method in candidates if method != own_method and (why := _why_no_default(spec, method))}
-    trained = job_of_cell(spec, own_method, spec.train.seed).model_dump()
+    refused = {
+        method: why for method in candidates if method != own_method and (why := _describe_why_no_default(spec, method))
+    }
+    trained = make_job_of_cell(spec, own_method, spec.train.seed).model_dump()
     rows = dict.fromkeys(
         method
         for method in (*candidates, own_method)
-        if method in (own_method, *refused) or job_of_cell(spec, method, spec.train.seed).model_dump() != trained
+        if method in (own_method, *refused) or make_job_of_cell(spec, method, spec.train.seed).model_dump() != trained
     )
     other_methods = (
-        name for name in METHODS if name not in (*rows, spec.train.method) and not _why_no_default(spec, name)
+        name for name in METHODS if name not in (*rows, spec.train.method) and not _describe_why_no_default(spec, name)
     )
     return DefaultRows(
         own_method, tuple(method for method in rows if method not in refused), refused, tuple(other_methods)
     )
 
 
-def _why_no_default(spec: JobSpec, method: str) -> str:
+def _describe_why_no_default(spec: JobSpec, method: str) -> str:
     try:
-        cell_job = job_of_cell(spec, method, spec.train.seed)
+        cell_job = make_job_of_cell(spec, method, spec.train.seed)
     except SpecError as error:
         return "; ".join(problem.message for problem in error.problems) or error.message
-    warmup = 0.0 if spec.script is not None else warmup_epochs(cell_job)
+    warmup = 0.0 if spec.script is not None else get_warmup_epochs(cell_job)
     never = f"never leaves its {warmup:g} epochs of warm-up: train.epochs is {spec.train.epochs}"
     return describe_misfit(cell_job) or (never if warmup >= spec.train.epochs else "")
 
 
-def default_control(spec: JobSpec, batches: Sequence[int]) -> tuple[str, ...]:
+def choose_default_control(spec: JobSpec, batches: Sequence[int]) -> tuple[str, ...]:
     """Return the control beside the default rows."""
     return CONTROLS[1:] if max(batches) >= 8 * spec.train.reference_batch else CONTROLS[:1]
 
 
-def default_batches(run: RunDir) -> tuple[int, ...]:
+def list_default_batches(run: RunDir) -> tuple[int, ...]:
     """Return the recommended batch.
 
     Raises:

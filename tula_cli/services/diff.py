@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tula_cli.errors import SpecError
-from tula_cli.models.time.changes import MIN_DIFFERENCE, TEST, StepRatio, changed_parts, compare_step_times
-from tula_cli.models.time.noise import trimmed_mean
+from tula_cli.models.time.changes import MIN_DIFFERENCE, TEST, StepRatio, compare_step_times, find_changed_parts
+from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.frames import make_frame
-from tula_cli.run.jobfile import job_changes, parts_with_data
+from tula_cli.run.jobfile import compare_jobs, list_parts_with_data
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import JobFile, StepPart, StepParts
@@ -22,7 +22,7 @@ from tula_cli.run.records.tasks import CodeSnapshot, ProbeTask
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.spec.job import JobSpec
-from tula_cli.words import format_bytes, format_duration, number, plural, shortened_pair
+from tula_cli.words import format_bytes, format_count, format_duration, format_number, shorten_pair
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -96,17 +96,17 @@ def compare_code(before: RunDir, after: RunDir) -> CodeDifference:
         before: a run, or one of its parts.
         after: the other.
     """
-    snapshot_before, snapshot_after = snapshot_of(before), snapshot_of(after)
+    snapshot_before, snapshot_after = find_snapshot(before), find_snapshot(after)
     digests = snapshot_before.digest if snapshot_before else "", snapshot_after.digest if snapshot_after else ""
     files = (
-        tuple(_changed_files(before, snapshot_before, after, snapshot_after))
+        tuple(_list_changed_files(before, snapshot_before, after, snapshot_after))
         if snapshot_before or snapshot_after
         else ()
     )
     return CodeDifference(files, (_describe_commit(snapshot_before), _describe_commit(snapshot_after)), digests)
 
 
-def snapshot_of(run: RunDir) -> CodeSnapshot | None:
+def find_snapshot(run: RunDir) -> CodeSnapshot | None:
     """Return the code that a run was measured with, else what its newest task runs; None where its job names none."""
     tasks = run.tasks()
     names = [task.code for task in tasks if isinstance(task, ProbeTask) and task.code]
@@ -121,7 +121,7 @@ def _describe_commit(snapshot: CodeSnapshot | None) -> str:
     return snapshot.commit[:12] + " and changes" * snapshot.dirty
 
 
-def _changed_files(
+def _list_changed_files(
     before: RunDir, snapshot_before: CodeSnapshot | None, after: RunDir, snapshot_after: CodeSnapshot | None
 ) -> Iterator[ChangedFile]:
     names = sorted(
@@ -170,7 +170,7 @@ _MIN_WATT_DIFFERENCE = 0.1
 """Shares: a GPU's clock and draw are never twice the same to the last digit."""
 
 
-def environment_differences(
+def list_environment_differences(
     before: Sequence[Measured], after: Sequence[Measured], *, part: str = ""
 ) -> tuple[FieldDifference, ...]:
     """Return what two sets of probes were not measured alike on; nothing where either is empty.
@@ -326,7 +326,7 @@ def compare_steps(pairs: Iterable[tuple[str, Sequence[Result], Sequence[Result]]
     alone = [0, 0]
     for part, before, after in pairs:
         results_before, results_after = (
-            {_configuration_of(result): result for result in results} for results in (before, after)
+            {_get_configuration(result): result for result in results} for results in (before, after)
         )
         common = [configuration for configuration in results_before if configuration in results_after]
         rows += [
@@ -338,16 +338,16 @@ def compare_steps(pairs: Iterable[tuple[str, Sequence[Result], Sequence[Result]]
     return StepComparison(tuple(rows), (alone[0], alone[1]))
 
 
-def _configuration_of(result: Result) -> tuple[int, int, int]:
+def _get_configuration(result: Result) -> tuple[int, int, int]:
     return result.nodes, result.gpus_per_node, result.local_batch
 
 
 def _compare_results(part: str, before: Result, after: Result) -> StepDifference:
     probe_before, probe_after = (result if isinstance(result, Measured) else None for result in (before, after))
     steps = _compare_steps(probe_before, probe_after)
-    step_parts = [_step_parts(probe) for probe in (probe_before, probe_after)]
+    step_parts = [_list_step_parts(probe) for probe in (probe_before, probe_after)]
     beyond = steps is not None and steps.is_beyond_noise
-    causes = changed_parts(step_parts[0], step_parts[1]) if beyond and step_parts[0] and step_parts[1] else ()
+    causes = find_changed_parts(step_parts[0], step_parts[1]) if beyond and step_parts[0] and step_parts[1] else ()
 
     def both(name: str) -> ValuePair:
         values = [getattr(parts, name) if parts is not None else None for parts in step_parts]
@@ -355,7 +355,7 @@ def _compare_results(part: str, before: Result, after: Result) -> StepDifference
 
     return StepDifference(
         part,
-        *_configuration_of(before)[:2],
+        *_get_configuration(before)[:2],
         batch=before.nodes * before.gpus_per_node * before.local_batch,
         local_batch=before.local_batch,
         outcomes=(before.kind, after.kind),
@@ -378,16 +378,16 @@ def _compare_steps(probe_before: Measured | None, probe_after: Measured | None) 
 
 
 def _is_timed(probe: Measured) -> bool:
-    return bool(probe.step_times) and 0 < trimmed_mean(probe.step_times) < math.inf
+    return bool(probe.step_times) and 0 < compute_trimmed_mean(probe.step_times) < math.inf
 
 
-def _step_parts(probe: Measured | None) -> StepParts | None:
+def _list_step_parts(probe: Measured | None) -> StepParts | None:
     """Return where the time of a probe's step goes; None of what was not measured."""
     if probe is None or not _is_timed(probe):
         return None
     wait, work = probe.data_wait, probe.compute_time
     return StepParts(
-        step=trimmed_mean(probe.step_times),
+        step=compute_trimmed_mean(probe.step_times),
         data=wait,
         compute=None if work is None else max(0.0, work - (wait or 0.0)),
         sync=probe.sync_time,
@@ -428,7 +428,7 @@ class TrainingPair:
     same_signature: bool
 
 
-def pair_trainings(before: RunDir, after: RunDir, *, part: str = "") -> tuple[TrainingPair, ...]:
+def match_trainings(before: RunDir, after: RunDir, *, part: str = "") -> tuple[TrainingPair, ...]:
     """Return the trainings of two runs in pairs; none where neither has any.
 
     Args:
@@ -440,22 +440,22 @@ def pair_trainings(before: RunDir, after: RunDir, *, part: str = "") -> tuple[Tr
     common = [name for name in signatures_before if name in signatures_after]
     if common:
         return tuple(
-            TrainingPair(part, _training_overview(before, name), _training_overview(after, name), True)
+            TrainingPair(part, _make_training_overview(before, name), _make_training_overview(after, name), True)
             for name in common
         )
     if not signatures_before and not signatures_after:
         return ()
     newest = [
-        _training_overview(run, names[0]) if names else None
+        _make_training_overview(run, names[0]) if names else None
         for run, names in ((before, signatures_before), (after, signatures_after))
     ]
     return (TrainingPair(part, newest[0], newest[1], False),)
 
 
-def _training_overview(run: RunDir, signature: str) -> TrainingOverview:
+def _make_training_overview(run: RunDir, signature: str) -> TrainingOverview:
     training = run.training(signature)
     summary, task, attempts = training.summary(), training.newest_task(), training.attempts()
-    best, metric, epoch = _best_metric(training)
+    best, metric, epoch = _find_best_metric(training)
     causes = (*summary.causes, *filter(None, [summary.ended])) if summary else ()
     return TrainingOverview(
         signature,
@@ -478,7 +478,7 @@ def _training_overview(run: RunDir, signature: str) -> TrainingOverview:
     )
 
 
-def _best_metric(training: TrainingRun) -> tuple[float | None, str, int | None]:
+def _find_best_metric(training: TrainingRun) -> tuple[float | None, str, int | None]:
     summary = training.summary()
     if summary is None:
         return None, "", None
@@ -584,18 +584,18 @@ def compare_runs(before: RunDir, after: RunDir) -> RunDifference:
     if before.path.resolve() == after.path.resolve():
         raise SpecError(f"A and B are one run: {before.path.resolve()}", "name two runs, or a run and its copy")
     specs = before.spec(), after.spec()
-    pairs, only = _pair_parts(before, specs[0], after, specs[1])
+    pairs, only = _match_parts(before, specs[0], after, specs[1])
     snapshots_by_part = [
         (name, part_before.run.read(), part_after.run.read()) for name, part_before, part_after in pairs
     ]
     measured = [
-        (name, _measured_probes(part_before.results), _measured_probes(part_after.results))
+        (name, _select_measured_probes(part_before.results), _select_measured_probes(part_after.results))
         for name, part_before, part_after in snapshots_by_part
     ]
     environment = [
         difference
         for name, part_before, part_after in measured
-        for difference in environment_differences(part_before, part_after, part=name)
+        for difference in list_environment_differences(part_before, part_after, part=name)
     ]
     trained = [
         (name, part_before.run, part_after.run) for name, part_before, part_after in pairs if part_before.length is None
@@ -603,7 +603,7 @@ def compare_runs(before: RunDir, after: RunDir) -> RunDifference:
     difference = RunDifference(
         before=_run_overview(before, specs[0]),
         after=_run_overview(after, specs[1]),
-        job=tuple(FieldDifference(key, *values) for key, values in job_changes(*specs).items()),
+        job=tuple(FieldDifference(key, *values) for key, values in compare_jobs(*specs).items()),
         environment=tuple(environment),
         code=_compare_code_of_parts((part_before.run, part_after.run) for _, part_before, part_after in pairs),
         steps=compare_steps(
@@ -616,14 +616,14 @@ def compare_runs(before: RunDir, after: RunDir) -> RunDifference:
         trainings=tuple(
             pair
             for name, part_before, part_after in trained
-            for pair in pair_trainings(part_before, part_after, part=name)
+            for pair in match_trainings(part_before, part_after, part=name)
         ),
         only=only,
         warnings=tuple(
             warning
             for _, *snapshots in snapshots_by_part
             for snapshot in snapshots
-            for warning in _damage_warnings(snapshot)
+            for warning in _list_damage_warnings(snapshot)
         ),
     )
     return replace(difference, headline=write_headline(difference))
@@ -634,32 +634,34 @@ def _compare_code_of_parts(pairs: Iterable[tuple[RunDir, RunDir]]) -> CodeDiffer
     differences = (
         compare_code(part_before, part_after)
         for part_before, part_after in pairs
-        if snapshot_of(part_before) or snapshot_of(part_after)
+        if find_snapshot(part_before) or find_snapshot(part_after)
     )
     return next(differences, CodeDifference())
 
 
-def _damage_warnings(snapshot: Snapshot) -> list[str]:
+def _list_damage_warnings(snapshot: Snapshot) -> list[str]:
     return [*snapshot.record_warnings, *snapshot.training_warnings]
 
 
-def _measured_probes(results: Iterable[Result]) -> list[Measured]:
+def _select_measured_probes(results: Iterable[Result]) -> list[Measured]:
     return [result for result in results if isinstance(result, Measured)]
 
 
 def _run_overview(run: RunDir, spec: JobSpec) -> RunOverview:
     moments = [
-        probe.measured_at for part in parts_with_data(run, spec) for probe in _measured_probes(part.run.read().results)
+        probe.measured_at
+        for part in list_parts_with_data(run, spec)
+        for probe in _select_measured_probes(part.run.read().results)
     ]
     return RunOverview(run.id, run.path, (min(moments), max(moments)) if moments else None, run.job_file())
 
 
-def _pair_parts(
+def _match_parts(
     before: RunDir, job_before: JobSpec, after: RunDir, job_after: JobSpec
 ) -> tuple[list[tuple[str, Part, Part]], tuple[tuple[str, ...], tuple[str, ...]]]:
     """Return the parts that two runs have alike by name, or the only one of each; and the names of the others."""
-    parts_before = {part.name or "": part for part in parts_with_data(before, job_before)}
-    right = {part.name or "": part for part in parts_with_data(after, job_after)}
+    parts_before = {part.name or "": part for part in list_parts_with_data(before, job_before)}
+    right = {part.name or "": part for part in list_parts_with_data(after, job_after)}
     if len(parts_before) == len(right) == 1:
         (name, part_before), (_, part_after) = *parts_before.items(), *right.items()
         return [(name, part_before, part_after)], ((), ())
@@ -677,7 +679,7 @@ _MAX_CAUSES = 6
 """Differences that are named; the tables have all of them."""
 _PARTS: tuple[StepPart, ...] = ("compute", "network", "input")
 _LIKELY_CAUSES = ("hardware", "GPU driver", "GPU clocks (MHz)", "clocks held down by", "torch", "CUDA", "NCCL")
-"""What changes the time of a step most often, before all else."""
+"""Settings that change the time of a step most often; they are shown first."""
 _MAX_VALUE_LENGTH = 40  # characters of a value
 
 
@@ -715,10 +717,10 @@ def _describe_pace(difference: "RunDifference") -> str:
     if slower and faster:
         ratios = sorted(row.ratio or 1 for row in steps.changed)
         return (
-            f"B is slower at {slower} and faster at {faster} of {of} ({number(ratios[0])} to {number(ratios[-1])} x the step"
+            f"B is slower at {slower} and faster at {faster} of {of} ({format_number(ratios[0])} to {format_number(ratios[-1])} x the step"
             f" time of A)"
         )
-    how = f"{number(steps.ratio)} x as slow" if slower else f"{number(1 / steps.ratio)} x as fast"
+    how = f"{format_number(steps.ratio)} x as slow" if slower else f"{format_number(1 / steps.ratio)} x as fast"
     return f"B is {how} at {len(steps.changed)} of {of}{_describe_causes(steps.causes)}"
 
 
@@ -733,7 +735,7 @@ def _describe_trainings(difference: "RunDifference") -> Iterator[str]:
         training_name = f"training {pair.before.signature}" if pair.same_signature else "the newest training"
         where = f" ({pair.part})" * bool(pair.part)
         times = f"{format_duration(3600 * pair.before.hours)} -> {format_duration(3600 * pair.after.hours)}"
-        yield f"{training_name}{where} took {number(ratio)} x as long ({times})"
+        yield f"{training_name}{where} took {format_number(ratio)} x as long ({times})"
 
 
 def _describe_causes(causes: tuple[StepPart, ...]) -> str:
@@ -762,7 +764,7 @@ def _list_differences(difference: "RunDifference") -> Iterator[str]:
 
 def _describe_code(difference: "RunDifference") -> str:
     if difference.code.files:
-        return f"code ({plural(len(difference.code.files), 'file')})"
+        return f"code ({format_count(len(difference.code.files), 'file')})"
     if difference.code.commits[0] != difference.code.commits[1]:
         return f"commit {difference.code.commits[0] or 'none'} -> {difference.code.commits[1] or 'none'}"
     return "code"
@@ -771,7 +773,7 @@ def _describe_code(difference: "RunDifference") -> str:
 def _describe_change(difference: FieldDifference) -> str:
     kind, unit = [*difference.about.removesuffix(")").split(" ("), ""][:2]
     where = f" ({difference.part})" * bool(difference.part)
-    text_before, after = shortened_pair(_as_text(difference.before), _as_text(difference.after), _MAX_VALUE_LENGTH)
+    text_before, after = shorten_pair(_as_text(difference.before), _as_text(difference.after), _MAX_VALUE_LENGTH)
     return f"{kind}{where} {text_before} -> {after}{f' {unit}' * bool(unit)}"
 
 

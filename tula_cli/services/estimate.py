@@ -8,18 +8,18 @@ from tula_cli.cluster.slurm.first_job import inspect_with_stored
 from tula_cli.errors import Infeasible, JobFailed, SpecError
 from tula_cli.models.choice.grid import list_batches
 from tula_cli.models.memory import memory
-from tula_cli.models.memory.host_memory import DataMemory, data_memory
+from tula_cli.models.memory.host_memory import DataMemory, estimate_data_memory
 from tula_cli.models.memory.memory import MemoryModel
-from tula_cli.models.observations import capacity_of, describe_mixed_hardware
+from tula_cli.models.observations import describe_mixed_hardware, find_capacity
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import Footprint
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
-from tula_cli.services.job_warnings import loader_process_range
-from tula_cli.services.search import feasible_candidates
+from tula_cli.services.job_warnings import count_loader_processes
+from tula_cli.services.search import list_feasible_candidates
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import MEMORY_MARGIN
-from tula_cli.words import plural
+from tula_cli.words import format_count
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class EstimateReport:
     @property
     def largest_row(self) -> int | None:
         """The largest local batch of the rows that fits, or may; None where none does."""
-        return _largest_size([row.local_batch for row in self.rows], self.largest_local_batch)
+        return _find_largest_size([row.local_batch for row in self.rows], self.largest_local_batch)
 
     @property
     def probed(self) -> bool:
@@ -129,11 +129,11 @@ def estimate(
     model = memory.fit_memory_model(
         [*probed.probes, *inspection.footprints], accumulate=spec.train.accumulate, sharded=spec.train.sharded
     ).for_ranks(ranks)
-    capacity = capacity_of(spec, probed.probes, inspection) if capacity is None else capacity
+    capacity = find_capacity(spec, probed.probes, inspection) if capacity is None else capacity
     largest = probed.bound_local_batch(model.largest_local_batch(capacity, margin=MEMORY_MARGIN), spec.train.accumulate)
-    sizes = local_batches(spec, inspection, largest=largest)
+    sizes = list_local_batches(spec, inspection, largest=largest)
     gpu = probed.on_gpu or any(row.memory.libraries for row in inspection.footprints)
-    processes = loader_process_range(spec, inspection, ranks=spec.cluster.gpus_per_node)[1]
+    processes = count_loader_processes(spec, inspection, ranks=spec.cluster.gpus_per_node)[1]
     return EstimateReport(
         inspection=inspection,
         rows=tuple(model.footprint(size) for size in sizes),
@@ -148,23 +148,23 @@ def estimate(
         correction=probed.describe(model, inspection),
         ran=tuple(probed.ran),
         smallest_oom=probed.smallest_oom,
-        data=_data_memory(spec, inspection, _largest_size(sizes, largest), processes, gpu=gpu),
+        data=_estimate_data_memory(spec, inspection, _find_largest_size(sizes, largest), processes, gpu=gpu),
         loaders=processes,
         sharing=ranks if spec.train.sharded else None,
     )
 
 
-def _largest_size(sizes: Sequence[int], largest: int | None) -> int | None:
+def _find_largest_size(sizes: Sequence[int], largest: int | None) -> int | None:
     return max((size for size in sizes if largest is None or size <= largest), default=None)
 
 
-def _data_memory(
+def _estimate_data_memory(
     spec: JobSpec, inspection: Inspection, size: int | None, processes: int, *, gpu: bool
 ) -> DataMemory | None:
     if size is None or not inspection.sample_bytes:
         return None
     micro_batch = size // spec.train.accumulate
-    return data_memory([micro_batch], sample=inspection.sample_bytes, ranks=1, workers=processes, on_gpu=gpu)
+    return estimate_data_memory([micro_batch], sample=inspection.sample_bytes, ranks=1, workers=processes, on_gpu=gpu)
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class _ProbedMemory:
         if self.probes:
             sizes = sorted({probe.local_batch for probe in self.probes})
             span = f"local batches {sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else f"local batch {sizes[0]}"
-            count = plural(len(self.probes), "probe")
+            count = format_count(len(self.probes), "probe")
             source = f"corrected by {count}" if inspection.footprints else f"from {count} alone"
             off = "" if model.error is None else f"; the peaks are off by {model.error:.1%} in the median"
             sentences.append(f"{source} of this job ({span}{off})")
@@ -217,7 +217,7 @@ class _ProbedMemory:
         return "; ".join(sentences)
 
 
-def local_batches(spec: JobSpec, inspection: Inspection, *, largest: int | None) -> list[int]:
+def list_local_batches(spec: JobSpec, inspection: Inspection, *, largest: int | None) -> list[int]:
     """Return the local batches of the search, up to the first that does not fit.
 
     Args:
@@ -226,7 +226,7 @@ def local_batches(spec: JobSpec, inspection: Inspection, *, largest: int | None)
         largest: the largest that fits; None for no bound.
     """
     try:
-        configs = feasible_candidates(spec, dataset_size=inspection.dataset_size, max_local_batch=None)
+        configs = list_feasible_candidates(spec, dataset_size=inspection.dataset_size, max_local_batch=None)
         sizes = sorted({config.local_batch(spec.cluster.gpus_per_node) for config in configs})
     except Infeasible:  # tula check says so; memory can be told all the same
         sizes = list_batches(spec.train.accumulate, max(spec.train.accumulate, inspection.dataset_size))

@@ -4,30 +4,30 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tula_cli import words
-from tula_cli.cluster.launcher import Launcher, lock_submission, unfinished_jobs
+from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submission
 from tula_cli.errors import BadMeasurements, JobFailed, SpecError, require_positive
 from tula_cli.host.failures import FAILURE_KINDS, advise
 from tula_cli.plugins import is_import_string
 from tula_cli.run import imports
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.files import is_regular
-from tula_cli.run.jobfile import parts_with_data
+from tula_cli.run.jobfile import list_parts_with_data
 from tula_cli.run.records.results import Evaluated
 from tula_cli.run.records.tasks import EvaluateTask, TrainTask
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.services.events import EvaluationPlanned, Note, Work
-from tula_cli.services.status import micro_batch
+from tula_cli.services.status import compute_micro_batch
 from tula_cli.services.waiting import (
     Dependencies,
     DetachedJobs,
     WaitPolicy,
-    interruption_of_jobs,
+    make_interruption_of_jobs,
     require_confirmed,
     wait_for_jobs,
     warn_new_jobs,
 )
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.signature import evaluation_signature
+from tula_cli.spec.signature import compute_evaluation_signature
 
 BEST, LAST = "best", "last"
 
@@ -84,12 +84,12 @@ def prepare_evaluation(
         if is_own_checkpoint
         else {"path": str(path), "stamp": [stat.st_size, stat.st_mtime_ns]}
     )
-    job = _evaluation_job(trained.spec, part.spec)
-    key = evaluation_signature(job, identity, code=_code_digest(job, Path(trained.workdir)))
+    job = _make_evaluation_job(trained.spec, part.spec)
+    key = compute_evaluation_signature(job, identity, code=_compute_code_digest(job, Path(trained.workdir)))
     id_ = f"evaluate-{trained.signature}-{key}"
     task = EvaluateTask(
         id=id_, job=id_, spec=job, workdir=trained.workdir, nodes=request.nodes, signature=trained.signature, key=key,
-        weights=name, path=str(path), samples=int(path.stem) if is_own_checkpoint else None, local_batch=micro_batch(trained),
+        weights=name, path=str(path), samples=int(path.stem) if is_own_checkpoint else None, local_batch=compute_micro_batch(trained),
         code=trained.code,
     )  # fmt: skip
     return PreparedEvaluation(part, task, None if request.fresh else files.evaluation(key))
@@ -97,7 +97,7 @@ def prepare_evaluation(
 
 def _find_training(run: RunDir, spec: JobSpec, signature: str | None, node_type: str | None) -> tuple[Part, TrainTask]:
     """Return the training that is meant, by its newest task, and the part of the run that it is in."""
-    parts = parts_with_data(run, spec, node_type) if run.exists else []
+    parts = list_parts_with_data(run, spec, node_type) if run.exists else []
     trainings: list[tuple[float, int, Part, TrainTask]] = []
     for number, part in enumerate(parts):
         snapshot = part.run.read()
@@ -107,7 +107,7 @@ def _find_training(run: RunDir, spec: JobSpec, signature: str | None, node_type:
     signatures = list(dict.fromkeys(task.signature for *_, task in trainings))
     if not signatures:
         raise BadMeasurements(
-            f"nothing was trained for {spec.name} yet ({words.relative_path(run.path)})", "run tula train first"
+            f"nothing was trained for {spec.name} yet ({words.make_relative_path(run.path)})", "run tula train first"
         )
     if signature is not None and signature not in signatures:
         raise SpecError(f"--training {signature}: there is no such training", f"there are {', '.join(signatures)}")
@@ -140,14 +140,14 @@ def _find_weights(files: TrainingRun, requested: str | None) -> tuple[str, Path]
     return LAST, newest[0].absolute()
 
 
-def _code_digest(job: JobSpec, workdir: Path) -> str:
+def _compute_code_digest(job: JobSpec, workdir: Path) -> str:
     """Return the digest of the user's own code that an evaluation runs; empty for none."""
     named = job.dataset.test.name if job.dataset.test else None
     names = [*imports.import_strings(job), *([named] if named and is_import_string(named) else [])]
-    return imports.digest_of_files(imports.files_of_import_strings(names, workdir), workdir)
+    return imports.compute_digest_of_files(imports.list_files_of_import_strings(names, workdir), workdir)
 
 
-def _evaluation_job(trained: JobSpec, current: JobSpec) -> JobSpec:
+def _make_evaluation_job(trained: JobSpec, current: JobSpec) -> JobSpec:
     """Return the job as it was trained, with the test set, the metrics, the loader and the cluster of now."""
     dataset = trained.dataset.model_copy(update={"test": current.dataset.test})
     # best_checkpoint and early_stopping name metrics, so they go with these: a record whose names do not fit could not be read again
@@ -181,7 +181,7 @@ def run_evaluation(
         yield Note(f"evaluated before, {when}; --fresh evaluates again, as where the samples have changed")
         return evaluation.found
     launcher = dependencies.launcher_for(part.spec)
-    going_on = unfinished_jobs(part.run, launcher, [task.job])
+    going_on = list_unfinished_jobs(part.run, launcher, [task.job])
     if not going_on:
         planned = EvaluationPlanned(task)
         yield planned
@@ -194,14 +194,14 @@ def run_evaluation(
             return DetachedJobs((task.job,), tuple(going_on))
         yield from wait_for_jobs(part.run, launcher, [task.job], wait_policy)
     except KeyboardInterrupt:
-        raise interruption_of_jobs(part.run, [(part, launcher)], wait_policy) from None
-    return evaluation_result(part.run, task)
+        raise make_interruption_of_jobs(part.run, [(part, launcher)], wait_policy) from None
+    return read_evaluation_result(part.run, task)
 
 
 def _start_job(run: RunDir, task: EvaluateTask, launcher: Launcher) -> None:
     """Submit the job; one under way is left alone."""
     with lock_submission(run):
-        if unfinished_jobs(run, launcher, [task.job]):
+        if list_unfinished_jobs(run, launcher, [task.job]):
             return
         run.training(task.signature).drop_evaluation(task.key)
         run.uncancel(task.job)
@@ -209,7 +209,7 @@ def _start_job(run: RunDir, task: EvaluateTask, launcher: Launcher) -> None:
         run.write_job(launcher.submit(run, task))
 
 
-def evaluation_result(run: RunDir, task: EvaluateTask) -> Evaluated:
+def read_evaluation_result(run: RunDir, task: EvaluateTask) -> Evaluated:
     """Return what an evaluation has found.
 
     Raises:

@@ -14,7 +14,7 @@ from tula_cli.cluster.slurm import site
 from tula_cli.cluster.slurm.site import (
     Site,
     TemplateLine,
-    measuring_settings,
+    list_measuring_settings,
     parse_gres,
     parse_minutes,
     quote_word,
@@ -22,15 +22,15 @@ from tula_cli.cluster.slurm.site import (
 )
 from tula_cli.errors import SpecError
 from tula_cli.run.files import MODE_FOR_ALL, write_atomic
-from tula_cli.spec.json_schema import Kind, json_schema
-from tula_cli.spec.scripts.command_text import training_command
-from tula_cli.spec.scripts.launchers import NODES, Known, Unknown, slurm_options
+from tula_cli.spec.json_schema import Kind, make_json_schema
+from tula_cli.spec.scripts.command_text import find_training_command
+from tula_cli.spec.scripts.launchers import NODES, Known, Unknown, read_slurm_options
 from tula_cli.spec.scripts.placeholders import find_placeholders
-from tula_cli.spec.scripts.proposal import Missing, job_name, list_missing, write_sections, yaml_word
+from tula_cli.spec.scripts.proposal import Missing, format_yaml_word, list_missing, make_job_name, write_sections
 from tula_cli.spec.scripts.recognition import Recognised, recognise_command, recognise_line
 from tula_cli.spec.scripts.shell import Option, Word
 from tula_cli.spec.slurm_options import ROOM
-from tula_cli.words import plural
+from tula_cli.words import format_count
 
 # --- Schemas for editors
 
@@ -40,7 +40,7 @@ that a run holds."""
 _TULA_SCHEMA = '"$id": "urn:tula:'
 
 
-def schema_path(kind: Kind) -> Path:
+def get_schema_path(kind: Kind) -> Path:
     """Return the path of a schema, relative to the folder of the job."""
     return Path(SCHEMA_FOLDER, f"{kind}.schema.json")
 
@@ -55,7 +55,7 @@ def write_schema(kind: Kind, path: Path) -> None:
     """
     if path.is_dir() or (path.exists() and _TULA_SCHEMA not in _read_beginning(path)):
         raise SpecError(f"{path} is there already, and is no schema that tula wrote", "remove it")
-    text = json.dumps(json_schema(kind), indent=1, ensure_ascii=False) + "\n"
+    text = json.dumps(make_json_schema(kind), indent=1, ensure_ascii=False) + "\n"
     write_atomic(path, text, mode=MODE_FOR_ALL)
 
 
@@ -78,8 +78,8 @@ def with_schema(text: str, job: Path) -> str:
         TulaError, SpecError, CannotWrite: as of `write_schema`.
     """
     for kind in get_args(Kind):
-        write_schema(kind, job.parent / schema_path(kind))
-    return f"# yaml-language-server: $schema={schema_path('job').as_posix()}\n{text}"
+        write_schema(kind, job.parent / get_schema_path(kind))
+    return f"# yaml-language-server: $schema={get_schema_path('job').as_posix()}\n{text}"
 
 
 # --- From a command
@@ -129,7 +129,7 @@ class FromCommand:
         return {flag: (self.recognised.values[name], name) for flag, name in self.recognised.flags.items()}
 
 
-def job_from_command(
+def make_job_from_command(
     line: str,
     kind: Literal["local", "slurm"],
     offered: Site | None = None,
@@ -151,7 +151,7 @@ def job_from_command(
         SpecError: the command cannot be used.
         TulaError: the installation lacks its templates.
     """
-    gpus_available = gpus if kind == "local" else _gpus_of(offered)
+    gpus_available = gpus if kind == "local" else _count_gpus(offered)
     recognised = with_length(
         recognise_line(line, Known(answers or {}, gpus=gpus_available), keeps_setup=kind == "slurm"), answers
     )
@@ -162,10 +162,10 @@ def job_from_command(
     else:
         text = write_job_around(line, recognised, kind)
         if offered is not None:
-            text = _match_site_settings(site.fill_template(text, offered), recognised, offered)
-        text = site.write_settings(text, shell_settings(recognised))
+            text = _adapt_site_settings(site.fill_template(text, offered), recognised, offered)
+        text = site.write_settings(text, list_shell_settings(recognised))
     text = with_batches(text, recognised)
-    warnings = [*recognised.warnings, *_machine_warnings(recognised, offered, gpus=gpus if kind == "local" else 0)]
+    warnings = [*recognised.warnings, *_list_machine_warnings(recognised, offered, gpus=gpus if kind == "local" else 0)]
     return FromCommand(text, recognised, list_missing(recognised), tuple(warnings))
 
 
@@ -192,22 +192,22 @@ def write_job_around(line: str, recognised: Recognised, kind: Literal["local", "
         recognised = replace(recognised, script={**recognised.script, "command": command})
     shown = "\n#   ".join("".join(c if c.isprintable() else repr(c)[1:-1] for c in row) for row in line.split("\n"))
     return (
-        _HEAD.format(line=shown, name=name or job_name(recognised))
+        _HEAD.format(line=shown, name=name or make_job_name(recognised))
         + write_sections(recognised)
         + "\n"
-        + _search_section(kind)
+        + _read_search_section(kind)
     )
 
 
-def shell_settings(recognised: Recognised) -> Iterator[TemplateLine]:
+def list_shell_settings(recognised: Recognised) -> Iterator[TemplateLine]:
     """Yield what stands around the command in a job of SLURM: words before each rank, and lines before the job."""
     if recognised.wrapper and _is_wrapper_list(recognised.wrapper):
-        arguments = ", ".join(yaml_word(argument, flow=True) for argument in recognised.wrapper)
+        arguments = ", ".join(format_yaml_word(argument, flow=True) for argument in recognised.wrapper)
         yield TemplateLine(
             "cluster.slurm.wrapper", f"[{arguments}]", "before the command of every rank, as in the command"
         )
     if recognised.setup:
-        yield TemplateLine("cluster.slurm.setup", f"[{', '.join(yaml_word(line, flow=True) for line in recognised.setup)}]", "before the job; without set -e a failure goes unnoticed")  # fmt: skip
+        yield TemplateLine("cluster.slurm.setup", f"[{', '.join(format_yaml_word(line, flow=True) for line in recognised.setup)}]", "before the job; without set -e a failure goes unnoticed")  # fmt: skip
 
 
 def _is_wrapper_list(arguments: Sequence[str]) -> bool:
@@ -215,13 +215,13 @@ def _is_wrapper_list(arguments: Sequence[str]) -> bool:
     return all(argument and argument.isprintable() for argument in arguments)
 
 
-def _gpus_of(offered: Site | None) -> int:
+def _count_gpus(offered: Site | None) -> int:
     """Return how many GPUs a node of the default partition has; 0 where that is not known."""
     kinds = offered.default.kinds if offered is not None and offered.default is not None else ()
     return kinds[0].gpus[0].count if kinds and kinds[0].gpus else 0
 
 
-def _search_section(kind: str) -> str:
+def _read_search_section(kind: str) -> str:
     """Return what the templates say from section `search` on: what a script is measured by is nobody else's."""
     text = find_asset(TEMPLATES[kind]).read_text(encoding="utf-8")
     return text[text.index("\nsearch:") + 1 :]
@@ -245,18 +245,18 @@ def _fit_to_machine(text: str, *, per_node: int, gpus: int) -> str:
         nodes, node_comment = [1, 2], f"here every node is {_describe_processes(per_node)} of this machine"
     else:
         nodes = [2**power for power in range(max(1, gpus // per_node).bit_length())]
-        node_comment = f"here a node is {plural(per_node, 'GPU')} of this machine's {gpus}"
+        node_comment = f"here a node is {format_count(per_node, 'GPU')} of this machine's {gpus}"
     text = _set_key(text, "nodes", str(nodes), node_comment)
     text = re.sub(r"^  max_seconds:.*$", "  # max_seconds: 60 # at the latest then", text, count=1, flags=re.MULTILINE)
     text = _set_key(text, "max_minutes", str(_MINUTES), "of one measuring job, at most; the script starts once a batch")
     hours = sum(nodes) * _MINUTES / 60
     cap = math.ceil(12 * hours) / 10
-    sum_ = f"({' + '.join(map(str, nodes))}) nodes" if len(nodes) > 1 else plural(nodes[0])
+    sum_ = f"({' + '.join(map(str, nodes))}) nodes" if len(nodes) > 1 else format_count(nodes[0])
     comment = f"of all of them, {sum_} x {_MINUTES} minutes = {hours:.3g}; beyond, nothing is started"
     return _set_key(text, "max_node_hours", f"{cap:g}", comment)
 
 
-def _match_site_settings(text: str, recognised: Recognised, offered: Site) -> str:
+def _adapt_site_settings(text: str, recognised: Recognised, offered: Site) -> str:
     """Put right what the site says of other ranks, and of workers where the command has no place for them."""
     if "workers" not in find_placeholders(recognised.script["command"]):
         text = re.sub(
@@ -288,7 +288,7 @@ def with_batches(text: str, recognised: Recognised) -> str:
             r"^(  min_batch:.*)$", r"\1" + "\n  max_batch: 256 # the largest", lines, count=1, flags=re.MULTILINE
         )
     nodes = [int(number) for number in re.findall(r"\d+", re.findall(r"^  nodes: \[(.*)\]", text, re.MULTILINE)[0])]
-    least, most = batch_range(recognised, batch, nodes)
+    least, most = choose_batch_range(recognised, batch, nodes)
     below = "half of that of today" if least < batch else "that of today"
     text = _set_key(
         text, "min_batch", str(least), f"{below}, {batch}; batches are min_batch x 2^k, each a start of the script"
@@ -297,7 +297,7 @@ def with_batches(text: str, recognised: Recognised) -> str:
     return re.sub(r"^(  min_batch:.*)$", lambda line: line[0] + above, text, count=1, flags=re.MULTILINE)
 
 
-def batch_range(recognised: Recognised, batch: int, nodes: list[int]) -> tuple[int, int]:
+def choose_batch_range(recognised: Recognised, batch: int, nodes: list[int]) -> tuple[int, int]:
     """Return the smallest and the largest global batch to measure.
 
     Half of today's where that divides among the GPUs of the fewest nodes; and 8 times today's, or what gives each GPU of the
@@ -314,7 +314,7 @@ def batch_range(recognised: Recognised, batch: int, nodes: list[int]) -> tuple[i
     return half if divides else batch, batch * max(_BATCH_RANGE_ABOVE, max(nodes))
 
 
-def _machine_warnings(recognised: Recognised, offered: Site | None, *, gpus: int) -> list[str]:
+def _list_machine_warnings(recognised: Recognised, offered: Site | None, *, gpus: int) -> list[str]:
     """Return where the command does not agree with the machines.
 
     Args:
@@ -327,12 +327,12 @@ def _machine_warnings(recognised: Recognised, offered: Site | None, *, gpus: int
         return []
     description = f"the command starts {_describe_processes(requested)} a node"
     if 0 < gpus < requested:
-        return [f"{description}, and this machine has {plural(gpus, 'GPU')}: set cluster.gpus_per_node"]
-    available = _gpus_of(offered) or requested
+        return [f"{description}, and this machine has {format_count(gpus, 'GPU')}: set cluster.gpus_per_node"]
+    available = _count_gpus(offered) or requested
     if partition is None or available == requested:
         return []
     return [
-        f"{description}, and those of partition {partition.name} have {plural(available, 'GPU')}: set cluster.gpus_per_node"
+        f"{description}, and those of partition {partition.name} have {format_count(available, 'GPU')}: set cluster.gpus_per_node"
     ]
 
 
@@ -420,7 +420,7 @@ class _Request:
         )
 
 
-def job_from_sbatch(
+def make_job_from_sbatch(
     text: str, source: str, offered: Site | None = None, *, answers: Mapping[str, str] | None = None
 ) -> FromCommand:
     """Return a commented job file for a script of sbatch.
@@ -440,12 +440,14 @@ def job_from_sbatch(
     _check_folder(request)
     gpus, _, _ = request.gpus
     recognised_ = replace(recognised_, gpus=gpus, nodes=request.nodes, tasks_per_node=request.tasks_per_node)
-    command = training_command(text, keeps_setup=True, variables=_slurm_variables(request))
+    command = find_training_command(text, keeps_setup=True, variables=_list_slurm_variables(request))
     recognised = with_length(recognise_command(command, recognised_), answers)
-    request = replace(request, options={**_options_of_srun(recognised.slurm), **request.options})
+    request = replace(request, options={**_list_srun_options(recognised.slurm), **request.options})
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", request.text("job_name")).strip("._-")[:64]
     written = write_job_around(f"tula init --from-sbatch {shlex.quote(source)}", recognised, "slurm", name=name)
-    written = write_settings(written, [*_setting_lines(request, recognised, offered), *shell_settings(recognised)])
+    written = write_settings(
+        written, [*_list_setting_lines(request, recognised, offered), *list_shell_settings(recognised)]
+    )
     left_out = [
         f"{option.written}: tula decides it for each of its jobs"
         for name, option in request.options.items()
@@ -456,7 +458,7 @@ def job_from_sbatch(
         with_batches(written, recognised),
         recognised,
         list_missing(recognised),
-        (*recognised.warnings, *_sbatch_warnings(request, recognised)),
+        (*recognised.warnings, *_list_sbatch_warnings(request, recognised)),
     )
 
 
@@ -471,7 +473,7 @@ def _read_request(text: str) -> _Request:
             arguments = [Word(argument, argument) for argument in shlex.split(match[1], comments=True)]
         except ValueError as error:
             raise SpecError(f"line {number}: {line.strip()!r}: {str(error).lower()}") from None
-        known, other_words = slurm_options(arguments)
+        known, other_words = read_slurm_options(arguments)
         if other_words:
             raise SpecError(f"line {number}: {other_words[0].text!r} is no option of sbatch", "correct the line")
         options |= known
@@ -486,7 +488,7 @@ def _check_folder(request: _Request) -> None:
         )
 
 
-def _slurm_variables(request: _Request) -> dict[str, str]:
+def _list_slurm_variables(request: _Request) -> dict[str, str]:
     """Return the variables that SLURM sets in the script's job, as far as they follow from what it asks for."""
     gpus, _, _ = request.gpus
     tasks = request.tasks_per_node
@@ -502,19 +504,19 @@ def _slurm_variables(request: _Request) -> dict[str, str]:
     return {name: str(value) for name, value in {**counts, **texts}.items() if value}
 
 
-def _options_of_srun(options: Mapping[str, Option]) -> dict[str, Option]:
+def _list_srun_options(options: Mapping[str, Option]) -> dict[str, Option]:
     """Return what srun was asked for and the #SBATCH lines may not say."""
     names = {*_SETTINGS, *_SIZES} - {"nodes", "ntasks", "chdir"}
     return {name: option for name, option in options.items() if name in names}
 
 
-def _extra_options(options: Mapping[str, Option]) -> dict[str, str | bool]:
+def _list_extra_options(options: Mapping[str, Option]) -> dict[str, str | bool]:
     """Return the options that are no settings of cluster.slurm, as section `extra` has them."""
     names = options.keys() - {*_SETTINGS, *_SIZES, *_LEFT_OUT}
     return {name.replace("_", "-"): option.value.text or True for name, option in options.items() if name in names}
 
 
-def _setting_lines(request: _Request, recognised: Recognised, offered: Site | None) -> Iterator[TemplateLine]:
+def _list_setting_lines(request: _Request, recognised: Recognised, offered: Site | None) -> Iterator[TemplateLine]:
     for name, key in _SETTINGS.items():
         if text := request.text(name):
             yield TemplateLine(f"cluster.slurm.{key}", quote_word(text), f"--{name.replace('_', '-')}")
@@ -530,26 +532,26 @@ def _setting_lines(request: _Request, recognised: Recognised, offered: Site | No
         yield TemplateLine("cluster.slurm.cpus_per_task", str(cpus_per_gpu), "a rank, --cpus-per-gpu")
     elif cpus := request.count("cpus_per_task"):
         of_rank = max(1, cpus * request.tasks_per_node // ranks)
-        yield TemplateLine("cluster.slurm.cpus_per_task", str(of_rank), f"a rank: --cpus-per-task {cpus}, {plural(request.tasks_per_node, 'task')} per node")  # fmt: skip
+        yield TemplateLine("cluster.slurm.cpus_per_task", str(of_rank), f"a rank: --cpus-per-task {cpus}, {format_count(request.tasks_per_node, 'task')} per node")  # fmt: skip
     exclusive = "exclusive" in request.options
     yield TemplateLine(
         "cluster.slurm.exclusive",
         str(exclusive).lower(),
         "whole nodes" if exclusive else "as in the script; true: whole nodes, whose times no neighbour spoils",
     )
-    extra = _extra_options(request.options) | (
+    extra = _list_extra_options(request.options) | (
         {"gres": other_resources} if (other_resources := request.other_resources) else {}
     )
     for key, extra_options, command in (
         ("extra", extra, "sbatch"),
-        ("srun_extra", _extra_options(recognised.slurm), "srun"),
+        ("srun_extra", _list_extra_options(recognised.slurm), "srun"),
     ):
         if extra_options:
             yield TemplateLine(f"cluster.slurm.{key}", json.dumps(extra_options), f"other options of {command}")
-    yield from _measuring_settings(request, offered)
+    yield from _list_measuring_settings(request, offered)
 
 
-def _measuring_settings(request: _Request, offered: Site | None) -> Iterator[TemplateLine]:
+def _list_measuring_settings(request: _Request, offered: Site | None) -> Iterator[TemplateLine]:
     """Yield what is searched, and for how long jobs may run."""
     limit = parse_minutes(request.text("time"))
     if limit:
@@ -560,22 +562,22 @@ def _measuring_settings(request: _Request, offered: Site | None) -> Iterator[Tem
     most = partition.usable if partition is not None and partition.usable else 2 * request.nodes
     nodes = sorted({max(1, request.nodes // 2), request.nodes, min(most, 2 * request.nodes)})
     minutes = max(1, min(_MINUTES, (limit or _MINUTES) - ROOM))
-    yield from measuring_settings(nodes, minutes, f"around the script's {request.nodes}")
+    yield from list_measuring_settings(nodes, minutes, f"around the script's {request.nodes}")
 
 
-def _sbatch_warnings(request: _Request, recognised: Recognised) -> Iterator[str]:
+def _list_sbatch_warnings(request: _Request, recognised: Recognised) -> Iterator[str]:
     gpus, _, _ = request.gpus
     ranks = recognised.gpus_per_node or 1
     if not request.options:
         yield "the script has no #SBATCH line, so what it asks for is not known: fill in section cluster"
     if gpus and gpus != ranks:
         yield (
-            f"the script asks for {plural(gpus, 'GPU')} per node, and its command starts"
+            f"the script asks for {format_count(gpus, 'GPU')} per node, and its command starts"
             f" {'1 process' if ranks == 1 else f'{ranks} processes'}: cluster.gpus_per_node is {ranks}"
         )
     if "nodes" in request.options and recognised.nodes != request.nodes:
         yield (
-            f"the script asks for {plural(request.nodes)}, and its command runs on {recognised.nodes}: the global batch of today"
+            f"the script asks for {format_count(request.nodes)}, and its command runs on {recognised.nodes}: the global batch of today"
             f" is that of {recognised.nodes}"
         )
 
@@ -585,7 +587,7 @@ def _sbatch_warnings(request: _Request, recognised: Recognised) -> Iterator[str]
 _NODES_HERE = re.compile(r"^  nodes: .*$", re.MULTILINE)
 
 
-def job_from_template(kind: Literal["local", "slurm"], offered: Site | None = None, *, gpus: int = 0) -> str:
+def make_job_from_template(kind: Literal["local", "slurm"], offered: Site | None = None, *, gpus: int = 0) -> str:
     """Return the text of a commented job spec.
 
     Args:
@@ -602,9 +604,9 @@ def job_from_template(kind: Literal["local", "slurm"], offered: Site | None = No
     if gpus < 1:
         return text
     return _NODES_HERE.sub(
-        f"  nodes: {_powers_of_two(gpus)} # here a node is a GPU: {plural(gpus, 'GPU')}", text, count=1
+        f"  nodes: {_list_powers_of_two(gpus)} # here a node is a GPU: {format_count(gpus, 'GPU')}", text, count=1
     )
 
 
-def _powers_of_two(most: int) -> list[int]:
+def _list_powers_of_two(most: int) -> list[int]:
     return [2**power for power in range(most.bit_length())]

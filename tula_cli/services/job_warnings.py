@@ -4,15 +4,15 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from tula_cli.host.machine import machine_memory, shared_memory
-from tula_cli.models.memory.host_memory import DataMemory, data_memory
+from tula_cli.host.machine import read_machine_memory, read_shared_memory
+from tula_cli.models.memory.host_memory import DataMemory, estimate_data_memory
 from tula_cli.presets import DIVIDING
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import ClusterReport, Inspection
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import FEWEST_WORKERS, MOST_WORKERS
-from tula_cli.spec.slurm_options import Slurm, option_name
-from tula_cli.words import format_bytes, plural
+from tula_cli.spec.slurm_options import Slurm, normalize_option_name
+from tula_cli.words import format_bytes, format_count
 
 # --- Computation on a GPU
 
@@ -40,8 +40,8 @@ def _describe_loader(spec: JobSpec, inspection: Inspection | None) -> Iterator[s
         return
     ranks = [nodes * cluster.gpus_per_node for nodes in spec.search.nodes]
     fewest, most = (
-        loader_process_range(spec, inspection, ranks=max(ranks))[0],
-        loader_process_range(spec, inspection, ranks=min(ranks))[1],
+        count_loader_processes(spec, inspection, ranks=max(ranks))[0],
+        count_loader_processes(spec, inspection, ranks=min(ranks))[1],
     )
     cpus = cluster.slurm.cpus_per_task if cluster.slurm is not None else None
     if cluster.kind != "local":
@@ -49,7 +49,7 @@ def _describe_loader(spec: JobSpec, inspection: Inspection | None) -> Iterator[s
         why = f"cluster.slurm.cpus_per_task: {cpus}" if cpus else f"by the cores that {who} gives it"
     else:
         assert inspection is not None
-        why = f"by its share of {plural(inspection.cpus, 'core')}"
+        why = f"by its share of {format_count(inspection.cpus, 'core')}"
     number = str(most) if fewest == most else f"{fewest} to {most}"
     yield f"data loader: {number} processes a rank, {why} (train.workers: auto)"
 
@@ -62,7 +62,7 @@ def _describe_scaling(spec: JobSpec) -> Iterator[str]:
         yield f"train.method {spec.train.method} scales the steps of {name}, not its gradients{why} (ags.apply_to: update)"
 
 
-def loader_process_range(spec: JobSpec, inspection: Inspection | None, *, ranks: int) -> tuple[int, int]:
+def count_loader_processes(spec: JobSpec, inspection: Inspection | None, *, ranks: int) -> tuple[int, int]:
     """Return the fewest and the most data-loader processes that a rank may have, with so many ranks on a machine."""
     train, slurm = spec.train, spec.cluster.slurm
     if train.workers != "auto":
@@ -101,12 +101,12 @@ def _describe_gpu_settings(spec: JobSpec, inspection: Inspection | None) -> Iter
 # --- Settings that are unlikely together
 
 
-def hardly_meant(spec: JobSpec, inspection: Inspection | None) -> list[str]:
+def warn_unlikely_settings(spec: JobSpec, inspection: Inspection | None) -> list[str]:
     """Return warnings about job settings that are valid one by one but unlikely in combination."""
     warnings, epochs, workers = [], spec.train.epochs, spec.train.workers
     if late := [f"{at:g}" for at in spec.schedule.milestones if at >= epochs]:
         warnings.append(
-            f"schedule.milestones {', '.join(late)}: training ends after {plural(epochs, 'epoch')}, and the learning rate does"
+            f"schedule.milestones {', '.join(late)}: training ends after {format_count(epochs, 'epoch')}, and the learning rate does"
             " not fall there"
         )
     half_life, reference = spec.optimizer.beta2_half_life, spec.train.reference_batch
@@ -160,25 +160,25 @@ class NodeMemory:
     def of_nodes(cls, spec: JobSpec, run: RunDir | None) -> "NodeMemory":
         """Return this machine's, or of SLURM's nodes what the job asks for and the newest check of them has told."""
         if spec.cluster.kind == "local":
-            return cls(shared_memory(), machine_memory())
-        report = None if run is None else _newest_check(run)
+            return cls(read_shared_memory(), read_machine_memory())
+        report = None if run is None else _find_newest_check(run)
         shared = min((node.shared for node in report.nodes if node.shared), default=None) if report else None
-        if (requested := _requested_memory(spec)) is not None:
+        if (requested := _get_requested_memory(spec)) is not None:
             return cls(shared, requested, "cluster.slurm asks for")
         return cls(shared, min(node.memory for node in report.nodes) if report else None, "a node has")
 
 
-def _newest_check(run: RunDir) -> ClusterReport | None:
+def _find_newest_check(run: RunDir) -> ClusterReport | None:
     reports = [(run.checks.report(task.id), int(task.id.rpartition("-")[2])) for task in run.check_tasks()]
     return max(((number, report) for report, number in reports if report), key=lambda pair: pair[0], default=(0, None))[
         1
     ]
 
 
-def _requested_memory(spec: JobSpec) -> int | None:
+def _get_requested_memory(spec: JobSpec) -> int | None:
     """Return the bytes of a node that the job asks SLURM for; None where it asks for all, or for none in particular."""
     slurm, ranks = spec.cluster.slurm or Slurm(), spec.cluster.gpus_per_node
-    extra = {option_name(name): str(value) for name, value in slurm.extra.items()}
+    extra = {normalize_option_name(name): str(value) for name, value in slurm.extra.items()}
     forms = (
         (slurm.memory, 1),
         (extra.get("mem-per-gpu"), ranks),
@@ -210,7 +210,7 @@ class _Job:
 
     @property
     def description(self) -> str:
-        return f"{plural(self.ranks, 'rank')}, {self.workers} train.workers each"
+        return f"{format_count(self.ranks, 'rank')}, {self.workers} train.workers each"
 
 
 def check_memory(
@@ -226,39 +226,41 @@ def check_memory(
     """
     if inspection is None or not inspection.sample_bytes or not jobs:
         return (), ()
-    planned = [_measuring_job(spec, inspection, nodes, sizes) for nodes, sizes in jobs.items()]
-    impossible = tuple(_impossible_problems(planned, room.shared))
+    planned = [_make_measuring_job(spec, inspection, nodes, sizes) for nodes, sizes in jobs.items()]
+    impossible = tuple(_list_impossible_problems(planned, room.shared))
     return impossible, () if impossible else (
-        *_shared_memory_warnings(planned, room.shared),
-        *_total_memory_warnings(planned, room),
+        *_list_shared_memory_warnings(planned, room.shared),
+        *_list_total_memory_warnings(planned, room),
     )
 
 
-def _measuring_job(spec: JobSpec, inspection: Inspection, nodes: int, local_batches: Sequence[int]) -> _Job:
+def _make_measuring_job(spec: JobSpec, inspection: Inspection, nodes: int, local_batches: Sequence[int]) -> _Job:
     cluster = spec.cluster
     ranks = cluster.gpus_per_node * (nodes if cluster.kind == "local" else 1)  # on this machine all are here
-    workers = loader_process_range(spec, inspection, ranks=ranks)[1]
+    workers = count_loader_processes(spec, inspection, ranks=ranks)[1]
     on_gpu = cluster.device != "cpu" and (cluster.kind != "local" or inspection.device == "cuda")
     sizes = [size // spec.train.accumulate for size in local_batches]
     data = {
-        size: data_memory(sizes[:end], sample=inspection.sample_bytes, ranks=ranks, workers=workers, on_gpu=on_gpu)
+        size: estimate_data_memory(
+            sizes[:end], sample=inspection.sample_bytes, ranks=ranks, workers=workers, on_gpu=on_gpu
+        )
         for end, size in enumerate(local_batches, 1)
     }
     return _Job(ranks, workers, ranks * inspection.process, data)
 
 
-def _impossible_problems(jobs: Sequence[_Job], room: int | None) -> Iterator[str]:
+def _list_impossible_problems(jobs: Sequence[_Job], room: int | None) -> Iterator[str]:
     """Yield that in no job even one batch of each rank fits: the processes that write it would be killed (SIGBUS)."""
     job = min(jobs, key=lambda job: min(data.batches for data in job.data.values()))
     size, least = min(job.data.items())
     if room is not None and job.workers and least.batches > room:
         yield (
-            f"/dev/shm has {format_bytes(room)} free, and one batch of each of {plural(job.ranks, 'rank')} takes"
+            f"/dev/shm has {format_bytes(room)} free, and one batch of each of {format_count(job.ranks, 'rank')} takes"
             f" {format_bytes(least.batches)} there at local batch {size}: {HOW_TO_GET_SHARED}; train.workers: 0 takes none"
         )
 
 
-def _shared_memory_warnings(jobs: Sequence[_Job], room: int | None) -> Iterator[str]:
+def _list_shared_memory_warnings(jobs: Sequence[_Job], room: int | None) -> Iterator[str]:
     excess = _find_excess(jobs, lambda _, data: data.shared, room)
     if excess is not None and room is not None:
         yield (
@@ -267,7 +269,7 @@ def _shared_memory_warnings(jobs: Sequence[_Job], room: int | None) -> Iterator[
         )
 
 
-def _total_memory_warnings(jobs: Sequence[_Job], room: NodeMemory) -> Iterator[str]:
+def _list_total_memory_warnings(jobs: Sequence[_Job], room: NodeMemory) -> Iterator[str]:
     excess = _find_excess(jobs, _Job.total, room.memory)
     if excess is not None and room.memory is not None:
         pinned = f", {format_bytes(excess.most.pinned)} pinned for the GPUs" if excess.most.pinned else ""

@@ -10,10 +10,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tula_cli import words
-from tula_cli.cluster.rank_processes import has_tagged_lines, ranks_of, shares_node_log, world_size
+from tula_cli.cluster.rank_processes import (
+    count_ranks,
+    count_ranks_of_supervisor,
+    has_shared_node_log,
+    has_tagged_lines,
+)
 from tula_cli.errors import SpecError
 from tula_cli.host.failures import find_root_failure
-from tula_cli.plugins import nearest
+from tula_cli.plugins import suggest_nearest
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.files import open_file, read_error, read_lines, read_lines_back
 from tula_cli.run.records.tasks import Task
@@ -81,7 +86,7 @@ class _Log:
     def line(self, raw: bytes) -> LogLine:
         # A progress bar writes over itself: its last state is what a terminal shows. A lost node leaves blocks of zeros.
         text = raw.replace(b"\0", b"").rstrip(b"\r\n").rpartition(b"\r")[2].decode(errors="replace")
-        rank = words.rank_of(text)
+        rank = words.parse_rank(text)
         if rank is None and self.tagged:
             rank = self.first
         return LogLine(self.file, text, self.task, self.attempt, rank)
@@ -130,7 +135,7 @@ def read_logs(
 
 def describe_place(run: RunDir, line: LogLine) -> str:
     """Return what to say above a line that is the first from where it is: the attempt, and how it ended."""
-    where = words.relative_path(line.file)
+    where = words.make_relative_path(line.file)
     attempt = run.attempt(line.task, line.attempt) if line.task else None
     if line.failure:
         failure = find_root_failure(run.failures(line.task, line.attempt))
@@ -141,7 +146,9 @@ def describe_place(run: RunDir, line: LogLine) -> str:
     began = f"attempt {line.attempt} of {line.task} on {attempt.hosts or attempt.host}, from {words.format_moment(attempt.started_at)}"
     if attempt.ended_at is None:
         return f"{where}: {began}"
-    end_text = attempt.outcome if not attempt.message else f"{attempt.outcome} ({words.first_line(attempt.message)})"
+    end_text = (
+        attempt.outcome if not attempt.message else f"{attempt.outcome} ({words.get_first_line(attempt.message)})"
+    )
     return f"{where}: {began} to {words.format_moment(attempt.ended_at)}: {end_text}"
 
 
@@ -159,7 +166,7 @@ class _LogReader:
 
     def attempt_logs(self) -> list[_Log]:
         """Return the log of each attempt that has the rank, last written last."""
-        since, attempts = self.wanted.since, _group_by_attempt(_log_files(self.run, self.wanted.job))
+        since, attempts = self.wanted.since, _group_logs_by_attempt(_list_log_files(self.run, self.wanted.job))
         logs_ = [log for logs in attempts if (log := self._with_rank(logs)) is not None]
         if attempts and not logs_:
             raise SpecError(f"--rank {self.wanted.rank}: no log of such a rank in {self.run.path}")
@@ -180,12 +187,12 @@ class _LogReader:
         task = self._task(logs[0])
         if task is None:
             return list(logs)
-        ranks_each, tagged, shared = ranks_of(task), has_tagged_lines(task), shares_node_log(task)
+        ranks_each, tagged, shared = count_ranks_of_supervisor(task), has_tagged_lines(task), has_shared_node_log(task)
         return [replace(log, first=log.first * ranks_each, tagged=tagged, shared=shared) for log in logs]
 
     def _rank_count(self, log: _Log) -> int:
         task = self._task(log)
-        return log.first + 1 if task is None else world_size(task)
+        return log.first + 1 if task is None else count_ranks(task)
 
     def _task(self, log: _Log) -> Task | None:
         if log.task not in self._tasks:
@@ -216,7 +223,7 @@ class _LogReader:
             with open_file(log.file) as file:
                 for raw in read_lines_back(file, end=self._offsets[log.file], block=_MAX_LINE):
                     line = log.line(raw)
-                    written_at = words.told_time(line.text) if since is not None else None
+                    written_at = words.parse_line_time(line.text) if since is not None else None
                     if since is not None and written_at is not None and written_at < since:
                         return
                     if self._is_of_rank(line, log) and not _HARMLESS.search(raw):
@@ -271,7 +278,7 @@ class _LogReader:
         since = self.wanted.since
         if since is None:
             return True
-        line_time = words.told_time(line.text)
+        line_time = words.parse_line_time(line.text)
         if line_time is not None:
             self._at[line.file] = line_time
         if line.file not in self._at:
@@ -284,7 +291,7 @@ class _LogReader:
         return attempt.started_at if attempt is not None else self.wanted.since or 0.0
 
 
-def rate_limited(
+def limit_rate(
     check: Callable[[], bool], *, pause: float, clock: Callable[[], float] = time.monotonic
 ) -> Callable[[], bool]:
     """Return a check that asks again only when its last answer is `pause` seconds old: a scheduler serves many users."""
@@ -299,34 +306,34 @@ def rate_limited(
     return remembered
 
 
-def part_written_last(parts: Iterable[Part], job: str | None) -> RunDir | None:
+def find_part_written_last(parts: Iterable[Part], job: str | None) -> RunDir | None:
     """Return the run of the node type that wrote last (of those that have that job); None where none has."""
-    having = [part.run for part in parts if job is None or job in _job_ids(part.run.read())]
+    having = [part.run for part in parts if job is None or job in _list_job_ids(part.run.read())]
     return max(having, key=lambda run: max((log.stat().st_mtime for log in run.logs()), default=0.0), default=None)
 
 
-def _job_ids(snapshot: Snapshot) -> list[str]:
+def _list_job_ids(snapshot: Snapshot) -> list[str]:
     """Return the jobs by their ids, of a copy those of its tasks: what they wrote is in it, though the jobs are another run's."""
     ids = (*(job.id for job in snapshot.jobs), *(task.job for task in (*snapshot.tasks, *snapshot.check_tasks)))
     return list(dict.fromkeys(ids))
 
 
-def _log_files(run: RunDir, job: str | None) -> list[Path]:
+def _list_log_files(run: RunDir, job: str | None) -> list[Path]:
     """Return the log files of a job (of all), last written last."""
     snapshot = run.read()
     if job is None:
         return run.logs() or snapshot.scheduler_logs(id_ for job_ in snapshot.jobs for id_ in job_.ids)
-    job_ids = _job_ids(snapshot)
+    job_ids = _list_job_ids(snapshot)
     if job not in job_ids:
         raise SpecError(
-            f"no job {job!r} in {run.path}", nearest(job, job_ids) or f"there are: {', '.join(job_ids) or '-'}"
+            f"no job {job!r} in {run.path}", suggest_nearest(job, job_ids) or f"there are: {', '.join(job_ids) or '-'}"
         )
     tasks = tuple(f"{task.id}." for task in (*snapshot.tasks, *snapshot.check_tasks) if task.job == job)
     own_logs = [path for path in run.logs() if path.name.startswith(tasks)]
     return own_logs or snapshot.scheduler_logs(id_ for job_ in snapshot.jobs if job_.id == job for id_ in job_.ids)
 
 
-def _group_by_attempt(files: Iterable[Path]) -> list[list[_Log]]:
+def _group_logs_by_attempt(files: Iterable[Path]) -> list[list[_Log]]:
     """Return the logs of each attempt, lowest ranks first; the attempt that wrote last comes last."""
     logs_by_attempt: defaultdict[tuple[str, int], list[_Log]] = defaultdict(list)
     for number, path in enumerate(files):

@@ -11,7 +11,7 @@ from pathlib import Path
 from tula_cli import words
 from tula_cli.cluster.launcher import Launcher, lock_submission
 from tula_cli.cluster.scheduler import SchedulerState
-from tula_cli.cluster.schedulers import scheduler_of
+from tula_cli.cluster.schedulers import make_scheduler
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm import site
 from tula_cli.cluster.slurm.site import Site
@@ -25,9 +25,9 @@ from tula_cli.run.records.results import JobFile
 from tula_cli.run.records.tasks import CheckTask
 from tula_cli.services.events import NodeCheckProgress, Work
 from tula_cli.services.job_warnings import HOW_TO_GET_SHARED
-from tula_cli.services.waiting import only_part
+from tula_cli.services.waiting import get_only_part
 from tula_cli.spec.job import JobSpec
-from tula_cli.words import format_bytes, plural
+from tula_cli.words import format_bytes, format_count
 
 # --- Findings
 
@@ -41,18 +41,18 @@ MAX_CLOCK_OFFSET = 1.0
 """Seconds by which the clocks of two nodes may differ."""
 
 
-def file_lag(scheduler: str) -> float:
+def estimate_file_lag(scheduler: str) -> float:
     """Return the seconds that a file of another node may take to be seen here, by what the job runs on."""
     return MAX_FILE_LAG["local" if scheduler == "local" else "slurm"]
 
 
-def silent_nodes(run: RunDir, report: ClusterReport) -> list[NodeReport]:
+def find_silent_nodes(run: RunDir, report: ClusterReport) -> list[NodeReport]:
     """Return the nodes of which nothing that they wrote is seen here, although they say that they did."""
     ranks, signed_in = report.ranks // len(report.nodes), run.checks.signed_in(report.id)
     return [node for node in report.nodes if not node.write_error and node.node * ranks not in signed_in]
 
 
-def node_problems(run: RunDir, task: CheckTask, report: ClusterReport) -> Iterator[str]:
+def list_node_problems(run: RunDir, task: CheckTask, report: ClusterReport) -> Iterator[str]:
     """Yield what keeps jobs from running on these nodes."""
     written, folder = run.checks.token(task.id), run.path.resolve()
     for node in report.nodes:
@@ -61,45 +61,45 @@ def node_problems(run: RunDir, task: CheckTask, report: ClusterReport) -> Iterat
             yield f"{node.host} reads {content} where {folder} has what was written here: it does not share that folder"
         if node.write_error:
             yield f"{node.host} cannot write into the run directory: {node.write_error}"
-    for node in silent_nodes(run, report):
-        yield f"what {node.host} wrote into {folder} is not seen here after {file_lag(task.spec.cluster.kind):g} s"
-    yield from _dataset_problems(task, report)
-    yield from _gpu_problems(task.spec, report)
+    for node in find_silent_nodes(run, report):
+        yield f"what {node.host} wrote into {folder} is not seen here after {estimate_file_lag(task.spec.cluster.kind):g} s"
+    yield from _list_dataset_problems(task, report)
+    yield from _list_gpu_problems(task.spec, report)
     if report.network_error:
         yield f"the ranks cannot exchange tensors through {report.backend}: {report.network_error}"
 
 
-def _dataset_problems(task: CheckTask, report: ClusterReport) -> Iterator[str]:
+def _list_dataset_problems(task: CheckTask, report: ClusterReport) -> Iterator[str]:
     without = [node.host for node in report.nodes if node.dataset is False]
     if without and not _is_yet_to_come(task):
-        yield f"{list_hosts(without)} cannot read dataset.root, {_dataset_folder(task)}"
+        yield f"{list_hosts(without)} cannot read dataset.root, {_get_dataset_folder(task)}"
 
 
-def _dataset_folder(task: CheckTask) -> Path:
+def _get_dataset_folder(task: CheckTask) -> Path:
     return Path(task.workdir, Path(task.spec.dataset.root).expanduser())
 
 
 def _is_yet_to_come(task: CheckTask) -> bool:
     """Return whether the dataset is to be downloaded before the first job."""
-    return task.spec.dataset.download and not os.access(_dataset_folder(task), os.R_OK)
+    return task.spec.dataset.download and not os.access(_get_dataset_folder(task), os.R_OK)
 
 
-def _gpu_problems(spec: JobSpec, report: ClusterReport) -> Iterator[str]:
+def _list_gpu_problems(spec: JobSpec, report: ClusterReport) -> Iterator[str]:
     without = [node.host for node in report.nodes if not node.gpus]
     needed = spec.cluster.device == "cuda" or (spec.cluster.device == "auto" and len(without) < len(report.nodes))
     if not needed:
         return
     if without:
         yield f"torch sees no GPU on {list_hosts(without)}: check the driver, torch's CUDA version and how GPUs are asked for"
-    for host, nodes in _by_host(report.nodes):
+    for host, nodes in _group_by_host(report.nodes):
         ranks, gpus = sum(node.ranks for node in nodes), max(len(node.gpus) for node in nodes)
         if 0 < gpus < ranks:
-            yield f"{ranks} ranks on {host} see {plural(gpus, 'GPU')}: each rank needs one of its own"
+            yield f"{ranks} ranks on {host} see {format_count(gpus, 'GPU')}: each rank needs one of its own"
         else:
-            yield from _shared_gpu_problems(nodes)
+            yield from _list_shared_gpu_problems(nodes)
 
 
-def _shared_gpu_problems(nodes: Iterable[NodeReport]) -> Iterator[str]:
+def _list_shared_gpu_problems(nodes: Iterable[NodeReport]) -> Iterator[str]:
     """Yield which ranks of a node were bound to one GPU, although there are enough."""
     for node in nodes:
         for ranks in node.shared_gpus:
@@ -109,13 +109,13 @@ def _shared_gpu_problems(nodes: Iterable[NodeReport]) -> Iterator[str]:
             )
 
 
-def _by_host(nodes: Iterable[NodeReport]) -> Iterator[tuple[str, list[NodeReport]]]:
+def _group_by_host(nodes: Iterable[NodeReport]) -> Iterator[tuple[str, list[NodeReport]]]:
     """Yield the nodes of each host; on this machine all sets of ranks are on one."""
     for host, nodes_of_host in itertools.groupby(nodes, key=lambda node: node.host):
         yield host, list(nodes_of_host)
 
 
-def node_warnings(task: CheckTask, report: ClusterReport) -> Iterator[str]:
+def list_node_warnings(task: CheckTask, report: ClusterReport) -> Iterator[str]:
     """Yield what spoils measurements, or what one would want to know."""
     aspects: dict[str, Callable[[NodeReport], str]] = {
         "GPU": lambda node: " + ".join(sorted(set(node.gpus))) or "none",
@@ -151,7 +151,7 @@ def node_warnings(task: CheckTask, report: ClusterReport) -> Iterator[str]:
     ):
         yield "torch sees no GPU on any node: jobs will run on the CPU (cluster.device: auto)"
     if _is_yet_to_come(task) and any(node.dataset is False for node in report.nodes):
-        yield f"dataset.root, {_dataset_folder(task)}, is not there yet: it is downloaded before the first job"
+        yield f"dataset.root, {_get_dataset_folder(task)}, is not there yet: it is downloaded before the first job"
 
 
 def _describe_differences(nodes: Sequence[NodeReport], aspect: Callable[[NodeReport], str]) -> str:
@@ -227,7 +227,7 @@ def run_node_check(
         SchedulerError: it was refused, or will never start.
         JobFailed: it has failed; with what is known of the nodes.
     """
-    part = only_part(run, spec, node_type, purpose="--on-cluster")
+    part = get_only_part(run, spec, node_type, purpose="--on-cluster")
     launcher, count = launcher_for(part.spec), check_node_count(part.spec, nodes)
     save_job(run, spec, [part], file)
     task = start_on_cluster(part.run, part.spec, launcher, nodes=count)
@@ -246,7 +246,7 @@ def _make_interruption(run: RunDir, task: CheckTask | None) -> Interruption:
     """Return what to raise on Ctrl-C: the job, if it is known to be submitted, goes on."""
     if task is None:
         return Interruption("interrupted", "the same command submits the job, or attaches to it if it is there")
-    hint = f"the same command attaches to it again; tula cancel {words.relative_path(run.path)} ends it"
+    hint = f"the same command attaches to it again; tula cancel {words.make_relative_path(run.path)} ends it"
     return Interruption(f"interrupted; {task.job} goes on", hint)
 
 
@@ -265,7 +265,7 @@ def check_node_count(spec: JobSpec, requested: int | None) -> int:
         SpecError: fewer than one is wanted, or more than the partition has.
     """
     require_positive(nodes=requested)
-    most, where = _max_nodes(spec)
+    most, where = _find_max_nodes(spec)
     if requested is not None and most is not None and requested > most:
         raise SpecError(f"--nodes {requested}: a job can have {most} nodes here ({where})")
     if requested is not None:
@@ -274,7 +274,7 @@ def check_node_count(spec: JobSpec, requested: int | None) -> int:
     return max(1, min(fewest, most)) if most is not None else fewest
 
 
-def _max_nodes(spec: JobSpec) -> tuple[int | None, str]:
+def _find_max_nodes(spec: JobSpec) -> tuple[int | None, str]:
     """Return the most nodes that a job can have, where the scheduler tells, and of what in words."""
     if spec.cluster.kind == "slurm":
         partition_of_job = _find_partition(spec)
@@ -283,7 +283,7 @@ def _max_nodes(spec: JobSpec) -> tuple[int | None, str]:
             if partition_of_job is None
             else (partition_of_job.usable, site.describe_partition(partition_of_job))
         )
-    offered = scheduler_of(spec.cluster).partitions()
+    offered = make_scheduler(spec.cluster).partitions()
     chosen = [partition for partition in offered if partition.default] or (offered if len(offered) == 1 else [])
     return (chosen[0].usable, f"partition {chosen[0].name}") if chosen else (None, "")
 
@@ -375,8 +375,8 @@ def watch_cluster(
         if hopeless > 1:  # it may be so for a moment while the controller is busy
             raise _cancel_hopeless(run, launcher, task, job, state)
         now = clock()
-        some_since = (some_since or now) if 0 < len(_nodes_seen(run, task, job)) < task.nodes else None
-        if some_since is not None and now - some_since > file_lag(job.scheduler):
+        some_since = (some_since or now) if 0 < len(_list_nodes_seen(run, task, job)) < task.nodes else None
+        if some_since is not None and now - some_since > estimate_file_lag(job.scheduler):
             raise _cancel_half_seen(run, launcher, task, job)
         if timeout is not None and now - started >= timeout:
             reason = f" ({state.reason})" if state.reason else ""
@@ -414,7 +414,7 @@ def _cancel_check(run: RunDir, launcher: Launcher, task: CheckTask, job: Job) ->
 
 def _cancel_half_seen(run: RunDir, launcher: Launcher, task: CheckTask, job: Job) -> JobFailed:
     """End a job whose nodes do not all show up: the ranks of those that have would wait for the others."""
-    error = _not_shared_error(run, task, job, set(range(task.nodes)) - _nodes_seen(run, task, job))
+    error = _make_not_shared_error(run, task, job, set(range(task.nodes)) - _list_nodes_seen(run, task, job))
     _cancel_check(run, launcher, task, job)
     return error
 
@@ -429,7 +429,7 @@ def conclude_cluster(
     """
     job = run.job(task.job)
     assert job is not None
-    deadline = clock() + file_lag(job.scheduler)
+    deadline = clock() + estimate_file_lag(job.scheduler)
     while not _has_all_reports(run, task, job) and clock() < deadline:
         sleep(POLL_INTERVALS[0])
     run.checks.mark_told(task.id)
@@ -439,15 +439,15 @@ def conclude_cluster(
         if draft is None or run.is_cancelled(task.job):
             raise failure
         report = draft.model_copy(update={"network_error": failure.message})
-    return ClusterCheck(report, tuple(node_problems(run, task, report)), tuple(node_warnings(task, report)))
+    return ClusterCheck(report, tuple(list_node_problems(run, task, report)), tuple(list_node_warnings(task, report)))
 
 
 def _has_all_reports(run: RunDir, task: CheckTask, job: Job) -> bool:
     """Return whether nothing more is to be expected from the nodes."""
     report = run.checks.report(task.id)
     if report is not None:
-        return not silent_nodes(run, report)
-    return _is_over(run, task) and len(_nodes_seen(run, task, job)) == task.nodes
+        return not find_silent_nodes(run, report)
+    return _is_over(run, task) and len(_list_nodes_seen(run, task, job)) == task.nodes
 
 
 # --- a check that has failed
@@ -460,23 +460,25 @@ def _check_failure(run: RunDir, task: CheckTask, job: Job) -> TulaError:
     if run.is_cancelled(task.job):
         return JobFailed(f"{job.id} was cancelled", "the same command starts another one")
     if job.scheduler == "slurm":
-        ended = scheduler.end_outcome(job.scheduler_id)
+        ended = scheduler.find_outcome(job.scheduler_id)
         if last_attempt is None and ended is not None:
             return JobFailed(
                 f"{job.id} ended before it could look: {ended.replace('_', ' ')}", advise(ended, spec=task.spec)
             )
-        blind = set(range(task.nodes)) - _nodes_seen(run, task, job)
+        blind = set(range(task.nodes)) - _list_nodes_seen(run, task, job)
         if blind:
-            return _not_shared_error(run, task, job, blind)
+            return _make_not_shared_error(run, task, job, blind)
     if last_attempt is None or last_attempt.outcome is None:
-        return JobFailed(f"{job.id} ended before its ranks could report: {_last_log_line(run, job)}", advise("unknown"))
+        return JobFailed(
+            f"{job.id} ended before its ranks could report: {_find_last_log_line(run, job)}", advise("unknown")
+        )
     where = f" (rank {last_attempt.rank} on {last_attempt.host})" if last_attempt.rank is not None else ""
     outcome = last_attempt.outcome if last_attempt.outcome != "done" else "unknown"
     hint = advise(outcome, last_attempt.message, spec=task.spec)
     return FAILURE_KINDS[outcome].error(f"{job.id} failed{where}: {last_attempt.message}", hint)
 
 
-def _nodes_seen(run: RunDir, task: CheckTask, job: Job) -> set[int]:
+def _list_nodes_seen(run: RunDir, task: CheckTask, job: Job) -> set[int]:
     """Return the numbers of the nodes that have written anything into the run directory."""
     if job.scheduler == "local":
         return set(range(task.nodes))
@@ -488,8 +490,8 @@ def _nodes_seen(run: RunDir, task: CheckTask, job: Job) -> set[int]:
     }
 
 
-def _not_shared_error(run: RunDir, task: CheckTask, job: Job, blind: set[int]) -> JobFailed:
-    hosts = site.allocated_hosts(job.scheduler_id)
+def _make_not_shared_error(run: RunDir, task: CheckTask, job: Job, blind: set[int]) -> JobFailed:
+    hosts = site.list_allocated_hosts(job.scheduler_id)
     names = (
         hosts if len(hosts) == task.nodes else tuple(f"node {number + 1} of the job" for number in range(task.nodes))
     )
@@ -507,7 +509,7 @@ def _not_shared_error(run: RunDir, task: CheckTask, job: Job, blind: set[int]) -
     )
 
 
-def _last_log_line(run: RunDir, job: Job) -> str:
+def _find_last_log_line(run: RunDir, job: Job) -> str:
     """Return the last line that the scheduler's own logs hold."""
     for path in sorted(run.submitit_dir.glob(f"{job.scheduler_id}_*_log.err")):
         lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 from tula_cli.cluster.inspection import Inspect, NotInspectable
 from tula_cli.errors import Infeasible
-from tula_cli.models.choice.early_stopping import end_of, has_metrics, shorten_prediction
-from tula_cli.models.choice.grid import on_nodes
+from tula_cli.models.choice.early_stopping import find_end_epoch, has_metrics, shorten_prediction
+from tula_cli.models.choice.grid import get_limit_on_nodes
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.training_run import TrainingRun
-from tula_cli.services.search import choose_probes, largest_local_batch
+from tula_cli.services.search import choose_probes, find_largest_local_batch
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.signature import train_signature
-from tula_cli.words import plural
+from tula_cli.spec.signature import compute_train_signature
+from tula_cli.words import format_count
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def plan_lengths(
             )
             continue
         try:
-            largest = largest_local_batch(job_of_length, inspection_of_length) if inspection_of_length else None
+            largest = find_largest_local_batch(job_of_length, inspection_of_length) if inspection_of_length else None
             (sizes,) = choose_probes(job_of_length, dataset_size=size, max_local_batch=largest).values()
         except Infeasible as error:
             planned.append(
@@ -93,7 +93,7 @@ def _plan_length(
 
     nodes = min(spec.search.nodes)
     world = nodes * spec.cluster.gpus_per_node
-    largest = on_nodes(largest_local_batch(spec, inspection), nodes) if inspection else None
+    largest = get_limit_on_nodes(find_largest_local_batch(spec, inspection), nodes) if inspection else None
     model = None
     if inspection and inspection.footprints:
         train = spec.train
@@ -112,15 +112,17 @@ def _plan_length(
     )
 
 
-def measured_other_lengths(planned: Sequence[PlannedLength]) -> list[PlannedLength]:
+def list_measured_other_lengths(planned: Sequence[PlannedLength]) -> list[PlannedLength]:
     """Return the other lengths than the job's own at which something is measured: each is a job."""
     return [planned_length for planned_length in planned if not planned_length.own and planned_length.local_batches]
 
 
-def lengths_node_hours(spec: JobSpec, planned: Sequence[PlannedLength]) -> float:
+def count_lengths_node_hours(spec: JobSpec, planned: Sequence[PlannedLength]) -> float:
     """Return the node-hours that the other lengths may take at most."""
     return (
-        sum(planned_length.nodes for planned_length in measured_other_lengths(planned)) * spec.measuring_minutes() / 60
+        sum(planned_length.nodes for planned_length in list_measured_other_lengths(planned))
+        * spec.measuring_minutes()
+        / 60
     )
 
 
@@ -149,12 +151,12 @@ class ExpectedEnd:
     def description(self) -> str:
         """Return what the value is based on."""
         least, most = self.witnesses[0], self.witnesses[-1]
-        epochs = plural(least, "epoch") if least == most else f"{least} to {most} epochs"
+        epochs = format_count(least, "epoch") if least == most else f"{least} to {most} epochs"
         count = len(self.witnesses)
-        return f"{plural(count, 'earlier training')} of this job at batch {self.batch} got there after {epochs}"
+        return f"{format_count(count, 'earlier training')} of this job at batch {self.batch} got there after {epochs}"
 
 
-def expected_end(run: RunDir, task: TrainTask, *, code: str) -> ExpectedEnd | None:
+def predict_end(run: RunDir, task: TrainTask, *, code: str) -> ExpectedEnd | None:
     """Return where a training is expected to end before its last epoch; None where nothing tells.
 
     Trainings of the same job may have another seed, other nodes or another batch, and another `until` or none: those at the
@@ -179,7 +181,7 @@ def expected_end(run: RunDir, task: TrainTask, *, code: str) -> ExpectedEnd | No
         newest = training.newest_task()
         if signature == task.signature or newest is None or not _trains_alike(run, newest, task.spec, code):
             continue
-        epoch = _end_epoch(training, task.spec)
+        epoch = _find_end_epoch(training, task.spec)
         if epoch is not None:
             batches_by_epoch.setdefault(newest.batch, []).append(epoch)
     if not batches_by_epoch:
@@ -192,22 +194,22 @@ def expected_end(run: RunDir, task: TrainTask, *, code: str) -> ExpectedEnd | No
 
 def _trains_alike(run: RunDir, earlier: TrainTask, spec: JobSpec, code: str) -> bool:
     snapshot = run.code(earlier.code)
-    return (snapshot.digest if snapshot is not None else "") == code and _job_signature(earlier.spec) == _job_signature(
-        spec
-    )
+    return (snapshot.digest if snapshot is not None else "") == code and _compute_job_signature(
+        earlier.spec
+    ) == _compute_job_signature(spec)
 
 
-def _job_signature(spec: JobSpec) -> str:
+def _compute_job_signature(spec: JobSpec) -> str:
     """Return what trainings share that differ in seed, nodes, batch and what ends them."""
     train = spec.train.model_copy(update={"early_stopping": None, "seed": 0})
-    return train_signature(spec.model_copy(update={"train": train}), nodes=1, batch=1)
+    return compute_train_signature(spec.model_copy(update={"train": train}), nodes=1, batch=1)
 
 
-def _end_epoch(training: TrainingRun, spec: JobSpec) -> int | None:
+def _find_end_epoch(training: TrainingRun, spec: JobSpec) -> int | None:
     """Return the epoch after which an earlier training got there, all epochs where it did not; None: it does not tell."""
     rows = training.metrics("epoch")
     if not has_metrics(rows, spec.train):
         return None
     result = training.result()
     is_complete = result is not None and result.epochs >= spec.train.epochs_at_most
-    return end_of(rows, spec.train) or (spec.train.epochs_at_most if is_complete else None)
+    return find_end_epoch(rows, spec.train) or (spec.train.epochs_at_most if is_complete else None)

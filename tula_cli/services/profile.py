@@ -6,25 +6,25 @@ from pathlib import Path
 from typing import Any
 
 from tula_cli.cluster.inspection import NotInspectable
-from tula_cli.cluster.launcher import Launcher, lock_submission, unfinished_jobs
+from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submission
 from tula_cli.cluster.slurm import first_job
 from tula_cli.errors import BadMeasurements, Infeasible, JobFailed, OutOfMemoryAtMinimum, SchedulerError
 from tula_cli.host.failures import FAILURE_KINDS, advise
-from tula_cli.models.cost import describe_price, max_price
+from tula_cli.models.cost import compute_max_price, describe_price
 from tula_cli.run.code import choose_code, take_snapshot
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.imports import Source
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
-from tula_cli.run.records.tasks import ProbeTask, RehearsalTask, probe_id
+from tula_cli.run.records.tasks import ProbeTask, RehearsalTask, make_probe_id
 from tula_cli.services.allowed_nodes import warn_too_short
 from tula_cli.services.search import (
     Round,
+    choose_next_round,
     choose_probes,
-    feasible_candidates,
-    group_by_nodes,
-    largest_local_batch,
-    next_round,
+    find_largest_local_batch,
+    group_probes_by_nodes,
+    list_feasible_candidates,
 )
 from tula_cli.services.search_cost import choose_strategy
 from tula_cli.services.status import count_notes
@@ -94,29 +94,31 @@ def plan_probes(
         SpecError: a file of the user's code cannot be read.
     """
     source = choose_code(run, spec, Path.cwd(), keep=True)
-    largest = largest_local_batch(spec, inspection)
+    largest = find_largest_local_batch(spec, inspection)
     chosen_by_auto = spec.search.strategy == "auto"
     spec = choose_strategy(spec, dataset_size=inspection.dataset_size, largest=largest, run=run)
     results_by_id = {result.id: result for result in run.results()} if run else {}
-    wanted_batches, round_ = _wanted_batches(spec, inspection, run, results_by_id, elsewhere=elsewhere, sizes=sizes)
+    wanted_batches, round_ = _choose_batches(spec, inspection, run, results_by_id, elsewhere=elsewhere, sizes=sizes)
     tasks = []
     for nodes, local_batches in wanted_batches.items():
-        missing = [local for local in local_batches if _is_open(results_by_id.get(probe_id(nodes, local)), again=again)]
+        missing = [
+            local for local in local_batches if _is_open(results_by_id.get(make_probe_id(nodes, local)), again=again)
+        ]
         if missing:
-            tasks.append(_probe_task(spec, nodes, missing, workdir=source.workdir))
+            tasks.append(_make_probe_task(spec, nodes, missing, workdir=source.workdir))
     if short := warn_too_short(spec, [task.nodes for task in tasks]):
         raise Infeasible("; ".join(short))
     in_rounds = spec.search.strategy == "adaptive"
     choice = ("search.strategy: auto chose adaptive",) if chosen_by_auto and in_rounds else ()
     total = sum(len(local_batches) for local_batches in wanted_batches.values())
-    node_hours = max_node_hours(spec, [task.nodes for task in tasks])
+    node_hours = compute_max_node_hours(spec, [task.nodes for task in tasks])
     return ProfilePlan(
         tasks=tuple(tasks),
         total=total,
         done=total - sum(len(task.local_batches) for task in tasks),
-        minutes_at_most=max_minutes(spec, len(tasks)),
+        minutes_at_most=compute_max_minutes(spec, len(tasks)),
         node_hours_at_most=node_hours,
-        price_at_most=max_price(spec, node_hours, inspection.capacity),
+        price_at_most=compute_max_price(spec, node_hours, inspection.capacity),
         currency=spec.pricing.currency,
         code=source,
         price=describe_price(spec.pricing),
@@ -130,7 +132,7 @@ Known = Mapping[str, Measured | OutOfMemory | Failed]
 """Results by their ids."""
 
 
-def _wanted_batches(
+def _choose_batches(
     spec: JobSpec,
     inspection: Inspection,
     run: RunDir | None,
@@ -140,44 +142,49 @@ def _wanted_batches(
     sizes: Sequence[Part],
 ) -> tuple[Mapping[int, Sequence[int]], Round]:
     """Return all local batches to measure by number of nodes (with `adaptive` those so far and the next round)."""
-    largest = largest_local_batch(spec, inspection)
+    largest = find_largest_local_batch(spec, inspection)
     if spec.search.strategy != "adaptive":
         return choose_probes(spec, dataset_size=inspection.dataset_size, max_local_batch=largest), Round({}, (), "")
-    begun_probes = _begun_probes(run) if run else set()
-    settled = {probe for probe in begun_probes if _is_settled(results_by_id.get(probe_id(*probe)))}
-    candidates = feasible_candidates(spec, dataset_size=inspection.dataset_size, max_local_batch=largest)
+    begun_probes = _list_begun_probes(run) if run else set()
+    settled = {probe for probe in begun_probes if _is_settled(results_by_id.get(make_probe_id(*probe)))}
+    candidates = list_feasible_candidates(spec, dataset_size=inspection.dataset_size, max_local_batch=largest)
     searched = {(config.nodes, config.local_batch(spec.cluster.gpus_per_node)) for config in candidates}
     failed = {(r.nodes, r.local_batch) for r in results_by_id.values() if isinstance(r, Failed)} & searched
     # A round that is under way: the next one follows from its results, without those that failed.
     open_ = (begun_probes - settled) & searched
     if open_ - failed:
-        return group_by_nodes(settled | open_), Round({}, (), "")
-    fresh = next_round(
-        spec, list(results_by_id.values()), inspection=inspection, **_adaptive_inputs(run, spec, results_by_id, sizes)
+        return group_probes_by_nodes(settled | open_), Round({}, (), "")
+    fresh = choose_next_round(
+        spec,
+        list(results_by_id.values()),
+        inspection=inspection,
+        **_collect_adaptive_inputs(run, spec, results_by_id, sizes),
     )
-    fresh = _within_cap(spec, fresh, spent=elsewhere + (measured_node_hours(run) if run else 0.0))
+    fresh = _limit_round_to_cap(spec, fresh, spent=elsewhere + (count_measured_node_hours(run) if run else 0.0))
     picked = {(nodes, size) for nodes, sizes in fresh.probes.items() for size in sizes}
-    return group_by_nodes(settled | failed | picked), fresh
+    return group_probes_by_nodes(settled | failed | picked), fresh
 
 
-def _adaptive_inputs(run: RunDir | None, spec: JobSpec, results_by_id: Known, sizes: Sequence[Part]) -> dict[str, Any]:
-    """Return what an adaptive search goes by beside a run's probes, as arguments of `next_round`."""
+def _collect_adaptive_inputs(
+    run: RunDir | None, spec: JobSpec, results_by_id: Known, sizes: Sequence[Part]
+) -> dict[str, Any]:
+    """Return what an adaptive search goes by beside a run's probes, as arguments of `choose_next_round`."""
     if run is None or not run.exists:
         return {}
     from tula_cli.services.recommendation.measured import (
         CachedTrainings,
-        measurements_of_other_sizes,
-        observations_from_trainings,
+        list_observations_from_trainings,
+        read_measurements_of_other_sizes,
     )
 
     return {
         "attempts": run.attempts(),
-        "trained": observations_from_trainings(run, spec, list(results_by_id.values())).found,
-        "others": measurements_of_other_sizes(Part(None, run, spec, sizes=tuple(sizes)), CachedTrainings()),
+        "trained": list_observations_from_trainings(run, spec, list(results_by_id.values())).found,
+        "others": read_measurements_of_other_sizes(Part(None, run, spec, sizes=tuple(sizes)), CachedTrainings()),
     }
 
 
-def _begun_probes(run: RunDir) -> set[tuple[int, int]]:
+def _list_begun_probes(run: RunDir) -> set[tuple[int, int]]:
     """Return what was ever to be measured, and what has been: nodes and local batch."""
     requested = {
         (task.nodes, size) for task in run.tasks() if isinstance(task, ProbeTask) for size in task.local_batches
@@ -185,21 +192,21 @@ def _begun_probes(run: RunDir) -> set[tuple[int, int]]:
     return requested | {(result.nodes, result.local_batch) for result in run.results() if _is_settled(result)}
 
 
-def measured_node_hours(run: RunDir) -> float:
+def count_measured_node_hours(run: RunDir) -> float:
     """Return the node-hours that measuring has taken so far, the first job that built the model and rehearsals counted."""
     tasks = [task for task in run.tasks() if isinstance(task, ProbeTask | RehearsalTask)]
     nodes = {task.id: task.nodes for task in tasks}
-    return first_job.node_hours(run) + sum(
+    return first_job.count_node_hours(run) + sum(
         nodes[attempt.task] * (attempt.ended_at - attempt.started_at) / 3600
         for attempt in run.attempts()
         if attempt.task in nodes and attempt.ended_at is not None
     )
 
 
-def _within_cap(spec: JobSpec, round_: Round, *, spent: float) -> Round:
+def _limit_round_to_cap(spec: JobSpec, round_: Round, *, spent: float) -> Round:
     """Leave a further round out that might go beyond the cap on node-hours; the start is refused by the command line."""
     cap = spec.search.max_node_hours
-    at_most = max_node_hours(spec, list(round_.probes))
+    at_most = compute_max_node_hours(spec, list(round_.probes))
     if cap is None or not round_.probes or not round_.words or spent + at_most <= cap:
         return round_
     why = (
@@ -217,19 +224,19 @@ def _is_open(result: Measured | OutOfMemory | Failed | None, *, again: bool) -> 
     return result is None or (again and isinstance(result, Failed))
 
 
-def _probe_task(spec: JobSpec, nodes: int, local_batches: list[int], *, workdir: Path) -> ProbeTask:
+def _make_probe_task(spec: JobSpec, nodes: int, local_batches: list[int], *, workdir: Path) -> ProbeTask:
     job = f"probe-n{nodes:03d}"
     return ProbeTask(
         id=job, job=job, spec=spec, workdir=str(workdir), nodes=nodes, local_batches=tuple(sorted(local_batches))
     )
 
 
-def max_node_hours(spec: JobSpec, nodes: Sequence[int]) -> float:
+def compute_max_node_hours(spec: JobSpec, nodes: Sequence[int]) -> float:
     """Return the node-hours that measuring on these numbers of nodes may take: what SLURM is asked for."""
     return sum(nodes) * spec.measuring_minutes() / 60
 
 
-def max_minutes(spec: JobSpec, count: int) -> float:
+def compute_max_minutes(spec: JobSpec, count: int) -> float:
     """Return the minutes that measuring on so many numbers of nodes may take, one after the other."""
     return count * spec.measuring_minutes()
 
@@ -244,7 +251,7 @@ def submit_probes(run: RunDir, plan: ProfilePlan, launcher: Launcher) -> tuple[s
     """
     jobs = plan.jobs
     with lock_submission(run):
-        alive = unfinished_jobs(run, launcher, jobs)
+        alive = list_unfinished_jobs(run, launcher, jobs)
         code = take_snapshot(run, plan.tasks[0].spec, plan.code) if jobs.keys() - alive else ""
         for id_, task in jobs.items():
             if id_ in alive:
@@ -259,11 +266,11 @@ def submit_probes(run: RunDir, plan: ProfilePlan, launcher: Launcher) -> tuple[s
 
 def is_measured(run: RunDir, plan: ProfilePlan) -> bool:
     """Return whether every probe of a plan has a result, and at least one of them a result that stands."""
-    results = [run.result(probe_id(task.nodes, size)) for task in plan.tasks for size in task.local_batches]
+    results = [run.result(make_probe_id(task.nodes, size)) for task in plan.tasks for size in task.local_batches]
     return None not in results and any(map(_is_settled, results))
 
 
-def profile_report(run: RunDir, plan: ProfilePlan) -> ProfileReport:
+def make_profile_report(run: RunDir, plan: ProfilePlan) -> ProfileReport:
     """Return what the probes of a finished profile came to.
 
     Raises:
@@ -276,16 +283,16 @@ def profile_report(run: RunDir, plan: ProfilePlan) -> ProfileReport:
     failed = tuple(result for result in results if isinstance(result, Failed))
     out_of_memory = tuple(result for result in results if isinstance(result, OutOfMemory))
     known_ids = {result.id for result in results}
-    wanted_ids = [probe_id(task.nodes, local) for task in plan.tasks for local in task.local_batches]
+    wanted_ids = [make_probe_id(task.nodes, local) for task in plan.tasks for local in task.local_batches]
     missing = tuple(i for i in wanted_ids if i not in known_ids)
     report = ProfileReport(measured, out_of_memory, failed, missing, plan.certainty, count_notes(measured))
     of_plan = [result for result in results if result.id in wanted_ids]
     if not measured or (of_plan and all(isinstance(result, Failed) for result in of_plan)):
-        raise _nothing_measured_error(report, next((task.spec for task in plan.tasks), None))
+        raise _make_nothing_measured_error(report, next((task.spec for task in plan.tasks), None))
     return report
 
 
-def _nothing_measured_error(report: ProfileReport, spec: JobSpec | None) -> Exception:
+def _make_nothing_measured_error(report: ProfileReport, spec: JobSpec | None) -> Exception:
     if report.failed:
         first_failure = report.failed[0]
         alike = all(result.outcome == first_failure.outcome for result in report.failed)
@@ -337,7 +344,7 @@ def plan_upper_bound(spec: JobSpec, *, why: NotInspectable | None) -> UpperBound
     """
     search = spec.search
     first_job_minutes = first_job.MINUTES if why else 0.0
-    probes = max_node_hours(spec, search.nodes)
+    probes = compute_max_node_hours(spec, search.nodes)
     total, cap = first_job_minutes / 60 + probes, search.max_node_hours
     node_hours = total if cap is None else max(first_job_minutes / 60, min(total, cap))
     return UpperBoundPlan(
@@ -347,7 +354,7 @@ def plan_upper_bound(spec: JobSpec, *, why: NotInspectable | None) -> UpperBound
         nodes=tuple(search.nodes),
         probe_node_hours=probes,
         node_hours_at_most=node_hours,
-        price_at_most=max_price(spec, node_hours, spec.cluster.memory_per_gpu),
+        price_at_most=compute_max_price(spec, node_hours, spec.cluster.memory_per_gpu),
         currency=spec.pricing.currency,
         price=describe_price(spec.pricing),
         cap=cap,

@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tula_cli.cluster.inspection import NotInspectable
-from tula_cli.cluster.launcher import Launcher, unfinished_jobs
+from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs
 from tula_cli.cluster.slurm import first_job
 from tula_cli.errors import BadMeasurements, Infeasible, Interruption, JobFailed, OutOfMemoryAtMinimum, TulaError
 from tula_cli.run.directory import Part, RunDir
-from tula_cli.run.jobfile import all_parts, save_job
+from tula_cli.run.jobfile import list_all_parts, save_job
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.results import JobFile
 from tula_cli.services import profile
@@ -20,14 +20,14 @@ from tula_cli.services.waiting import (
     Dependencies,
     DetachedJobs,
     WaitPolicy,
-    interruption_of_jobs,
+    make_interruption_of_jobs,
     require_confirmed,
     require_within_cap,
     wait_for_jobs,
     warn_new_jobs,
 )
 from tula_cli.spec.job import JobSpec
-from tula_cli.words import part_words
+from tula_cli.words import describe_part
 
 Plans = Sequence[tuple[Part, ProfilePlan]]
 
@@ -56,7 +56,7 @@ class DryRun:
 
 
 Inspections = Mapping[str | None, Inspection]
-"""What building the model and the dataset tells, by the name of a part."""
+"""Inspections of the model and the dataset, by the name of a part."""
 
 
 def plan_parts(
@@ -75,7 +75,7 @@ def plan_parts(
     planned: list[tuple[Part, ProfilePlan]] = []
     errors = []
     rounds = any(part.spec.search.strategy in ("auto", "adaptive") for part in parts)
-    spent = {part.name: profile.measured_node_hours(part.run) if rounds else 0.0 for part in parts}
+    spent = {part.name: profile.count_measured_node_hours(part.run) if rounds else 0.0 for part in parts}
     for part in parts:
         elsewhere = sum(spent.values()) - spent[part.name] + sum(plan.node_hours_at_most for _, plan in planned)
         inspection = inspections[part.name]
@@ -94,7 +94,7 @@ def plan_parts(
             errors.append((part.name, error))
     if all(part.length is not None for part, _ in planned):
         raise errors[0][1]
-    left_out = [f"{part_words(name)} is left out: {error.message}" for name, error in errors if name is not None]
+    left_out = [f"{describe_part(name)} is left out: {error.message}" for name, error in errors if name is not None]
     for text in (*left_out, *(text for _, plan in planned for text in plan.code.warnings)):
         yield WarningEvent(text)
     return planned
@@ -124,13 +124,13 @@ def _plan_first_jobs(
     return FirstJobPlanned(settled_later, parts[0].spec.search.max_node_hours)
 
 
-def dry_run(run: RunDir, spec: JobSpec, dependencies: Dependencies) -> Work[dict[str | None, DryRun]]:
+def make_dry_run(run: RunDir, spec: JobSpec, dependencies: Dependencies) -> Work[dict[str | None, DryRun]]:
     """Return what would be submitted on each type of node; nothing is written.
 
     Raises:
         Infeasible: nothing fits anywhere.
     """
-    parts = all_parts(run, with_site_billing(spec, run.path.parent))
+    parts = list_all_parts(run, with_site_billing(spec, run.path.parent))
     inspections = {part.name: inspect_part(part, dependencies) for part in parts}
     settled = {
         name: inspection for name, inspection in inspections.items() if not isinstance(inspection, NotInspectable)
@@ -138,7 +138,7 @@ def dry_run(run: RunDir, spec: JobSpec, dependencies: Dependencies) -> Work[dict
     if len(settled) < len(inspections):
         planned = _plan_first_jobs(parts, inspections).plans
         scripts = {
-            part.name: () if part.name in settled else (first_job.inspection_script(part.run, part.spec),)
+            part.name: () if part.name in settled else (first_job.render_inspection_script(part.run, part.spec),)
             for part in parts
         }
         return {name: DryRun(plan, scripts[name]) for name, plan in planned.items()}
@@ -184,7 +184,7 @@ class _SubmittedPart:
     started: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        self.under_way = unfinished_jobs(self.part.run, self.launcher, list(self.plan.jobs))
+        self.under_way = list_unfinished_jobs(self.part.run, self.launcher, list(self.plan.jobs))
 
     @property
     def has_missing(self) -> bool:
@@ -231,7 +231,7 @@ class _Profiling:
             inspections[part.name] = first_job.inspect_on_node(
                 part.run, part.spec, timeout=self._remaining_seconds(deadline)
             )
-            self.first_jobs += first_job.newest_node_hours(part.run)
+            self.first_jobs += first_job.count_newest_node_hours(part.run)
         return inspections
 
     def _remaining_seconds(self, deadline: float | None) -> float | None:
@@ -241,7 +241,7 @@ class _Profiling:
     def work(self) -> Work[ProfileResult | SubmittedProbes]:
         timeout, clock = self.wait_policy.timeout, self.wait_policy.clock
         deadline = None if timeout is None else clock() + timeout
-        parts = all_parts(self.run, self.spec)
+        parts = list_all_parts(self.run, self.spec)
         inspections = yield from self._inspect_parts(parts, deadline)
         stopped: set[str | None] = set()  # types whose last round ended without all its results
         measures_failed_again = True  # what failed before; what fails now is left to the next call
@@ -254,7 +254,7 @@ class _Profiling:
                 break
             jobs = yield from self._start(planned, missing)
             if not all(self.wait_policy.should_wait(submitted.part.spec) for submitted in jobs):
-                return (yield from _submitted_probes(planned, jobs))
+                return (yield from _list_submitted_probes(planned, jobs))
             yield from self._wait(jobs, deadline)
             measures_failed_again = False
             going_on = {submitted.part.name for submitted in jobs if submitted.may_go_on}
@@ -295,7 +295,7 @@ class _Profiling:
 
     def _interruption(self, jobs: Sequence[_SubmittedPart]) -> Interruption:
         """Return what to raise on Ctrl-C; where the jobs are to be cancelled, those of every type are."""
-        return interruption_of_jobs(
+        return make_interruption_of_jobs(
             self.run, [(submitted.part, submitted.launcher) for submitted in jobs], self.wait_policy
         )
 
@@ -304,7 +304,7 @@ class _Profiling:
         try:
             for submitted in jobs:
                 if submitted.part.name is not None:
-                    yield Note(f"{part_words(submitted.part.name)}:")
+                    yield Note(f"{describe_part(submitted.part.name)}:")
                 wait_policy = dataclasses.replace(self.wait_policy, timeout=self._remaining_seconds(deadline))
                 yield from wait_for_jobs(submitted.part.run, submitted.launcher, submitted.started, wait_policy)
         except KeyboardInterrupt:
@@ -315,7 +315,7 @@ def _describe_nothing_missing(planned: Plans) -> str:
     return next((plan.certainty for _, plan in planned if plan.certainty), "every probe has a result already")
 
 
-def _submitted_probes(planned: Plans, jobs: Sequence[_SubmittedPart]) -> Work[SubmittedProbes]:
+def _list_submitted_probes(planned: Plans, jobs: Sequence[_SubmittedPart]) -> Work[SubmittedProbes]:
     for submitted in jobs:
         yield from warn_new_jobs(
             submitted.part.run, submitted.launcher, submitted.started, submitted.under_way, submitted.part.spec
@@ -335,11 +335,11 @@ def _collect_reports(planned: Plans) -> Work[ProfileResult]:
     errors: list[TulaError] = []
     for part, plan in planned:
         try:
-            reports[part.name] = profile.profile_report(part.run, plan)
+            reports[part.name] = profile.make_profile_report(part.run, plan)
         except (BadMeasurements, JobFailed, OutOfMemoryAtMinimum) as error:
             errors.append(error)
             if part.name is not None:
-                yield WarningEvent(f"{part_words(part.name)}: {error.message}")
+                yield WarningEvent(f"{describe_part(part.name)}: {error.message}")
     if all(part.length is not None for part, _ in planned if part.name in reports):
         raise errors[0]
     return ProfileResult(reports, bool(errors) or any(report.failed or report.missing for report in reports.values()))

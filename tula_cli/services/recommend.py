@@ -11,42 +11,42 @@ import numpy as np
 from tula_cli.cluster.launcher import Launcher
 from tula_cli.models import cost
 from tula_cli.models.choice.grid import Config
-from tula_cli.models.choice.objective import Curve, Objective, choose, knees_left_open, mark_pareto
+from tula_cli.models.choice.objective import Curve, Objective, choose, describe_open_knees, mark_pareto
 from tula_cli.models.choice.offers import Offers
 from tula_cli.models.efficiency import Noise
-from tula_cli.models.overheads import median_queue_wait
+from tula_cli.models.overheads import compute_median_queue_wait
 from tula_cli.models.ramp.by_noise import describe_stages, with_epochs
-from tula_cli.models.ramp.stage_nodes import Worth, describe_stage_nodes, stage_objective
-from tula_cli.models.summaries import RegressionSummary, regression_summaries
+from tula_cli.models.ramp.stage_nodes import Worth, choose_stage_objective, describe_stage_nodes
+from tula_cli.models.summaries import RegressionSummary, list_regression_summaries
 from tula_cli.run.directory import Part, RunDir
-from tula_cli.run.jobfile import parts_with_data, save_job, settings_origin
+from tula_cli.run.jobfile import find_settings_origin, list_parts_with_data, save_job
 from tula_cli.run.owner import require_own
 from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.services import status
-from tula_cli.services.comparison.accuracy import accuracy_evidence
+from tula_cli.services.comparison.accuracy import find_accuracy_evidence
 from tula_cli.services.recommendation.alternatives import (
     describe_alternatives,
     describe_decay_savings,
-    first_fallback,
-    ramp_alternatives,
+    predict_first_fallback,
+    predict_ramp_alternatives,
 )
 from tula_cli.services.recommendation.answer import Answer, write_answer
-from tula_cli.services.recommendation.doubts import choice_warnings, probe_warnings, warn_disturbed_probes
+from tula_cli.services.recommendation.doubts import list_choice_warnings, list_probe_warnings, warn_disturbed_probes
 from tula_cli.services.recommendation.from_training import (
     UnfinishedTraining,
     find_unfinished_training,
-    results_by_type,
+    list_results_by_type,
     with_continuation,
 )
 from tula_cli.services.recommendation.lengths import predict_lengths
 from tula_cli.services.recommendation.limits import Criteria, Limits
-from tula_cli.services.recommendation.listed import describe_chain, offers_within_limits, select_rows
+from tula_cli.services.recommendation.listed import describe_chain, select_offers_within_limits, select_rows
 from tula_cli.services.recommendation.measured import (
     TypeMeasurements,
     describe_epochs,
     describe_noise_basis,
+    find_gradient_noise_of_job,
     gather_measurements,
-    gradient_noise_of_job,
     require_energy,
     warn_no_gradients,
 )
@@ -102,22 +102,24 @@ def recommend(
         SpecError: the job names no such node type.
     """
     limits = Limits(nodes, max_nodes, max_batch, deadline_hours, budget, same_progress=objective == "accuracy-time")
-    training, parts = _parts_of_query(
+    training, parts = _select_parts_of_query(
         run.parts(with_site_billing(spec, run.path.parent), node_type), from_training=from_training
     )
-    all_measurements, warnings_ = _gather_by_type(parts, limits, pending, training, stage_objective(objective, curve))
+    all_measurements, warnings_ = _gather_by_type(
+        parts, limits, pending, training, choose_stage_objective(objective, curve)
+    )
     all_measurements, warnings_ = (
         require_energy(all_measurements, warnings_) if objective == "energy" else (all_measurements, warnings_)
     )
-    noise = gradient_noise_of_job(all_measurements, needed=objective == "accuracy-time")
-    allowed, untold = offers_within_limits(all_measurements, limits, noise), warn_no_gradients(all_measurements)
+    noise = find_gradient_noise_of_job(all_measurements, needed=objective == "accuracy-time")
+    allowed, untold = select_offers_within_limits(all_measurements, limits, noise), warn_no_gradients(all_measurements)
 
     def answer(all_measurements: Sequence[TypeMeasurements], rows: Offers, warnings: Sequence[str]) -> Recommendation:
         recommendation = _build_recommendation(
             all_measurements, rows, limits, warnings, noise, objective=objective, curve=curve, now=now
         )
         query_fields = {"options": tuple(options), "overrides": tuple(overrides)}
-        return recommendation.model_copy(update={**query_fields, **_training_fields(all_measurements)})
+        return recommendation.model_copy(update={**query_fields, **_list_training_fields(all_measurements)})
 
     by_type = {
         measurements.part.type: answer([measurements], mark_pareto(allowed.take(rows_of_type)), untold)
@@ -129,7 +131,7 @@ def recommend(
     return Answer(answer_, by_type, all_measurements, allowed)
 
 
-def _training_fields(all_measurements: Sequence[TypeMeasurements]) -> dict[str, Any]:
+def _list_training_fields(all_measurements: Sequence[TypeMeasurements]) -> dict[str, Any]:
     """Return the trainings that count in the fit, and those left out, as fields of an answer."""
     trained = [steps for measurements in all_measurements for steps in measurements.trained]
     left_out = [f"{measurements.prefix}{why}" for measurements in all_measurements for why in measurements.left_out]
@@ -145,11 +147,11 @@ def _gather_by_type(
 ) -> tuple[list[TypeMeasurements], list[str]]:
     """Return the measurements of each type of node, and explanations and warnings about them."""
     waiting = pending if isinstance(pending, Mapping) else {part.type: pending for part in parts}
-    results, explanations = results_by_type(parts, training)
+    results, explanations = list_results_by_type(parts, training)
     at_a_pace = training is not None
     measurements_found, left_out = gather_measurements(parts, limits, waiting, results, at_a_pace=at_a_pace)
     waits = [
-        median_queue_wait(measurements.part.run.jobs(), measurements.part.run.attempts())
+        compute_median_queue_wait(measurements.part.run.jobs(), measurements.part.run.attempts())
         for measurements in measurements_found
     ]
     forecasts = [
@@ -162,18 +164,22 @@ def _gather_by_type(
     ], [*explanations, *left_out]
 
 
-def _parts_of_query(parts: Sequence[Part], *, from_training: bool) -> tuple[UnfinishedTraining | None, Sequence[Part]]:
+def _select_parts_of_query(
+    parts: Sequence[Part], *, from_training: bool
+) -> tuple[UnfinishedTraining | None, Sequence[Part]]:
     """Return the unfinished training and its part with `from_training`, else None and all parts: a training stays on its type of node."""
     training = find_unfinished_training(parts) if from_training else None
     return training, parts if training is None else (training.part,)
 
 
-def pending_probes(run: RunDir, spec: JobSpec, launcher_for: Callable[[JobSpec], Launcher]) -> dict[str | None, int]:
+def count_pending_probes(
+    run: RunDir, spec: JobSpec, launcher_for: Callable[[JobSpec], Launcher]
+) -> dict[str | None, int]:
     """Return how many probes of each type of node are queued or running."""
-    return {part.type: _pending_of_part(part, launcher_for) for part in run.parts(spec)}
+    return {part.type: _count_pending_of_part(part, launcher_for) for part in run.parts(spec)}
 
 
-def _pending_of_part(part: Part, launcher_for: Callable[[JobSpec], Launcher]) -> int:
+def _count_pending_of_part(part: Part, launcher_for: Callable[[JobSpec], Launcher]) -> int:
     if not part.run.jobs():
         return 0
     run_status = status.run_status(part.run, launcher_for(part.spec), now=time.time())
@@ -216,7 +222,7 @@ def answer_query(
         node_type=criteria.node_type,
         options=criteria.options,
         overrides=tuple(overrides) if overrides and spec != run.spec() else (),
-        pending=pending_probes(run, spec, launcher_for),
+        pending=count_pending_probes(run, spec, launcher_for),
         from_training=criteria.from_training,
         now=now,
     )
@@ -247,7 +253,7 @@ def cross_validate(answer: Answer) -> dict[str, tuple[Validation, ...]]:
 def explain_fits(answer: Answer) -> dict[str, tuple[RegressionSummary, ...]]:
     """Return by type of node ("" where the job names none) the regressions that an answer is based on."""
     return {
-        measurements.type: tuple(regression_summaries(measurements.forecast))
+        measurements.type: tuple(list_regression_summaries(measurements.forecast))
         for measurements in answer.all_measurements
     }
 
@@ -310,8 +316,8 @@ def save_answer(
     assumed = bool(answer.recommendation.overrides)
     own_spec = run.spec() if assumed else spec
     store_answer(run, own_spec, answer, every=every)
-    file = settings_origin(run, None, ()) if assumed else settings_origin(run, job, overrides)
-    save_job(run, own_spec, parts_with_data(run, own_spec), file)
+    file = find_settings_origin(run, None, ()) if assumed else find_settings_origin(run, job, overrides)
+    save_job(run, own_spec, list_parts_with_data(run, own_spec), file)
 
 
 def _build_recommendation(
@@ -325,7 +331,7 @@ def _build_recommendation(
     curve: Curve,
     now: float,
 ) -> Recommendation:
-    choosable = _choosable_offers(rows, all_measurements)
+    choosable = _select_choosable_offers(rows, all_measurements)
     among = "feasible" if choosable is rows else "measured"
     choice = choose(choosable, objective=objective, curve=curve, among=among)
     choice_measurements = next(
@@ -335,7 +341,7 @@ def _build_recommendation(
     warnings_told = [
         f"{measurements.prefix}{text}"
         for measurements in all_measurements
-        for text in _measurement_warnings(measurements)
+        for text in _list_measurement_warnings(measurements)
     ]
     return Recommendation(
         objective=objective,
@@ -349,7 +355,7 @@ def _build_recommendation(
         candidates=int(rows.configurations().max()) + 1,
         beaten_by_none=int(rows.pareto.sum()),
         runners_up=choice.runners_up,
-        warnings=(*warnings, *warnings_told, *choice_warnings(choice_measurements.forecast, choice, limits)),
+        warnings=(*warnings, *warnings_told, *list_choice_warnings(choice_measurements.forecast, choice, limits)),
         currency=spec.pricing.currency,
         price=_join_by_type(all_measurements, lambda measurements: cost.describe_price(measurements.part.spec.pricing)),
         fit_error=choice_measurements.forecast.steps.error,
@@ -360,19 +366,19 @@ def _build_recommendation(
         ),
         efficiency="" if noise is None else describe_noise_basis(noise, choice_measurements),
         interruption=choice_measurements.forecast.describe_interruption(choice.prediction),
-        fallback=first_fallback(choice_measurements.forecast, choice.prediction),
-        **_growth_fields(choice_measurements, choice.prediction),
+        fallback=predict_first_fallback(choice_measurements.forecast, choice.prediction),
+        **_list_growth_fields(choice_measurements, choice.prediction),
         other_market=choice_measurements.other_market(choice.prediction),
         created_at=now,
     )
 
 
-def _growth_fields(measurements: TypeMeasurements, choice: Prediction) -> dict[str, Any]:
+def _list_growth_fields(measurements: TypeMeasurements, choice: Prediction) -> dict[str, Any]:
     """Return what grows, as fields of an answer: texts that are longer, and the batch of the choice, with what it may cost."""
     lengths, growth = predict_lengths(measurements)
     stages = measurements.forecast.trainings.stages.stage_positions(Config(choice.nodes, choice.batch))
     written = with_epochs(stages, measurements.forecast.dataset_size)
-    alternatives = ramp_alternatives(measurements.forecast, choice)
+    alternatives = predict_ramp_alternatives(measurements.forecast, choice)
     sentences = [
         describe_stages(written),
         describe_stage_nodes(choice),
@@ -380,7 +386,7 @@ def _growth_fields(measurements: TypeMeasurements, choice: Prediction) -> dict[s
         describe_alternatives(alternatives),
     ]
     ramp = ". ".join(filter(None, sentences))
-    accuracy = accuracy_evidence(measurements.part.run, measurements.part.spec, batch=choice.batch)
+    accuracy = find_accuracy_evidence(measurements.part.run, measurements.part.spec, batch=choice.batch)
     fields = {"lengths": lengths, "growth": growth, "stages": written, "ramp": ramp, "beside": alternatives}
     return {**fields, "accuracy": accuracy}
 
@@ -389,7 +395,7 @@ def _describe_knees(measurements: TypeMeasurements, rows: Offers, objective: Obj
     line = rows.take((rows.type == measurements.type) & (rows.market == "on_demand"))
     gpus = measurements.forecast.spec.cluster.gpus_per_node
     return (
-        knees_left_open(measurements.forecast.steps, line, gpus_per_node=gpus, curve=curve)
+        describe_open_knees(measurements.forecast.steps, line, gpus_per_node=gpus, curve=curve)
         if objective == "knee"
         else ""
     )
@@ -402,15 +408,15 @@ def _join_by_type(all_measurements: Sequence[TypeMeasurements], describe: Callab
     )
 
 
-def _choosable_offers(rows: Offers, all_measurements: Sequence[TypeMeasurements]) -> Offers:
+def _select_choosable_offers(rows: Offers, all_measurements: Sequence[TypeMeasurements]) -> Offers:
     """Return the configurations to choose among: on node types with delayed ranks only measured ones, if there are any."""
     doubtful = [measurements.type for measurements in all_measurements if measurements.forecast.held_up]
     is_known = rows.measured | ~np.isin(rows.type, doubtful)
     return rows.take(is_known) if doubtful and is_known.any() else rows
 
 
-def _measurement_warnings(measurements: TypeMeasurements) -> list[str]:
-    missing = probe_warnings(measurements.results, measurements.unknown, pending=measurements.pending)
+def _list_measurement_warnings(measurements: TypeMeasurements) -> list[str]:
+    missing = list_probe_warnings(measurements.results, measurements.unknown, pending=measurements.pending)
     snapshot = measurements.part.run.read()
     return [
         *missing,

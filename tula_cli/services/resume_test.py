@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from tula_cli import words
-from tula_cli.cluster.launcher import Launcher, lock_submission, unfinished_jobs
+from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submission
 from tula_cli.errors import CannotResume, JobFailed, NotRehearsed, OverBudget, SpecError
 from tula_cli.run.code import choose_code, take_snapshot
 from tula_cli.run.directory import Part, RunDir
@@ -18,17 +18,23 @@ from tula_cli.run.records.scripts import Rehearsal, Verdict
 from tula_cli.run.records.tasks import RehearsalTask, TrainTask
 from tula_cli.run.script_attempt import ResumeTestRecords
 from tula_cli.services.events import Event, Note, WarningEvent, Work
-from tula_cli.services.profile import measured_node_hours
-from tula_cli.services.waiting import WaitPolicy, describe_beyond_cap, interruption_of_jobs, only_part, wait_for_jobs
+from tula_cli.services.profile import count_measured_node_hours
+from tula_cli.services.waiting import (
+    WaitPolicy,
+    describe_beyond_cap,
+    get_only_part,
+    make_interruption_of_jobs,
+    wait_for_jobs,
+)
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.scripts.placeholders import find_placeholders
 from tula_cli.spec.scripts.script import Resume
-from tula_cli.spec.signature import rehearsal_signature
+from tula_cli.spec.signature import compute_rehearsal_signature
 
 # --- The test
 
 FREEDOM: tuple[Verdict, ...] = ("none", "same", "epoch", "any")
-"""What each allows, and more than the one before."""
+"""Abilities to resume, ascending: each allows more than the one before."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +126,7 @@ def run_resume_test(
         SchedulerError: it was refused.
         JobFailed: it ended without having found anything.
     """
-    part = only_part(run, spec, node_type, purpose="--rehearse")
+    part = get_only_part(run, spec, node_type, purpose="--rehearse")
     resume_settings(spec)
     code = choose_code(part.run, part.spec, Path.cwd(), keep=False)
     if not fresh and (earlier := load_finding(part.run, part.spec, code)) is not None:
@@ -154,7 +160,7 @@ def submit_and_wait(
         yield Note(f"rehearsing the script's resume on 1 node at batch {task.batch}, at most {minutes}: {task.id}")
         yield from wait_for_jobs(part.run, launcher, [task.job], policy)
     except KeyboardInterrupt:
-        raise interruption_of_jobs(part.run, [(part, launcher)], policy) from None
+        raise make_interruption_of_jobs(part.run, [(part, launcher)], policy) from None
     record = ResumeTestRecords(part.run.path).read(task.id)
     if record is None or record.over_at is None:
         attempts = part.run.attempts(task.id)
@@ -170,10 +176,10 @@ def submit_resume_test(part: Part, launcher: Launcher, code: Source, *, batch: i
         SchedulerError: it was refused.
     """
     run, spec = part.run, part.spec
-    key = rehearsal_signature(spec, code.digest)
+    key = compute_rehearsal_signature(spec, code.digest)
     with lock_submission(run):
         earlier = [task for task in run.tasks() if isinstance(task, RehearsalTask) and task.key == key]
-        going_on = unfinished_jobs(run, launcher, [task.job for task in earlier])
+        going_on = list_unfinished_jobs(run, launcher, [task.job for task in earlier])
         if (task := next((task for task in earlier if task.job in going_on), None)) is not None:
             return task
         name = f"rehearse-{key}-{len(earlier) + 1}"
@@ -193,16 +199,18 @@ def describe_cap_exceeded(run: RunDir, spec: JobSpec) -> str:
         run: the whole run, of all types of node.
         spec: its job.
     """
-    used_hours = sum(measured_node_hours(part.run) for part in run.parts(spec) if part.run.exists)
+    used_hours = sum(count_measured_node_hours(part.run) for part in run.parts(spec) if part.run.exists)
     subject = (
-        f"measuring so far ({words.number(used_hours)} node-hours) and a rehearsal" if used_hours else "a rehearsal"
+        f"measuring so far ({words.format_number(used_hours)} node-hours) and a rehearsal"
+        if used_hours
+        else "a rehearsal"
     )
     return describe_beyond_cap(subject, used_hours + spec.measuring_minutes() / 60, spec.search.max_node_hours)
 
 
 def load_finding(run: RunDir, spec: JobSpec, code: Source) -> ResumeFinding | None:
     """Return what was found before of this script with this code; None where nothing was."""
-    record = ResumeTestRecords(run.path).newest_verdict(rehearsal_signature(spec, code.digest))
+    record = ResumeTestRecords(run.path).newest_verdict(compute_rehearsal_signature(spec, code.digest))
     return None if record is None else ResumeFinding(record, resume_settings(spec).batch, kept=True)
 
 
@@ -287,7 +295,7 @@ class TrainingStart:
             or run.training(self.task.signature).attempts()
         ):
             return False
-        earlier = ResumeTestRecords(run.path).records_of(rehearsal_signature(spec, self.code.digest))
+        earlier = ResumeTestRecords(run.path).records_of(compute_rehearsal_signature(spec, self.code.digest))
         return not any(record.over_at is not None for record in earlier)
 
 
@@ -299,7 +307,7 @@ def can_test_resume(spec: JobSpec) -> bool:
         return False
 
 
-def test_resume_if_due(training: TrainingStart, launcher: Launcher, policy: WaitPolicy) -> Work[str]:
+def run_resume_test_if_due(training: TrainingStart, launcher: Launcher, policy: WaitPolicy) -> Work[str]:
     """Rehearse where that is due, and tell what is known.
 
     Returns:
@@ -329,13 +337,13 @@ def test_resume_if_due(training: TrainingStart, launcher: Launcher, policy: Wait
         if earlier is None:
             return ""
         finding = earlier
-    yield from _finding_events(finding)
+    yield from _list_finding_events(finding)
     if training.rehearse and training.is_long:
         finding.require_resumable(part.spec.name, WITHOUT_RESUME_TEST)
     return ""
 
 
-def _finding_events(finding: ResumeFinding) -> Iterator[Event]:
+def _list_finding_events(finding: ResumeFinding) -> Iterator[Event]:
     verdict = finding.rehearsal.verdict
     if verdict is None:
         yield WarningEvent(f"the script's resume: {finding.why}; it goes on at the same batch, untried")

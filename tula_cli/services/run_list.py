@@ -8,8 +8,8 @@ from typing import Any
 
 from tula_cli.errors import BadMeasurements, TulaError
 from tula_cli.run import files, parsed_spec
-from tula_cli.spec.scripts.placeholders import program_name
-from tula_cli.words import perplexity_of
+from tula_cli.spec.scripts.placeholders import get_program_name
+from tula_cli.words import compute_perplexity
 
 # --- all runs
 
@@ -49,29 +49,29 @@ def list_runs(root: Path) -> tuple[RunSummary, ...]:
 def _summarize_run(run: Path) -> RunSummary:
     damaged: list[str] = []
     try:
-        names, parts = _job_names_and_folders(run)
-        recommended = _sound_records([run / "recommendation.json"], damaged, "choice", "created_at")
+        names, parts = _read_job_names_and_folders(run)
+        recommended = _read_sound_records([run / "recommendation.json"], damaged, "choice", "created_at")
         results = [
             job_record
             for part in parts
-            for job_record in _sound_records(files.list_files(part / "results"), damaged, "kind")
+            for job_record in _read_sound_records(files.list_files(part / "results"), damaged, "kind")
         ]
         jobs = [
             job_record
             for part in parts
-            for job_record in _sound_records(files.list_files(part / "jobs"), damaged, "submitted_at")
+            for job_record in _read_sound_records(files.list_files(part / "jobs"), damaged, "submitted_at")
         ]
         trainings = [
             part / "train" / name / "result.json" for part in parts for name in files.list_names(part / "train")
         ]
-        finished = _sound_records(trainings, damaged, "finished_at", "best_top1")
+        finished = _read_sound_records(trainings, damaged, "finished_at", "best_top1")
     except TulaError as error:
         return RunSummary(id=run.name, path=run, changed=None, problem=error.message)
     kinds = [result["kind"] for result in results]
     moments = [result["measured_at"] for result in results if "measured_at" in result]
     moments += [job["submitted_at"] for job in jobs] + [result["finished_at"] for result in finished]
     moments += [record["created_at"] for record in recommended]
-    top1, loss, perplexed = _best_result(finished)
+    top1, loss, perplexed = _find_best_result(finished)
     return RunSummary(
         id=run.name,
         path=run,
@@ -89,37 +89,37 @@ def _summarize_run(run: Path) -> RunSummary:
     )
 
 
-def _best_result(finished: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | None, float | None]:
+def _find_best_result(finished: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | None, float | None]:
     """Return top-1, loss and perplexity of the best of all trainings that have ended, each None where it is not known."""
     least = min((loss for result in finished if (loss := result.get("best_loss")) is not None), default=None)
     language = any("perplexity" in result.get("metrics", ()) for result in finished)
     # An older tula wrote a top-1 of 0 where there were no classes.
     judged = [result for result in finished if {"top1", "best_top1"} & set(result.get("metrics", ()))]
     top1 = max((top1 for result in judged if (top1 := result["best_top1"]) is not None), default=None)
-    return top1, least, perplexity_of(least) if language and least is not None else None
+    return top1, least, compute_perplexity(least) if language and least is not None else None
 
 
-def _job_names_and_folders(run: Path) -> tuple[dict[str, str], list[Path]]:
+def _read_job_names_and_folders(run: Path) -> tuple[dict[str, str], list[Path]]:
     """Return the names of a run's model and dataset, or of its script; and the folders of what is measured, one a node type."""
     known = parsed_spec.read_spec(run)
     if known is not None:
-        return _model_and_dataset(known.spec), [run / part for part in known.parts.values()]
+        return _get_model_and_dataset(known.spec), [run / part for part in known.parts.values()]
     from tula_cli.run.directory import RunDir  # the job has been edited by hand: it is read as every command reads it
 
     spec = RunDir(run).spec()
-    return _model_and_dataset(spec.model_dump()), [part.run.path for part in RunDir(run).parts(spec)]
+    return _get_model_and_dataset(spec.model_dump()), [part.run.path for part in RunDir(run).parts(spec)]
 
 
-def _model_and_dataset(spec: Mapping[str, Any]) -> dict[str, str]:
+def _get_model_and_dataset(spec: Mapping[str, Any]) -> dict[str, str]:
     if script := spec.get("script"):
-        return {"script": program_name(script["command"])}
+        return {"script": get_program_name(script["command"])}
     return {"model": spec["model"]["name"], "dataset": spec["dataset"]["name"]}
 
 
 # --- plain records
 
 
-def _sound_records(paths: Iterable[Path], damaged: list[str], *needed: str) -> list[dict[str, Any]]:
+def _read_sound_records(paths: Iterable[Path], damaged: list[str], *needed: str) -> list[dict[str, Any]]:
     """Return the records that are there and sound; what is wrong with others is added to `damaged`."""
     records = []
     for path in paths:
@@ -145,11 +145,11 @@ def _read_plain_record(path: Path, *needed: str) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (ValueError, RecursionError) as error:
-        raise files.damaged_error(path, str(error)) from None
-    if missing := _missing_keys(record, needed):
-        raise files.damaged_error(path, f"it has no {missing[0]}")
+        raise files.make_damaged_error(path, str(error)) from None
+    if missing := _list_missing_keys(record, needed):
+        raise files.make_damaged_error(path, f"it has no {missing[0]}")
     return dict(record)
 
 
-def _missing_keys(record: Any, needed: Iterable[str]) -> list[str]:
+def _list_missing_keys(record: Any, needed: Iterable[str]) -> list[str]:
     return [key for key in needed if not isinstance(record, dict) or key not in record]

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tula_cli.errors import BadMeasurements, Infeasible
-from tula_cli.models.choice.grid import Config, Limit, highest_limit, list_candidates
-from tula_cli.models.out_of_memory import LESS_MEMORY, LESS_MEMORY_FOR_SCRIPT, smallest_ruled_out
+from tula_cli.models.choice.grid import Config, Limit, get_highest_limit, list_candidates
+from tula_cli.models.out_of_memory import LESS_MEMORY, LESS_MEMORY_FOR_SCRIPT, find_smallest_ruled_out
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
@@ -19,7 +19,7 @@ from tula_cli.run.records.recommendations import Prediction, TrainedSteps
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import MEMORY_MARGIN
 from tula_cli.spec.slurm_options import Slurm
-from tula_cli.words import place
+from tula_cli.words import describe_probe_place
 
 if TYPE_CHECKING:
     from tula_cli.models.choice.adaptive import Candidate
@@ -50,22 +50,24 @@ def choose_probes(spec: JobSpec, *, dataset_size: int, max_local_batch: Limit) -
     Raises:
         Infeasible: no batch is feasible on any number of nodes; names the bound.
     """
-    candidates = feasible_candidates(spec, dataset_size=dataset_size, max_local_batch=max_local_batch)
-    by_nodes = _by_nodes(spec, candidates)
+    candidates = list_feasible_candidates(spec, dataset_size=dataset_size, max_local_batch=max_local_batch)
+    by_nodes = _group_candidates_by_nodes(spec, candidates)
     strategy = "sweep" if spec.search.strategy == "auto" else spec.search.strategy
     if spec.measured_in_addition == "length":
-        chosen = smallest_and_two_largest(by_nodes)
+        chosen = choose_smallest_and_two_largest(by_nodes)
     elif spec.measured_in_addition == "gpus":
-        chosen = smallest_and_middle(by_nodes)
+        chosen = choose_smallest_and_middle(by_nodes)
     elif strategy == "adaptive":
-        chosen = _adaptive_start(by_nodes, whole_steps=_times_whole_steps(spec, ()))
+        chosen = _choose_adaptive_start(by_nodes, whole_steps=_has_whole_steps_only(spec, ()))
     else:
         chosen = STRATEGIES[strategy](by_nodes)
     return {nodes: tuple(sorted(local_batches)) for nodes, local_batches in sorted(chosen.items())}
 
 
-def _by_nodes(spec: JobSpec, candidates: Iterable[Config]) -> dict[int, tuple[int, ...]]:
-    return group_by_nodes((config.nodes, config.local_batch(spec.cluster.gpus_per_node)) for config in candidates)
+def _group_candidates_by_nodes(spec: JobSpec, candidates: Iterable[Config]) -> dict[int, tuple[int, ...]]:
+    return group_probes_by_nodes(
+        (config.nodes, config.local_batch(spec.cluster.gpus_per_node)) for config in candidates
+    )
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Round:
     words: str  # how certain the decisions are; empty at the start
 
 
-def next_round(
+def choose_next_round(
     spec: JobSpec,
     results: Sequence[Measured | OutOfMemory | Failed],
     *,
@@ -106,21 +108,25 @@ def next_round(
     from tula_cli.models.time.formulas import may_hide_nothing
     from tula_cli.models.time.stragglers import choose_priors_of_job
 
-    candidates = feasible_candidates(
-        spec, dataset_size=inspection.dataset_size, max_local_batch=largest_local_batch(spec, inspection)
+    candidates = list_feasible_candidates(
+        spec, dataset_size=inspection.dataset_size, max_local_batch=find_largest_local_batch(spec, inspection)
     )
     results_by_config = {(r.nodes, r.local_batch) for r in results if isinstance(r, Measured | OutOfMemory)}
     ooms = [(r.nodes, r.local_batch) for r in results if isinstance(r, OutOfMemory)]
     gpus, sharded = spec.cluster.gpus_per_node, spec.train.sharded
-    fitting = {c for c in candidates if not smallest_ruled_out(ooms, c.nodes, c.local_batch(gpus), sharded=sharded)}
+    fitting = {
+        c for c in candidates if not find_smallest_ruled_out(ooms, c.nodes, c.local_batch(gpus), sharded=sharded)
+    }
     failed = {(r.nodes, r.local_batch) for r in results if isinstance(r, Failed)}
     fitting = {c for c in fitting if (c.nodes, c.local_batch(gpus)) not in failed} or fitting
     measured = [result for result in results if isinstance(result, Measured)]
-    whole_steps = _times_whole_steps(spec, measured) or may_hide_nothing(choose_priors_of_job(spec, measured))
-    start = adaptive.first_probes(_by_nodes(spec, fitting or candidates).items(), whole_steps=whole_steps)
+    whole_steps = _has_whole_steps_only(spec, measured) or may_hide_nothing(choose_priors_of_job(spec, measured))
+    start = adaptive.choose_first_probes(
+        _group_candidates_by_nodes(spec, fitting or candidates).items(), whole_steps=whole_steps
+    )
     if missing := [probe for probe in start if probe not in results_by_config]:
-        reasons = [f"{place(*probe)}: one of those to start from" for probe in missing]
-        return Round(group_by_nodes(missing), tuple(reasons), "")
+        reasons = [f"{describe_probe_place(*probe)}: one of those to start from" for probe in missing]
+        return Round(group_probes_by_nodes(missing), tuple(reasons), "")
     forecast = Forecast.from_results(
         spec,
         results,
@@ -138,10 +144,10 @@ def next_round(
         tolerance=REGRET_TOLERANCE,
     )
     picked = [(pick.candidate.nodes, pick.candidate.local_batch) for pick in proposal.picks]
-    return Round(group_by_nodes(picked), tuple(pick.words for pick in proposal.picks), proposal.words)
+    return Round(group_probes_by_nodes(picked), tuple(pick.words for pick in proposal.picks), proposal.words)
 
 
-def _times_whole_steps(spec: JobSpec, measured: Iterable[Measured]) -> bool:
+def _has_whole_steps_only(spec: JobSpec, measured: Iterable[Measured]) -> bool:
     """Return whether probes time whole steps alone; before any has told, whether that is to be expected of the job."""
     together = [probe for probe in measured if probe.nodes * probe.gpus_per_node > 1]
     if not together:
@@ -156,12 +162,14 @@ def _select_weighed(forecast: "Forecast", fitting: Set[Config]) -> tuple[Predict
     import numpy as np
 
     from tula_cli.models.choice.columns import to_configs
-    from tula_cli.models.choice.objective import best_few
+    from tula_cli.models.choice.objective import find_best_few
 
     rows = forecast.table(*forecast.known_candidates()).ordered()
     rows = rows.take([config in fitting for config in to_configs(rows.nodes, rows.batch)])
     worth = rows.measured.copy()
-    worth[np.union1d(best_few(rows, "time", most=_MAX_WEIGHED), best_few(rows, "cost", most=_MAX_WEIGHED))] = True
+    worth[
+        np.union1d(find_best_few(rows, "time", most=_MAX_WEIGHED), find_best_few(rows, "cost", most=_MAX_WEIGHED))
+    ] = True
     return rows.take(worth).records()
 
 
@@ -181,11 +189,11 @@ def _make_candidate(forecast: "Forecast", row: Prediction) -> "Candidate":
         probe_seconds=row.nodes * search.probe_seconds(row.step_time),
         job_seconds=row.nodes * (start + forecast.shutdown),
         measured=row.step_time if row.measured else None,
-        doubt=_reducible_deviation(forecast, row),
+        doubt=_compute_reducible_deviation(forecast, row),
     )
 
 
-def _reducible_deviation(forecast: "Forecast", row: Prediction) -> float:
+def _compute_reducible_deviation(forecast: "Forecast", row: Prediction) -> float:
     """Return the standard deviation of ln of a step time beyond that from one job to the next, which no probe makes less."""
     from tula_cli.models.choice.objective import INTERVAL
 
@@ -196,7 +204,7 @@ def _reducible_deviation(forecast: "Forecast", row: Prediction) -> float:
     return math.sqrt(max(0.0, (math.log(row.step_high / row.step_low) / INTERVAL) ** 2 - 2 * repeats**2))
 
 
-def group_by_nodes(chosen: Iterable[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
+def group_probes_by_nodes(chosen: Iterable[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
     """Return probes (nodes, local batch) by number of nodes, both ascending."""
     by_nodes: dict[int, list[int]] = {}
     for nodes, local_batch in sorted(chosen):
@@ -204,7 +212,7 @@ def group_by_nodes(chosen: Iterable[tuple[int, int]]) -> dict[int, tuple[int, ..
     return {nodes: tuple(local_batches) for nodes, local_batches in by_nodes.items()}
 
 
-def largest_local_batch(spec: JobSpec, inspection: Inspection) -> Limit:
+def find_largest_local_batch(spec: JobSpec, inspection: Inspection) -> Limit:
     """Return the largest local batch that the memory estimate lets fit, less the margin.
 
     Returns:
@@ -223,7 +231,7 @@ def largest_local_batch(spec: JobSpec, inspection: Inspection) -> Limit:
     }
 
 
-def feasible_candidates(spec: JobSpec, *, dataset_size: int, max_local_batch: Limit) -> list[Config]:
+def list_feasible_candidates(spec: JobSpec, *, dataset_size: int, max_local_batch: Limit) -> list[Config]:
     """Return the candidates within all bounds, ordered by nodes, then batch.
 
     Raises:
@@ -232,7 +240,7 @@ def feasible_candidates(spec: JobSpec, *, dataset_size: int, max_local_batch: Li
     largest = min(dataset_size, spec.search.max_batch or dataset_size)
     candidates = _list_candidates(spec, max_batch=largest, max_local_batch=max_local_batch)
     if not candidates:
-        raise _infeasible_error(spec, dataset_size=dataset_size, max_local_batch=max_local_batch)
+        raise _make_infeasible_error(spec, dataset_size=dataset_size, max_local_batch=max_local_batch)
     return candidates
 
 
@@ -248,7 +256,7 @@ def _list_candidates(spec: JobSpec, *, max_batch: int, max_local_batch: Limit) -
     )
 
 
-def _infeasible_error(spec: JobSpec, *, dataset_size: int, max_local_batch: Limit) -> Infeasible:
+def _make_infeasible_error(spec: JobSpec, *, dataset_size: int, max_local_batch: Limit) -> Infeasible:
     """Name the bound that leaves nothing: the dataset, the division among the GPUs, or memory."""
     search, slurm = spec.search, spec.cluster.slurm or Slurm()
     if not any(map(slurm.longest, search.nodes)):
@@ -273,23 +281,23 @@ def _infeasible_error(spec: JobSpec, *, dataset_size: int, max_local_batch: Limi
         )
     least = min(config.local_batch(spec.cluster.gpus_per_node) for config in divisible)
     return Infeasible(
-        f"out of memory before anything ran: at most {highest_limit(max_local_batch)} samples fit one GPU, the smallest local batch is"
+        f"out of memory before anything ran: at most {get_highest_limit(max_local_batch)} samples fit one GPU, the smallest local batch is"
         f" {least}",
         LESS_MEMORY if spec.script is None else LESS_MEMORY_FOR_SCRIPT,
     )
 
 
-def _full_search(by_nodes: ByNodes) -> dict[int, set[int]]:
+def _choose_full_search(by_nodes: ByNodes) -> dict[int, set[int]]:
     """Every candidate."""
     return {nodes: set(local_batches) for nodes, local_batches in by_nodes.items()}
 
 
-def _partial_search(by_nodes: ByNodes) -> dict[int, set[int]]:
+def _choose_partial_search(by_nodes: ByNodes) -> dict[int, set[int]]:
     """The four corners: smallest and largest batch on the fewest and on the most nodes."""
     return {nodes: {by_nodes[nodes][0], by_nodes[nodes][-1]} for nodes in (min(by_nodes), max(by_nodes))}
 
 
-def _sweep_search(by_nodes: ByNodes) -> dict[int, set[int]]:
+def _choose_sweep_search(by_nodes: ByNodes) -> dict[int, set[int]]:
     """Every batch on the fewest nodes, the smallest on the others, and the one in the middle and the largest on the most.
 
     Around the middle compute and synchronisation take over from each other. The largest shows how much of the synchronisation
@@ -297,41 +305,41 @@ def _sweep_search(by_nodes: ByNodes) -> dict[int, set[int]]:
     """
     chosen = {nodes: {local_batches[0]} for nodes, local_batches in by_nodes.items()}
     many = by_nodes[max(by_nodes)]
-    chosen[max(by_nodes)] |= {_middle_batch(many), many[-1]}
+    chosen[max(by_nodes)] |= {_find_middle_batch(many), many[-1]}
     chosen[min(by_nodes)] = set(by_nodes[min(by_nodes)])
     return chosen
 
 
-def _middle_batch(local_batches: Sequence[int]) -> int:
+def _find_middle_batch(local_batches: Sequence[int]) -> int:
     """Return the middle one by rank; of two in the middle the larger."""
     return local_batches[len(local_batches) // 2]
 
 
-def smallest_and_two_largest(by_nodes: ByNodes) -> dict[int, set[int]]:
+def choose_smallest_and_two_largest(by_nodes: ByNodes) -> dict[int, set[int]]:
     """Three batches on the fewest nodes: the largest may be more than memory holds."""
     local_batches = by_nodes[min(by_nodes)]
     return {min(by_nodes): {local_batches[0], *local_batches[-2:]}}
 
 
-def smallest_and_middle(by_nodes: ByNodes) -> dict[int, set[int]]:
+def choose_smallest_and_middle(by_nodes: ByNodes) -> dict[int, set[int]]:
     """Two batches on the fewest nodes."""
     local_batches = by_nodes[min(by_nodes)]
-    return {min(by_nodes): {local_batches[0], _middle_batch(local_batches)}}
+    return {min(by_nodes): {local_batches[0], _find_middle_batch(local_batches)}}
 
 
-def _adaptive_start(by_nodes: ByNodes, *, whole_steps: bool = False) -> dict[int, set[int]]:
-    """The first round of `next_round`."""
-    from tula_cli.models.choice.adaptive import first_probes
+def _choose_adaptive_start(by_nodes: ByNodes, *, whole_steps: bool = False) -> dict[int, set[int]]:
+    """The first round of `choose_next_round`."""
+    from tula_cli.models.choice.adaptive import choose_first_probes
 
-    start = first_probes(by_nodes.items(), whole_steps=whole_steps)
-    return {nodes: set(local_batches) for nodes, local_batches in group_by_nodes(start).items()}
+    start = choose_first_probes(by_nodes.items(), whole_steps=whole_steps)
+    return {nodes: set(local_batches) for nodes, local_batches in group_probes_by_nodes(start).items()}
 
 
 STRATEGIES: Mapping[str, Callable[[ByNodes], dict[int, set[int]]]] = {
-    "full": _full_search,
-    "partial": _partial_search,
-    "sweep": _sweep_search,
-    "adaptive": _adaptive_start,
+    "full": _choose_full_search,
+    "partial": _choose_partial_search,
+    "sweep": _choose_sweep_search,
+    "adaptive": _choose_adaptive_start,
 }
 
 ON_ALL_NODES = ("full", "sweep")

@@ -1,4 +1,4 @@
-"""What a search costs: what profiling is expected to take, and what each strategy takes compared with the training."""
+"""The cost of a search: the expected time of profiling, and that of each strategy compared with the training."""
 
 import statistics
 from collections.abc import Mapping, Sequence, Set
@@ -12,7 +12,7 @@ from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.tasks import ProbeTask
 from tula_cli.services.search import choose_probes
 from tula_cli.spec.job import JobSpec
-from tula_cli.words import plural
+from tula_cli.words import format_count
 
 # --- Expected cost of profiling
 
@@ -46,7 +46,7 @@ def expect_search(spec: JobSpec, jobs: Sequence[tuple[int, Sequence[int]]], run:
         jobs: nodes and local batches of each of its jobs.
         run: of the job, whose probes tell how long a step takes; a batch that was not probed takes that of the nearest one.
     """
-    return expect_from_probes(spec, jobs, measured_probes_of(run))
+    return expect_from_probes(spec, jobs, list_measured_probes(run))
 
 
 def expect_from_probes(
@@ -55,27 +55,29 @@ def expect_from_probes(
     """Return what a search is expected to take by some probes, which may be none; arguments else as of `expectation`."""
     start = statistics.median(probe.overheads.startup for probe in probes) if probes else ASSUMED_START
     most = 60 * spec.search.max_minutes
-    seconds = [min(most, start + sum(_probe_seconds(spec, probes, local) for local in batches)) for _, batches in jobs]
+    seconds = [
+        min(most, start + sum(_estimate_probe_seconds(spec, probes, local) for local in batches)) for _, batches in jobs
+    ]
     node_seconds = sum(nodes * seconds_of_job for (nodes, _), seconds_of_job in zip(jobs, seconds, strict=True))
     return Expectation(sum(seconds) / 3600, node_seconds / 3600, len(probes))
 
 
-def nearest_step_time(probes: Sequence[Measured], local_batch: int) -> float | None:
+def find_nearest_step_time(probes: Sequence[Measured], local_batch: int) -> float | None:
     """Return what a step of the probe nearest to a local batch took, in seconds; None where none was measured."""
-    return statistics.median(_nearest_probe(probes, local_batch).step_times) if probes else None
+    return statistics.median(_find_nearest_probe(probes, local_batch).step_times) if probes else None
 
 
-def measured_probes_of(run: RunDir | None) -> list[Measured]:
+def list_measured_probes(run: RunDir | None) -> list[Measured]:
     """Return the probes of a run, which may not be there yet."""
     return [] if run is None or not run.exists else [r for r in run.results() if isinstance(r, Measured)]
 
 
-def _probe_seconds(spec: JobSpec, probes: Sequence[Measured], local_batch: int) -> float:
-    step = nearest_step_time(probes, local_batch)
+def _estimate_probe_seconds(spec: JobSpec, probes: Sequence[Measured], local_batch: int) -> float:
+    step = find_nearest_step_time(probes, local_batch)
     return spec.search.probe_seconds(ASSUMED_STEP if step is None else step)
 
 
-def _nearest_probe(probes: Sequence[Measured], local_batch: int) -> Measured:
+def _find_nearest_probe(probes: Sequence[Measured], local_batch: int) -> Measured:
     return min(probes, key=lambda probe: max(probe.local_batch, local_batch) / min(probe.local_batch, local_batch))
 
 
@@ -107,11 +109,11 @@ class SearchCost:
         instead = f"search.strategy: {least} takes {self.shares[least]:.0%}; " * (self.shares[least] < 0.9 * share)
         return (
             f"the search is expected to take {share:.0%} of the node-hours of the whole training (batch {self.batch} on"
-            f" {plural(self.nodes)}): {instead}a training this short is hardly worth one (tula train --nodes --batch needs none)"
+            f" {format_count(self.nodes)}): {instead}a training this short is hardly worth one (tula train --nodes --batch needs none)"
         )
 
 
-def search_cost(spec: JobSpec, *, dataset_size: int, largest: Limit, run: RunDir | None) -> SearchCost | None:
+def estimate_search_cost(spec: JobSpec, *, dataset_size: int, largest: Limit, run: RunDir | None) -> SearchCost | None:
     """Return what a search takes beside the training; None where nothing can be searched, or no probe has told what a step takes.
 
     Args:
@@ -120,9 +122,9 @@ def search_cost(spec: JobSpec, *, dataset_size: int, largest: Limit, run: RunDir
         largest: the largest local batch that fits one GPU.
         run: of the job, whose probes tell how long a step takes.
     """
-    probes = measured_probes_of(run)
+    probes = list_measured_probes(run)
     return (
-        _cost_by_strategy(spec, {*COMPARED_STRATEGIES, spec.search.strategy}, probes, dataset_size, largest)
+        _estimate_cost_by_strategy(spec, {*COMPARED_STRATEGIES, spec.search.strategy}, probes, dataset_size, largest)
         if probes
         else None
     )
@@ -144,13 +146,13 @@ def choose_strategy(spec: JobSpec, *, dataset_size: int, largest: Limit, run: Ru
     begun_strategies = [name for name in begun_strategies if name in ("sweep", "adaptive")]
     if begun_strategies:
         return _with_search_strategy(spec, begun_strategies[-1])
-    expected = _cost_by_strategy(spec, {"full", "sweep"}, measured_probes_of(run), dataset_size, largest)
+    expected = _estimate_cost_by_strategy(spec, {"full", "sweep"}, list_measured_probes(run), dataset_size, largest)
     return _with_search_strategy(
         spec, "sweep" if expected is None or expected.shares["sweep"] <= MIN_COST_SHARE else "adaptive"
     )
 
 
-def _cost_by_strategy(
+def _estimate_cost_by_strategy(
     spec: JobSpec, strategies: Set[str], probes: Sequence[Measured], dataset_size: int, largest: Limit
 ) -> SearchCost | None:
     """Return what strategies, `full` among them, take beside the training; by a supposed step if no probe is known."""
@@ -167,7 +169,7 @@ def _cost_by_strategy(
     todo = count_work(
         spec, batch=batch, world=fewest * gpus, dataset_size=dataset_size, eval_size=None, eval_batch_size=None
     )
-    step = nearest_step_time(probes, local_batch) or ASSUMED_STEP
+    step = find_nearest_step_time(probes, local_batch) or ASSUMED_STEP
     if not todo.steps:
         return None
     node_hours = fewest * todo.epochs * todo.steps * step / 3600

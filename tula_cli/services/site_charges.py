@@ -9,20 +9,20 @@ from tula_cli.cluster.slurm.billing import (
     Balance,
     BilledJobs,
     TresLimit,
-    account_balance,
     ask_slurm,
-    billed_jobs,
-    price_of_billed,
-    site_bill,
+    compute_price_of_billed,
+    find_site_bill,
+    read_account_balance,
+    read_billed_jobs,
 )
 from tula_cli.errors import OverBudget, SpecError
-from tula_cli.models.cost import hourly_charge
+from tula_cli.models.cost import compute_hourly_charge
 from tula_cli.models.tres import truncate_billing
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.resources import SiteBill
-from tula_cli.words import number, plural
+from tula_cli.words import format_count, format_number
 
 
 def with_site_billing(spec: JobSpec, root: Path | None, *, ask: Ask | None = None) -> JobSpec:
@@ -39,13 +39,13 @@ def with_site_billing(spec: JobSpec, root: Path | None, *, ask: Ask | None = Non
     if not spec.node_types:
         if spec.pricing.kind != "billing":
             return spec
-        pricing = spec.pricing.model_copy(update={"slurm_billing": site_bill(spec, root, ask=ask)})
+        pricing = spec.pricing.model_copy(update={"slurm_billing": find_site_bill(spec, root, ask=ask)})
         return spec.model_copy(update={"pricing": pricing})
     types = dict(spec.node_types)
     for name, kind in types.items():
         job_of_type = spec.of_node_type(name)
         if job_of_type.pricing.kind == "billing":
-            bill = asdict(site_bill(job_of_type, root, ask=ask))
+            bill = asdict(find_site_bill(job_of_type, root, ask=ask))
             types[name] = kind.model_copy(update={"pricing": {**kind.pricing, "slurm_billing": bill}})
     return spec.model_copy(update={"node_types": types})
 
@@ -65,7 +65,7 @@ class BalanceCheck:
     unknown: str = ""  # why nothing can be promised; empty where it can
 
 
-def needed_minutes(bill: SiteBill, *, nodes: int, hours: float) -> dict[str, float]:
+def compute_needed_minutes(bill: SiteBill, *, nodes: int, hours: float) -> dict[str, float]:
     """Return the minutes of each TRES that SLURM counts for a job, its QOS's usage factor included.
 
     Args:
@@ -93,7 +93,7 @@ def check_balance(
     bill = spec.pricing.slurm_billing
     if bill is None or spec.cluster.kind != "slurm":
         return None
-    balance = account_balance(spec, qos=bill.qos, ask=ask)
+    balance = read_account_balance(spec, qos=bill.qos, ask=ask)
     if hours is None:
         return BalanceCheck(
             balance.account, balance.limits, _describe_left(balance), unknown="nothing predicts what it takes"
@@ -101,8 +101,8 @@ def check_balance(
     if uncounted := sorted({limit.tres for limit in balance.limits} - {"billing"}) if not bill.tres else []:
         note = f"pricing.per_node tells the billing alone, and there are limits on {', '.join(uncounted)}"
         balance = replace(balance, unseen=balance.unseen or note)
-    need = needed_minutes(bill, nodes=nodes, hours=hours)
-    most = needed_minutes(bill, nodes=nodes, hours=max(hours, at_most or 0.0))
+    need = compute_needed_minutes(bill, nodes=nodes, hours=hours)
+    most = compute_needed_minutes(bill, nodes=nodes, hours=max(hours, at_most or 0.0))
     tight = [limit for limit in balance.limits if most.get(limit.tres, 0.0) > 0]
     if not tight:
         return BalanceCheck(balance.account, balance.limits, _describe_left(balance), unknown=balance.unseen)
@@ -173,18 +173,18 @@ def _describe_lacking(limit: TresLimit, need: Mapping[str, float], spec: JobSpec
 def _describe_limit(limit: TresLimit, spec: JobSpec) -> str:
     whole, remaining = (_describe_minutes(minutes, limit.tres) for minutes in (limit.limit, limit.remaining))
     runs = f" ({_describe_minutes(limit.running, limit.tres)} held for what runs)" if limit.running else ""
-    return f"{limit.where} has {remaining} of {whole} {_unit_name(limit.tres, spec)} left{runs}"
+    return f"{limit.where} has {remaining} of {whole} {_get_unit_name(limit.tres, spec)} left{runs}"
 
 
 def _describe_need(limit: TresLimit, need: Mapping[str, float], spec: JobSpec) -> str:
-    return f"{_describe_minutes(need[limit.tres], limit.tres)} {_unit_name(limit.tres, spec)}"
+    return f"{_describe_minutes(need[limit.tres], limit.tres)} {_get_unit_name(limit.tres, spec)}"
 
 
 def _describe_minutes(minutes: float, tres: str) -> str:
-    return number(minutes / 60 / (1024 if tres == "mem" else 1))
+    return format_number(minutes / 60 / (1024 if tres == "mem" else 1))
 
 
-def _unit_name(tres: str, spec: JobSpec) -> str:
+def _get_unit_name(tres: str, spec: JobSpec) -> str:
     """Return how an hour of a TRES is called; billing as the site does, unless its own factors come on top."""
     bill = spec.pricing.slurm_billing
     if tres == "billing" and bill is not None and bill.charge_factor == 1:
@@ -225,12 +225,12 @@ class SiteCharge:
         expected = "" if self.predicted_billing is None else f", {self.predicted_billing:g} predicted"
         so_far = ", so far" * self.open
         return (
-            f"by sacct{so_far}: {plural(self.jobs, 'job')}, billing {billings_text} an hour{expected};"
-            f" {number(self.billing_hours)} billing-hours, {number(self.cost)} {self.currency}"
+            f"by sacct{so_far}: {format_count(self.jobs, 'job')}, billing {billings_text} an hour{expected};"
+            f" {format_number(self.billing_hours)} billing-hours, {format_number(self.cost)} {self.currency}"
         )
 
 
-def site_charge_of(run: RunDir, signature: str) -> SiteCharge | None:
+def find_site_charge(run: RunDir, signature: str) -> SiteCharge | None:
     """Return what SLURM has billed a training; None where the price is of another kind, or the accounting tells nothing.
 
     Args:
@@ -244,7 +244,7 @@ def site_charge_of(run: RunDir, signature: str) -> SiteCharge | None:
     if task is None or job is None or job.scheduler != "slurm" or task.spec.pricing.slurm_billing is None:
         return None
     earlier = {attempt.allocation.partition(".")[0] for attempt in training.attempts()} - {""}
-    billed = billed_jobs(sorted({*earlier, *job.ids}))
+    billed = read_billed_jobs(sorted({*earlier, *job.ids}))
     return None if billed is None else _compare_with_prediction(billed, task)
 
 
@@ -254,12 +254,12 @@ def _compare_with_prediction(billed: BilledJobs, task: TrainTask) -> SiteCharge:
     assert billing is not None
     factors = billing.usage_factor * billing.charge_factor
     return SiteCharge(
-        cost=price_of_billed(billed, pricing),
+        cost=compute_price_of_billed(billed, pricing),
         currency=pricing.currency,
         predicted=None if predicted is None else predicted.cost,
         jobs=billed.jobs,
         billing_hours=billed.billing_hours,
-        predicted_billing=hourly_charge(pricing, task.own_nodes) / factors if factors else None,
+        predicted_billing=compute_hourly_charge(pricing, task.own_nodes) / factors if factors else None,
         billings=billed.billings,
         open=billed.open,
     )

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tula_cli.assets import SITE_FOLDER, config_files
-from tula_cli.cluster.slurm.billing import unknown_names
+from tula_cli.cluster.slurm.billing import list_unknown_names
 from tula_cli.cluster.slurm.queue import describe_window
-from tula_cli.cluster.slurm.sbatch import export_lines, set_up_lines
+from tula_cli.cluster.slurm.sbatch import make_export_lines, read_setup_lines
 from tula_cli.cluster.slurm.site import Partition, SiteFacts, ask_site_facts, describe_partition
 from tula_cli.errors import JobFailed, SchedulerError, SpecError, TulaError
 from tula_cli.host.processes import run_command
-from tula_cli.plugins import nearest
+from tula_cli.plugins import suggest_nearest
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
 from tula_cli.spec.merge import SITE_FILE, flatten, merge
@@ -29,7 +29,7 @@ from tula_cli.spec.old_keys import replace_old_keys
 from tula_cli.spec.slurm_options import ROOM, Slurm
 from tula_cli.spec.yaml_text import read_yaml
 from tula_cli.version import __version__
-from tula_cli.words import plural
+from tula_cli.words import format_count
 
 # --- A finding
 
@@ -45,17 +45,17 @@ class SiteFinding:
     source: Literal["file", "scheduler", "jobs"] = "file"  # what tells it
 
 
-def ok_finding(about: str, message: str, source: Literal["file", "scheduler", "jobs"] = "file") -> SiteFinding:
+def make_ok_finding(about: str, message: str, source: Literal["file", "scheduler", "jobs"] = "file") -> SiteFinding:
     return SiteFinding("ok", about, message, source=source)
 
 
-def warning_finding(
+def make_warning_finding(
     about: str, message: str, advice: str, source: Literal["file", "scheduler", "jobs"] = "file"
 ) -> SiteFinding:
     return SiteFinding("warning", about, message, advice, source)
 
 
-def problem_finding(
+def make_problem_finding(
     about: str, message: str, advice: str, source: Literal["file", "scheduler", "jobs"] = "file"
 ) -> SiteFinding:
     return SiteFinding("problem", about, message, advice, source)
@@ -69,7 +69,7 @@ _ANY_JOB: Mapping[str, Any] = {
     "optimizer": {"lr": 0.1},
     "train": {"epochs": 1000},
 }
-"""What a job says at least; a site file is laid over it to be checked by the job's own rules, whatever keys they know."""
+"""The smallest job; a site file is merged into it, to be checked by the rules of jobs."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def read_site(file: Path | None, *, environ: Mapping[str, str] = os.environ) -> 
     return SiteSettings(files, content, origins)
 
 
-def job_of_site(site: SiteSettings) -> JobSpec:
+def make_job_of_site(site: SiteSettings) -> JobSpec:
     """Return any job of the site, as its settings make it.
 
     Raises:
@@ -143,40 +143,42 @@ def job_of_site(site: SiteSettings) -> JobSpec:
     return validate(job, source=", ".join(map(str, site.files)))
 
 
-def file_findings(site: SiteSettings) -> Iterator[SiteFinding]:
+def check_files(site: SiteSettings) -> Iterator[SiteFinding]:
     """Yield whether the files can be read by all, and whether keys and values are those of a job."""
     for file in site.files:
-        yield from _readable_findings(file)
-    yield from _relative_path_findings(site)
+        yield from _check_readable(file)
+    yield from _check_relative_paths(site)
     if "cluster.slurm" in site.sections and "cluster.kind" not in site.keys:
-        yield warning_finding(
+        yield make_warning_finding(
             "cluster.kind",
             "is not set: cluster.slurm is for jobs alone that say kind: slurm",
             "set kind: slurm for all",
         )
     try:
-        job_of_site(site)
+        make_job_of_site(site)
     except SpecError as error:
         several = len(site.files) > 1
         for problem_ in error.problems:
             where = f", in {site.origin(problem_.path)}" if several else ""
-            yield problem_finding(problem_.path, f"{problem_.message}{where}", problem_.hint)
+            yield make_problem_finding(problem_.path, f"{problem_.message}{where}", problem_.hint)
     else:
         for file in site.files:
             keys_of_file = [key for key, source in site.origins.items() if source == str(file)]
-            yield ok_finding(str(file), f"{plural(len(keys_of_file), 'setting')}, all of keys that a job has")
+            yield make_ok_finding(
+                str(file), f"{format_count(len(keys_of_file), 'setting')}, all of keys that a job has"
+            )
 
 
-def _readable_findings(file: Path) -> Iterator[SiteFinding]:
+def _check_readable(file: Path) -> Iterator[SiteFinding]:
     if file.is_relative_to(Path("~").expanduser()) or not file.is_file():
         return
     if not file.stat().st_mode & stat.S_IROTH:
-        yield warning_finding(
+        yield make_warning_finding(
             str(file), "not everybody may read it, and who may not can load no job", f"chmod a+r {file}"
         )
 
 
-def _relative_path_findings(site: SiteSettings) -> Iterator[SiteFinding]:
+def _check_relative_paths(site: SiteSettings) -> Iterator[SiteFinding]:
     """Yield paths that mean another file in each user's folder."""
     slurm = site.content.get("cluster") or {}
     slurm = (slurm.get("slurm") if isinstance(slurm, dict) else None) or {}
@@ -187,11 +189,11 @@ def _relative_path_findings(site: SiteSettings) -> Iterator[SiteFinding]:
         expanded = Path(path).expanduser()
         about = f"cluster.slurm.{key}"
         if not expanded.is_absolute():
-            yield warning_finding(
+            yield make_warning_finding(
                 about, f"{path!r} is looked for in the folder that each user is in", "write an absolute path"
             )
         elif not expanded.is_file():
-            yield problem_finding(about, f"there is no file {path}", "set it right, or leave it out")
+            yield make_problem_finding(about, f"there is no file {path}", "set it right, or leave it out")
 
 
 # --- What jobs start with
@@ -236,7 +238,7 @@ class _ShellResult:
         return error_lines[-1].strip() if error_lines else "it said nothing"
 
 
-def job_findings(spec: JobSpec, *, run_setup: bool, workdir: Path) -> Iterator[SiteFinding]:
+def check_job_start(spec: JobSpec, *, run_setup: bool, workdir: Path) -> Iterator[SiteFinding]:
     """Yield whether what jobs begin with works here; each set-up and python of the types of node once.
 
     Args:
@@ -248,49 +250,51 @@ def job_findings(spec: JobSpec, *, run_setup: bool, workdir: Path) -> Iterator[S
     for job in spec.by_type().values():
         slurm = job.cluster.slurm or Slurm()
         try:
-            lines = set_up_lines(slurm, workdir)
+            lines = read_setup_lines(slurm, workdir)
         except SpecError as error:
-            yield problem_finding("cluster.slurm.setup", error.message, error.hint, "jobs")
+            yield make_problem_finding("cluster.slurm.setup", error.message, error.hint, "jobs")
             continue
-        key = json.dumps([lines, export_lines(slurm), slurm.python])
+        key = json.dumps([lines, make_export_lines(slurm), slurm.python])
         if key not in checked:
             checked.add(key)
-            yield from _setup_findings(slurm, lines, run_setup=run_setup)
+            yield from _check_setup(slurm, lines, run_setup=run_setup)
 
 
-def _setup_findings(slurm: Slurm, lines: Sequence[str], *, run_setup: bool) -> Iterator[SiteFinding]:
+def _check_setup(slurm: Slurm, lines: Sequence[str], *, run_setup: bool) -> Iterator[SiteFinding]:
     where = lines[0].removeprefix("# ") if lines else "cluster.slurm.setup"
     if lines:
         read = _run_bash([*lines], only_read=True)
         if read.code:
-            yield problem_finding(
+            yield make_problem_finding(
                 where, f"bash cannot read the set-up: {read.last_error_line}", "mend its lines", "jobs"
             )
             return
         if not any(_ENDS_AT_ERRORS.match(line) for line in lines):
-            yield warning_finding(where, "a line of the set-up that fails ends nothing", "begin with set -e", "jobs")
+            yield make_warning_finding(
+                where, "a line of the set-up that fails ends nothing", "begin with set -e", "jobs"
+            )
         if not run_setup:
-            yield warning_finding(
+            yield make_warning_finding(
                 where, "the set-up lines, and the python that they lead to, were not tried", _HOW_TO_RUN_SETUP, "jobs"
             )
             return
         completed = _run_bash([_TRAP, *lines])
         if completed.code or completed.failed:
             failures = "; ".join(f"exit code {line}" for line in completed.failed) or f"exit code {completed.code}"
-            yield problem_finding(
+            yield make_problem_finding(
                 where, f"the set-up fails here: {failures} ({completed.last_error_line})", "mend its lines", "jobs"
             )
             return
-        yield ok_finding(where, "the set-up lines run here", "jobs")
-    yield from _python_findings(slurm, lines)
+        yield make_ok_finding(where, "the set-up lines run here", "jobs")
+    yield from _check_python(slurm, lines)
 
 
-def _python_findings(slurm: Slurm, lines: Sequence[str]) -> Iterator[SiteFinding]:
+def _check_python(slurm: Slurm, lines: Sequence[str]) -> Iterator[SiteFinding]:
     about, command = "cluster.slurm.python", slurm.python or shlex.quote(sys.executable)
-    completed = _run_bash([*lines, *export_lines(slurm), f"{command} -c {shlex.quote(_VERSION_PROGRAM)}"])
+    completed = _run_bash([*lines, *make_export_lines(slurm), f"{command} -c {shlex.quote(_VERSION_PROGRAM)}"])
     answer_line = next((line for line in completed.out.splitlines() if line.startswith(_MARK)), None)
     if answer_line is None:
-        yield problem_finding(
+        yield make_problem_finding(
             about,
             f"{command} does not start here: {completed.last_error_line}",
             "set it to a python that is on every node, or mend the set-up",
@@ -301,14 +305,14 @@ def _python_findings(slurm: Slurm, lines: Sequence[str]) -> Iterator[SiteFinding
     version = ".".join(map(str, answer["python"]))
     missing = [name for name, is_installed in answer["found"].items() if not is_installed]
     if tuple(answer["python"][:2]) < _MIN_PYTHON:
-        yield problem_finding(
+        yield make_problem_finding(
             about,
             f"{answer['path']} is Python {version}",
             f"tula needs {_MIN_PYTHON[0]}.{_MIN_PYTHON[1]} or newer",
             "jobs",
         )
     elif missing:
-        yield problem_finding(
+        yield make_problem_finding(
             about,
             f"{answer['path']} (Python {version}) lacks {', '.join(missing)}",
             "pip install 'tula-cli[torch]' there, or name another python",
@@ -316,20 +320,20 @@ def _python_findings(slurm: Slurm, lines: Sequence[str]) -> Iterator[SiteFinding
         )
     else:
         note = "" if slurm.python else ", the one that tula itself runs with"
-        yield ok_finding(
+        yield make_ok_finding(
             about,
             f"{answer['path']}: Python {version}, torch {answer['torch'] or 'of an unknown version'}{note}",
             "jobs",
         )
-    yield from _tula_findings(about, answer["tula"])
+    yield from _check_tula_version(about, answer["tula"])
 
 
-def _tula_findings(about: str, version: str) -> Iterator[SiteFinding]:
+def _check_tula_version(about: str, version: str) -> Iterator[SiteFinding]:
     """Yield whether jobs have the same tula: they take that of who submits, which lies in the run, where they see it."""
     if version == __version__:
-        yield ok_finding(about, f"tula {version} there and here", "jobs")
+        yield make_ok_finding(about, f"tula {version} there and here", "jobs")
     elif version:
-        yield warning_finding(
+        yield make_warning_finding(
             about,
             f"tula {version} there, and {__version__} here",
             "install the same one: jobs take that of who submits, unless their python ignores PYTHONPATH",
@@ -360,21 +364,23 @@ _WITHOUT = {
 _SECTION = "cluster.slurm"
 
 
-def command_findings(facts: SiteFacts) -> Iterator[SiteFinding]:
+def check_commands(facts: SiteFacts) -> Iterator[SiteFinding]:
     """Yield which commands of SLURM answer."""
     for name, why in facts.silent.items():
         if name in _NEEDED_COMMANDS:
-            yield problem_finding(
+            yield make_problem_finding(
                 name, why, "nothing can be submitted or followed without it: is SLURM in PATH here?", "scheduler"
             )
         elif facts.answers:
-            yield warning_finding(name, why, _WITHOUT.get(name, "tula does without"), "scheduler")
+            yield make_warning_finding(name, why, _WITHOUT.get(name, "tula does without"), "scheduler")
     if facts.answers:
         names = ", ".join(partition.name for partition in facts.partitions)
-        yield ok_finding("scheduler", f"answers: {plural(len(facts.partitions), 'partition')}, {names}", "scheduler")
+        yield make_ok_finding(
+            "scheduler", f"answers: {format_count(len(facts.partitions), 'partition')}, {names}", "scheduler"
+        )
 
 
-def setting_findings(spec: JobSpec, facts: SiteFacts) -> Iterator[SiteFinding]:
+def check_settings(spec: JobSpec, facts: SiteFacts) -> Iterator[SiteFinding]:
     """Yield how the settings of each type of node fit the site; the same thing of several types once.
 
     Args:
@@ -385,32 +391,32 @@ def setting_findings(spec: JobSpec, facts: SiteFacts) -> Iterator[SiteFinding]:
     for name, job in spec.by_type().items():
         if job.cluster.kind != "slurm":
             continue
-        for finding in _findings_of_type(job, facts):
-            where = finding if name is None else _for_node_type(finding, name)
+        for finding in _check_node_type(job, facts):
+            where = finding if name is None else _name_node_type(finding, name)
             if finding not in seen_findings:
                 seen_findings.add(finding)
                 yield where
 
 
-def _for_node_type(finding: SiteFinding, name: str) -> SiteFinding:
+def _name_node_type(finding: SiteFinding, name: str) -> SiteFinding:
     return SiteFinding(finding.verdict, f"{finding.about} ({name})", finding.message, finding.advice, finding.source)
 
 
-def _findings_of_type(spec: JobSpec, facts: SiteFacts) -> Iterator[SiteFinding]:
+def _check_node_type(spec: JobSpec, facts: SiteFacts) -> Iterator[SiteFinding]:
     slurm = spec.cluster.slurm or Slurm()
-    partitions = yield from _partition_findings(slurm, facts)
+    partitions = yield from _check_partitions(slurm, facts)
     for partition in partitions:
-        yield from _size_findings(spec, slurm, partition)
-        yield from _limit_findings(spec, slurm, partition)
-    yield from _maintenance_findings(slurm, facts)
-    yield from _account_findings(slurm, facts)
-    yield from _qos_findings(slurm, facts)
-    yield from _constraint_findings(slurm, facts, partitions)
-    for unknown in unknown_names(spec.pricing, qos=facts.qos, partitions=facts.all_partitions):
-        yield warning_finding(unknown.about, unknown.message, unknown.advice, "scheduler")
+        yield from _check_sizes(spec, slurm, partition)
+        yield from _check_limits(spec, slurm, partition)
+    yield from _check_maintenance(slurm, facts)
+    yield from _check_account(slurm, facts)
+    yield from _check_qos(slurm, facts)
+    yield from _check_constraint(slurm, facts, partitions)
+    for unknown in list_unknown_names(spec.pricing, qos=facts.qos, partitions=facts.all_partitions):
+        yield make_warning_finding(unknown.about, unknown.message, unknown.advice, "scheduler")
     if slurm.reservation and facts.reservations is not None and slurm.reservation not in facts.reservations:
         reservations = ", ".join(facts.reservations) or "none"
-        yield problem_finding(
+        yield make_problem_finding(
             f"{_SECTION}.reservation",
             f"no reservation {slurm.reservation!r}",
             f"there are: {reservations}",
@@ -418,40 +424,44 @@ def _findings_of_type(spec: JobSpec, facts: SiteFacts) -> Iterator[SiteFinding]:
         )
 
 
-def _partition_findings(slurm: Slurm, facts: SiteFacts) -> Generator[SiteFinding, None, list[Partition]]:
+def _check_partitions(slurm: Slurm, facts: SiteFacts) -> Generator[SiteFinding, None, list[Partition]]:
     """Yield whether the partitions are there; return those that are."""
     about = f"{_SECTION}.partition"
     partitions_by_name = {partition.name: partition for partition in facts.partitions}
     if slurm.partition is None:
         default_partition = next((candidate for candidate in facts.partitions if candidate.default), None)
         if default_partition is None and len(partitions_by_name) > 1:
-            yield warning_finding(
+            yield make_warning_finding(
                 about,
                 "none is set, and the scheduler has no default",
                 f"name one of {', '.join(partitions_by_name)}",
                 "scheduler",
             )
         elif default_partition is not None:
-            yield ok_finding(about, f"none is set: the default, {describe_partition(default_partition)}", "scheduler")
+            yield make_ok_finding(
+                about, f"none is set: the default, {describe_partition(default_partition)}", "scheduler"
+            )
         return [default_partition] if default_partition is not None else []
     partitions_found = []
     for name in slurm.partition.split(","):
         if name not in partitions_by_name:
-            advice = nearest(name, partitions_by_name) or f"there are: {', '.join(partitions_by_name)}"
-            yield problem_finding(about, f"no partition {name!r}", advice, "scheduler")
+            advice = suggest_nearest(name, partitions_by_name) or f"there are: {', '.join(partitions_by_name)}"
+            yield make_problem_finding(about, f"no partition {name!r}", advice, "scheduler")
         elif not partitions_by_name[name].up:
-            yield problem_finding(about, f"partition {name} is not up", "name another, or have it set up", "scheduler")
+            yield make_problem_finding(
+                about, f"partition {name} is not up", "name another, or have it set up", "scheduler"
+            )
         else:
             partitions_found.append(partitions_by_name[name])
-            yield ok_finding(about, describe_partition(partitions_by_name[name]), "scheduler")
+            yield make_ok_finding(about, describe_partition(partitions_by_name[name]), "scheduler")
     return partitions_found
 
 
-def _size_findings(spec: JobSpec, slurm: Slurm, partition: Partition) -> Iterator[SiteFinding]:
+def _check_sizes(spec: JobSpec, slurm: Slurm, partition: Partition) -> Iterator[SiteFinding]:
     """Yield whether some kind of the partition's nodes has what is asked of a node."""
     kinds, gpus = partition.kinds, spec.cluster.gpus_per_node
     if not kinds:
-        yield problem_finding(
+        yield make_problem_finding(
             f"{_SECTION}.partition",
             f"{partition.name} has no node that can run a job",
             "sinfo --list-reasons tells why",
@@ -459,18 +469,18 @@ def _size_findings(spec: JobSpec, slurm: Slurm, partition: Partition) -> Iterato
         )
         return
     if spec.cluster.device != "cpu" and slurm.gpus != "none":
-        yield from _gpu_findings(spec, slurm, partition)
+        yield from _check_gpus(spec, slurm, partition)
     cpus = max(kind.cpus for kind in kinds)
     if slurm.cpus_per_task and slurm.cpus_per_task * gpus > cpus:
-        yield problem_finding(
+        yield make_problem_finding(
             f"{_SECTION}.cpus_per_task",
-            f"{slurm.cpus_per_task} for each of {plural(gpus, 'rank')} is more than a node of {partition.name} has ({cpus})",
+            f"{slurm.cpus_per_task} for each of {format_count(gpus, 'rank')} is more than a node of {partition.name} has ({cpus})",
             f"set it to {max(1, cpus // gpus)}",
             "scheduler",
         )
     memory = max(kind.memory for kind in kinds)
     if slurm.memory == "0" and all(kind.limited_memory for kind in kinds):
-        yield problem_finding(
+        yield make_problem_finding(
             f"{_SECTION}.memory",
             f"0 asks for all memory of a node, and a job in {partition.name} can have {memory} MB",
             f"set it to {memory}M",
@@ -478,7 +488,7 @@ def _size_findings(spec: JobSpec, slurm: Slurm, partition: Partition) -> Iterato
         )
     most_nodes = max(spec.search.nodes)
     if "nodes" in spec.search.model_fields_set and most_nodes > partition.usable:
-        yield problem_finding(
+        yield make_problem_finding(
             "search.nodes",
             f"{most_nodes} is more than a job can have in {partition.name} ({partition.usable})",
             "leave it to the jobs, or search fewer",
@@ -486,47 +496,47 @@ def _size_findings(spec: JobSpec, slurm: Slurm, partition: Partition) -> Iterato
         )
 
 
-def _gpu_findings(spec: JobSpec, slurm: Slurm, partition: Partition) -> Iterator[SiteFinding]:
+def _check_gpus(spec: JobSpec, slurm: Slurm, partition: Partition) -> Iterator[SiteFinding]:
     kinds, gpus = partition.kinds, spec.cluster.gpus_per_node
     most = max((gpu_kind.count for kind in kinds for gpu_kind in kind.gpus), default=0)
     types = sorted({gpu_kind.type for kind in kinds for gpu_kind in kind.gpus if gpu_kind.type})
     if most == 0:
-        yield problem_finding(
+        yield make_problem_finding(
             "cluster.gpus_per_node",
             f"the nodes of {partition.name} have no GPUs that SLURM knows of",
             f"set {_SECTION}.gpus: none, or cluster.device: cpu",
             "scheduler",
         )
     elif gpus > most:
-        yield problem_finding(
+        yield make_problem_finding(
             "cluster.gpus_per_node",
             f"{gpus} is more than a node of {partition.name} has ({most})",
             f"set it to {most}",
             "scheduler",
         )
     elif gpus < most and slurm.exclusive:
-        yield warning_finding(
+        yield make_warning_finding(
             "cluster.gpus_per_node",
             f"{gpus} of the {most} that a node of {partition.name} has, and whole nodes are paid for (exclusive)",
             f"set it to {most}",
             "scheduler",
         )
     if slurm.gpu_type and slurm.gpu_type not in types:
-        advice = nearest(slurm.gpu_type, types) or (
+        advice = suggest_nearest(slurm.gpu_type, types) or (
             f"there are: {', '.join(types)}" if types else "leave it out: SLURM tells no types apart"
         )
-        yield problem_finding(
+        yield make_problem_finding(
             f"{_SECTION}.gpu_type", f"no GPU {slurm.gpu_type!r} in {partition.name}", advice, "scheduler"
         )
 
 
-def _limit_findings(spec: JobSpec, slurm: Slurm, partition: Partition) -> Iterator[SiteFinding]:
+def _check_limits(spec: JobSpec, slurm: Slurm, partition: Partition) -> Iterator[SiteFinding]:
     """Yield whether the partition lets jobs last as long as they ask for."""
     limit = partition.minutes
     if limit is None:
         return
     if slurm.minutes > limit:
-        yield problem_finding(
+        yield make_problem_finding(
             f"{_SECTION}.minutes",
             f"{slurm.minutes} is more than {partition.name} allows ({limit})",
             f"set it to {limit} or less",
@@ -534,7 +544,7 @@ def _limit_findings(spec: JobSpec, slurm: Slurm, partition: Partition) -> Iterat
         )
     probes = math.ceil(spec.search.max_minutes) + ROOM
     if probes > limit:
-        yield problem_finding(
+        yield make_problem_finding(
             "search.max_minutes",
             f"a measuring job asks for {probes} minutes, and {partition.name} allows {limit}",
             f"set it to {max(1, limit - ROOM)}",
@@ -542,13 +552,13 @@ def _limit_findings(spec: JobSpec, slurm: Slurm, partition: Partition) -> Iterat
         )
 
 
-def _maintenance_findings(slurm: Slurm, facts: SiteFacts) -> Iterator[SiteFinding]:
+def _check_maintenance(slurm: Slurm, facts: SiteFacts) -> Iterator[SiteFinding]:
     """Yield whether training jobs of this length would run into a maintenance window, and wait until it is over."""
     now = time.time()
     begin = next((begin for begin, _ in facts.maintenance if begin > now), math.inf)
     remaining = (begin - now) / 60
     if remaining < slurm.minutes:
-        yield warning_finding(
+        yield make_warning_finding(
             f"{_SECTION}.minutes",
             f"a job of {slurm.minutes} minutes would not start before the maintenance: {describe_window(begin, now)}",
             f"set it below {max(1, int(remaining))} to start now" if remaining >= 2 else "jobs wait until it is over",
@@ -556,53 +566,57 @@ def _maintenance_findings(slurm: Slurm, facts: SiteFacts) -> Iterator[SiteFindin
         )
 
 
-def _account_findings(slurm: Slurm, facts: SiteFacts) -> Iterator[SiteFinding]:
+def _check_account(slurm: Slurm, facts: SiteFacts) -> Iterator[SiteFinding]:
     if slurm.account is None or facts.accounts is None:
         return
     about = f"{_SECTION}.account"
     if slurm.account.lower() in (name.lower() for name in facts.accounts):
-        yield ok_finding(about, f"{slurm.account} is known; all users of this file charge it", "scheduler")
+        yield make_ok_finding(about, f"{slurm.account} is known; all users of this file charge it", "scheduler")
     else:
-        advice = nearest(slurm.account, facts.accounts) or "leave it to the users, or name one that sacctmgr knows"
-        yield problem_finding(about, f"accounting knows no account {slurm.account!r}", advice, "scheduler")
+        advice = (
+            suggest_nearest(slurm.account, facts.accounts) or "leave it to the users, or name one that sacctmgr knows"
+        )
+        yield make_problem_finding(about, f"accounting knows no account {slurm.account!r}", advice, "scheduler")
 
 
-def _qos_findings(slurm: Slurm, facts: SiteFacts) -> Iterator[SiteFinding]:
+def _check_qos(slurm: Slurm, facts: SiteFacts) -> Iterator[SiteFinding]:
     if slurm.qos is None or facts.qos is None:
         return
     about = f"{_SECTION}.qos"
     for name in slurm.qos.split(","):
         if name not in facts.qos:
-            advice = nearest(name, facts.qos) or f"there are: {', '.join(facts.qos)}"
-            yield problem_finding(about, f"no QOS {name!r}", advice, "scheduler")
+            advice = suggest_nearest(name, facts.qos) or f"there are: {', '.join(facts.qos)}"
+            yield make_problem_finding(about, f"no QOS {name!r}", advice, "scheduler")
         elif (limit := facts.qos[name]) is not None and slurm.minutes > limit:
-            yield problem_finding(
+            yield make_problem_finding(
                 f"{_SECTION}.minutes",
                 f"{slurm.minutes} is more than QOS {name} allows ({limit})",
                 f"set it to {limit} or less",
                 "scheduler",
             )
         else:
-            yield ok_finding(about, f"{name} is known", "scheduler")
+            yield make_ok_finding(about, f"{name} is known", "scheduler")
 
 
-def _constraint_findings(slurm: Slurm, facts: SiteFacts, partitions: Sequence[Partition]) -> Iterator[SiteFinding]:
+def _check_constraint(slurm: Slurm, facts: SiteFacts, partitions: Sequence[Partition]) -> Iterator[SiteFinding]:
     """Yield names in the constraint that no node of the partitions has; how they are combined is SLURM's own."""
     known_features = frozenset[str]().union(
         *(facts.features.get(partition.name, frozenset()) for partition in partitions)
     )
     names = [name for name in re.split(r"[&|\[\](),*\s]+", slurm.constraint or "") if name and not name.isdigit()]
     if unknown := [name for name in names if name not in known_features]:
-        advice = nearest(unknown[0], known_features) or (
+        advice = suggest_nearest(unknown[0], known_features) or (
             f"there are: {', '.join(sorted(known_features))}" if known_features else "they have no features"
         )
-        yield problem_finding(f"{_SECTION}.constraint", f"no node here has {', '.join(unknown)}", advice, "scheduler")
+        yield make_problem_finding(
+            f"{_SECTION}.constraint", f"no node here has {', '.join(unknown)}", advice, "scheduler"
+        )
 
 
 # --- The check
 
 _ERRORS: Mapping[str, type[TulaError]] = {"file": SpecError, "scheduler": SchedulerError, "jobs": JobFailed}
-"""What is raised where the first problem is of this source: the file, then the scheduler, then what jobs begin with."""
+"""Errors by the source of the first problem: the file, then the scheduler, then the start of jobs."""
 
 
 @dataclass(frozen=True)
@@ -630,7 +644,7 @@ class SiteCheck:
         source = next(source for source in _ERRORS if any(finding.source == source for finding in self.problems))
         names = ", ".join(dict.fromkeys(finding.about for finding in self.problems))
         raise _ERRORS[source](
-            f"{', '.join(map(str, self.files))}: {plural(len(self.problems), 'problem')} ({names})",
+            f"{', '.join(map(str, self.files))}: {format_count(len(self.problems), 'problem')} ({names})",
             "mend what is said above, and check again",
         )
 
@@ -654,19 +668,19 @@ def check_site(
         SpecError: there is no file, or it cannot be read or is no YAML.
     """
     site = read_site(file, environ=environ)
-    return SiteCheck(site.files, site.keys, tuple(_site_findings(site, ask, run_setup=run_setup)))
+    return SiteCheck(site.files, site.keys, tuple(_check_site_settings(site, ask, run_setup=run_setup)))
 
 
-def _site_findings(site: SiteSettings, ask: Callable[[], SiteFacts], *, run_setup: bool) -> Iterator[SiteFinding]:
-    yield from file_findings(site)
+def _check_site_settings(site: SiteSettings, ask: Callable[[], SiteFacts], *, run_setup: bool) -> Iterator[SiteFinding]:
+    yield from check_files(site)
     try:
-        spec = job_of_site(site)
+        spec = make_job_of_site(site)
     except SpecError:  # told by what it is above; what it asks for is not known
         return
     if not any(job.cluster.kind == "slurm" for job in spec.by_type().values()):
         return
     facts = ask()
-    yield from command_findings(facts)
+    yield from check_commands(facts)
     if facts.answers:
-        yield from setting_findings(spec, facts)
-    yield from job_findings(spec, run_setup=run_setup, workdir=Path.cwd())
+        yield from check_settings(spec, facts)
+    yield from check_job_start(spec, run_setup=run_setup, workdir=Path.cwd())

@@ -36,13 +36,13 @@ from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Recommendation, Stage
 from tula_cli.run.records.results import Branch, Evaluated, StageDecision, StepChange, Summary, TrainResult, Tuning
 from tula_cli.run.records.scripts import Rehearsal
-from tula_cli.run.records.tasks import EvaluateTask, JobTask, ProbeTask, RehearsalTask, TrainTask, probe_id
+from tula_cli.run.records.tasks import EvaluateTask, JobTask, ProbeTask, RehearsalTask, TrainTask, make_probe_id
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.run.training_run import A_COPY, CLOCKS_AGREE
 from tula_cli.services.exporting import destination
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.scripts.script import requested_samples
-from tula_cli.words import plural
+from tula_cli.spec.scripts.script import count_requested_samples
+from tula_cli.words import format_count
 
 JobState = Literal["queued", "running", "suspended", "held", "done", "failed", "diverged", "cancelled", "lost"]
 ACTIVE: tuple[JobState, ...] = ("queued", "running", "suspended")
@@ -54,7 +54,7 @@ MAX_CLOCK_DIFFERENCE = 60.0
 """Seconds by which the clocks of two machines may differ."""
 
 
-def grace_seconds(scheduler: str) -> float:
+def get_grace_seconds(scheduler: str) -> float:
     """Return the seconds for which files of an ended job may still be on their way, by what it ran on."""
     return GRACE["local" if scheduler == "local" else "slurm"]
 
@@ -180,7 +180,7 @@ class _Progress:
         return self.done + len(self.failed) == self.total
 
 
-def job_status(
+def get_job_status(
     snapshot: Snapshot,
     job: Job,
     results: Results,
@@ -191,17 +191,21 @@ def job_status(
     now: float,
 ) -> JobStatus:
     tasks, attempts = snapshot.tasks_of(job.id), with_file_clock(snapshot, snapshot.attempts_of(job.id))
-    progress = job_progress(snapshot, tasks, results)
+    progress = get_job_progress(snapshot, tasks, results)
     recent = [attempt for attempt in attempts if _is_of_submission(attempt, job)]
-    state, reason = _job_state(progress, recent, scheduler, tasks[-1].spec, cancelled=snapshot.cancelled_by(job.id))
-    if state == "lost" and recent and _has_just_ended(recent[-1], progress, now, grace=grace_seconds(job.scheduler)):
+    state, reason = _get_job_state(progress, recent, scheduler, tasks[-1].spec, cancelled=snapshot.cancelled_by(job.id))
+    if (
+        state == "lost"
+        and recent
+        and _has_just_ended(recent[-1], progress, now, grace=get_grace_seconds(job.scheduler))
+    ):
         state, reason = "running", "it has ended well: its results are on their way here"
     if scheduler.released and state in ("failed", "diverged", "lost"):
         reason = f"{reason}; {scheduler.released}"
     end = now if state in ("running", "suspended") else progress.measured_at
-    elapsed, nodes = _elapsed_seconds(attempts, end=end), {task.id: task.nodes for task in tasks}
+    elapsed, nodes = _sum_elapsed_seconds(attempts, end=end), {task.id: task.nodes for task in tasks}
     newest = tasks[-1]
-    remaining = _remaining_seconds(progress, training, pace=pace) if state in ACTIVE else None
+    remaining = _estimate_remaining_seconds(progress, training, pace=pace) if state in ACTIVE else None
     return JobStatus(
         id=job.id,
         kind=tasks[0].kind,
@@ -217,16 +221,16 @@ def job_status(
         elapsed=elapsed,
         left=remaining,
         node_hours=sum(
-            nodes.get(job_attempt.task, job.nodes) * attempt_seconds(job_attempt, end) for job_attempt in attempts
+            nodes.get(job_attempt.task, job.nodes) * count_attempt_seconds(job_attempt, end) for job_attempt in attempts
         )
         / 3600,
         node_hours_left=None if remaining is None else newest.nodes * remaining / 3600,
-        links=_link_statuses(job, newest),
+        links=_list_link_statuses(job, newest),
         hopeless=state == "queued" and scheduler.hopeless,
     )
 
 
-def _link_statuses(job: Job, task: JobTask) -> tuple[LinkStatus, ...]:
+def _list_link_statuses(job: Job, task: JobTask) -> tuple[LinkStatus, ...]:
     """Return the links of a chain with the stages that each is for."""
     if not job.link_nodes or not isinstance(task, TrainTask):
         return ()
@@ -242,7 +246,7 @@ class _PlannedProbe:
     probe: ProbeConfiguration
 
 
-def _planned_probes(tasks: Iterable[JobTask]) -> list[_PlannedProbe]:
+def _list_planned_probes(tasks: Iterable[JobTask]) -> list[_PlannedProbe]:
     """Return the probes of a job, ascending as it runs them."""
     probes_by_id = {}
     for task in tasks:
@@ -250,12 +254,12 @@ def _planned_probes(tasks: Iterable[JobTask]) -> list[_PlannedProbe]:
             for local in task.local_batches:
                 batch = local * task.nodes * task.spec.cluster.gpus_per_node
                 probes_by_id[task.nodes, local] = _PlannedProbe(
-                    probe_id(task.nodes, local), ProbeConfiguration(task.nodes, local, batch)
+                    make_probe_id(task.nodes, local), ProbeConfiguration(task.nodes, local, batch)
                 )
     return [probes_by_id[key] for key in sorted(probes_by_id)]
 
 
-def job_progress(snapshot: Snapshot, tasks: list[JobTask], results: Results) -> _Progress:
+def get_job_progress(snapshot: Snapshot, tasks: list[JobTask], results: Results) -> _Progress:
     newest = tasks[-1]
     if isinstance(newest, TrainTask):
         return _Progress(total=1, done=int(snapshot.training(newest.signature).summary() is not None), now=None)
@@ -267,7 +271,7 @@ def job_progress(snapshot: Snapshot, tasks: list[JobTask], results: Results) -> 
             resume_test.task == newest.id and resume_test.over_at is not None for resume_test in snapshot.rehearsals
         )
         return _Progress(total=1, done=int(over), now=None)
-    probes = _planned_probes(tasks)
+    probes = _list_planned_probes(tasks)
     results_here = {planned.id: results[planned.id] for planned in probes if planned.id in results}
     failed = {id_: result.message for id_, result in results_here.items() if isinstance(result, Failed)}
     undone = [planned.probe for planned in probes if planned.id not in results_here or planned.id in failed]
@@ -280,7 +284,7 @@ def job_progress(snapshot: Snapshot, tasks: list[JobTask], results: Results) -> 
     )
 
 
-def _job_state(
+def _get_job_state(
     progress: _Progress, attempts: list[Attempt], scheduler: SchedulerState, spec: JobSpec, *, cancelled: str
 ) -> tuple[JobState, str]:
     """Return a job's state: results first, then the user's cancel, then the scheduler, then the attempts."""
@@ -295,10 +299,10 @@ def _job_state(
         return "queued", scheduler.reason
     if scheduler.state == "running":
         return "suspended" if scheduler.suspended else "running", scheduler.reason
-    return _state_from_attempts(progress, attempts, scheduler, spec)
+    return _get_state_from_attempts(progress, attempts, scheduler, spec)
 
 
-def _state_from_attempts(
+def _get_state_from_attempts(
     progress: _Progress, attempts: list[Attempt], scheduler: SchedulerState, spec: JobSpec
 ) -> tuple[JobState, str]:
     last_attempt = attempts[-1] if attempts else None
@@ -351,25 +355,29 @@ def _has_just_ended(last_attempt: Attempt, progress: _Progress, now: float, *, g
     return saw_all and last_attempt.ended_at is not None and abs(now - last_attempt.ended_at) < grace
 
 
-def _elapsed_seconds(attempts: list[Attempt], *, end: float | None) -> float | None:
+def _sum_elapsed_seconds(attempts: list[Attempt], *, end: float | None) -> float | None:
     """Return the seconds that attempts took; an open one lasts until `until`, or is not counted."""
     if not attempts:
         return None
-    return sum(attempt_seconds(attempt, end) for attempt in attempts)
+    return sum(count_attempt_seconds(attempt, end) for attempt in attempts)
 
 
-def attempt_seconds(attempt: Attempt, end: float | None) -> float:
+def count_attempt_seconds(attempt: Attempt, end: float | None) -> float:
     """Return the seconds that an attempt took; an open one lasts until `until`, or is not counted."""
     return max(0.0, (attempt.ended_at or end or attempt.started_at) - attempt.started_at)
 
 
-def _remaining_seconds(progress: _Progress, training: TrainingStatus | None, *, pace: float | None) -> float | None:
+def _estimate_remaining_seconds(
+    progress: _Progress, training: TrainingStatus | None, *, pace: float | None
+) -> float | None:
     if progress.now is None:
         return training.eta if training is not None else None
     return None if pace is None else pace * (progress.total - progress.done)
 
 
-def mean_probe_seconds(results: Iterable[Measured | OutOfMemory | Failed], attempts: list[Attempt]) -> float | None:
+def compute_mean_probe_seconds(
+    results: Iterable[Measured | OutOfMemory | Failed], attempts: list[Attempt]
+) -> float | None:
     """Return the mean seconds of a probe so far, start-up of its workers included; None before the first."""
     moments: dict[int, list[float]] = {}
     for result in results:
@@ -393,7 +401,7 @@ FILE_POLL_SECONDS = 2.0
 """Seconds between two looks at the results, which tell of the end first."""
 
 
-def poll_interval(scheduler: str) -> tuple[float, float]:
+def get_poll_interval(scheduler: str) -> tuple[float, float]:
     """Return the seconds between two looks at jobs, at first and at most, by what they run on."""
     return POLL["local" if scheduler == "local" else "slurm"]
 
@@ -449,15 +457,15 @@ def run_status(run: RunDir, launcher: Launcher, *, now: float, only: Set[str] | 
     """
     files_snapshot = run.read(skip_damaged=only is None)
     results = {result.id: result for result in files_snapshot.results}
-    pace = mean_probe_seconds(files_snapshot.results, files_snapshot.attempts)
+    pace = compute_mean_probe_seconds(files_snapshot.results, files_snapshot.attempts)
     tasks = [task for task in files_snapshot.tasks if only is None or task.job in only]
     tasked = [
         job for job in files_snapshot.jobs if (only is None or job.id in only) and files_snapshot.tasks_of(job.id)
     ]
     states = launcher.states(files_snapshot, tasked)
-    training = _training_status(files_snapshot, tasks, states, now=now)
+    training = _get_training_status(files_snapshot, tasks, states, now=now)
     jobs = [
-        job_status(files_snapshot, job, results, states[job.id], pace=pace, training=training, now=now)
+        get_job_status(files_snapshot, job, results, states[job.id], pace=pace, training=training, now=now)
         for job in tasked
     ]
     moving = {status.id for status in jobs if status.state in ACTIVE}
@@ -472,7 +480,7 @@ def run_status(run: RunDir, launcher: Launcher, *, now: float, only: Set[str] | 
         failed=sum(isinstance(result, Failed) for result in files_snapshot.results),
         jobs=tuple(jobs),
         training=training,
-        attempts=_attempt_statuses(tasks, with_file_clock(files_snapshot, files_snapshot.attempts)),
+        attempts=_list_attempt_statuses(tasks, with_file_clock(files_snapshot, files_snapshot.attempts)),
         recommendation=files_snapshot.recommendation,
         warnings=(
             *files_snapshot.job_warnings,
@@ -501,7 +509,7 @@ def _is_between_rounds(files_snapshot: Snapshot) -> bool:
     return bool(adaptive_tasks and files_snapshot.results) and not has_begun
 
 
-def _attempt_statuses(tasks: Sequence[JobTask], attempts: Sequence[Attempt]) -> tuple[AttemptStatus, ...]:
+def _list_attempt_statuses(tasks: Sequence[JobTask], attempts: Sequence[Attempt]) -> tuple[AttemptStatus, ...]:
     by_id = {task.id: task for task in tasks}
     return tuple(
         AttemptStatus(
@@ -519,11 +527,11 @@ def _attempt_statuses(tasks: Sequence[JobTask], attempts: Sequence[Attempt]) -> 
 # --- training
 
 
-def _training_status(
+def _get_training_status(
     files_snapshot: Snapshot, tasks: Iterable[JobTask], states: Mapping[str, SchedulerState], *, now: float
 ) -> TrainingStatus | None:
     """Return the state of that training of these tasks which was worked on last."""
-    newest = _newest_train_task(files_snapshot, tasks)
+    newest = _find_newest_train_task(files_snapshot, tasks)
     if newest is None:
         return None
     files = files_snapshot.training(newest.signature)
@@ -533,8 +541,8 @@ def _training_status(
     moving = [row for row in rows if row["kind"] in ("start", "step", "epoch")]
     last_step, last_epoch = steps[-1] if steps else {}, epochs[-1] if epochs else {}
     latest = max((row for row in (last_step, last_epoch) if row), key=lambda row: row["samples"], default={})
-    row = _newest_with_eta(rows)
-    script, stage = newest.spec.script, _stage_status(rows, result, files.stage_decisions(), nodes=newest.nodes)
+    row = _find_newest_row_with_eta(rows)
+    script, stage = newest.spec.script, _get_stage_status(rows, result, files.stage_decisions(), nodes=newest.nodes)
     prediction = newest.prediction and newest.prediction.of_batch(stage.batch if stage else newest.batch)
     summary = files.summary() if result is not None else None
     return TrainingStatus(
@@ -545,7 +553,7 @@ def _training_status(
         batch=newest.batch if result is None else result.batch,
         attempt=newest.attempt,
         epoch=float(moving[-1]["epoch"] or 0.0) if moving else 0.0,
-        epochs=_epochs_of_training(newest.spec, moving),
+        epochs=_count_epochs_of_training(newest.spec, moving),
         samples=int(moving[-1]["samples"]) if moving else 0,
         loss=latest.get("loss"),
         top1=last_epoch.get("top1"),
@@ -557,7 +565,7 @@ def _training_status(
         beta2=next((row.get("beta2") for row in reversed(rows) if row["kind"] in ("start", "stage")), None),
         step_time=latest.get("step_time") if summary is None or summary.actual_step is None else summary.actual_step,
         predicted_step=None if prediction is None else prediction.step_time,
-        eta=_remaining_training_seconds(
+        eta=_estimate_remaining_training_seconds(
             row,
             finished=result is not None,
             now=now - files.clock_ahead(rows)
@@ -565,10 +573,10 @@ def _training_status(
             else None,
         ),
         noise=next((row for row in reversed(rows) if row["kind"] == "noise"), None),
-        tuning=_tuning_status(files.tuning()),
+        tuning=_get_tuning_status(files.tuning()),
         kwh=energy.kwh if (energy := files.energy()) is not None else None,
-        samples_asked=None if script is None else requested_samples(script),
-        ags=_newest_scaling(rows),
+        samples_asked=None if script is None else count_requested_samples(script),
+        ags=_find_newest_scaling(rows),
         warnings=tuple(dict.fromkeys(row["message"] for row in rows if row["kind"] == "warning")),
         changes=files.changes(),
         stage=stage,
@@ -576,13 +584,13 @@ def _training_status(
     )
 
 
-def _newest_scaling(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+def _find_newest_scaling(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """Return what gradient scaling did in the last epoch, of a script in all; None where a training scales none."""
     ags_rows = (row["ags"] for row in reversed(rows) if isinstance(row.get("ags"), Mapping))
     return next((values.get("so_far", values) for values in ags_rows), None)
 
 
-def _stage_status(
+def _get_stage_status(
     rows: Sequence[Mapping[str, Any]], result: TrainResult | None, decisions: Sequence[StageDecision], *, nodes: int
 ) -> StageStatus | None:
     """Return the stage of a training whose batch grows; None of any other, and of one that is over."""
@@ -593,35 +601,35 @@ def _stage_status(
     return StageStatus(newest["batch"], newest["stage"], newest["stages"], newest.get("noise"), coming, nodes)
 
 
-def _epochs_of_training(spec: JobSpec, moving: Sequence[Mapping[str, Any]]) -> int | None:
+def _count_epochs_of_training(spec: JobSpec, moving: Sequence[Mapping[str, Any]]) -> int | None:
     """Return the epochs of a training; None where they do not tell how far it is: nobody knows how many samples one has."""
     if spec.script is None:
         return spec.train.epochs_at_most
     return None if moving and moving[-1]["epoch"] is None else spec.script.length.epochs
 
 
-def _newest_train_task(files_snapshot: Snapshot, tasks: Iterable[JobTask]) -> TrainTask | None:
+def _find_newest_train_task(files_snapshot: Snapshot, tasks: Iterable[JobTask]) -> TrainTask | None:
     trainings = [task for task in tasks if isinstance(task, TrainTask)]
     submitted = {job.id: job.submitted_at for job in files_snapshot.jobs}
     return max(trainings, key=lambda task: (submitted.get(task.job, 0.0), task.attempt), default=None)
 
 
-def _newest_with_eta(rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
+def _find_newest_row_with_eta(rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Return the newest row that says what is left, of the newest start; nothing if that has made no step yet."""
     newest = [row for row in rows if row["kind"] in ("step", "branch", "start")][-1:]
     return newest[0] if newest and newest[0]["kind"] != "start" else {}
 
 
-def _tuning_status(tuning: Tuning | None) -> TuningStatus | None:
+def _get_tuning_status(tuning: Tuning | None) -> TuningStatus | None:
     if tuning is None:
         return None
     names = [arm.name for arm in tuning.arms]
-    turn, _ = halving.next_branch_or_winner(names, tuning.branches)
+    turn, _ = halving.find_next_branch_or_winner(names, tuning.branches)
     if turn is None or tuning.chosen is not None:
         chosen = tuning.chosen.name if tuning.chosen is not None else None
         return TuningStatus(None, 0, 0, 0, chosen, tuning.branches)
     branches_done = sum(branch.rung == turn.rung for branch in tuning.branches)
-    count = max(branches_done + 1, len(halving.arms_of_rung(names, tuning.branches)))
+    count = max(branches_done + 1, len(halving.list_arms_of_rung(names, tuning.branches)))
     return TuningStatus(names[turn.arm], branches_done + 1, count, turn.rung, None, tuning.branches)
 
 
@@ -633,7 +641,9 @@ def _is_training(files_snapshot: Snapshot, job: str, scheduler: SchedulerState |
     return not attempts or (attempts[-1].ended_at is None and row.get("time", 0.0) >= attempts[-1].started_at)
 
 
-def _remaining_training_seconds(last_row: Mapping[str, Any], *, finished: bool, now: float | None) -> float | None:
+def _estimate_remaining_training_seconds(
+    last_row: Mapping[str, Any], *, finished: bool, now: float | None
+) -> float | None:
     """Return the seconds left: what the last row said, less the time since; all of it while nothing trains (`now` is None)."""
     if finished:
         return 0.0
@@ -675,11 +685,11 @@ def watch_jobs(
     waiting_for, started, lost_since = set(job_ids), clock(), dict[str, float]()
     launcher = launcher.patient()
     kinds = {job.scheduler for job in run.jobs() if job.id in waiting_for}
-    pause, longest = poll_interval("local" if kinds <= {"local"} else "slurm")
+    pause, longest = get_poll_interval("local" if kinds <= {"local"} else "slurm")
     hopeless = 0  # polls in sequence: a busy controller may give such a reason for a moment
     while True:
-        now, folders = clock(), _result_folders(run)
-        written = _last_written(folders)
+        now, folders = clock(), _list_result_folders(run)
+        written = _find_last_write_time(folders)
         status = run_status(run, launcher, now=now, only=waiting_for)
         if not run.path.is_dir():
             raise RunGone(run.path)
@@ -689,12 +699,12 @@ def watch_jobs(
             return
         hopeless = hopeless + 1 if all(job.hopeless for job in waiting) else 0
         if hopeless > 1:
-            raise _never_starts_error(waiting)
+            raise _make_never_starts_error(waiting)
         if timeout is not None and now - started >= timeout:
             return
         remaining = pause if timeout is None else min(pause, max(0.0, started + timeout - now))
         while remaining > 0:
-            last_written, written = written, _last_written(folders)
+            last_written, written = written, _find_last_write_time(folders)
             if written != last_written and _are_complete(run, waiting_for):
                 break
             sleep(min(FILE_POLL_SECONDS, remaining))
@@ -702,7 +712,7 @@ def watch_jobs(
         pause = min(longest, pause * 1.5)
 
 
-def _never_starts_error(jobs: Sequence[JobStatus]) -> SchedulerError:
+def _make_never_starts_error(jobs: Sequence[JobStatus]) -> SchedulerError:
     reasons = dict.fromkeys(job.reason for job in jobs)
     names = ", ".join(job.id for job in jobs)
     return SchedulerError(
@@ -711,13 +721,13 @@ def _never_starts_error(jobs: Sequence[JobStatus]) -> SchedulerError:
     )
 
 
-def _result_folders(run: RunDir) -> list[Path]:
+def _list_result_folders(run: RunDir) -> list[Path]:
     trainings = [run.path / "train" / name for name in list_names(run.path / "train")]
     evaluations = [folder / "evaluations" for folder in trainings]
     return [*(run.path / name for name in ("tasks", "results", "script", "train")), *trainings, *evaluations]
 
 
-def _last_written(folders: Iterable[Path]) -> list[int]:
+def _find_last_write_time(folders: Iterable[Path]) -> list[int]:
     """Return when folders were last written to (ns), those that are there: a few calls, where reading takes thousands."""
     times = []
     for folder in folders:
@@ -732,7 +742,7 @@ def _are_complete(run: RunDir, job_ids: set[str]) -> bool:
     results = {result.id: result for result in files_snapshot.results}
     tasks_by_job = [files_snapshot.tasks_of(id_) for id_ in job_ids]
     return all(
-        tasks and (progress := job_progress(files_snapshot, tasks, results)).done == progress.total
+        tasks and (progress := get_job_progress(files_snapshot, tasks, results)).done == progress.total
         for tasks in tasks_by_job
     )
 
@@ -741,7 +751,7 @@ def _is_waiting(job: JobStatus, lost_since: dict[str, float], *, now: float) -> 
     if job.state != "lost":
         lost_since.pop(job.id, None)
         return job.state in ACTIVE
-    return now - lost_since.setdefault(job.id, now) < grace_seconds(job.scheduler)
+    return now - lost_since.setdefault(job.id, now) < get_grace_seconds(job.scheduler)
 
 
 # --- ending
@@ -794,13 +804,13 @@ DISK_IS_FULL = 2**16  # bytes free; below, the small files of a run cannot be wr
 CANCELLED = "the same command resumes from the newest checkpoint"
 
 
-def micro_batch(task: TrainTask) -> int:
+def compute_micro_batch(task: TrainTask) -> int:
     """Return the samples that a GPU takes at a time."""
     world = task.nodes * task.spec.cluster.gpus_per_node
     return task.batch // (world * task.spec.train.accumulate * task.splits)
 
 
-def error_of_training(task: TrainTask, attempts: Sequence[Attempt], *, saved_samples: int) -> TulaError:
+def make_error_of_training(task: TrainTask, attempts: Sequence[Attempt], *, saved_samples: int) -> TulaError:
     """Return the error for how a training ended.
 
     Args:
@@ -817,7 +827,7 @@ def error_of_training(task: TrainTask, attempts: Sequence[Attempt], *, saved_sam
     if attempt.outcome == "cancelled":
         return JobFailed(f"Training was cancelled on attempt {task.attempt}{where}: {attempt.message}", CANCELLED)
     if attempt.outcome == "device_oom":
-        cut = f" with micro-batches of {micro_batch(task)}" if task.splits > 1 else ""
+        cut = f" with micro-batches of {compute_micro_batch(task)}" if task.splits > 1 else ""
         return OutOfMemoryAtMinimum(
             f"out of memory at the smallest batch, {task.batch}{cut}: {attempt.message}",
             hint,
@@ -868,7 +878,7 @@ def load_summary(run: RunDir, signature: str) -> Summary:
     attempts = run.training(signature).attempts()
     if task is None or not attempts:
         raise Pending(f"training {signature} has not started", "tula status shows what it waits for")
-    raise error_of_training(task, attempts, saved_samples=run.training(signature).newest_samples())
+    raise make_error_of_training(task, attempts, saved_samples=run.training(signature).newest_samples())
 
 
 # --- Probes
@@ -878,4 +888,4 @@ def count_notes(measured: Iterable[Measured]) -> tuple[str, ...]:
     """Return what is absent, and why, each once and with how many probes say so."""
     notes_by_probe = [probe.script.notes for probe in measured if probe.script is not None]
     counts = Counter(note for probe_notes in notes_by_probe for note in dict.fromkeys(probe_notes))
-    return tuple(f"{note} ({count} of {plural(len(notes_by_probe), 'probe')})" for note, count in counts.items())
+    return tuple(f"{note} ({count} of {format_count(len(notes_by_probe), 'probe')})" for note, count in counts.items())

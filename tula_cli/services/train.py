@@ -7,18 +7,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tula_cli.cluster.chains import nodes_of_links
+from tula_cli.cluster.chains import list_nodes_of_links
 from tula_cli.cluster.full_disk import release_held_jobs
-from tula_cli.cluster.launcher import Launcher, lock_submission, unfinished_jobs
+from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submission
 from tula_cli.cluster.slurm import first_job
 from tula_cli.errors import BadMeasurements, Infeasible, SchedulerError, SpecError, require_positive
 from tula_cli.models import halving
 from tula_cli.models.choice.grid import check_divides, list_batches
 from tula_cli.models.cost import describe_price
 from tula_cli.models.observations import NO_OTHER_SIZES, OtherSizes
-from tula_cli.models.overheads import median_queue_wait
+from tula_cli.models.overheads import compute_median_queue_wait
 from tula_cli.models.ramp.by_noise import apply_decisions, continue_stages
-from tula_cli.models.ramp.stage_nodes import batch_divisor, check_stages, stage_objective_of, task_on_stage_nodes
+from tula_cli.models.ramp.stage_nodes import (
+    check_stages,
+    choose_stage_objective_of,
+    compute_batch_divisor,
+    move_task_to_stage_nodes,
+)
 from tula_cli.run.code import choose_code, describe_user_code, take_snapshot
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.imports import Source, with_weights
@@ -32,7 +37,7 @@ from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.services import resume_test
 from tula_cli.services.allowed_nodes import require_allowed_nodes
 from tula_cli.services.events import Note, TrainPlanned, WarningEvent, Work
-from tula_cli.services.planned_lengths import ExpectedEnd, expected_end
+from tula_cli.services.planned_lengths import ExpectedEnd, predict_end
 from tula_cli.services.recommendation.from_training import (
     continue_training,
     describe_interrupted_training,
@@ -40,9 +45,9 @@ from tula_cli.services.recommendation.from_training import (
 )
 from tula_cli.services.recommendation.measured import (
     CachedTrainings,
-    forecast_of_recommendation,
-    measurements_of_other_sizes,
+    make_forecast_of_recommendation,
     plan_stages,
+    read_measurements_of_other_sizes,
 )
 from tula_cli.services.recommendation.saves import describe_interruption_cost
 from tula_cli.services.resume_test import describe_cap_exceeded
@@ -52,13 +57,13 @@ from tula_cli.services.waiting import (
     Dependencies,
     DetachedJobs,
     WaitPolicy,
-    interruption_of_jobs,
+    make_interruption_of_jobs,
     require_confirmed,
     wait_for_jobs,
     warn_new_jobs,
 )
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.signature import train_signature
+from tula_cli.spec.signature import compute_train_signature
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ class TrainPlan:
     ends: ExpectedEnd | None = None  # where train.early_stopping is expected to end it; None where nothing tells
 
 
-def part_to_train(run: RunDir, spec: JobSpec, node_type: str | None) -> tuple[Part, Recommendation | None]:
+def choose_part_to_train(run: RunDir, spec: JobSpec, node_type: str | None) -> tuple[Part, Recommendation | None]:
     """Return the part of a job to train and what is recommended there; the whole job where it names no node types.
 
     Args:
@@ -142,16 +147,18 @@ def plan_training(
         nodes, batch = nodes or choice.nodes, batch or choice.batch
     assert nodes is not None
     assert batch is not None
-    check_divides(batch, batch_divisor(spec, nodes))
+    check_divides(batch, compute_batch_divisor(spec, nodes))
     require_allowed_nodes(spec, nodes)
-    code = _code_to_train(run, spec, nodes, batch)
+    code = _choose_code_to_train(run, spec, nodes, batch)
     as_chosen = choice is not None and (choice.nodes, choice.batch) == (nodes, batch)
-    rungs = _fallback_rungs(run, spec, nodes, batch, recommendation, other_sizes)
-    task = _train_task(spec, nodes, batch, code, rungs)
+    rungs = _list_fallback_rungs(run, spec, nodes, batch, recommendation, other_sizes)
+    task = _make_train_task(spec, nodes, batch, code, rungs)
     task = continue_training(run, task, recommendation if as_chosen else None, code=code.identity)
     newest = run.training(task.signature).newest_task()
     if newest is None or task.attempt > newest.attempt:
-        task = _with_stages(run, task, newest, recommendation if as_chosen else None, _dataset_size(run, spec, inspect))
+        task = _with_stages(
+            run, task, newest, recommendation if as_chosen else None, _find_dataset_size(run, spec, inspect)
+        )
     step = task.prediction.step_time if task.prediction else None
     return TrainPlan(
         task=_resume_task(newest, task) if newest and newest.attempt >= task.attempt else task,
@@ -175,7 +182,7 @@ def _with_stages(
     stages, training = continue_stages(newest.stages if newest else (), stages), run.training(task.signature)
     if decisions := training.stage_decisions():  # of a training that goes on elsewhere
         stages = apply_decisions(stages, decisions, total=size * spec.train.epochs, size=size)
-    return task_on_stage_nodes(task.model_copy(update={"stages": stages}), samples=training.newest_samples())
+    return move_task_to_stage_nodes(task.model_copy(update={"stages": stages}), samples=training.newest_samples())
 
 
 def _describe_source(recommendation: Recommendation | None, given_names: Sequence[str]) -> str:
@@ -194,12 +201,12 @@ def _resume_task(newest: TrainTask, requested: TrainTask) -> TrainTask:
     return newest.model_copy(update={"spec": requested.spec, "workdir": requested.workdir, "workers": workers})
 
 
-def _code_to_train(run: RunDir, spec: JobSpec, nodes: int, batch: int) -> Source:
+def _choose_code_to_train(run: RunDir, spec: JobSpec, nodes: int, batch: int) -> Source:
     """Return the code to train: what is there now, also where the run was measured with other code."""
     code = choose_code(run, spec, Path.cwd(), keep=False)
-    signature = train_signature(spec, nodes=nodes, batch=batch, code=code.identity)
+    signature = compute_train_signature(spec, nodes=nodes, batch=batch, code=code.identity)
     for digest in run.code_digests() - {code.digest}:
-        earlier = train_signature(spec, nodes=nodes, batch=batch, code=with_weights(digest, code.weights))
+        earlier = compute_train_signature(spec, nodes=nodes, batch=batch, code=with_weights(digest, code.weights))
         samples = run.training(earlier).newest_samples()
         if samples and not run.training(signature).newest_samples() and run.training(earlier).summary() is None:
             warning = (
@@ -210,7 +217,7 @@ def _code_to_train(run: RunDir, spec: JobSpec, nodes: int, batch: int) -> Source
     return code
 
 
-def _dataset_size(run: RunDir, spec: JobSpec, inspect: Callable[[JobSpec], Inspection]) -> int:
+def _find_dataset_size(run: RunDir, spec: JobSpec, inspect: Callable[[JobSpec], Inspection]) -> int:
     measured = (result.dataset_size for result in run.results() if isinstance(result, Measured))
     return next(measured, None) or first_job.inspect_with_stored(inspect, run)(spec).dataset_size
 
@@ -225,8 +232,8 @@ def _require_size(spec: JobSpec, nodes: int, batch: int, dataset_size: int) -> N
     check_stages(spec, batch=batch, nodes=nodes, dataset_size=dataset_size)
 
 
-def _train_task(spec: JobSpec, nodes: int, batch: int, code: Source, ladder: tuple[Rung, ...]) -> TrainTask:
-    signature = train_signature(spec, nodes=nodes, batch=batch, code=code.identity)
+def _make_train_task(spec: JobSpec, nodes: int, batch: int, code: Source, ladder: tuple[Rung, ...]) -> TrainTask:
+    signature = compute_train_signature(spec, nodes=nodes, batch=batch, code=code.identity)
     job = f"train-{signature}"
     return TrainTask(
         id=f"{job}-1",
@@ -241,15 +248,17 @@ def _train_task(spec: JobSpec, nodes: int, batch: int, code: Source, ladder: tup
     )
 
 
-def _fallback_rungs(
+def _list_fallback_rungs(
     run: RunDir, spec: JobSpec, nodes: int, batch: int, recommended: Recommendation | None, other_sizes: OtherSizes
 ) -> tuple[Rung, ...]:
     """Return the batch and those an out-of-memory falls back to, with predictions where there are measurements."""
-    chosen, by = recommended and recommended.choice, stage_objective_of(recommended)
+    chosen, by = recommended and recommended.choice, choose_stage_objective_of(recommended)
     market: Market = chosen.market if chosen and (chosen.nodes, chosen.batch) == (nodes, batch) else "on_demand"
     with contextlib.suppress(BadMeasurements, Infeasible):  # given without a profile: train without a prediction
-        queue = median_queue_wait(run.jobs(), run.attempts())
-        forecast = dataclasses.replace(forecast_of_recommendation(run, spec, other_sizes), stages_by=by, queue=queue)
+        queue = compute_median_queue_wait(run.jobs(), run.attempts())
+        forecast = dataclasses.replace(
+            make_forecast_of_recommendation(run, spec, other_sizes), stages_by=by, queue=queue
+        )
         if rungs := forecast.fallback_rungs(nodes, batch, market=market):
             return rungs
     divisor = nodes * spec.cluster.gpus_per_node * spec.train.accumulate
@@ -266,7 +275,7 @@ def submit_training(run: RunDir, plan: TrainPlan, launcher: Launcher, *, after: 
     task = plan.task
     with lock_submission(run):
         release_held_jobs(run, task)
-        if unfinished_jobs(run, launcher, [task.job]):
+        if list_unfinished_jobs(run, launcher, [task.job]):
             if run.is_cancelled(task.job):
                 raise SchedulerError(f"{task.job} is still being cancelled", "run the same command again in a minute")
             require_stopped(run, task)
@@ -326,7 +335,7 @@ def prepare_training(
         BadMeasurements, SpecError: as `part` and `plan`.
     """
     spec = with_site_billing(spec, run.path.parent)
-    part, recommendation = part_to_train(run, spec, node_type)
+    part, recommendation = choose_part_to_train(run, spec, node_type)
     if part.type is not None:
         yield Note(f"node type {part.type}")
     plan_found = plan_training(
@@ -335,7 +344,7 @@ def prepare_training(
         nodes=nodes,
         batch=batch,
         recommendation=recommendation,
-        other_sizes=measurements_of_other_sizes(part, CachedTrainings()),
+        other_sizes=read_measurements_of_other_sizes(part, CachedTrainings()),
         inspect=inspect,
     )
     for text in (
@@ -346,11 +355,11 @@ def prepare_training(
         if text:
             yield WarningEvent(text)
     ready = PreparedTraining(run, spec, part, plan_found, rehearse, within_balance)
-    ends = expected_end(part.run, plan_found.task, code=plan_found.code.digest)
+    ends = predict_end(part.run, plan_found.task, code=plan_found.code.digest)
     remaining_share = 1.0
     if plan_found.resumes is not None:
         remaining_share -= plan_found.resumes / (
-            _dataset_size(part.run, part.spec, inspect) * part.spec.train.epochs_at_most
+            _find_dataset_size(part.run, part.spec, inspect) * part.spec.train.epochs_at_most
         )
     balance = (
         None
@@ -387,15 +396,17 @@ def run_training(
         yield Note("this training run is finished already")
         return load_summary(part.run, plan.task.signature)
     launcher = dependencies.launcher_for(part.spec)
-    going_on = unfinished_jobs(part.run, launcher, [plan.task.job])
+    going_on = list_unfinished_jobs(part.run, launcher, [plan.task.job])
     if not going_on:
         if training.within_balance:
             require_balance(plan.balance)
-        planned = TrainPlanned(plan, nodes_of_links(plan.task))
+        planned = TrainPlanned(plan, list_nodes_of_links(plan.task))
         yield planned
         require_confirmed(dependencies.confirm, planned)
     save_job(training.run, training.spec, [part], file)
-    after = "" if going_on else (yield from resume_test.test_resume_if_due(training.by_script, launcher, wait_policy))
+    after = (
+        "" if going_on else (yield from resume_test.run_resume_test_if_due(training.by_script, launcher, wait_policy))
+    )
     try:
         jobs = (submit_training(part.run, plan, launcher, after=after),)
         if not wait_policy.should_wait(part.spec):
@@ -403,6 +414,6 @@ def run_training(
             return DetachedJobs(jobs, tuple(going_on))
         run_status = yield from wait_for_jobs(part.run, launcher, jobs, wait_policy)
     except KeyboardInterrupt:
-        raise interruption_of_jobs(part.run, [(part, launcher)], wait_policy) from None
+        raise make_interruption_of_jobs(part.run, [(part, launcher)], wait_policy) from None
     require_known_job(run_status, plan.task.job)
     return load_summary(part.run, plan.task.signature)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tula_cli import words
 from tula_cli.cluster.launcher import Launcher
-from tula_cli.cluster.slurm.scheduler import overriding_variables
+from tula_cli.cluster.slurm.scheduler import list_overriding_variables
 from tula_cli.errors import Interruption, OverBudget, Pending, SpecError
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.records.inspections import Inspection
@@ -62,7 +62,7 @@ class DetachedJobs:
     under_way: tuple[str, ...]  # those of them that this call did not submit
 
 
-def only_part(run: RunDir, spec: JobSpec, node_type: str | None, *, purpose: str) -> Part:
+def get_only_part(run: RunDir, spec: JobSpec, node_type: str | None, *, purpose: str) -> Part:
     """Return the part of a job on one type of node.
 
     Args:
@@ -94,7 +94,7 @@ def describe_beyond_cap(subject: str, node_hours: float, cap: float | None) -> s
     """Return in words that something may take more node-hours than the cap; empty where it may not, or there is none."""
     if cap is None or node_hours <= cap:
         return ""
-    return f"{subject} may take {words.number(node_hours)} node-hours, search.max_node_hours is {cap:g}"
+    return f"{subject} may take {words.format_number(node_hours)} node-hours, search.max_node_hours is {cap:g}"
 
 
 def require_within_cap(node_hours: Sequence[float], cap: float | None, *, first_jobs: float = 0.0) -> None:
@@ -132,14 +132,14 @@ def wait_for_jobs(run: RunDir, launcher: Launcher, jobs: Sequence[str], wait_pol
         raise Pending(
             f"not over within the time to wait: {', '.join(unfinished)}", "the same command attaches to them again"
         )
-    reported = _reported_failures(run)
+    reported = _list_reported_failures(run)
     for job in own_jobs:
         if job.state in FAILED_STATES and job.reason not in reported:
-            yield WarningEvent(f"{job.id} {job.state}: {words.first_line(job.reason)}")
+            yield WarningEvent(f"{job.id} {job.state}: {words.get_first_line(job.reason)}")
     return run_status
 
 
-def _reported_failures(run: RunDir) -> set[str]:
+def _list_reported_failures(run: RunDir) -> set[str]:
     """Return why probes have failed, where none was measured: the error that follows says it."""
     results = run.results()
     if any(isinstance(result, Measured) for result in results):
@@ -147,9 +147,11 @@ def _reported_failures(run: RunDir) -> set[str]:
     return {result.message for result in results if isinstance(result, Failed)}
 
 
-def interruption_of_jobs(run: RunDir, parts: Iterable[tuple[Part, Launcher]], wait_policy: WaitPolicy) -> Interruption:
+def make_interruption_of_jobs(
+    run: RunDir, parts: Iterable[tuple[Part, Launcher]], wait_policy: WaitPolicy
+) -> Interruption:
     """Return what to raise on Ctrl-C where jobs of some parts of a run are submitted, or on the way."""
-    hint = f"the same command attaches to them again; tula cancel {words.relative_path(run.path)} ends them"
+    hint = f"the same command attaches to them again; tula cancel {words.make_relative_path(run.path)} ends them"
     return wait_policy.interruption(parts, hint=hint, message="interrupted; the jobs go on")
 
 
@@ -157,7 +159,7 @@ def warn_new_jobs(
     run: RunDir, launcher: Launcher, jobs: Sequence[str], under_way: Sequence[str], spec: JobSpec
 ) -> Iterator[Event]:
     """Warn of jobs that will not start, of those submitted with other settings, and of variables that sbatch was not given."""
-    if spec.cluster.kind == "slurm" and (names := overriding_variables(os.environ)):
+    if spec.cluster.kind == "slurm" and (names := list_overriding_variables(os.environ)):
         yield WarningEvent(f"not passed to sbatch, because the job file decides that: {', '.join(names)} (environment)")
     submitted = [job for job in run.jobs() if job.id in jobs]
     for id_, state in launcher.states(run.read(), submitted).items():

@@ -6,18 +6,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tula_cli.show.profile import unsettled_plan
+from tula_cli.show.profile import render_unsettled_plan
 from tula_cli.show.screen import Origin
-from tula_cli.show.tables import at_most, by_type, list_numbers, make_table, style_part
+from tula_cli.show.tables import describe_upper_bound, list_numbers, make_table, render_by_type, style_text
 from tula_cli.words import (
+    choose_size_unit,
     format_bytes,
+    format_count,
     format_duration,
     format_moment,
+    format_number,
     format_size,
-    number,
-    plural,
-    relative_path,
-    size_unit,
+    make_relative_path,
 )
 
 if TYPE_CHECKING:
@@ -50,7 +50,9 @@ def render_checks(
     """Return what is known of each type of node for the envelope, and what is shown of it."""
     if None in reports:
         return {"report": reports[None], "origins": origins}, render_check(reports[None], origins)
-    return {"types": dict(reports), "origins": origins}, by_type(reports, lambda report: render_check(report, {}))
+    return {"types": dict(reports), "origins": origins}, render_by_type(
+        reports, lambda report: render_check(report, {})
+    )
 
 
 def render_check(report: "CheckReport", origins: Mapping[str, Origin]) -> Iterator["RenderableType"]:
@@ -73,34 +75,36 @@ def render_check(report: "CheckReport", origins: Mapping[str, Origin]) -> Iterat
     if report.jobs:
         yield from _render_jobs(report)
     if report.unsettled is not None:
-        yield from unsettled_plan(report.unsettled)
+        yield from render_unsettled_plan(report.unsettled)
     elif report.jobs:
         if report.expected is not None:
             alike = ", as if steps took as long at every length" * bool(report.lengths)
             yield describe_expectation(report.expected, local=report.machine_hours_at_most is not None) + alike
         if report.worth is not None:
             yield describe_search_cost(report.worth)
-        yield at_most(report.machine_hours_at_most, report.node_hours_at_most, report.price_at_most, report.currency)
+        yield describe_upper_bound(
+            report.machine_hours_at_most, report.node_hours_at_most, report.price_at_most, report.currency
+        )
         yield f"price: {report.price}"
 
 
 def describe_expectation(expectation: "Expectation", *, local: bool) -> str:
     """Return in words what the probes are expected to take."""
     time = f"{format_duration(3600 * expectation.hours)} one job after the other, " if local else ""
-    return f"expected {time}{number(expectation.node_hours)} node-h {expectation.basis}"
+    return f"expected {time}{format_number(expectation.node_hours)} node-h {expectation.basis}"
 
 
 def describe_search_cost(search_cost: "SearchCost") -> str:
     """Return in words what each strategy takes beside the training."""
     shares = ", ".join(f"{name} {_format_share(share)}" for name, share in search_cost.shares.items())
     return (
-        f"of the node-hours of the training (batch {search_cost.batch} on {plural(search_cost.nodes)}: {number(search_cost.node_hours)}) the search"
+        f"of the node-hours of the training (batch {search_cost.batch} on {format_count(search_cost.nodes)}: {format_number(search_cost.node_hours)}) the search"
         f" takes: {shares}"
     )
 
 
 def _format_share(value: float) -> str:
-    return f"{number(100 * value)} %" if value < 10 else f"{number(value)} times"
+    return f"{format_number(100 * value)} %" if value < 10 else f"{format_number(value)} times"
 
 
 def _render_jobs(report: "CheckReport") -> Iterator["RenderableType"]:
@@ -111,20 +115,20 @@ def _render_jobs(report: "CheckReport") -> Iterator["RenderableType"]:
         )
     yield made
     yield ""
-    yield f"{plural(report.probes, 'probe')} in {plural(len(report.jobs), 'job')}"
+    yield f"{format_count(report.probes, 'probe')} in {format_count(len(report.jobs), 'job')}"
     if report.lengths:
         yield ""
-        yield _lengths_table(report.lengths)
+        yield _make_lengths_table(report.lengths)
         yield ""
         others = [len(length.batches) for length in report.lengths if length.batches and not length.own]
-        yield f"{plural(sum(others), 'probe')} in {plural(len(others), 'job')} more, of the other lengths"
+        yield f"{format_count(sum(others), 'probe')} in {format_count(len(others), 'job')} more, of the other lengths"
 
 
-def _lengths_table(planned_lengths: "Sequence[PlannedLength]") -> "Table":
+def _make_lengths_table(planned_lengths: "Sequence[PlannedLength]") -> "Table":
     """One row a length of text: what is measured, and what memory holds as it is estimated."""
-    byte, unit = size_unit(max((max(length.memory, default=0) for length in planned_lengths), default=None))
+    byte, unit = choose_size_unit(max((max(length.memory, default=0) for length in planned_lengths), default=None))
     columns = [
-        f"length\non {plural(planned_lengths[0].nodes)}",
+        f"length\non {format_count(planned_lengths[0].nodes)}",
         "global batches",
         "largest\nbatch in\nmemory",
         f"memory there\n({unit}/GPU)",
@@ -157,7 +161,7 @@ def render_inspection(inspection: "Inspection") -> Iterator["RenderableType"]:
         yield f"model: {inspection.parameters} parameters"
         yield from inspection.notes
         yield f"data: {inspection.dataset_size} samples to train on, {inspection.eval_size} to evaluate{shape}{classes}"
-    yield f"hardware: {inspection.hardware or plural(inspection.gpus, 'GPU')} ({inspection.device}), {capacity}"
+    yield f"hardware: {inspection.hardware or format_count(inspection.gpus, 'GPU')} ({inspection.device}), {capacity}"
 
 
 def render_hooks(path: Path) -> Iterator["RenderableType"]:
@@ -172,7 +176,7 @@ def render_hooks(path: Path) -> Iterator["RenderableType"]:
 
 def describe_site(site: "Site | None") -> str:
     """Return what `tula init slurm` has filled in, in words."""
-    from tula_cli.cluster.slurm.site import describe_partition, partitions_with_gpus
+    from tula_cli.cluster.slurm.site import describe_partition, list_partitions_with_gpus
 
     if site is None:
         return "no scheduler answers here: the cluster section is as it comes with tula; fill it in"
@@ -181,9 +185,9 @@ def describe_site(site: "Site | None") -> str:
         return f"no partition is the default: name one of {', '.join(p.name for p in site.partitions)}"
     words = f"filled in from the scheduler: partition {describe_partition(default_partition)}"
     others = [
-        partition.name for partition in partitions_with_gpus(site.partitions) if partition is not default_partition
+        partition.name for partition in list_partitions_with_gpus(site.partitions) if partition is not default_partition
     ]
-    if others and default_partition not in partitions_with_gpus(site.partitions):
+    if others and default_partition not in list_partitions_with_gpus(site.partitions):
         words += f"; {', '.join(others)} {'has' if len(others) == 1 else 'have'} GPUs"
     return words
 
@@ -226,13 +230,13 @@ def describe_check_state(task: "CheckTask", state: "SchedulerState") -> str:
     """Return what a check of the cluster waits for."""
     starts = "" if state.starts_at is None else f", expected to start at {format_moment(state.starts_at)}"
     reason = f" ({state.reason})" if state.reason else ""
-    return f"{task.job} on {plural(task.nodes)}: {state.state}{reason}{starts}"
+    return f"{task.job} on {format_count(task.nodes)}: {state.state}{reason}{starts}"
 
 
 def render_cluster_check(cluster_check: "ClusterCheck") -> Iterator["RenderableType"]:
     """A row a node for what it has and one for how it is reached, then the network."""
     report = cluster_check.report
-    names = _node_names(report)
+    names = _describe_node_names(report)
     made = make_table(("node", "ranks", "GPUs", "driver", "torch", "CUDA", "NCCL", "CPUs\na rank", "memory\n(GiB)", "/dev/shm\n(GiB)"), left=(0, 2, 3, 4, 5, 6))  # fmt: skip
     for name, node in zip(names, report.nodes, strict=True):
         made.add_row(
@@ -252,7 +256,7 @@ def render_cluster_check(cluster_check: "ClusterCheck") -> Iterator["RenderableT
     yield from _render_network(report, names)
 
 
-def _node_names(report: "ClusterReport") -> list[str]:
+def _describe_node_names(report: "ClusterReport") -> list[str]:
     """Return the hosts, with numbers where they are all one."""
     hosts = [node.host for node in report.nodes]
     return hosts if len(set(hosts)) == len(hosts) else [f"{host} #{number}" for number, host in enumerate(hosts, 1)]
@@ -276,15 +280,19 @@ def _render_network(report: "ClusterReport", names: Sequence[str]) -> Iterator["
         largest = report.transfers[-1]  # small ones may go through in a burst
         made = make_table(("all-reduce\n(KiB)", "time\n(ms)", "Gbit/s\neach way"), left=())
         for transfer in report.transfers:
-            made.add_row(number(transfer.size / 1024), number(1000 * transfer.seconds), number(transfer.speed / 1e9))
+            made.add_row(
+                format_number(transfer.size / 1024),
+                format_number(1000 * transfer.seconds),
+                format_number(transfer.speed / 1e9),
+            )
         yield made
         yield ""
-        yield f"network between {names[0]} and {names[1]}: {number(largest.speed / 1e9)} Gbit/s each way, as measured with {report.backend}"
+        yield f"network between {names[0]} and {names[1]}: {format_number(largest.speed / 1e9)} Gbit/s each way, as measured with {report.backend}"
     if report.inside:
         largest = report.inside[-1]
-        yield f"between two GPUs of {names[0]}: {number(largest.speed / 1e9)} Gbit/s each way, as measured with {report.backend}"
+        yield f"between two GPUs of {names[0]}: {format_number(largest.speed / 1e9)} Gbit/s each way, as measured with {report.backend}"
     if report.latency is not None:
-        yield f"an all-reduce of one number over {plural(report.ranks, 'rank')} takes {number(1e6 * report.latency)} µs"
+        yield f"an all-reduce of one number over {format_count(report.ranks, 'rank')} takes {format_number(1e6 * report.latency)} µs"
 
 
 _PHASES = {"begin": "from the start", "same": "resumed", "half": "resumed at half"}
@@ -317,7 +325,7 @@ def render_resume_test(resume_finding: "ResumeFinding") -> Iterator["RenderableT
         remaining = None if row.whole is None else row.whole - (saved if row.phase != "begin" else 0)
         made.add_row(
             _PHASES[row.phase], str(row.batch), str(row.steps), str(row.samples), "-" if remaining is None else str(remaining),
-            "-" if row.first_lr is None else number(row.first_lr, 4), number(row.seconds), row.ended,
+            "-" if row.first_lr is None else format_number(row.first_lr, 4), format_number(row.seconds), row.ended,
         )  # fmt: skip
     yield made
     yield ""
@@ -331,7 +339,7 @@ def render_resume_test(resume_finding: "ResumeFinding") -> Iterator["RenderableT
 
 def describe_config_drift(config_drift: "ConfigDrift", command: str) -> str:
     """Say how a job file differs from the run that came from it, with both values, and what takes the file's."""
-    name, more = relative_path(Path(config_drift.file.path)), len(config_drift.changes) - _MAX_CHANGES_SHOWN
+    name, more = make_relative_path(Path(config_drift.file.path)), len(config_drift.changes) - _MAX_CHANGES_SHOWN
     if config_drift.problem:
         return f"{name} cannot be used any more, so these are the run's own settings: {config_drift.problem}"
     changes = [
@@ -349,7 +357,7 @@ def _shorten_text(value: Any) -> str:
 
 def describe_file_use(config_drift: "ConfigDrift", command: str) -> str:
     """Return the command line that takes the values of a job file; where it is another job by now, it is measured."""
-    words = ["tula", "profile" if config_drift.elsewhere else command, relative_path(Path(config_drift.file.path))]
+    words = ["tula", "profile" if config_drift.elsewhere else command, make_relative_path(Path(config_drift.file.path))]
     return shlex.join([*words, *(word for override in config_drift.file.overrides for word in ("--set", override))])
 
 
@@ -363,12 +371,12 @@ def render_estimate(report: "EstimateReport") -> Iterator["RenderableType"]:
     """Memory of one GPU by local batch, component by component."""
     yield from render_inspection(report.inspection)
     yield ""
-    yield _components_table(report)
+    yield _make_components_table(report)
     yield ""
     yield from _describe_excluded_memory(report)
     yield f"{format_bytes(report.fixed)} whatever the batch, and {format_bytes(report.per_sample)} a sample"
     if report.sharing:
-        yield f"each of {plural(report.sharing, 'GPU')} holds its share of parameters, gradients and optimizer states"
+        yield f"each of {format_count(report.sharing, 'GPU')} holds its share of parameters, gradients and optimizer states"
     yield from _describe_data_memory(report)
     if report.correction:
         yield report.correction
@@ -381,11 +389,11 @@ def render_estimate(report: "EstimateReport") -> Iterator["RenderableType"]:
     yield f"of {format_bytes(report.capacity)} with {100 * report.margin:g} % kept free, {largest}"
 
 
-def _components_table(report: "EstimateReport") -> "Table":
+def _make_components_table(report: "EstimateReport") -> "Table":
     """Eq. 3 at each local batch; for a GPU also what the libraries hold, what the allocator keeps, and what is needed."""
     from tula_cli.run.records.base import Components  # with pydantic, which --help does without
 
-    byte, unit = size_unit(max(*report.needed, *(row.memory.reserved for row in report.rows)))
+    byte, unit = choose_size_unit(max(*report.needed, *(row.memory.reserved for row in report.rows)))
     parts = [part for part in Components.model_fields if report.gpu or part not in ON_GPU]
     headings = [f"{part}\n({unit})" for part in (*parts, *(["needed"] if report.gpu else []))]
     made = make_table(("local\nbatch", *headings, "fits"), left=(1 + len(headings),))
@@ -435,4 +443,4 @@ def render_site_check(site_check: "SiteCheck") -> Iterator["RenderableType"]:
     for finding in site_check.findings:
         advice = f" ({finding.advice})" if finding.advice else ""
         line = f"{finding.verdict.ljust(_WIDEST)}  {finding.about}: {finding.message}{advice}"
-        yield style_part(line, _STYLES[finding.verdict], until=len(finding.verdict))
+        yield style_text(line, _STYLES[finding.verdict], until=len(finding.verdict))

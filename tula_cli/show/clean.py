@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tula_cli.show.tables import long_table
-from tula_cli.words import format_bytes, format_moment, plural
+from tula_cli.show.tables import render_long_table
+from tula_cli.words import format_bytes, format_count, format_moment
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -22,8 +22,8 @@ KIND_DESCRIPTIONS = {
 
 def render_spaces(run_spaces: "Sequence[RunSpace]", *, width: int) -> "Iterator[RenderableType]":
     """A row a run and kind of what may go, and what follows from it."""
-    rows = [row for run_space in run_spaces for row in _space_rows(run_space)]
-    yield from long_table(
+    rows = [row for run_space in run_spaces for row in _list_space_rows(run_space)]
+    yield from render_long_table(
         ("run", "last written", "holds", "may go", "number", "size"), rows, left=(0, 1, 3), width=width
     )
     yield ""
@@ -36,14 +36,14 @@ def render_spaces(run_spaces: "Sequence[RunSpace]", *, width: int) -> "Iterator[
         if run_space.compared:
             yield f"{run_space.id}: {_describe_trainings(run_space.compared)} can neither be resumed nor evaluated afterwards; results stay"
     freed, in_use = sum(run_space.size for run_space in run_spaces), sum(run_space.held for run_space in run_spaces)
-    yield f"{format_bytes(freed)} of {format_bytes(in_use)} in {plural(len(run_spaces), 'run')} may go; results and metrics stay"
+    yield f"{format_bytes(freed)} of {format_bytes(in_use)} in {format_count(len(run_spaces), 'run')} may go; results and metrics stay"
 
 
 def _describe_trainings(signatures: Sequence[str]) -> str:
     return f"{'training' if len(signatures) == 1 else 'trainings'} {', '.join(signatures)}"
 
 
-def _space_rows(run_space: "RunSpace") -> list[list[str]]:
+def _list_space_rows(run_space: "RunSpace") -> list[list[str]]:
     first = [run_space.id, format_moment(run_space.changed), format_bytes(run_space.held)]
     kinds = [kind for kind in KIND_DESCRIPTIONS if any(holding.kind == kind for holding in run_space.holdings)]
     if not kinds:

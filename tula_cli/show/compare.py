@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from tula_cli.show.plots import comparison_plot
+from tula_cli.show.plots import draw_comparison_plot
 from tula_cli.show.tables import make_table
-from tula_cli.words import format_duration, method_label, number, plural, time_unit
+from tula_cli.words import choose_time_unit, describe_method_label, format_count, format_duration, format_number
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -20,35 +20,45 @@ def render_compare_plan(plan: "ComparePlan", *, scripts: Sequence[str] = ()) -> 
     """The grid in the order it is trained, and what it may take."""
     todo = {cell.signature for cell in plan.missing}
     made = make_table(
-        ("", "method", "batch", "local\nbatch", "nodes", "seed", "epochs", "run", f"expected\n({_plan_unit(plan)[1]})"),
+        (
+            "",
+            "method",
+            "batch",
+            "local\nbatch",
+            "nodes",
+            "seed",
+            "epochs",
+            "run",
+            f"expected\n({_choose_plan_unit(plan)[1]})",
+        ),
         left=(1, 7),
     )
-    divisor = _plan_unit(plan)[0]
+    divisor = _choose_plan_unit(plan)[0]
     for place, cell in enumerate(plan.standing.wanted, 1):
         hours = plan.hours.get((cell.method, cell.batch))
         local = cell.batch // (cell.nodes * plan.spec.cluster.gpus_per_node)
         made.add_row(
             str(place),
-            method_label(cell.method, reference=cell.reference),
+            describe_method_label(cell.method, reference=cell.reference),
             str(cell.batch),
             str(local),
             str(cell.nodes),
             str(cell.seed),
             str(cell.short[0] if cell.short else plan.spec.train.epochs),
             f"train-{cell.signature}",
-            "done" if cell.signature not in todo else number(hours and 3600 * cell.share * hours / divisor),
+            "done" if cell.signature not in todo else format_number(hours and 3600 * cell.share * hours / divisor),
         )
     yield made
     yield ""
     done, total = len(plan.standing.wanted) - len(todo), plan.standing.at_most
     at_most = "at most " if plan.standing.undecided else ""
-    yield f"{at_most}{plural(total - done, 'training')} to do, {done} of {total} done"
+    yield f"{at_most}{format_count(total - done, 'training')} to do, {done} of {total} done"
     short = next((cell.short for cell in plan.comparison.cells if cell.short), None)
     if short is not None:
         epochs = sum(cell.share for cell in (*plan.standing.wanted, *plan.standing.undecided))
         yield (
             f"round 1: all rows but lbt for {short[0]} of {short[1]} epochs; round 2: the best two at a batch, lbt and the job's"
-            f" own row in full; the epochs of at most {number(epochs)} full trainings, not"
+            f" own row in full; the epochs of at most {format_number(epochs)} full trainings, not"
             f" {sum(not cell.short for cell in plan.comparison.cells)}"
         )
     yield from _describe_costs(plan)
@@ -57,8 +67,8 @@ def render_compare_plan(plan: "ComparePlan", *, scripts: Sequence[str] = ()) -> 
         yield script
 
 
-def _plan_unit(plan: "ComparePlan") -> tuple[float, str]:
-    return time_unit(max((3600 * hours for hours in plan.hours.values() if hours is not None), default=0.0))
+def _choose_plan_unit(plan: "ComparePlan") -> tuple[float, str]:
+    return choose_time_unit(max((3600 * hours for hours in plan.hours.values() if hours is not None), default=0.0))
 
 
 def _describe_costs(plan: "ComparePlan") -> Iterator[str]:
@@ -70,7 +80,7 @@ def _describe_costs(plan: "ComparePlan") -> Iterator[str]:
         return
     node_hours = hours * plan.comparison.nodes
     # Memory has a price only where it was measured, so gb_hour is left to each training's own prediction.
-    yield f"{'at most' if plan.standing.undecided else 'about'} {format_duration(3600 * hours)} one after the other, {number(node_hours)} node-h"
+    yield f"{'at most' if plan.standing.undecided else 'about'} {format_duration(3600 * hours)} one after the other, {format_number(node_hours)} node-h"
     yield f"price: {plan.price}"
 
 
@@ -78,15 +88,15 @@ def render_comparison(compare_report: "CompareReport", *, width: int, color: boo
     """Table I for the user's own job, and accuracy (or loss) against the batch."""
     if compare_report.first_round and compare_report.epochs is not None:
         yield f"round 1: {compare_report.epochs[0]} of {compare_report.epochs[1]} epochs, one seed; not to be compared with full trainings"
-        yield comparison_table(compare_report, compare_report.first_round)
+        yield make_comparison_table(compare_report, compare_report.first_round)
         yield ""
         yield f"round 2: all {compare_report.epochs[1]} epochs"
-    yield comparison_table(compare_report, compare_report.rows)
+    yield make_comparison_table(compare_report, compare_report.rows)
     yield ""
     if any(row.seeds for row in compare_report.rows):
         yield compare_report.answer
     at_most = "at most " if compare_report.undecided else ""
-    yield f"{compare_report.finished} of {at_most}{plural(compare_report.total, 'training')} done" + (
+    yield f"{compare_report.finished} of {at_most}{format_count(compare_report.total, 'training')} done" + (
         ""
         if compare_report.complete or compare_report.hours_left is None
         else f", about {format_duration(3600 * compare_report.hours_left)} one after the other left"
@@ -96,7 +106,7 @@ def render_comparison(compare_report: "CompareReport", *, width: int, color: boo
         f" {compare_report.reference_batch}, over the seeds of both; recovered: share of lbt's gap at the same batch, - where that"
         " is within the noise or not known (one seed, no lbt)"
     )
-    drawn = comparison_plot(compare_report, width=width, color=color)
+    drawn = draw_comparison_plot(compare_report, width=width, color=color)
     if drawn:
         from rich.text import Text
 
@@ -104,7 +114,7 @@ def render_comparison(compare_report: "CompareReport", *, width: int, color: boo
         yield Text.from_ansi(drawn)
 
 
-def column_headings(compare_report: "CompareReport") -> tuple[str, ...]:
+def list_column_headings(compare_report: "CompareReport") -> tuple[str, ...]:
     """Return the heads of the metrics' columns: a script's have its own names, and no unit."""
     if compare_report.of_script:
         return tuple(metric.replace("best_", "best ", 1) for metric in compare_report.columns)
@@ -123,7 +133,7 @@ def describe_lost_rows(compare_report: "CompareReport") -> str:
     return f"{compare_report.metric} added" if compare_report.less_is_better else f"{compare_report.metric} lost"
 
 
-def metric_digits(compare_report: "CompareReport", metric: str) -> int:
+def choose_metric_digits(compare_report: "CompareReport", metric: str) -> int:
     """Return the decimals that a metric is told with: of a script's own, whose unit nobody knows, four digits in all."""
     if not compare_report.of_script:
         return 4 if metric == "loss" else 2
@@ -131,21 +141,21 @@ def metric_digits(compare_report: "CompareReport", metric: str) -> int:
     return max(0, 3 - math.floor(math.log10(largest))) if largest else 2
 
 
-def time_column(compare_report: "CompareReport") -> tuple[float, str]:
+def choose_time_column(compare_report: "CompareReport") -> tuple[float, str]:
     """Return the seconds of the unit that a training's time is told in, and its name."""
-    return time_unit(3600 * max((row.hours or 0.0 for row in compare_report.rows), default=0.0))
+    return choose_time_unit(3600 * max((row.hours or 0.0 for row in compare_report.rows), default=0.0))
 
 
-def comparison_table(compare_report: "CompareReport", rows: "Sequence[ComparisonRow]") -> "Table":
+def make_comparison_table(compare_report: "CompareReport", rows: "Sequence[ComparisonRow]") -> "Table":
     """One row a method at a batch."""
-    divisor, unit = time_column(compare_report)
+    divisor, unit = choose_time_column(compare_report)
     shown = [row for row in rows if row.cells]
     made = make_table(
         (
             "batch",
             "method",
             "n",
-            *column_headings(compare_report),
+            *list_column_headings(compare_report),
             "gap",
             "recovered\n(%)",
             "samples",
@@ -158,16 +168,16 @@ def comparison_table(compare_report: "CompareReport", rows: "Sequence[Comparison
     for row in shown:
         made.add_row(
             str(row.batch) if row.batch != batch else "",
-            method_label(row.method, reference=row.reference),
+            describe_method_label(row.method, reference=row.reference),
             str(row.seeds),
             *(
-                format_spread(row.stat(metric), metric_digits(compare_report, metric))
+                format_spread(row.stat(metric), choose_metric_digits(compare_report, metric))
                 for metric in compare_report.columns
             ),
-            "-" if row.gap is None else f"{row.gap:.{metric_digits(compare_report, compare_report.metric)}f}",
+            "-" if row.gap is None else f"{row.gap:.{choose_metric_digits(compare_report, compare_report.metric)}f}",
             "-" if row.recovered is None else f"{100 * row.recovered:.0f}",
             "-" if row.samples is None else f"{row.samples:.0f}",
-            "-" if row.hours is None else number(3600 * row.hours / divisor),
+            "-" if row.hours is None else format_number(3600 * row.hours / divisor),
             row.note,
         )
         batch = row.batch

@@ -3,18 +3,18 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from tula_cli.show.tables import make_table, style_part
+from tula_cli.show.tables import make_table, style_text
 from tula_cli.words import (
-    configuration,
+    choose_size_unit,
+    describe_configuration,
+    describe_part,
+    format_count,
     format_duration,
     format_moment,
+    format_number,
     format_size,
-    number,
-    part_words,
-    plural,
-    relative_path,
-    shortened_pair,
-    size_unit,
+    make_relative_path,
+    shorten_pair,
 )
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def render_difference(run_difference: "RunDifference") -> Iterator["RenderableTy
         f"{letter}  {_describe_run(run)}" for letter, run in (("A", run_difference.before), ("B", run_difference.after))
     )
     yield ""
-    yield from (style_part(line, "bold") for line in run_difference.headline)
+    yield from (style_text(line, "bold") for line in run_difference.headline)
     yield from _render_values("job", run_difference.job)
     yield from _render_files(run_difference)
     yield from _render_values("environment", run_difference.environment)
@@ -53,9 +53,9 @@ def render_difference(run_difference: "RunDifference") -> Iterator["RenderableTy
 
 def _describe_run(run_overview: "RunOverview") -> str:
     if run_overview.measured is None:
-        return f"{relative_path(run_overview.path)}: nothing measured yet"
+        return f"{make_relative_path(run_overview.path)}: nothing measured yet"
     first, last = map(format_moment, run_overview.measured)
-    return f"{relative_path(run_overview.path)}: measured {first}{f' to {last}' * (last != first)}"
+    return f"{make_relative_path(run_overview.path)}: measured {first}{f' to {last}' * (last != first)}"
 
 
 def _render_values(heading: str, differences: Sequence["FieldDifference"]) -> Iterator["RenderableType"]:
@@ -63,10 +63,10 @@ def _render_values(heading: str, differences: Sequence["FieldDifference"]) -> It
         return
     made = make_table((heading, "A", "B"), left=range(3))
     for difference in differences:
-        where = f" ({part_words(difference.part)})" if difference.part else ""
+        where = f" ({describe_part(difference.part)})" if difference.part else ""
         made.add_row(
             f"{difference.about}{where}",
-            *shortened_pair(_format_value(difference.before), _format_value(difference.after), _WIDEST),
+            *shorten_pair(_format_value(difference.before), _format_value(difference.after), _WIDEST),
         )
     yield ""
     yield made
@@ -97,7 +97,7 @@ def _render_code(run_difference: "RunDifference") -> Iterator["RenderableType"]:
         yield "code: other digests, but no file that was copied differs"
         return
     added, removed = (sum(getattr(file, name) or 0 for file in code.files) for name in ("added", "removed"))
-    yield f"code: {plural(len(code.files), 'file')} (+{added} -{removed})"
+    yield f"code: {format_count(len(code.files), 'file')} (+{added} -{removed})"
     for file in code.files[:_MAX_FILES_SHOWN]:
         counted = "not text, or too long" if file.added is None else f"+{file.added} -{file.removed}"
         yield f"  {file.name}  {counted}{f', {file.state}' * (file.state != 'changed')}"
@@ -111,22 +111,22 @@ def _render_steps(run_difference: "RunDifference") -> Iterator["RenderableType"]
         parts = any(row.part for row in steps.rows)
         several = len({row.gpus_per_node for row in steps.rows}) > 1
         heads = ["nodes", *["GPUs a\nnode"] * several, "batch", "local\nbatch", "step A\n(ms)", "step B\n(ms)", "B / A"]
-        unit = size_unit(max((row.memory.before or 0 for row in steps.rows), default=0))
+        unit = choose_size_unit(max((row.memory.before or 0 for row in steps.rows), default=0))
         heads += ["compute\n(ms)", "sync\n(ms)", "data wait\n(ms)", f"memory\n({unit[1]})", ""]
         made = make_table([*["part"] * parts, *heads], left=[*[0] * parts, len(heads) + parts - 1])
         for row in steps.rows:
-            made.add_row(*_step_row(row, parts=parts, several=several, divisor=unit[0]))
+            made.add_row(*_make_step_row(row, parts=parts, several=several, divisor=unit[0]))
         yield ""
         yield made
         yield run_difference.test
     for letter, count in zip("AB", steps.only, strict=True):
         if count:
-            yield f"{plural(count, 'configuration')} in {letter} alone"
+            yield f"{format_count(count, 'configuration')} in {letter} alone"
     for letter, names in zip("AB", run_difference.only, strict=True):
-        yield from (f"in {letter} alone: {part_words(name)}" for name in names)
+        yield from (f"in {letter} alone: {describe_part(name)}" for name in names)
 
 
-def _step_row(row: "StepDifference", *, parts: bool, several: bool, divisor: float) -> list[str]:
+def _make_step_row(row: "StepDifference", *, parts: bool, several: bool, divisor: float) -> list[str]:
     cells = [
         *[row.part] * parts,
         str(row.nodes),
@@ -134,14 +134,14 @@ def _step_row(row: "StepDifference", *, parts: bool, several: bool, divisor: flo
         str(row.batch),
         str(row.local_batch),
     ]
-    ratio = "-" if row.ratio is None else number(row.ratio)
+    ratio = "-" if row.ratio is None else format_number(row.ratio)
     cells += [_format_ms(row.step.before), _format_ms(row.step.after), ratio]
     cells += [_format_pair(each, 1e-3) for each in (row.compute, row.sync, row.data_wait)]
-    return [*cells, _format_pair(row.memory, divisor), _step_remark(row)]
+    return [*cells, _format_pair(row.memory, divisor), _describe_step(row)]
 
 
 def _format_ms(value: float | None) -> str:
-    return "-" if value is None else number(1000 * value)
+    return "-" if value is None else format_number(1000 * value)
 
 
 def _format_pair(each: "ValuePair", divisor: float) -> str:
@@ -150,7 +150,7 @@ def _format_pair(each: "ValuePair", divisor: float) -> str:
     return f"{format_size(each.before, divisor)} -> {format_size(each.after, divisor)}"
 
 
-def _step_remark(row: "StepDifference") -> str:
+def _describe_step(row: "StepDifference") -> str:
     if row.outcomes[0] != row.outcomes[1]:
         return " -> ".join(outcome.replace("_", " ") for outcome in row.outcomes)
     if row.ratio is None:
@@ -174,8 +174,8 @@ def _describe_choice(choice: "RecommendedConfiguration | None") -> str:
     if choice is None:
         return "nothing yet"
     kind = f" of type {choice.type}" * bool(choice.type) + " on spot" * (choice.market == "spot")
-    place = configuration(choice.nodes, choice.batch, choice.local_batch)
-    return f"{choice.objective}: {place}{kind}: {format_duration(3600 * choice.hours)}, {number(choice.cost)} {choice.currency}"
+    place = describe_configuration(choice.nodes, choice.batch, choice.local_batch)
+    return f"{choice.objective}: {place}{kind}: {format_duration(3600 * choice.hours)}, {format_number(choice.cost)} {choice.currency}"
 
 
 def _render_trainings(pairs: Sequence["TrainingPair"]) -> Iterator["RenderableType"]:
@@ -185,14 +185,14 @@ def _render_trainings(pairs: Sequence["TrainingPair"]) -> Iterator["RenderableTy
     made = make_table(heads, left=(0, 1, 8, 9))
     for pair in pairs:
         for letter, training in (("A", pair.before), ("B", pair.after)):
-            made.add_row(*(_training_row(letter, pair.part, training) if training else ("-", letter, *["-"] * 8)))
+            made.add_row(*(_make_training_row(letter, pair.part, training) if training else ("-", letter, *["-"] * 8)))
     yield ""
     yield made
 
 
-def _training_row(letter: str, part: str, training_overview: "TrainingOverview") -> tuple[str, ...]:
+def _make_training_row(letter: str, part: str, training_overview: "TrainingOverview") -> tuple[str, ...]:
     best = (
-        f"{training_overview.best_of} {number(training_overview.best, 4)}"
+        f"{training_overview.best_of} {format_number(training_overview.best, 4)}"
         if training_overview.best_of and training_overview.best is not None
         else "-"
     )
@@ -203,7 +203,7 @@ def _training_row(letter: str, part: str, training_overview: "TrainingOverview")
     )
     why = f": {'; '.join(training_overview.causes)}" if training_overview.causes else ""
     return (
-        f"{training_overview.signature}{f' ({part_words(part)})' * bool(part)}", letter, *(("-" if n is None else str(n)) for n in (training_overview.nodes, training_overview.batch)), _format_ms(training_overview.step_time),
-        "-" if training_overview.hours is None else format_duration(3600 * training_overview.hours), "-" if training_overview.cost is None else f"{number(training_overview.cost)} {training_overview.currency}", str(training_overview.attempts), best + epoch,
+        f"{training_overview.signature}{f' ({describe_part(part)})' * bool(part)}", letter, *(("-" if n is None else str(n)) for n in (training_overview.nodes, training_overview.batch)), _format_ms(training_overview.step_time),
+        "-" if training_overview.hours is None else format_duration(3600 * training_overview.hours), "-" if training_overview.cost is None else f"{format_number(training_overview.cost)} {training_overview.currency}", str(training_overview.attempts), best + epoch,
         ("yes" if training_overview.ended else "not yet") + why,
     )  # fmt: skip

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from tula_cli.words import plural
+from tula_cli.words import format_count
 
 if TYPE_CHECKING:
     from tula_cli.services.exporting.export import Exported
@@ -13,17 +13,17 @@ def describe_exports(exporteds: "Sequence[Exported]") -> "Iterator[str]":
     """A line or two a tracker."""
     for exported in exporteds:
         new = [
-            plural(count, noun)
+            format_count(count, noun)
             for count, noun in ((exported.new_runs, "run"), (exported.new_points, "point"), (exported.files, "file"))
             if count
         ]
         news = ", ".join(new) or "nothing new"
         if exported.offline:
             failed = "; not all could be written" if exported.problem else ""
-            yield f"{exported.to} (offline): wrote {news}; {plural(exported.runs, 'run')} in the folder{failed}; not sent until you run"
+            yield f"{exported.to} (offline): wrote {news}; {format_count(exported.runs, 'run')} in the folder{failed}; not sent until you run"
         else:
             failed = "; not all, for it did not answer" if exported.problem else ""
-            yield f"{exported.to}: sent {news}; {plural(exported.runs, 'run')} there by now{failed}"
+            yield f"{exported.to}: sent {news}; {format_count(exported.runs, 'run')} there by now{failed}"
         yield f"  {_describe_destination(exported)}"
 
 

@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from tula_cli.show.screen import Screen
-from tula_cli.show.status import describe_training, jobs_table, story_of
+from tula_cli.show.status import describe_job_state, describe_training, make_jobs_table
 from tula_cli.show.tables import fit
-from tula_cli.words import configuration, first_line, format_duration, number, plural
+from tula_cli.words import describe_configuration, format_count, format_duration, format_number, get_first_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def live_display(screen: Screen) -> Iterator["Live"]:
+def open_live_display(screen: Screen) -> Iterator["Live"]:
     """Show a status that changes: drawn in configuration on a terminal, otherwise one line a change."""
     if screen.quiet:
         yield Live(screen)
@@ -45,7 +45,7 @@ class Live:
     def compared(self, now: "Progress") -> None:
         """Show how far a comparison is."""
         if now.problem and now.ended is not None:
-            self.screen.warn(f"{now.ended.description} failed: {first_line(now.problem)}")
+            self.screen.warn(f"{now.ended.description} failed: {get_first_line(now.problem)}")
 
 
 class ChangesLive(Live):
@@ -58,7 +58,7 @@ class ChangesLive(Live):
     def update(self, now: "RunStatus") -> None:
         super().update(now)
         for job in now.jobs:
-            self._say(job.id, _describe_changes(job), _log_tail(job))
+            self._say(job.id, _describe_changes(job), _describe_log_tail(job))
         train = now.training
         if train is not None:
             finished = ", finished" if train.finished else ""
@@ -85,16 +85,16 @@ def _describe_changes(job: "JobStatus") -> str:
     return f"{job.state} {job.done} {job.now} {job.reason}"
 
 
-def _log_tail(job: "JobStatus") -> str:
+def _describe_log_tail(job: "JobStatus") -> str:
     """Return a job in one line."""
     parts = [f"{job.id}: {job.state}"]
     ended = job.kind == "probe" and job.state == "failed"  # what follows tells why, once
-    parts += [story] if not ended and (story := story_of(job)) else []
-    parts += [f"{job.done} of {plural(job.total, 'probe')}"] if job.kind == "probe" else []
+    parts += [story] if not ended and (story := describe_job_state(job)) else []
+    parts += [f"{job.done} of {format_count(job.total, 'probe')}"] if job.kind == "probe" else []
     if job.now is not None:
-        parts.append(f"next: {configuration(job.now.nodes, job.now.batch, job.now.local_batch)}")
+        parts.append(f"next: {describe_configuration(job.now.nodes, job.now.batch, job.now.local_batch)}")
     if job.left is not None:
-        parts.append(f"about {format_duration(job.left)} and {number(job.node_hours_left)} node-h left")
+        parts.append(f"about {format_duration(job.left)} and {format_number(job.node_hours_left)} node-h left")
     return ", ".join(parts)
 
 
@@ -122,7 +122,7 @@ class DrawnLive(Live):
         super().update(now)
         parts: list[RenderableType] = []
         if now.jobs:
-            parts.append(drawn := jobs_table(now.jobs))
+            parts.append(drawn := make_jobs_table(now.jobs))
             fit(drawn, self._live.console)
         parts += [describe_training(now.training)] if now.training is not None else []
         self._live.update(Group(*parts), refresh=True)
@@ -141,7 +141,7 @@ class DrawnLive(Live):
 def describe_comparison(now: "Progress") -> str:
     """One line: how far a comparison is, and what it does."""
     at_most, of_two = "at most " if now.undecided else "", f"round {now.round} of 2: " if now.round else ""
-    parts = [f"{of_two}{now.done} of {at_most}{plural(now.total, 'training')} done"]
+    parts = [f"{of_two}{now.done} of {at_most}{format_count(now.total, 'training')} done"]
     parts += [f"{now.failed} failed"] if now.failed else []
     parts += [f"now: {now.cell.description}"] if now.cell is not None else []
     parts += [now.waits] if now.waits else []

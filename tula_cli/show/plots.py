@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from tula_cli.words import method_label, number, plural, time_unit
+from tula_cli.words import choose_time_unit, describe_method_label, format_count, format_number
 
 if TYPE_CHECKING:
     from tula_cli.run.records.recommendations import Prediction, Recommendation
@@ -54,7 +54,7 @@ def draw_curves(
     low, high, rows = min(ys), max(ys), height - 5
     if low == high:
         low, high = low - abs(low or 1) / 2, high + abs(high or 1) / 2
-    marks = {row: number(high - row * (high - low) / (rows - 1)) for row in range(rows - 1, -1, -Y_STEP)}
+    marks = {row: format_number(high - row * (high - low) / (rows - 1)) for row in range(rows - 1, -1, -Y_STEP)}
     margin = max(map(len, marks.values()))
     inner = max(width - margin - 2, len(ticks))
     xs = [x for curve in curves for x, _ in curve.points] + list(ticks)
@@ -111,7 +111,7 @@ class _Grid:
         """Draw a curve over what is there."""
         places = [(self.row(y), self.column(x)) for x, y in curve.points]
         for start, end in pairwise(places):
-            for place in _line_cells(start, end):
+            for place in _list_line_cells(start, end):
                 self.cells[place] = ("·", curve.shade)
         for place in places:
             self.cells[place] = (curve.marker, curve.shade)
@@ -122,7 +122,7 @@ class _Grid:
             yield "".join(f"\x1b[{SHADES[shade]}m{char}\x1b[0m" if color and shade else char for char, shade in cells)
 
 
-def _line_cells(start: tuple[int, int], end: tuple[int, int]) -> Iterator[tuple[int, int]]:
+def _list_line_cells(start: tuple[int, int], end: tuple[int, int]) -> Iterator[tuple[int, int]]:
     """Yield the places of a straight line."""
     steps = max(abs(end[0] - start[0]), abs(end[1] - start[1]), 1)
     for step in range(steps + 1):
@@ -133,12 +133,12 @@ def _line_cells(start: tuple[int, int], end: tuple[int, int]) -> Iterator[tuple[
 # --- Plots
 
 
-def configuration_key(row: "Prediction") -> tuple[str, int, int]:
+def get_configuration_key(row: "Prediction") -> tuple[str, int, int]:
     return row.type, row.nodes, row.batch
 
 
-def offer_key(row: "Prediction") -> tuple[str, int, int, str]:
-    return (*configuration_key(row), row.market)
+def get_offer_key(row: "Prediction") -> tuple[str, int, int, str]:
+    return (*get_configuration_key(row), row.market)
 
 
 MARKERS = "ox+#@%&=~"
@@ -154,17 +154,17 @@ def render_plots(recommendation: "Recommendation", *, width: int, color: bool) -
     rows = [row for row in recommendation.rows if row.market == recommendation.choice.market]
     if len({row.batch for row in rows}) < 2:
         return
-    divisor, unit = time_unit(3600 * max(row.hours for row in rows))
-    curves = sorted({configuration_key(row)[:2] for row in rows})
-    names = [f"{plural(count)}{f' of type {kind}' if kind else ''}" for kind, count in curves]
+    divisor, unit = choose_time_unit(3600 * max(row.hours for row in rows))
+    curves = sorted({get_configuration_key(row)[:2] for row in rows})
+    names = [f"{format_count(count)}{f' of type {kind}' if kind else ''}" for kind, count in curves]
     best = (
         len(curves) > len(MARKERS) and recommendation.candidates is not None and recommendation.candidates > len(rows)
     )
-    for title, value in ((f"time ({unit})", _hours_of), (f"cost ({recommendation.currency})", _cost_of)):
-        per = 3600 / divisor if value is _hours_of else 1.0
+    for title, value in ((f"time ({unit})", _get_hours), (f"cost ({recommendation.currency})", _get_cost)):
+        per = 3600 / divisor if value is _get_hours else 1.0
         least: dict[tuple[str, int, int], float] = {}
         for row in rows:
-            at = ("", 0, row.batch) if best else configuration_key(row)
+            at = ("", 0, row.batch) if best else get_configuration_key(row)
             least[at] = min(least.get(at, math.inf), per * value(row))
         choice = recommendation.choice.batch, per * value(recommendation.choice)
         yield _draw_plot(title, least, choice=choice, width=width, color=color)
@@ -172,11 +172,11 @@ def render_plots(recommendation: "Recommendation", *, width: int, color: bool) -
     yield "   ".join([*([f"{MARKERS[0]} the best of each batch"] if best else legend), "O chosen"])
 
 
-def _hours_of(row: "Prediction") -> float:
+def _get_hours(row: "Prediction") -> float:
     return row.hours
 
 
-def _cost_of(row: "Prediction") -> float:
+def _get_cost(row: "Prediction") -> float:
     return row.cost
 
 
@@ -201,10 +201,10 @@ def _draw_plot(
         )
     ]
     curves.append(Curve([(math.log2(choice[0]), choice[1])], "O"))
-    return _curves_over_batches(title, curves, batches, width=width, height=15, color=color)
+    return _draw_curves_over_batches(title, curves, batches, width=width, height=15, color=color)
 
 
-def _curves_over_batches(
+def _draw_curves_over_batches(
     title: str, curves: Sequence[Curve], batches: Sequence[int], *, width: int, height: int, color: bool
 ) -> str:
     ticks = {math.log2(batch): str(batch) for batch in batches}
@@ -213,13 +213,13 @@ def _curves_over_batches(
     )
 
 
-def comparison_plot(compare_report: "CompareReport", *, width: int, color: bool) -> str:
+def draw_comparison_plot(compare_report: "CompareReport", *, width: int, color: bool) -> str:
     """Draw the metric against the batch, a curve a method; the reference is a point of its own."""
     values: dict[str, list[tuple[float, float]]] = {}
     for row in sorted(compare_report.rows, key=lambda row: row.batch):
         value = row.stat(compare_report.metric)
         if value is not None:
-            label = method_label(row.method, reference=row.reference)
+            label = describe_method_label(row.method, reference=row.reference)
             values.setdefault(label, []).append((math.log2(row.batch), value.mean))
     batches = sorted({row.batch for row in compare_report.rows})
     if len(batches) < 2 or len(values) < 2:
@@ -232,6 +232,6 @@ def comparison_plot(compare_report: "CompareReport", *, width: int, color: bool)
         )
     ]
     title = "top-1 (%)" if compare_report.metric == "top1" and not compare_report.of_script else compare_report.metric
-    drawn = _curves_over_batches(title, curves, batches, width=width, height=18, color=color)
+    drawn = _draw_curves_over_batches(title, curves, batches, width=width, height=18, color=color)
     legend = "   ".join(f"{marker} {name}" for marker, name in zip(_cycle_choices(MARKERS, names), names, strict=True))
     return f"{drawn}\n{legend}"

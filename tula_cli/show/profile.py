@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from tula_cli.show.tables import at_most, by_type, list_numbers, make_table
-from tula_cli.words import first_line, format_size, number, plural, size_unit
+from tula_cli.show.tables import describe_upper_bound, list_numbers, make_table, render_by_type
+from tula_cli.words import choose_size_unit, format_count, format_number, format_size, get_first_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tula_cli.services.profiling_rounds import DryRun
 
 
-def all_types(plans: "Sequence[ProfilePlan | UpperBoundPlan]") -> Iterator["RenderableType"]:
+def render_all_types(plans: "Sequence[ProfilePlan | UpperBoundPlan]") -> Iterator["RenderableType"]:
     """Show the upper bound of profiling all parts together, if there are several."""
     if len(plans) > 1:
         prices = [plan.price_at_most for plan in plans]
@@ -22,46 +22,54 @@ def all_types(plans: "Sequence[ProfilePlan | UpperBoundPlan]") -> Iterator["Rend
         price = sum(known) if len(known) == len(prices) else None
         hours = sum(plan.node_hours_at_most for plan in plans)
         yield ""
-        yield f"all together: {at_most(None, hours, price, plans[0].currency)}"
+        yield f"all together: {describe_upper_bound(None, hours, price, plans[0].currency)}"
 
 
 def render_plans(plans_by_type: "Mapping[str | None, ProfilePlan | UpperBoundPlan]") -> Iterator["RenderableType"]:
     """Show the plan for each node type and its upper bound."""
-    yield from by_type(plans_by_type, plan)
-    yield from all_types(list(plans_by_type.values()))
+    yield from render_by_type(plans_by_type, render_plan)
+    yield from render_all_types(list(plans_by_type.values()))
 
 
-def dry_run(dry_runs: "Mapping[str | None, DryRun]") -> Iterator["RenderableType"]:
+def render_dry_run(dry_runs: "Mapping[str | None, DryRun]") -> Iterator["RenderableType"]:
     """The same, with the scripts that would be submitted."""
-    yield from by_type(dry_runs, lambda dry_run_of_type: plan(dry_run_of_type.plan, scripts=dry_run_of_type.scripts))
-    yield from all_types([dry_run_of_type.plan for dry_run_of_type in dry_runs.values()])
+    yield from render_by_type(
+        dry_runs, lambda dry_run_of_type: render_plan(dry_run_of_type.plan, scripts=dry_run_of_type.scripts)
+    )
+    yield from render_all_types([dry_run_of_type.plan for dry_run_of_type in dry_runs.values()])
 
 
-def plan(profile_plan: "ProfilePlan | UpperBoundPlan", *, scripts: Sequence[str] = ()) -> Iterator["RenderableType"]:
+def render_plan(
+    profile_plan: "ProfilePlan | UpperBoundPlan", *, scripts: Sequence[str] = ()
+) -> Iterator["RenderableType"]:
     """Show the plan for one node type and its upper bound, then the job scripts."""
     from tula_cli.services.profile import ProfilePlan
 
-    yield from _settled_plan(profile_plan) if isinstance(profile_plan, ProfilePlan) else unsettled_plan(profile_plan)
+    yield from (
+        _render_settled_plan(profile_plan)
+        if isinstance(profile_plan, ProfilePlan)
+        else render_unsettled_plan(profile_plan)
+    )
     for script in scripts:
         yield ""
         yield script
 
 
-def unsettled_plan(plan: "UpperBoundPlan") -> Iterator["RenderableType"]:
+def render_unsettled_plan(plan: "UpperBoundPlan") -> Iterator["RenderableType"]:
     """Show the upper bound that is known before a node has built the model and the dataset."""
     if plan.why:
         yield plan.why
         yield f"the first job builds them on 1 node, in at most {plan.first_job_minutes:g} min, and settles the probes"
     more = " in the first round" if plan.adaptive else ""
-    yield f"then probes on {list_numbers(plan.nodes)} nodes, at most {number(plan.probe_node_hours)} node-h{more}"
+    yield f"then probes on {list_numbers(plan.nodes)} nodes, at most {format_number(plan.probe_node_hours)} node-h{more}"
     cap = "" if plan.cap is None else "; what would go beyond search.max_node_hours is not started"
-    yield f"{at_most(None, plan.node_hours_at_most, plan.price_at_most, plan.currency)}{cap}"
+    yield f"{describe_upper_bound(None, plan.node_hours_at_most, plan.price_at_most, plan.currency)}{cap}"
     yield f"price: {plan.price}"
 
 
-def _settled_plan(plan: "ProfilePlan") -> Iterator["RenderableType"]:
+def _render_settled_plan(plan: "ProfilePlan") -> Iterator["RenderableType"]:
     if not plan.missing:
-        yield f"all {plural(plan.total, 'probe')} have a result already"
+        yield f"all {format_count(plan.total, 'probe')} have a result already"
         yield from _render_certainty(plan.certainty)
         return
     made = make_table(("job", "nodes", "probes", "global batches", "local batches"), left=(0, 3, 4))
@@ -72,12 +80,12 @@ def _settled_plan(plan: "ProfilePlan") -> Iterator["RenderableType"]:
     yield made
     yield ""
     done = f", {plan.done} of {plan.total} done already" if plan.done else ""
-    yield f"{plural(plan.missing, 'probe')} in {plural(len({task.job for task in plan.tasks}), 'job')}{done}"
+    yield f"{format_count(plan.missing, 'probe')} in {format_count(len({task.job for task in plan.tasks}), 'job')}{done}"
     yield from plan.reasons
     yield from _render_certainty(plan.certainty)
     if plan.reasons:
         yield "one round of several: what follows depends on its results and stays within search.max_node_hours"
-    yield at_most(plan.minutes_at_most / 60, plan.node_hours_at_most, plan.price_at_most, plan.currency)
+    yield describe_upper_bound(plan.minutes_at_most / 60, plan.node_hours_at_most, plan.price_at_most, plan.currency)
     yield f"price: {plan.price}"
 
 
@@ -86,18 +94,18 @@ def _render_certainty(words: str) -> Iterator[str]:
         yield words
 
 
-def profile_report(report: "ProfileReport") -> Iterator["RenderableType"]:
+def render_profile_report(report: "ProfileReport") -> Iterator["RenderableType"]:
     """One row a probe."""
-    byte, memory = size_unit(max((row.memory.peak for row in report.measured), default=None))
+    byte, memory = choose_size_unit(max((row.memory.peak for row in report.measured), default=None))
     made = make_table(
         ("nodes", "batch", "local\nbatch", "step\n(ms)", "sync\n(ms)", "data wait\n(ms)", "samples/s", f"memory\n({memory}/GPU)", "outcome"),
         left=(8,),
     )  # fmt: skip
     rows: list[Measured | OutOfMemory | Failed] = [*report.measured, *report.out_of_memory, *report.failed]
     for row in sorted(rows, key=lambda row: (row.nodes, row.local_batch)):
-        made.add_row(*_probe_row(row, byte))
+        made.add_row(*_make_probe_row(row, byte))
     yield made
-    yield from (f"{row.id} failed ({row.outcome}): {first_line(row.message)}" for row in report.failed)
+    yield from (f"{row.id} failed ({row.outcome}): {get_first_line(row.message)}" for row in report.failed)
     yield from (f"note: {note}" for note in report.notes)
     if report.missing:
         yield f"missing: {', '.join(report.missing)}; run tula profile again"
@@ -106,20 +114,20 @@ def profile_report(report: "ProfileReport") -> Iterator["RenderableType"]:
     yield "next: tula recommend"
 
 
-def _probe_row(row: "Measured | OutOfMemory | Failed", byte: float) -> tuple[str, ...]:
+def _make_probe_row(row: "Measured | OutOfMemory | Failed", byte: float) -> tuple[str, ...]:
     where = (str(row.nodes), str(row.local_batch * row.nodes * row.gpus_per_node), str(row.local_batch))
     match row.kind:
         case "measured":
-            from tula_cli.models.time.noise import trimmed_mean
+            from tula_cli.models.time.noise import compute_trimmed_mean
 
-            step = trimmed_mean(row.step_times)  # what the fit takes
+            step = compute_trimmed_mean(row.step_times)  # what the fit takes
             times = (
                 _format_milliseconds(step),
                 _format_milliseconds(row.sync_time),
                 _format_milliseconds(row.data_wait),
             )
             outcome = "oversubscribed" if row.oversubscribed else "measured"
-            return (*where, *times, number(row.batch / step), format_size(row.memory.peak, byte), outcome)
+            return (*where, *times, format_number(row.batch / step), format_size(row.memory.peak, byte), outcome)
         case "out_of_memory":
             outcome = "out of memory (assumed)" if row.assumed else "out of memory"
             return (*where, "-", "-", "-", "-", "-", outcome)
@@ -128,4 +136,4 @@ def _probe_row(row: "Measured | OutOfMemory | Failed", byte: float) -> tuple[str
 
 
 def _format_milliseconds(seconds: float | None) -> str:
-    return number(None if seconds is None else 1000 * seconds)
+    return format_number(None if seconds is None else 1000 * seconds)

@@ -3,19 +3,19 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from tula_cli.show.plots import configuration_key, offer_key, render_plots
-from tula_cli.show.tables import describe_learnt, make_table, place_of
+from tula_cli.show.plots import get_configuration_key, get_offer_key, render_plots
+from tula_cli.show.tables import describe_learnt, describe_place, make_table
 from tula_cli.words import (
+    choose_size_unit,
+    choose_time_unit,
+    format_count,
     format_duration,
+    format_interval_of_hours,
     format_moment,
+    format_number,
     format_percent,
     format_size,
-    interval_of_hours,
     is_too_wide,
-    number,
-    plural,
-    size_unit,
-    time_unit,
 )
 
 if TYPE_CHECKING:
@@ -51,26 +51,26 @@ def render_recommendation(
     from rich.text import Text
 
     choice = recommendation.choice
-    energy = "" if choice.kwh is None else f", {number(choice.kwh)} kWh"
-    costs = f"{format_duration(3600 * choice.hours)}, {number(choice.cost)} {recommendation.currency}{energy}"
-    yield Text.assemble((f"CHOSEN  {place_of(choice)}: {costs}", "bold green"))
+    energy = "" if choice.kwh is None else f", {format_number(choice.kwh)} kWh"
+    costs = f"{format_duration(3600 * choice.hours)}, {format_number(choice.cost)} {recommendation.currency}{energy}"
+    yield Text.assemble((f"CHOSEN  {describe_place(choice)}: {costs}", "bold green"))
     yield from _start(recommendation)
     yield from _describe_continuation(recommendation)
-    yield from _other_market(recommendation)
+    yield from _describe_other_market(recommendation)
     yield from _describe_same_progress(recommendation)
     yield from _describe_refreshes(recommendation)
     yield recommendation.reason
     yield ""
     yield from _render_with_signs(
-        front_table(recommendation) if pareto else predictions_table(recommendation, every=every)
+        make_front_table(recommendation) if pareto else make_predictions_table(recommendation, every=every)
     )
-    yield from () if every else _left_out(recommendation, more, pareto=pareto)
+    yield from () if every else _describe_left_out(recommendation, more, pareto=pareto)
     yield ""
     if recommendation.objective == "accuracy-time":
-        yield from _render_with_signs(same_progress(recommendation))
+        yield from _render_with_signs(render_same_progress(recommendation))
         yield ""
     if recommendation.lengths:
-        yield lengths_table(recommendation)
+        yield make_lengths_table(recommendation)
         yield from (f"length {length.length}: {length.note}" for length in recommendation.lengths if length.note)
         yield from [f"lengths: {recommendation.growth}"] if recommendation.growth else ()
         yield ""
@@ -79,14 +79,14 @@ def render_recommendation(
     if pareto and not recommendation.choice.pareto:
         marks = [f"the choice ({recommendation.objective}) is not among them: something is {better}", *marks[1:]]
     yield "; ".join(marks if pareto else [*marks, f"P: nothing is {better}"])
-    yield from _rests_on(recommendation)
+    yield from _describe_sources(recommendation)
     yield from _describe_fallback(recommendation)
     for plot in () if pareto else render_plots(drawn or recommendation, width=width, color=color):
         yield ""
         yield Text.from_ansi(plot)
 
 
-def _rests_on(recommendation: "Recommendation") -> Iterator[str]:
+def _describe_sources(recommendation: "Recommendation") -> Iterator[str]:
     yield from (f"price: {line}" for line in recommendation.price.splitlines())
     accuracy = recommendation.accuracy.words if recommendation.accuracy is not None else ""
     words_by_name = {
@@ -126,7 +126,7 @@ def render_validation(judged: Mapping[str, Sequence["Validation"]]) -> Iterator[
         for row in rows:
             made.add_row(
                 row.strategy, str(row.probes), f"{row.unseen}{' (each left out once)' * row.left_out_once}",
-                number(100 * row.median), number(100 * row.p90), format_percent(row.held),
+                format_number(100 * row.median), format_number(100 * row.p90), format_percent(row.held),
             )  # fmt: skip
         yield ""
         yield f"{f'{kind}: ' * bool(kind)}foreseen of this run's own probes and trainings by a fit to the probes that each strategy takes"
@@ -138,7 +138,7 @@ def _start(recommendation: "Recommendation") -> Iterator[str]:
     estimate = recommendation.start_estimate
     if estimate is None:
         return
-    job = f"sbatch --test-only, {plural(estimate.nodes)}, {estimate.minutes} min"
+    job = f"sbatch --test-only, {format_count(estimate.nodes)}, {estimate.minutes} min"
     if estimate.wait is None:
         yield f"start: the scheduler gives no estimate ({job}: {estimate.reason})"
         return
@@ -156,12 +156,14 @@ def _describe_continuation(recommendation: "Recommendation") -> Iterator[str]:
     stands = f"training {rest.signature} at {rest.samples} samples, {format_percent(rest.left)} % left"
     here = "its configuration is no candidate"
     if rest.hours_as_it_is is not None and rest.cost_as_it_is is not None:
-        takes = f"{format_duration(3600 * rest.hours_as_it_is)}, {number(rest.cost_as_it_is)} {recommendation.currency} to the end"
-        here = f"on {plural(rest.nodes)}, batch {rest.batch}, {takes}"
+        takes = f"{format_duration(3600 * rest.hours_as_it_is)}, {format_number(rest.cost_as_it_is)} {recommendation.currency} to the end"
+        here = f"on {format_count(rest.nodes)}, batch {rest.batch}, {takes}"
     if not rest.moves:
         yield f"{stands}: {here}; that is the choice, so it goes on as it is"
         return
-    there = f"{format_duration(3600 * rest.hours)}, {number(rest.cost)} {recommendation.currency} with a new start"
+    there = (
+        f"{format_duration(3600 * rest.hours)}, {format_number(rest.cost)} {recommendation.currency} with a new start"
+    )
     gain = "" if not rest.hours_as_it_is else f" ({100 * (rest.hours / rest.hours_as_it_is - 1):+.0f} % time)"
     yield f"{stands}: {here}; as chosen {there}{gain}" + ", better in neither: let it go on as it is" * rest.is_worse
 
@@ -172,7 +174,7 @@ def _describe_fallback(recommendation: "Recommendation") -> Iterator[str]:
     if fallback is None:
         return
     more = 100 * (fallback.step_time / choice.step_time - 1)
-    takes = f"a step {number(1000 * fallback.step_time)} ms ({more:+.0f} %), {format_duration(3600 * fallback.hours)} in all"
+    takes = f"a step {format_number(1000 * fallback.step_time)} ms ({more:+.0f} %), {format_duration(3600 * fallback.hours)} in all"
     what = f"batch {fallback.batch} as micro-batch {fallback.micro_batch} x {fallback.micro_batches}"
     yield f"after an out-of-memory: {what}, {takes}; {fallback.basis}"
 
@@ -184,7 +186,7 @@ def _describe_better(rows: Iterable["Prediction"]) -> str:
     return "both faster and cheaper"
 
 
-def only_shown(recommendation: "Recommendation", known: "Recommendation | None") -> str:
+def describe_unsaved_answer(recommendation: "Recommendation", known: "Recommendation | None") -> str:
     """Say of an answer that is not kept what `tula train` takes instead: `known`, or nothing."""
     if recommendation.continuation is not None:
         return (
@@ -192,7 +194,7 @@ def only_shown(recommendation: "Recommendation", known: "Recommendation | None")
         )
     if known is None:
         return "only shown, as --set assumes something; --save makes it what tula train takes"
-    kept = f"{place_of(known.choice)} ({known.criteria}; {format_moment(known.created_at)})"
+    kept = f"{describe_place(known.choice)} ({known.criteria}; {format_moment(known.created_at)})"
     return f"only shown: tula train takes {kept}; --save makes it this one"
 
 
@@ -201,8 +203,8 @@ def _describe_same_progress(recommendation: "Recommendation") -> Iterator[str]:
     row = recommendation.choice.same_progress
     if row is not None:
         yield (
-            f"to the same progress: {number(row.epochs)} epochs, {format_duration(3600 * row.hours)}"
-            f"{interval_of_hours(row.hours_low, row.hours_high)}, {number(row.cost)} {recommendation.currency}"
+            f"to the same progress: {format_number(row.epochs)} epochs, {format_duration(3600 * row.hours)}"
+            f"{format_interval_of_hours(row.hours_low, row.hours_high)}, {format_number(row.cost)} {recommendation.currency}"
         )
 
 
@@ -213,13 +215,13 @@ def _describe_refreshes(recommendation: "Recommendation") -> Iterator[str]:
         yield f"of that {100 * share:.2g} % for refreshing the scaling factors (ags.refresh says how often)"
 
 
-def same_progress(recommendation: "Recommendation") -> "Table":
+def render_same_progress(recommendation: "Recommendation") -> "Table":
     """The best configuration of each batch on the way to the same progress, beside its time for the spec's epochs."""
-    from tula_cli.models.choice.objective import envelope
+    from tula_cli.models.choice.objective import find_envelope
 
-    rows = [(row, row.same_progress) for row in envelope(recommendation.rows, curve="accuracy-time")]
+    rows = [(row, row.same_progress) for row in find_envelope(recommendation.rows, curve="accuracy-time")]
     caveats = recommendation.caveats
-    divisor, unit = time_unit(3600 * max(row.hours for row in recommendation.rows))
+    divisor, unit = choose_time_unit(3600 * max(row.hours for row in recommendation.rows))
     columns = ["", "batch", "nodes", "epochs", "range", f"time to\nsame\nprogress\n({unit})", f"range\n({unit})",
                f"cost\n({recommendation.currency})", f"time for\nspec's\nepochs\n({unit})"]  # fmt: skip
     made = make_table(columns)
@@ -230,12 +232,13 @@ def same_progress(recommendation: "Recommendation") -> "Table":
             "*" if chosen else "",
             str(row.batch),
             str(row.nodes),
-            number(progress.epochs),
+            format_number(progress.epochs),
             _format_interval(progress.epochs_low, progress.epochs_high),
-            _caveat_signs(caveats.caveats_of(row), "progress_within_noise") + number(3600 * progress.hours / divisor),
+            _list_caveat_signs(caveats.caveats_of(row), "progress_within_noise")
+            + format_number(3600 * progress.hours / divisor),
             _format_interval(3600 * progress.hours_low / divisor, 3600 * progress.hours_high / divisor),
-            number(progress.cost),
-            number(3600 * row.hours / divisor),
+            format_number(progress.cost),
+            format_number(3600 * row.hours / divisor),
             style="bold green" if chosen else None,
         )
     return made
@@ -245,11 +248,11 @@ SIGNS = {"wide_interval": "?", "within_noise": "~", "efficiency_above_110": "!"}
 """The sign before a figure with a caveat, by the keys of `CAVEATS`."""
 
 
-def _caveat_signs(caveats: Sequence[str], *names: str) -> str:
+def _list_caveat_signs(caveats: Sequence[str], *names: str) -> str:
     """Return the signs of those of some caveats that a figure has."""
-    from tula_cli.run.records.recommendations import caveat_kind
+    from tula_cli.run.records.recommendations import get_caveat_kind
 
-    return "".join(SIGNS[caveat_kind(name)] for name in names if name in caveats)
+    return "".join(SIGNS[get_caveat_kind(name)] for name in names if name in caveats)
 
 
 def _render_with_signs(made: "Table") -> "Iterator[RenderableType]":
@@ -266,36 +269,40 @@ def _render_with_signs(made: "Table") -> "Iterator[RenderableType]":
 MARKETS = {"on_demand": "on demand", "spot": "on spot"}
 
 
-def _other_market(recommendation: "Recommendation") -> Iterator[str]:
+def _describe_other_market(recommendation: "Recommendation") -> Iterator[str]:
     """Say what the choice takes on the market that it is not for, and how that compares."""
     here, there = recommendation.choice, recommendation.other_market
     if there is None:
         return
     cost, hours = there.cost / here.cost - 1 if here.cost else 0.0, there.hours / here.hours - 1
-    compared = f"{_by(cost, 'dearer', 'cheaper')}, {_by(hours, 'longer', 'shorter')}"
+    compared = f"{_describe_change(cost, 'dearer', 'cheaper')}, {_describe_change(hours, 'longer', 'shorter')}"
     expected = " expected" * (there.market == "spot")
     yield (
-        f"the same {MARKETS[there.market]}: {format_duration(3600 * there.hours)}{expected}, {number(there.cost)}"
+        f"the same {MARKETS[there.market]}: {format_duration(3600 * there.hours)}{expected}, {format_number(there.cost)}"
         f" {recommendation.currency} ({compared})"
     )
 
 
-def _by(change: float, more: str, less: str) -> str:
-    return f"{number(100 * abs(change), 2)} % {more if change > 0 else less}" if abs(change) >= 0.0005 else f"no {more}"
+def _describe_change(change: float, more: str, less: str) -> str:
+    return (
+        f"{format_number(100 * abs(change), 2)} % {more if change > 0 else less}"
+        if abs(change) >= 0.0005
+        else f"no {more}"
+    )
 
 
 def _select_rows(recommendation: "Recommendation") -> list[dict[str, "Prediction"]]:
     """Return what is worth a row: all where they are few, else the choice, runners-up, what nothing beats, what was measured."""
     from tula_cli.services.recommendation.listed import MAX_ROWS_LISTED  # and numpy, which no look has time for
 
-    configs = _by_config(recommendation.rows)
-    if len(configs) <= MAX_ROWS_LISTED and _of(recommendation) <= MAX_ROWS_LISTED:
+    configs = _group_by_config(recommendation.rows)
+    if len(configs) <= MAX_ROWS_LISTED and _describe_total(recommendation) <= MAX_ROWS_LISTED:
         return configs
-    marks = _row_marks(recommendation)
+    marks = _list_row_marks(recommendation)
 
     def rank(offers: Mapping[str, "Prediction"]) -> int:
         row = next(iter(offers.values()))
-        worth = [configuration_key(row) in marks, any(offer.pareto for offer in offers.values()), row.measured]
+        worth = [get_configuration_key(row) in marks, any(offer.pareto for offer in offers.values()), row.measured]
         return worth.index(True) if any(worth) else len(worth)
 
     ranks = [rank(offers) for offers in configs]
@@ -303,48 +310,50 @@ def _select_rows(recommendation: "Recommendation") -> list[dict[str, "Prediction
     return [configs[place] for place in sorted(place for _, place in best)]
 
 
-def _left_out(recommendation: "Recommendation", more: str, *, pareto: bool) -> Iterator[str]:
+def _describe_left_out(recommendation: "Recommendation", more: str, *, pareto: bool) -> Iterator[str]:
     of_front = sum(row.pareto for row in recommendation.rows), recommendation.beaten_by_none or 0
-    shown, of = of_front if pareto else (len(_select_rows(recommendation)), _of(recommendation))
+    shown, of = of_front if pareto else (len(_select_rows(recommendation)), _describe_total(recommendation))
     what = "that nothing beats" if pareto else "configurations"
     yield from [f"{shown} of {of} {what}; {more}"] if shown < of else ()
 
 
-def too_many(*, kept: bool) -> str:
+def describe_where_all_are(*, kept: bool) -> str:
     """Say where all configurations are that no table shows; `kept`: whether results.csv was written."""
     return f"results.csv holds them all{'' if kept else ' with --save'}, and --json tells them"
 
 
-def _of(recommendation: "Recommendation") -> int:
+def _describe_total(recommendation: "Recommendation") -> int:
     """Return how many configurations there are in all."""
-    return len(_by_config(recommendation.rows)) if recommendation.candidates is None else recommendation.candidates
+    return (
+        len(_group_by_config(recommendation.rows)) if recommendation.candidates is None else recommendation.candidates
+    )
 
 
-def predictions_table(recommendation: "Recommendation", *, every: bool = False) -> "Table":
+def make_predictions_table(recommendation: "Recommendation", *, every: bool = False) -> "Table":
     """One row a feasible configuration, as the recommendation orders them; what spot nodes take is beside it."""
-    divisor, unit = time_unit(3600 * max(row.hours for row in recommendation.rows))
-    byte, memory = size_unit(max((row.peak_memory or 0 for row in recommendation.rows), default=None))
-    marks, caveats = _row_marks(recommendation), recommendation.caveats
+    divisor, unit = choose_time_unit(3600 * max(row.hours for row in recommendation.rows))
+    byte, memory = choose_size_unit(max((row.peak_memory or 0 for row in recommendation.rows), default=None))
+    marks, caveats = _list_row_marks(recommendation), recommendation.caveats
     typed = any(row.type for row in recommendation.rows)
     on_spot = any(row.market == "spot" for row in recommendation.rows)
-    kinds, energy = ["type"] if typed else [], _energy_heading(recommendation.rows)
+    kinds, energy = ["type"] if typed else [], _make_energy_heading(recommendation.rows)
     spot = [f"spot\ntime\n({unit})", f"spot\ncost\n({recommendation.currency})", "cheaper"] if on_spot else []
     columns = ["", *kinds, "nodes", "batch", "local\nbatch", f"time\n({unit})", f"90 % interval\n({unit})",
                f"cost\n({recommendation.currency})", *energy, *spot, f"memory\n({memory}/GPU)", "free\n(%)", "basis"]  # fmt: skip
     words = {index for index, name in enumerate(columns) if name in ("", "type", "cheaper", "basis")}
     made = make_table(columns, left=words)
-    for offers in _by_config(recommendation.rows) if every else _select_rows(recommendation):
+    for offers in _group_by_config(recommendation.rows) if every else _select_rows(recommendation):
         row = next(iter(offers.values()))
-        mark = marks.get(configuration_key(row), "")
+        mark = marks.get(get_configuration_key(row), "")
         made.add_row(
             f"{mark} P" if any(offer.pareto for offer in offers.values()) else mark,
             *([row.type] if typed else []),
             str(row.nodes),
             str(row.batch),
             str(row.local_batch),
-            *_time_and_cost(offers.get("on_demand"), divisor, caveats),
+            *_format_time_and_cost(offers.get("on_demand"), divisor, caveats),
             *([_format_kwh(offers.get("on_demand"), caveats)] if energy else []),
-            *(_spot_cells(offers, divisor, caveats) if on_spot else []),
+            *(_format_spot_cells(offers, divisor, caveats) if on_spot else []),
             format_size(row.peak_memory, byte),
             format_percent(row.headroom),
             _describe_basis(row),
@@ -353,13 +362,13 @@ def predictions_table(recommendation: "Recommendation", *, every: bool = False) 
     return made
 
 
-def lengths_table(recommendation: "Recommendation") -> "Table":
+def make_lengths_table(recommendation: "Recommendation") -> "Table":
     """One row a length of text: the largest batch that memory holds, and the batch of most tokens a second."""
     fastest = [row for length in recommendation.lengths if (row := length.fastest) is not None]
-    divisor, unit = time_unit(3600 * max((row.hours for row in fastest), default=0.0))
-    byte, memory = size_unit(max((row.peak_memory or 0 for row in fastest), default=None))
+    divisor, unit = choose_time_unit(3600 * max((row.hours for row in fastest), default=0.0))
+    byte, memory = choose_size_unit(max((row.peak_memory or 0 for row in fastest), default=None))
     padded = any(length.padding > 0 for length in recommendation.lengths)
-    nodes = plural(recommendation.lengths[0].nodes)
+    nodes = format_count(recommendation.lengths[0].nodes)
     columns = [f"length\non {nodes}", "largest\nbatch in\nmemory", "most\ntokens/s", *(["padding\n(%)"] if padded else []),
                "at\nbatch", "step\n(ms)", f"memory\n({memory}/GPU)", "free\n(%)", f"time\n({unit})", f"cost\n({recommendation.currency})",
                "basis"]  # fmt: skip
@@ -369,10 +378,10 @@ def lengths_table(recommendation: "Recommendation") -> "Table":
         cells = ["-"] * 6 + ["nothing measured"]
         if row is not None:
             cells = [
-                str(row.batch), number(1000 * row.step_time), format_size(row.peak_memory, byte), format_percent(row.headroom),
-                number(3600 * row.hours / divisor), number(row.cost), _describe_basis(row),
+                str(row.batch), format_number(1000 * row.step_time), format_size(row.peak_memory, byte), format_percent(row.headroom),
+                format_number(3600 * row.hours / divisor), format_number(row.cost), _describe_basis(row),
             ]  # fmt: skip
-        rate = "-" if row is None else number(length.tokens_per_second(row))
+        rate = "-" if row is None else format_number(length.tokens_per_second(row))
         largest = "-" if length.largest_batch is None else str(length.largest_batch)
         made.add_row(
             f"{length.length}{' (own)' if length.own else ''}",
@@ -384,22 +393,22 @@ def lengths_table(recommendation: "Recommendation") -> "Table":
     return made
 
 
-def front_table(recommendation: "Recommendation") -> "Table":
+def make_front_table(recommendation: "Recommendation") -> "Table":
     """One row a configuration that nothing else beats in time, cost and, where it is known, energy; fastest first."""
     rows = [row for row in recommendation.rows if row.pareto]
-    divisor, unit = time_unit(3600 * max(row.hours for row in rows))
+    divisor, unit = choose_time_unit(3600 * max(row.hours for row in rows))
     typed = any(row.type for row in recommendation.rows)
     on_spot = any(row.market == "spot" for row in recommendation.rows)
     kinds = [*(["type"] if typed else []), *(["market"] if on_spot else [])]
-    energy = _energy_heading(recommendation.rows)
+    energy = _make_energy_heading(recommendation.rows)
     columns = ["", *kinds, "nodes", "batch", "local\nbatch", f"time\n({unit})", f"90 % interval\n({unit})",
                f"cost\n({recommendation.currency})", *energy, "basis"]  # fmt: skip
     made = make_table(columns, left=[*range(1 + len(kinds)), len(columns) - 1])
     caveats = recommendation.caveats
-    runners_up = {offer_key(row): str(rank) for rank, row in enumerate(recommendation.runners_up, 2)}
-    marks = {offer_key(recommendation.choice): "*", **runners_up}
+    runners_up = {get_offer_key(row): str(rank) for rank, row in enumerate(recommendation.runners_up, 2)}
+    marks = {get_offer_key(recommendation.choice): "*", **runners_up}
     for row in rows:
-        mark = marks.get(offer_key(row), "")
+        mark = marks.get(get_offer_key(row), "")
         made.add_row(
             mark,
             *([row.type] if typed else []),
@@ -407,7 +416,7 @@ def front_table(recommendation: "Recommendation") -> "Table":
             str(row.nodes),
             str(row.batch),
             str(row.local_batch),
-            *_time_and_cost(row, divisor, caveats),
+            *_format_time_and_cost(row, divisor, caveats),
             *([_format_kwh(row, caveats)] if energy else []),
             _describe_basis(row),
             style="bold green" if mark == "*" else None,
@@ -421,22 +430,22 @@ def _describe_basis(row: "Prediction") -> str:
     return "measured" if row.measured else "extrapolated" if row.further else "predicted"
 
 
-def _row_marks(recommendation: "Recommendation") -> dict[tuple[str, int, int], str]:
+def _list_row_marks(recommendation: "Recommendation") -> dict[tuple[str, int, int], str]:
     runners_up = {
-        configuration_key(row): str(rank) for rank, row in reversed([*enumerate(recommendation.runners_up, 2)])
+        get_configuration_key(row): str(rank) for rank, row in reversed([*enumerate(recommendation.runners_up, 2)])
     }
-    return {**runners_up, configuration_key(recommendation.choice): "*"}
+    return {**runners_up, get_configuration_key(recommendation.choice): "*"}
 
 
-def _by_config(rows: Iterable["Prediction"]) -> list[dict[str, "Prediction"]]:
+def _group_by_config(rows: Iterable["Prediction"]) -> list[dict[str, "Prediction"]]:
     """Return what each configuration takes by market, in the order of the rows."""
     offers_by_configuration: dict[tuple[str, int, int], dict[str, Prediction]] = {}
     for row in rows:
-        offers_by_configuration.setdefault(configuration_key(row), {})[row.market] = row
+        offers_by_configuration.setdefault(get_configuration_key(row), {})[row.market] = row
     return list(offers_by_configuration.values())
 
 
-def _energy_heading(rows: Iterable["Prediction"]) -> list[str]:
+def _make_energy_heading(rows: Iterable["Prediction"]) -> list[str]:
     """Return the heading of the column of energy; none where no row has it."""
     return ["energy\n(kWh)"] if any(row.kwh is not None for row in rows) else []
 
@@ -445,28 +454,34 @@ def _format_interval(low: float | None, high: float | None) -> str:
     """Return the cell of an interval; with a sign where it is too wide to decide by."""
     if low is None or high is None:
         return "-"
-    return f"{SIGNS['wide_interval'] * is_too_wide(low, high)}{number(low)} .. {number(high)}"
+    return f"{SIGNS['wide_interval'] * is_too_wide(low, high)}{format_number(low)} .. {format_number(high)}"
 
 
 def _format_kwh(row: "Prediction | None", caveats: "Caveats") -> str:
-    return "-" if row is None else _caveat_signs(caveats.caveats_of(row), "energy_within_noise") + number(row.kwh)
+    return (
+        "-"
+        if row is None
+        else _list_caveat_signs(caveats.caveats_of(row), "energy_within_noise") + format_number(row.kwh)
+    )
 
 
-def _time_and_cost(row: "Prediction | None", divisor: float, caveats: "Caveats") -> tuple[str, str, str]:
+def _format_time_and_cost(row: "Prediction | None", divisor: float, caveats: "Caveats") -> tuple[str, str, str]:
     """Return the cells of a time, its interval and a cost; dashes where the limits leave none."""
     if row is None:
         return "-", "-", "-"
     names = caveats.caveats_of(row)
-    time = _caveat_signs(names, "efficiency_above_110", "time_within_noise") + number(3600 * row.hours / divisor)
+    time = _list_caveat_signs(names, "efficiency_above_110", "time_within_noise") + format_number(
+        3600 * row.hours / divisor
+    )
     interval = _format_interval(
         *(None if end is None else 3600 * end / divisor for end in (row.hours_low, row.hours_high))
     )
-    return time, interval, _caveat_signs(names, "cost_within_noise") + number(row.cost)
+    return time, interval, _list_caveat_signs(names, "cost_within_noise") + format_number(row.cost)
 
 
-def _spot_cells(offers: Mapping[str, "Prediction"], divisor: float, caveats: "Caveats") -> tuple[str, str, str]:
+def _format_spot_cells(offers: Mapping[str, "Prediction"], divisor: float, caveats: "Caveats") -> tuple[str, str, str]:
     here, spot = offers.get("on_demand"), offers.get("spot")
-    time, _, cost = _time_and_cost(spot, divisor, caveats)
+    time, _, cost = _format_time_and_cost(spot, divisor, caveats)
     if here is None or spot is None:
         return time, cost, "-"
     return time, cost, "spot" if spot.cost < here.cost else "on demand" if here.cost < spot.cost else "-"

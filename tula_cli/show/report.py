@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from tula_cli.show.tables import make_table
-from tula_cli.words import plural
+from tula_cli.words import format_count
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -35,4 +35,4 @@ def render_overview(document: "Document", *, written: Sequence[str]) -> Iterator
 
 def _count_sections(sections: Sequence["Section"]) -> str:
     tables, figures = (sum(len(getattr(section, name)) for section in sections) for name in ("tables", "figures"))
-    return f"{plural(tables, 'table')} and {plural(figures, 'figure')}"
+    return f"{format_count(tables, 'table')} and {format_count(figures, 'figure')}"

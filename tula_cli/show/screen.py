@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
 from tula_cli.errors import SpecError, TulaError
-from tula_cli.show.tables import print_part, style_part
+from tula_cli.show.tables import print_part, style_text
 from tula_cli.words import without_controls
 
 if TYPE_CHECKING:
@@ -25,14 +25,14 @@ _ASCII = str.maketrans("┌┐└┘┬┤│─━·•●◆★…–—−×�
 """The nearest letters to what tables and plots are drawn of, one for one: columns stay where they are."""
 
 
-def spell_in_ascii(stream: TextIO) -> None:
+def replace_missing_letters(stream: TextIO) -> None:
     """From now on write something else for what a stream has no letters for: latin-1, and ascii where LC_ALL is C."""
-    codecs.register_error("tula", _nearest_characters)
+    codecs.register_error("tula", _find_nearest_characters)
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="tula")
 
 
-def _nearest_characters(error: UnicodeError) -> tuple[str | bytes, int]:
+def _find_nearest_characters(error: UnicodeError) -> tuple[str | bytes, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
     letter = error.object[error.start]
@@ -174,11 +174,11 @@ class Screen:
     def fail(self, error: TulaError) -> None:
         """Say what is wrong and what to do about it; the envelope says the same."""
         console = self._console(self.err)
-        print_part(console, style_part(f"error: {error.message}", "bold red", until=6))
+        print_part(console, style_text(f"error: {error.message}", "bold red", until=6))
         for problem in error.problems if isinstance(error, SpecError) else ():
             print_part(console, f"  {problem}")
         if error.hint:
-            print_part(console, style_part(f"HINT: {error.hint}", "cyan", until=5))
+            print_part(console, style_text(f"HINT: {error.hint}", "cyan", until=5))
         if self.verbose and error.__cause__ is not None:
             self.print_traceback(error.__cause__)
         if self.as_json:  # last: whoever reads it may be gone
@@ -196,7 +196,7 @@ class Screen:
             "status": self.status if error is None else "pending" if error.code == "pending" else "failed",
             "data": self._data,
             "warnings": self.warnings,
-            "error": None if error is None else _error_data(error),
+            "error": None if error is None else _convert_error_to_data(error),
         }
         later: list[Lines] = []
 
@@ -237,7 +237,7 @@ class Screen:
         return CleanConsole(file=file, no_color=no_color, color_system=None if no_color else "auto", highlight=False, markup=False, emoji=False)  # fmt: skip
 
 
-def _error_data(error: TulaError) -> dict[str, Any]:
+def _convert_error_to_data(error: TulaError) -> dict[str, Any]:
     problems = error.problems if isinstance(error, SpecError) else ()
     return {"code": error.code, "message": error.message, "hint": error.hint, "problems": to_plain_data(problems)}
 
@@ -256,7 +256,7 @@ class Lines:
 
 
 _TOKEN = "\0lines"
-"""What no answer holds, in place of `Lines`."""
+"""Stands for no output, in place of `Lines`."""
 
 
 def to_plain_data(value: Any) -> Any:

@@ -4,17 +4,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tula_cli.show.tables import by_type, long_table, make_table, or_dash, place_of
+from tula_cli.show.tables import describe_place, format_or_dash, make_table, render_by_type, render_long_table
 from tula_cli.words import (
-    configuration,
-    first_line,
+    choose_time_unit,
+    describe_configuration,
+    format_count,
     format_duration,
     format_moment,
+    format_number,
     format_percent,
-    number,
-    plural,
-    relative_path,
-    time_unit,
+    get_first_line,
+    make_relative_path,
 )
 
 if TYPE_CHECKING:
@@ -45,19 +45,19 @@ STATE_STYLES = {
 def render_status(now: "RunStatus") -> Iterator["RenderableType"]:
     """Jobs, training, attempts, recommendation."""
     counts = f"{now.measured} measured, {now.out_of_memory} out of memory, {now.failed} failed"
-    yield f"{relative_path(now.path)}: {counts}"
+    yield f"{make_relative_path(now.path)}: {counts}"
     yield from (f"note: {note}" for note in now.notes)
     if now.jobs:
         yield ""
-        yield jobs_table(now.jobs)
-        yield from (f"{job.id} {job.state}: {story}" for job in now.jobs if (story := story_of(job)))
+        yield make_jobs_table(now.jobs)
+        yield from (f"{job.id} {job.state}: {story}" for job in now.jobs if (story := describe_job_state(job)))
         yield from describe_links(now.jobs)
     if now.training is not None:
         yield ""
         yield describe_training(now.training)
         if now.training.tuning is not None and now.training.tuning.branches:
             yield ""
-            yield branches_table(now.training.tuning.branches, now.training.tuning.chosen)
+            yield make_branches_table(now.training.tuning.branches, now.training.tuning.chosen)
         yield from describe_changes(now.training.changes)
         yield from (f"evaluated {describe_evaluation(evaluated)}" for evaluated in now.evaluations)
         yield from (f"warning: {text}" for text in now.training.warnings)
@@ -67,7 +67,7 @@ def render_status(now: "RunStatus") -> Iterator["RenderableType"]:
         yield f"resume, rehearsed {format_moment(now.rehearsal.over_at)}: {verdict}; {'; '.join(now.rehearsal.told)}"
     if now.attempts:
         yield ""
-        yield attempts_table(now)
+        yield make_attempts_table(now)
         yield from _render_causes(now)
     if now.between_rounds:
         yield ""
@@ -75,10 +75,10 @@ def render_status(now: "RunStatus") -> Iterator["RenderableType"]:
     if now.recommendation is not None:
         choice = now.recommendation.choice
         yield ""
-        yield f"recommended: {configuration(choice.nodes, choice.batch, choice.local_batch)}, {now.recommendation.objective}"
+        yield f"recommended: {describe_configuration(choice.nodes, choice.batch, choice.local_batch)}, {now.recommendation.objective}"
 
 
-def status_by_type(
+def render_status_by_type(
     path: Path,
     statuses: Mapping[str | None, "RunStatus"],
     chosen: "Recommendation | None",
@@ -86,31 +86,33 @@ def status_by_type(
 ) -> Iterator["RenderableType"]:
     """The same for each node type, and what is recommended over all."""
     if not statuses:
-        yield f"{relative_path(path)}: nothing was started yet"
-    yield from by_type(statuses, render_status)
+        yield f"{make_relative_path(path)}: nothing was started yet"
+    yield from render_by_type(statuses, render_status)
     for name, charge in (charges or {}).items():
-        whole = "" if charge.predicted is None else f" ({number(charge.predicted)} predicted for the whole training)"
+        whole = (
+            "" if charge.predicted is None else f" ({format_number(charge.predicted)} predicted for the whole training)"
+        )
         yield f"{'' if name is None else f'{name}: '}SLURM's bill, {charge.description}{whole}"
     if chosen is not None and None not in statuses:
         yield ""
-        yield f"recommended over all node types: {place_of(chosen.choice)}, {chosen.objective}"
+        yield f"recommended over all node types: {describe_place(chosen.choice)}, {chosen.objective}"
 
 
-def story_of(job: "JobStatus") -> str:
+def describe_job_state(job: "JobStatus") -> str:
     """Return why a job is in its state, and when it is expected to start."""
     start = [] if job.starts_at is None else [f"expected to start {format_moment(job.starts_at)}"]
-    return ", ".join(filter(None, [first_line(job.reason), *start]))
+    return ", ".join(filter(None, [get_first_line(job.reason), *start]))
 
 
-def attempts_table(now: "RunStatus") -> "Table":
+def make_attempts_table(now: "RunStatus") -> "Table":
     """One row a start of ranks: where, from which sample on, and how it ended."""
     from rich.text import Text
 
     states = {job.id: job.state for job in now.jobs}
     active = {id_ for id_, state in states.items() if state in ("running", "suspended")}
     newest = {row.job: row.attempt for row in now.attempts}  # oldest first
-    seconds = [_attempt_seconds(row.attempt, now.at if row.job in active else None) for row in now.attempts]
-    divisor, unit = time_unit(max(took or 0.0 for took in seconds))
+    seconds = [_count_attempt_seconds(row.attempt, now.at if row.job in active else None) for row in now.attempts]
+    divisor, unit = choose_time_unit(max(took or 0.0 for took in seconds))
     allocated = any(row.attempt.allocation for row in now.attempts)
     made = make_table(
         ("attempt", "no.", "started", f"took\n({unit})", *(["allocation"] if allocated else []), "hosts", "nodes", "batch",
@@ -124,7 +126,7 @@ def attempts_table(now: "RunStatus") -> "Table":
             attempt.task,
             str(attempt.number),
             format_moment(attempt.started_at),
-            "-" if took is None else number(took / divisor),
+            "-" if took is None else format_number(took / divisor),
             *([attempt.allocation] if allocated else []),
             attempt.hosts or attempt.host,
             str(row.nodes),
@@ -142,7 +144,7 @@ def _open(job: "JobState | None", *, newest: bool) -> str:
     return "done" if job == "done" and newest else "lost"
 
 
-def _attempt_seconds(attempt: "Attempt", now: float | None) -> float | None:
+def _count_attempt_seconds(attempt: "Attempt", now: float | None) -> float | None:
     """Return the seconds that an attempt took; of one that is open until now, or None where it does not run."""
     until = attempt.ended_at or now
     return None if until is None else max(0.0, until - attempt.started_at)
@@ -153,19 +155,19 @@ def _render_causes(now: "RunStatus") -> Iterator["RenderableType"]:
     for row in now.attempts:
         attempt = row.attempt
         if row.cause:
-            yield f"{attempt.task} follows: {first_line(row.cause)}"
+            yield f"{attempt.task} follows: {get_first_line(row.cause)}"
         if attempt.outcome not in (None, "done"):
             rank = "" if attempt.rank is None else f" rank {attempt.rank}"
             where = f"{attempt.task} attempt {attempt.number} on {attempt.host}{rank}"
-            yield f"{where}: {attempt.outcome}: {first_line(attempt.message)}"
+            yield f"{where}: {attempt.outcome}: {get_first_line(attempt.message)}"
 
 
-def jobs_table(rows: Iterable["JobStatus"]) -> "Table":
+def make_jobs_table(rows: Iterable["JobStatus"]) -> "Table":
     """One row a job; a probe job names the probe that runs."""
     from rich.text import Text
 
     job_rows = list(rows)
-    divisor, unit = time_unit(max((job.elapsed or 0.0) + (job.left or 0.0) for job in job_rows))
+    divisor, unit = choose_time_unit(max((job.elapsed or 0.0) + (job.left or 0.0) for job in job_rows))
     ids = {job.scheduler_id for job in job_rows if job.scheduler != "local"}
     columns = ["job", *(["scheduler's\nid"] if ids else []), "state", "nodes", "probes", "now\nbatch", "now\nlocal",
                f"elapsed\n({unit})", f"left\n({unit})", "used\n(node-h)", "left\n(node-h)"]  # fmt: skip
@@ -179,10 +181,10 @@ def jobs_table(rows: Iterable["JobStatus"]) -> "Table":
             f"{job.done}/{job.total}" if job.kind == "probe" else "-",
             "-" if job.now is None else str(job.now.batch),
             "-" if job.now is None else str(job.now.local_batch),
-            "-" if job.elapsed is None else number(job.elapsed / divisor),
-            "-" if job.left is None else number(job.left / divisor),
-            number(job.node_hours),
-            number(job.node_hours_left),
+            "-" if job.elapsed is None else format_number(job.elapsed / divisor),
+            "-" if job.left is None else format_number(job.left / divisor),
+            format_number(job.node_hours),
+            format_number(job.node_hours_left),
         )
     return made
 
@@ -191,32 +193,32 @@ def _describe_noise(row: Mapping[str, Any]) -> str:
     at = f"after epoch {row['epoch']:g}"
     if row.get("scale") is None:
         return f"gradient noise not told {at}"
-    return f"gradient noise scale {number(row['scale'])} samples {at}"
+    return f"gradient noise scale {format_number(row['scale'])} samples {at}"
 
 
 def describe_training(now: "TrainingStatus") -> str:
     """One line: where a training run stands."""
     parts = [
-        f"training {now.signature} on {plural(now.nodes)}{_nodes_to_come(now)}, batch {now.batch}{_describe_stage(now.stage)}",
+        f"training {now.signature} on {format_count(now.nodes)}{_describe_nodes_to_come(now)}, batch {now.batch}{_describe_stage(now.stage)}",
         *([f"epoch {now.epoch:.2f} of {now.epochs}"] if now.epochs is not None else []),
         f"{now.samples} samples" if now.samples_asked is None else f"{now.samples} of {now.samples_asked} samples",
     ]
-    parts += [f"loss {number(now.loss, 4)}"] if now.loss is not None else []
-    parts += [f"top-1 {number(now.top1, 4)} %"] if now.top1 is not None else []
-    parts += [f"perplexity {number(now.perplexity, 4)}"] if now.perplexity is not None else []
-    parts += [f"{name} {number(value, 4)}" for name, value in now.metrics.items()]
-    parts += [f"lr {number(now.lr)}"] if now.lr is not None else []
+    parts += [f"loss {format_number(now.loss, 4)}"] if now.loss is not None else []
+    parts += [f"top-1 {format_number(now.top1, 4)} %"] if now.top1 is not None else []
+    parts += [f"perplexity {format_number(now.perplexity, 4)}"] if now.perplexity is not None else []
+    parts += [f"{name} {format_number(value, 4)}" for name, value in now.metrics.items()]
+    parts += [f"lr {format_number(now.lr)}"] if now.lr is not None else []
     parts += [f"beta2 {now.beta2:.6g}"] if now.beta2 is not None else []
     parts += [f"AGS {describe_scaling(now.ags['mean'], now.ags['scaled'])}"] if now.ags is not None else []
     parts += [_describe_noise(now.noise)] if now.noise is not None else []
     parts += [_describe_tuning(now.tuning)] if now.tuning is not None else []
     if now.step_time is not None:
-        predicted = "" if now.predicted_step is None else f" (predicted {number(1000 * now.predicted_step)})"
-        parts.append(f"{number(1000 * now.step_time)} ms a step{predicted}")
+        predicted = "" if now.predicted_step is None else f" (predicted {format_number(1000 * now.predicted_step)})"
+        parts.append(f"{format_number(1000 * now.step_time)} ms a step{predicted}")
     if now.tokens_per_second is not None:
         padding = f" ({format_percent(now.padding)} % padding beside them)" if now.padding else ""
-        parts.append(f"{number(now.tokens_per_second)} tokens a second{padding}")
-    parts += [f"{number(now.kwh)} kWh{' so far' * (not now.finished)}"] if now.kwh is not None else []
+        parts.append(f"{format_number(now.tokens_per_second)} tokens a second{padding}")
+    parts += [f"{format_number(now.kwh)} kWh{' so far' * (not now.finished)}"] if now.kwh is not None else []
     if now.finished:
         parts.append("finished")
     elif now.eta is not None:
@@ -231,11 +233,11 @@ def _describe_stage(now: "StageStatus | None") -> str:
     from tula_cli.models.ramp.by_noise import describe_decision
 
     text = f"now {now.batch}, stage {now.number} of {now.count}"
-    text += "" if now.noise is None else f": noise scale {number(now.noise)}"
+    text += "" if now.noise is None else f": noise scale {format_number(now.noise)}"
     return f" ({text}{'' if now.coming is None else f'; {describe_decision(now.coming)}'})"
 
 
-def _nodes_to_come(now: "TrainingStatus") -> str:
+def _describe_nodes_to_come(now: "TrainingStatus") -> str:
     """Return the nodes of later stages, in words."""
     later = {count: stage.batch for stage in reversed(now.stages) if (count := stage.nodes or 0) > now.nodes}
     texts = [f"{nodes} from batch {batch} on" for nodes, batch in sorted(later.items())]
@@ -249,7 +251,9 @@ def describe_links(job_statuses: "Iterable[JobStatus]") -> Iterator[str]:
         for link in job.links:
             by_nodes.setdefault(link.nodes, []).append(link.scheduler_id)
         batches = {link.nodes: ", ".join(map(str, link.batches)) for link in job.links}
-        texts = [f"{', '.join(ids)} on {plural(nodes)} (batch {batches[nodes]})" for nodes, ids in by_nodes.items()]
+        texts = [
+            f"{', '.join(ids)} on {format_count(nodes)} (batch {batches[nodes]})" for nodes, ids in by_nodes.items()
+        ]
         if texts:
             yield f"links of {job.id}: {'; '.join(texts)}"
 
@@ -257,8 +261,8 @@ def describe_links(job_statuses: "Iterable[JobStatus]") -> Iterator[str]:
 def describe_evaluation(evaluated: "Evaluated") -> str:
     """Return the evaluation of a training's weights in one line."""
     at = "" if evaluated.samples is None else f" at {evaluated.samples} samples"
-    name = evaluated.weights if evaluated.samples is not None else relative_path(Path(evaluated.weights))
-    metrics_text = ", ".join(f"{metric} {number(value, 4)}" for metric, value in evaluated.metrics.items())
+    name = evaluated.weights if evaluated.samples is not None else make_relative_path(Path(evaluated.weights))
+    metrics_text = ", ".join(f"{metric} {format_number(value, 4)}" for metric, value in evaluated.metrics.items())
     return f"{name}{at} on the {'test' if evaluated.test else 'validation'} set: {metrics_text}"
 
 
@@ -271,7 +275,7 @@ def describe_changes(step_changes: "Sequence[StepChange]") -> Iterator[str]:
 
 def describe_scaling(mean: float, share: float) -> str:
     """Return the mean factor of gradient scaling, and the share of steps that were scaled."""
-    return f"factor {number(mean, 3)} in {format_percent(share)} % of the steps"
+    return f"factor {format_number(mean, 3)} in {format_percent(share)} % of the steps"
 
 
 def _describe_tuning(now: "TuningStatus") -> str:
@@ -280,7 +284,7 @@ def _describe_tuning(now: "TuningStatus") -> str:
     return f"tuning: arm {now.number} of {now.count} ({now.arm}), rung {now.rung}"
 
 
-def branches_table(branches: "Sequence[Branch]", chosen: str | None) -> "Table":
+def make_branches_table(branches: "Sequence[Branch]", chosen: str | None) -> "Table":
     """Return a table of each arm of an automatic tuning: its result on the held-out samples in its longest branch."""
     from tula_cli.models.halving import rank_branches
 
@@ -290,7 +294,12 @@ def branches_table(branches: "Sequence[Branch]", chosen: str | None) -> "Table":
     for branch in order:
         note = "chosen" if branch.arm == chosen else "diverged" if branch.diverged else ""
         made.add_row(
-            branch.arm, str(branch.rung), number(branch.epochs), or_dash(branch.loss), or_dash(branch.top1), note
+            branch.arm,
+            str(branch.rung),
+            format_number(branch.epochs),
+            format_or_dash(branch.loss),
+            format_or_dash(branch.top1),
+            note,
         )
     return made
 
@@ -298,7 +307,7 @@ def branches_table(branches: "Sequence[Branch]", chosen: str | None) -> "Table":
 def render_runs(run_summaries: "Sequence[RunSummary]", *, width: int) -> Iterator["RenderableType"]:
     """One row a run, on a screen of `width` columns."""
     columns = ("run", "changed", "model", "data", "probes", "nodes", "batch", "trained", "best")
-    yield from long_table(columns, [_run(run) for run in run_summaries], left=range(4), width=width)
+    yield from render_long_table(columns, [_run(run) for run in run_summaries], left=range(4), width=width)
     yield from (f"{run.id} cannot be read: {run.problem}" for run in run_summaries if run.problem)
     yield from (f"{run.id}: {words}, and left out" for run in run_summaries for words in run.damaged)
 
@@ -319,8 +328,8 @@ def _run(run: "RunSummary") -> list[str]:
 def _describe_best(run: "RunSummary") -> str:
     """Return the best of a run's trainings: top-1, or what a model without classes is judged by."""
     if run.best_top1 is not None:
-        return f"top-1 {number(run.best_top1, 4)} %"
+        return f"top-1 {format_number(run.best_top1, 4)} %"
     if run.best_loss is None:
         return "-"
     best = (run.best_perplexity, "perplexity") if run.best_perplexity is not None else (run.best_loss, "loss")
-    return f"{best[1]} {number(best[0], 4)}"
+    return f"{best[1]} {format_number(best[0], 4)}"

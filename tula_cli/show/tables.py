@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tula_cli.words import (
-    configuration,
+    describe_configuration,
+    describe_part,
+    format_count,
     format_duration,
     format_moment,
+    format_number,
     format_percent,
     is_cost_in_node_hours,
-    number,
-    part_words,
-    plural,
 )
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def make_table(columns: Sequence[str], *, left: Iterable[int] = (0,)) -> "Table"
     return made
 
 
-def long_table(
+def render_long_table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: Iterable[int] = (0,), width: int
 ) -> Iterator["RenderableType"]:
     """Yield a table that looks like one of `table`, without its cost: rich takes a millisecond a row.
@@ -94,7 +94,7 @@ def fit(part: "Table", console: "Console") -> int:
     return Measurement.get(console, unbound, part).maximum
 
 
-def style_part(text: str, style: str, *, until: int | None = None) -> "RenderableType":
+def style_text(text: str, style: str, *, until: int | None = None) -> "RenderableType":
     from rich.text import Text
 
     made = Text(text)
@@ -106,31 +106,31 @@ def list_numbers(numbers: Iterable[int]) -> str:
     return " ".join(map(str, numbers))
 
 
-def cost_in_words(node_hours: float, cost: float, currency: str) -> str:
+def describe_cost(node_hours: float, cost: float, currency: str) -> str:
     """Return node-hours and cost, which without a price are one."""
-    hours = f"{number(node_hours)} node-h"
-    return hours if is_cost_in_node_hours(cost, node_hours, currency) else f"{hours}, {number(cost)} {currency}"
+    hours = f"{format_number(node_hours)} node-h"
+    return hours if is_cost_in_node_hours(cost, node_hours, currency) else f"{hours}, {format_number(cost)} {currency}"
 
 
-def at_most(hours: float | None, node_hours: float, price: float | None, currency: str) -> str:
+def describe_upper_bound(hours: float | None, node_hours: float, price: float | None, currency: str) -> str:
     """Return an upper bound in words: time on this machine, node-hours, price."""
     time = "" if hours is None else f"{format_duration(3600 * hours)} one job after the other, "
-    cost = f"{number(node_hours)} node-h" if price is None else cost_in_words(node_hours, price, currency)
+    cost = f"{format_number(node_hours)} node-h" if price is None else describe_cost(node_hours, price, currency)
     return f"at most {time}{cost}"
 
 
-def by_type(
+def render_by_type(
     parts_by_name: Mapping[str | None, T], describe: Callable[[T], Iterator["RenderableType"]]
 ) -> Iterator["RenderableType"]:
     """The answer for each part of a job, under a heading where there are several: types of node, lengths of text."""
     for index, (name, part) in enumerate(parts_by_name.items()):
         if name is not None:
             yield from () if index == 0 else ("",)
-            yield style_part(part_words(name), "bold")
+            yield style_text(describe_part(name), "bold")
         yield from describe(part)
 
 
-def data_by_type(parts_by_name: Mapping[str | None, T], **whole: Any) -> Any:
+def list_data_by_type(parts_by_name: Mapping[str | None, T], **whole: Any) -> Any:
     """Return the same for the envelope: what is known of a job without types, or of each part and the `whole` job.
 
     What is known at other lengths of text stands beside that of the job's own, under `lengths`.
@@ -141,14 +141,14 @@ def data_by_type(parts_by_name: Mapping[str | None, T], **whole: Any) -> Any:
     return {**vars(parts_by_name[None]), "lengths": lengths} if lengths else parts_by_name[None]
 
 
-def place_of(row: "Prediction") -> str:
+def describe_place(row: "Prediction") -> str:
     """Return a configuration in words, with the type and market of its nodes where there are several."""
     kind = f" of type {row.type}" * bool(row.type) + " on spot" * (row.market == "spot")
-    return configuration(row.nodes, row.batch, row.local_batch).replace(",", f"{kind},", 1)
+    return describe_configuration(row.nodes, row.batch, row.local_batch).replace(",", f"{kind},", 1)
 
 
-def or_dash(value: float | None) -> str:
-    return "-" if value is None else number(value, 4)
+def format_or_dash(value: float | None) -> str:
+    return "-" if value is None else format_number(value, 4)
 
 
 def describe_learnt(recommendation: "Recommendation") -> Iterator[str]:
@@ -158,13 +158,13 @@ def describe_learnt(recommendation: "Recommendation") -> Iterator[str]:
     ):
         trainings = list(steps_here)
         who = f"training{'s' * (len(trainings) > 1)} {', '.join(steps.signature for steps in trainings)}"
-        took = f"{', '.join(number(1000 * steps.step_time) for steps in trainings)} ms a step"
+        took = f"{', '.join(format_number(1000 * steps.step_time) for steps in trainings)} ms a step"
         probe = trainings[0].probed
-        probe_in_words = "" if probe is None else f" (its probe {number(1000 * probe)}, which counts too)"
+        probe_in_words = "" if probe is None else f" (its probe {format_number(1000 * probe)}, which counts too)"
         changed = ", less where the pace has changed" * any(steps.changed for steps in trainings)
         noise = ", ".join(format_percent(steps.noise) for steps in trainings)
         yield (
-            f"measured by {who}: {plural(nodes)}, batch {batch}, {took}{probe_in_words}, up to {format_moment(trainings[-1].until)}; counts as known"
+            f"measured by {who}: {format_count(nodes)}, batch {batch}, {took}{probe_in_words}, up to {format_moment(trainings[-1].until)}; counts as known"
             f" to {noise} %{changed}"
         )
     yield from (f"left out of the fit: {why}" for why in recommendation.trainings_left_out)

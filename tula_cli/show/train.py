@@ -4,18 +4,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tula_cli.show.status import branches_table, describe_changes, describe_scaling
-from tula_cli.show.tables import cost_in_words, make_table
+from tula_cli.show.status import describe_changes, describe_scaling, make_branches_table
+from tula_cli.show.tables import describe_cost, make_table
 from tula_cli.words import (
-    configuration,
+    choose_time_unit,
+    compute_perplexity,
+    describe_configuration,
+    format_count,
     format_duration,
+    format_number,
     format_percent,
     is_too_wide,
-    number,
-    perplexity_of,
-    plural,
-    relative_path,
-    time_unit,
+    make_relative_path,
 )
 
 if TYPE_CHECKING:
@@ -31,50 +31,52 @@ if TYPE_CHECKING:
 PERCENT = ("top1", "top5")
 
 
-def train_plan(
+def render_train_plan(
     plan: "TrainPlan", *, links: Sequence[int] = (), scripts: Sequence[str] = ()
 ) -> Iterator["RenderableType"]:
     """Where training would run, in how many jobs, and what it may take and cost."""
-    yield from _training_plan(plan)
+    yield from _render_training_plan(plan)
     if plan.finished:
         return
     if len(links) > 1:
         counts = {nodes: links.count(nodes) for nodes in sorted(links)}
-        on = ", ".join(f"{count} on {plural(nodes)}" for nodes, count in counts.items())
+        on = ", ".join(f"{count} on {format_count(nodes)}" for nodes, count in counts.items())
         of = f"{len(links)} jobs" + f" ({on})" * (len(counts) > 1)
         yield f"a chain of {of}, each waiting for the end of the one before (afterany); what is not needed ends at once"
     if plan.balance is not None:
         yield f"balance: {plan.balance.words}"
-    yield from _in_bins(plan.task)
+    yield from _describe_bins(plan.task)
     for script in scripts:
         yield ""
         yield script
 
 
-def _in_bins(task: "TrainTask") -> Iterator[str]:
+def _describe_bins(task: "TrainTask") -> Iterator[str]:
     """Say where a bin of the site's is shorter than the time limit that the job names."""
     slurm = task.spec.cluster.slurm
     if slurm is not None and (allowed := slurm.job_minutes(task.own_nodes)) < slurm.minutes:
-        on = plural(task.own_nodes)
+        on = format_count(task.own_nodes)
         yield f"a job lasts at most {allowed} min: the site allows {on} no more (cluster.slurm.limits)"
 
 
-def _branches_planned(task: "TrainTask") -> Iterator[str]:
+def _describe_planned_branches(task: "TrainTask") -> Iterator[str]:
     """Say what a self-tuning training trains beside itself."""
     from tula_cli.models import halving
 
     if not task.spec.train.facts.tunes:
         return
-    rungs = halving.rung_sizes(len(halving.arms_of_training(task.spec, task.batch)))
+    rungs = halving.list_rung_sizes(len(halving.list_arms_of_training(task.spec, task.batch)))
     if not rungs:
         yield f"nothing to tune: batch {task.batch} is not above train.reference_batch"
         return
-    epochs = sum(count * halving.branch_epochs(task.spec, rung, rungs[0]) for rung, count in enumerate(rungs, 1))
-    branches = f"{sum(rungs)} branches of {number(epochs)} epochs in all"
+    epochs = sum(
+        count * halving.compute_branch_epochs(task.spec, rung, rungs[0]) for rung, count in enumerate(rungs, 1)
+    )
+    branches = f"{sum(rungs)} branches of {format_number(epochs)} epochs in all"
     yield f"tunes itself after epoch {task.spec.auto.after}: {rungs[0]} arms, {branches} beside the training"
 
 
-def _stages_planned(task: "TrainTask", predicted: "Prediction | None") -> Iterator[str]:
+def _describe_planned_stages(task: "TrainTask", predicted: "Prediction | None") -> Iterator[str]:
     """Say how the batch grows, as far as that is known before it starts."""
     from tula_cli.models.ramp.by_noise import describe_not_delayed, describe_stages
 
@@ -91,41 +93,43 @@ def _stages_planned(task: "TrainTask", predicted: "Prediction | None") -> Iterat
         yield "its batch grows over the first epochs (train.ramp), as the log tells"
     if predicted is None or not predicted.stages:
         return
-    stages = ", ".join(f"{stage.batch} ({plural(stage.steps, 'step')})" for stage in predicted.stages)
+    stages = ", ".join(f"{stage.batch} ({format_count(stage.steps, 'step')})" for stage in predicted.stages)
     yield f"its batch grows: {stages}, then {task.batch}; times and costs are those of all stages"
 
 
-def _nodes_planned(task: "TrainTask") -> Iterator[str]:
+def _describe_planned_nodes(task: "TrainTask") -> Iterator[str]:
     """Say which stages run on fewer nodes than the training."""
-    texts = [f"{plural(stage.nodes)} at batch {stage.batch}" for stage in task.stages if stage.nodes is not None]
+    texts = [f"{format_count(stage.nodes)} at batch {stage.batch}" for stage in task.stages if stage.nodes is not None]
     if texts:
         yield f"its nodes become more with its batch: {', '.join(texts)}"
 
 
-def _early_end(plan: "TrainPlan") -> str:
+def _describe_early_end(plan: "TrainPlan") -> str:
     """Say when train.early_stopping is expected to end a training, or that nothing tells."""
     if plan.ends is None:
         return "train.early_stopping may end it earlier; times and costs are those of all epochs"
     predicted, epochs = plan.ends.prediction, plan.task.spec.train.epochs_at_most
-    text = f"{format_duration(3600 * predicted.hours)}, {number(predicted.cost)} {plan.task.spec.pricing.currency}"
+    text = (
+        f"{format_duration(3600 * predicted.hours)}, {format_number(predicted.cost)} {plan.task.spec.pricing.currency}"
+    )
     return f"{plan.ends.description}: up to epoch {plan.ends.epoch} of {epochs} it takes {text}; what follows is of all epochs"
 
 
-def _training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
+def _render_training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
     from tula_cli.models.out_of_memory import cannot_accumulate
-    from tula_cli.spec.job import describe_training_method, train_length
-    from tula_cli.spec.scripts.placeholders import program_name
+    from tula_cli.spec.job import describe_train_length, describe_training_method
+    from tula_cli.spec.scripts.placeholders import get_program_name
 
     task, predicted = plan.task, plan.prediction
     local = task.batch // (task.own_nodes * task.spec.cluster.gpus_per_node)
-    yield f"train on {configuration(task.own_nodes, task.batch, local)}, {plan.source}"
-    length = train_length(task.spec)
-    started = "" if task.spec.script is None else f" of {program_name(task.spec.script.command)}"
+    yield f"train on {describe_configuration(task.own_nodes, task.batch, local)}, {plan.source}"
+    length = describe_train_length(task.spec)
+    started = "" if task.spec.script is None else f" of {get_program_name(task.spec.script.command)}"
     yield f"{length}{started}, method {task.spec.train.method}, run train-{task.signature}"
     yield describe_training_method(task.spec)
-    yield from _branches_planned(task)
-    yield from _stages_planned(task, predicted)
-    yield from _nodes_planned(task)
+    yield from _describe_planned_branches(task)
+    yield from _describe_planned_stages(task, predicted)
+    yield from _describe_planned_nodes(task)
     if plan.finished:
         yield "finished already: nothing would start, and tula train shows what came of it"
         return
@@ -144,25 +148,25 @@ def _training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
         yield "no prediction of time and cost: nothing was measured for this"
         return
     if task.spec.train.early_stopping is not None and task.spec.train.early_stopping.by_metric:
-        yield _early_end(plan)
+        yield _describe_early_end(plan)
     currency = task.spec.pricing.currency
     at_most = predicted.hours_high
     wide = ", too wide to decide by" * is_too_wide(predicted.hours_low, at_most)
     high = "" if at_most is None else f" (90 % interval up to {format_duration(3600 * at_most)}{wide})"
     on_spot = ", on spot nodes" * (predicted.market == "spot")
-    energy = "" if predicted.kwh is None else f", {number(predicted.kwh)} kWh"
-    yield f"{format_duration(3600 * predicted.hours)}{high}, {cost_in_words(predicted.all_node_hours, predicted.cost, currency)}{energy}{on_spot}"
+    energy = "" if predicted.kwh is None else f", {format_number(predicted.kwh)} kWh"
+    yield f"{format_duration(3600 * predicted.hours)}{high}, {describe_cost(predicted.all_node_hours, predicted.cost, currency)}{energy}{on_spot}"
     yield f"price: {plan.price}"
 
 
 # --- its weights on a test set
 
 
-def evaluation_plan(task: "EvaluateTask") -> Iterator[str]:
+def render_evaluation_plan(task: "EvaluateTask") -> Iterator[str]:
     """Which weights are evaluated, on what and where."""
     at = "" if task.samples is None else f" at {task.samples} samples"
     yield f"evaluate {_describe_weights(task.weights)} of training {task.signature}{at} on {_describe_samples(task.spec.dataset.test is not None)}"
-    yield f"{plural(task.nodes)}, local batch {task.local_batch}"
+    yield f"{format_count(task.nodes)}, local batch {task.local_batch}"
 
 
 def render_evaluation(evaluated: "Evaluated") -> Iterator[str]:
@@ -170,13 +174,15 @@ def render_evaluation(evaluated: "Evaluated") -> Iterator[str]:
     at = "" if evaluated.samples is None else f" at {evaluated.samples} samples"
     on = f"{_describe_samples(evaluated.test)}, {evaluated.size} samples of {evaluated.dataset}"
     yield f"{_describe_weights(evaluated.weights)} of training {evaluated.signature}{at} on {on}"
-    yield ", ".join(f"{name} {number(value, 4)}{' %' * (name in PERCENT)}" for name, value in evaluated.metrics.items())
+    yield ", ".join(
+        f"{name} {format_number(value, 4)}{' %' * (name in PERCENT)}" for name, value in evaluated.metrics.items()
+    )
     if not evaluated.test:
         yield "training chose its best epoch by these samples; dataset.test names a set of its own"
 
 
 def _describe_weights(name: str) -> str:
-    return f"the {name} weights" if name in ("best", "last") else f"{relative_path(Path(name))} with the model"
+    return f"the {name} weights" if name in ("best", "last") else f"{make_relative_path(Path(name))} with the model"
 
 
 def _describe_samples(test: bool) -> str:
@@ -189,14 +195,14 @@ def _describe_samples(test: bool) -> str:
 def _describe_best_epoch(summary: "Summary") -> str:
     """Return the best epoch's result by what it was judged: train.best_checkpoint, top-1, a language model's perplexity, or the loss."""
     if summary.best is not None:
-        return f"best {summary.best.metric} {number(summary.best.value, 4)}"
+        return f"best {summary.best.metric} {format_number(summary.best.value, 4)}"
     if "top1" in summary.metrics:
-        return f"best top-1 {number(summary.best_top1, 4)} %"
+        return f"best top-1 {format_number(summary.best_top1, 4)} %"
     if summary.best_loss is None:  # a run of an older tula
         return "least loss"
-    loss = f"least loss {number(summary.best_loss, 4)}"
+    loss = f"least loss {format_number(summary.best_loss, 4)}"
     return (
-        f"{loss} (perplexity {number(perplexity_of(summary.best_loss), 4)})"
+        f"{loss} (perplexity {format_number(compute_perplexity(summary.best_loss), 4)})"
         if "perplexity" in summary.metrics
         else loss
     )
@@ -214,13 +220,13 @@ def render_summary(
     at = f", {_describe_best_epoch(summary)} at epoch {summary.best_epoch}" * bool(
         summary.best_epoch
     )  # of a script nobody knows the epoch
-    yield f"trained on {plural(summary.nodes)} at batch {summary.batch}{changed}{at}"
+    yield f"trained on {format_count(summary.nodes)} at batch {summary.batch}{changed}{at}"
     if summary.metrics:
-        yield ", ".join(f"{name} {number(value, 4)}" for name, value in summary.metrics.items())
+        yield ", ".join(f"{name} {format_number(value, 4)}" for name, value in summary.metrics.items())
     if summary.ended:
         yield f"ended {summary.ended} (train.early_stopping); what is predicted is for the epochs that it took"
     yield ""
-    yield _predicted_against_actual(summary, charge)
+    yield _make_predicted_against_actual(summary, charge)
     if charge is not None:
         yield charge.description
     if summary.actual_kwh is not None and (summary.counted or 0.0) < WHOLE:
@@ -235,24 +241,24 @@ def render_summary(
             f"{summary.tuning.samples} samples in {len(summary.tuning.branches)} branches beside the training"
         )
         yield f"tuned: {summary.tuning.chosen.name}, {branches_text}"
-        yield branches_table(summary.tuning.branches, summary.tuning.chosen.name)
+        yield make_branches_table(summary.tuning.branches, summary.tuning.chosen.name)
     if summary.attempts > 1:
         yield ""
-        yield f"{plural(summary.attempts, 'attempt')}; relaunched because of: {'; '.join(summary.causes) or 'an earlier end'}"
+        yield f"{format_count(summary.attempts, 'attempt')}; relaunched because of: {'; '.join(summary.causes) or 'an earlier end'}"
     if summary.lost:
         yield f"what came after the newest checkpoint was trained again: {sum(summary.lost)} samples in all, {_describe_each_interruption(summary.lost)}"
     yield from (f"warning: {text}" for text in summary.warnings)
     if weights is not None:
-        yield f"best weights: {relative_path(weights)}"
+        yield f"best weights: {make_relative_path(weights)}"
 
 
-def _predicted_against_actual(summary: "Summary", charge: "SiteCharge | None") -> "Table":
-    divisor, unit = time_unit(3600 * summary.actual_hours)
+def _make_predicted_against_actual(summary: "Summary", charge: "SiteCharge | None") -> "Table":
+    divisor, unit = choose_time_unit(3600 * summary.actual_hours)
     made = make_table(("", "predicted", "actual", "error (%)"))
     to_unit = 3600 / divisor
     made.add_row("step time (ms)", *_compare_values(summary.predicted_step, summary.actual_step, 1000))
     made.add_row(f"time ({unit})", *_compare_values(summary.predicted_hours, summary.actual_hours, to_unit))
-    for name, predicted, actual in _time_parts(summary):
+    for name, predicted, actual in _list_time_parts(summary):
         made.add_row(f"  {name}", *_compare_values(predicted, actual, 1 / divisor))
     made.add_row(f"cost ({summary.currency})", *_compare_values(summary.predicted_cost, summary.actual_cost, 1))
     if charge is not None:
@@ -262,7 +268,7 @@ def _predicted_against_actual(summary: "Summary", charge: "SiteCharge | None") -
             "energy (kWh)", *_compare_energy(summary.predicted_kwh, summary.actual_kwh, summary.counted or 0.0)
         )
     elif summary.predicted_kwh is not None:
-        made.add_row("energy (kWh)", number(summary.predicted_kwh), "-", "-")
+        made.add_row("energy (kWh)", format_number(summary.predicted_kwh), "-", "-")
     return made
 
 
@@ -271,7 +277,7 @@ def _describe_each_interruption(lost: Sequence[int]) -> str:
     return f"at each end {', '.join(map(str, lost))}" if len(lost) > 1 else "at one end"
 
 
-def _time_parts(summary: "Summary") -> Iterator[tuple[str, float | None, float]]:
+def _list_time_parts(summary: "Summary") -> Iterator[tuple[str, float | None, float]]:
     """Yield where the time went: the name of each part that there is, and its seconds predicted and actual."""
     actual, predicted = summary.actual_parts, summary.predicted_parts
     if actual is None:
@@ -298,6 +304,6 @@ def _compare_energy(predicted: float | None, actual: float, counted: float) -> t
 
 def _compare_values(predicted: float | None, actual: float | None, factor: float) -> tuple[str, str, str]:
     """Return predicted, actual, and the error of the prediction relative to actual."""
-    predicted_text, here = ("-" if value is None else number(value * factor) for value in (predicted, actual))
+    predicted_text, here = ("-" if value is None else format_number(value * factor) for value in (predicted, actual))
     error = f"{100 * (predicted - actual) / actual:+.1f}" if predicted is not None and actual else "-"
     return predicted_text, here, error

@@ -143,7 +143,7 @@ def divide_section(ags: Ags, train: "Train") -> Ags:
         if train.fsdp_blocks != "auto":
             raise ValueError("train.fsdp_blocks means nothing without train.parallel: fsdp")
         return ags
-    for why in (_not_on_shares(train), _needs_the_whole(train)):
+    for why in (_describe_why_not_on_shares(train), _needs_the_whole(train)):
         if why:
             raise ValueError(f"train.parallel: fsdp divides the model among the GPUs, and {why}")
     if not train.facts.scales:
@@ -158,7 +158,7 @@ def divide_section(ags: Ags, train: "Train") -> Ags:
     return ags.model_copy(update={"granularity": "tensor"})
 
 
-def _not_on_shares(train: "Train") -> str:
+def _describe_why_not_on_shares(train: "Train") -> str:
     """Return why the method cannot be had; empty where it can."""
     if train.facts.on_shares:
         return ""

@@ -23,7 +23,7 @@ from tula_cli.spec.merge import merge
 from tula_cli.spec.methods import DEFAULT_METHOD, REASON, describe_method
 from tula_cli.spec.old_keys import replace_old_keys
 from tula_cli.spec.resources import UNPRICED, Cluster, NodeType, Pricing, TypeName
-from tula_cli.spec.schedules import ROUNDING, decayed_share, scheduled_lr, warmup_factor
+from tula_cli.spec.schedules import ROUNDING, compute_decayed_share, compute_scheduled_lr, compute_warmup_factor
 from tula_cli.spec.scripts import script as script_section
 from tula_cli.spec.scripts.script import Script
 from tula_cli.spec.sections import (
@@ -40,7 +40,7 @@ from tula_cli.spec.sections import (
     Transforms,
 )
 from tula_cli.spec.slurm_options import ROOM
-from tula_cli.words import plural
+from tula_cli.words import format_count
 
 CROSS_ENTROPIES = ("cross_entropy", "CrossEntropyLoss")
 MAX_WARMUP_SHARE = 0.05
@@ -203,12 +203,16 @@ class JobSpec(Section):
             raise ValueError(
                 f"train.ramp: decay has to know before the training where the learning rate halves, and schedule.kind {kind} is"
                 " your own code; name the stages, train.ramp: [{epochs: 30, batch: 128}, {epochs: 10, batch: 256}], with"
-                f" train.lr_scaling: {_noise_rule(self)}"
+                f" train.lr_scaling: {_get_noise_rule(self)}"
             )
-        if max_decay_growth(self) < 2:
+        if compute_max_decay_growth(self) < 2:
             raise ValueError(
                 f"train.ramp: decay doubles the batch where the schedule halves the learning rate, and schedule.kind {kind}"
-                + (" never does" if kind == "constant" else f" does not in {train_length(self)} of these settings")
+                + (
+                    " never does"
+                    if kind == "constant"
+                    else f" does not in {describe_train_length(self)} of these settings"
+                )
                 + "; set schedule.kind: cosine, linear, one-cycle or multistep (with a rate that ends below half), or"
                 " train.ramp: auto"
             )
@@ -242,7 +246,7 @@ class JobSpec(Section):
         there, searched = self.cluster.gpus_per_node, self.search.gpus_per_node or []
         if not self.node_types and max(searched, default=0) > there:
             raise ValueError(
-                f"search.gpus_per_node names {max(searched)}, and a node has {plural(there, 'GPU')} (cluster.gpus_per_node)"
+                f"search.gpus_per_node names {max(searched)}, and a node has {format_count(there, 'GPU')} (cluster.gpus_per_node)"
             )
         return self
 
@@ -408,7 +412,7 @@ def _move_under(item: Any, *path: str) -> InitErrorDetails:
     return InitErrorDetails(type=problem_kind, loc=(*path, *item["loc"]), input=item["input"], ctx=item.get("ctx", {}))
 
 
-def warmup_epochs(spec: JobSpec) -> float:
+def get_warmup_epochs(spec: JobSpec) -> float:
     """Return how many epochs the learning rate grows before its schedule: as given, else as the method needs.
 
     What the method needs is at most 5 % of the training: a short one is not all warm-up.
@@ -423,53 +427,53 @@ def warmup_epochs(spec: JobSpec) -> float:
     return min(spec.train.facts.warmup_epochs, MAX_WARMUP_SHARE * spec.train.epochs)
 
 
-def reference_rate(spec: JobSpec, epoch: float) -> float:
+def compute_reference_rate(spec: JobSpec, epoch: float) -> float:
     """Return the learning rate at the reference batch, by a schedule that is not the user's own.
 
     Args:
         spec: the job.
         epoch: epochs done, with fraction.
     """
-    warmup = warmup_epochs(spec)
-    base = spec.optimizer.lr * (warmup_factor(epoch, warmup) if epoch < warmup else 1.0)
-    return scheduled_lr(spec.schedule, base, epoch=epoch, warmup=warmup, epochs=spec.train.epochs)
+    warmup = get_warmup_epochs(spec)
+    base = spec.optimizer.lr * (compute_warmup_factor(epoch, warmup) if epoch < warmup else 1.0)
+    return compute_scheduled_lr(spec.schedule, base, epoch=epoch, warmup=warmup, epochs=spec.train.epochs)
 
 
-def max_decay_growth(spec: JobSpec) -> float:
+def compute_max_decay_growth(spec: JobSpec) -> float:
     """Return the most by which `train.ramp: decay` multiplies the reference batch.
 
     The learning rate has fallen by as much when a stage still lasts for `MIN_STAGE_SHARE` of the training.
     """
-    epochs, warmup, lr = spec.train.epochs, warmup_epochs(spec), spec.optimizer.lr
+    epochs, warmup, lr = spec.train.epochs, get_warmup_epochs(spec), spec.optimizer.lr
     last = spec.train.epochs_at_most - MIN_STAGE_SHARE * epochs
-    share = decayed_share(spec.schedule, lr, epoch=last, warmup=warmup, epochs=epochs)
+    share = compute_decayed_share(spec.schedule, lr, epoch=last, warmup=warmup, epochs=epochs)
     return (1 + ROUNDING) / share if share > 0 else math.inf
 
 
-def train_length(spec: JobSpec) -> str:
+def describe_train_length(spec: JobSpec) -> str:
     """Return how long a job trains, in words."""
     if spec.script is not None:
         return script_section.describe_length(spec.script)
     whole, trained = spec.train.epochs, spec.train.epochs_at_most
-    return plural(whole, "epoch") if trained == whole else f"{trained} of {plural(whole, 'epoch')}"
+    return format_count(whole, "epoch") if trained == whole else f"{trained} of {format_count(whole, 'epoch')}"
 
 
-def lr_scale(spec: JobSpec, batch: int) -> float:
+def compute_lr_scale(spec: JobSpec, batch: int) -> float:
     """Return what the learning rate is multiplied by at a global batch: its ratio to the reference, or the root of it.
 
     AdaScale's gain and the factors of AGS come on top; they are not known beforehand.
     """
-    scale, limit = _unlimited_lr_scale(spec, batch), max_lr_factor(spec)
+    scale, limit = _compute_unlimited_lr_scale(spec, batch), get_max_lr_factor(spec)
     return scale if limit is None else min(scale, limit)
 
 
-def _unlimited_lr_scale(spec: JobSpec, batch: int) -> float:
+def _compute_unlimited_lr_scale(spec: JobSpec, batch: int) -> float:
     ratio = batch / spec.train.reference_batch
-    return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[_lr_rule(spec)]
+    return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[_get_lr_rule(spec)]
 
 
-def max_lr_factor(spec: JobSpec) -> float | None:
-    """Return the limit of `lr_scale`: as given, else the method's, twice that with a cross-entropy; None: there is none.
+def get_max_lr_factor(spec: JobSpec) -> float | None:
+    """Return the limit of `compute_lr_scale`: as given, else the method's, twice that with a cross-entropy; None: there is none.
 
     A cross-entropy's gradient is bounded, however wrong the output is; one heavy row of a regression may make a step that long
     that the training diverges.
@@ -480,15 +484,15 @@ def max_lr_factor(spec: JobSpec) -> float | None:
     return 2 * by_method if spec.loss.name in CROSS_ENTROPIES else by_method
 
 
-def effective_lr_limit(spec: JobSpec, batch: int) -> float | None:
-    """Return `max_lr_factor` if it lowers the learning rate at a global batch, else None; with method auto that of its ramps."""
+def find_effective_lr_limit(spec: JobSpec, batch: int) -> float | None:
+    """Return `get_max_lr_factor` if it lowers the learning rate at a global batch, else None; with method auto that of its ramps."""
     if spec.train.facts.tunes:
         ramp = spec.train.model_copy(update={"method": "ramp", "lr_scaling": "auto"})
         spec = spec.model_copy(update={"train": ramp})
-    return max_lr_factor(spec) if lr_scale(spec, batch) < _unlimited_lr_scale(spec, batch) else None
+    return get_max_lr_factor(spec) if compute_lr_scale(spec, batch) < _compute_unlimited_lr_scale(spec, batch) else None
 
 
-def _noise_rule(spec: JobSpec) -> Literal["linear", "sqrt"]:
+def _get_noise_rule(spec: JobSpec) -> Literal["linear", "sqrt"]:
     """Return how the learning rate follows a batch that grows as the schedule decays (`train.ramp: decay`).
 
     Where a schedule divides the rate by a, the batch is multiplied by a and the rate by 1/a times this rule of a.
@@ -503,10 +507,10 @@ def _noise_rule(spec: JobSpec) -> Literal["linear", "sqrt"]:
     return "linear" if spec.optimizer.name in SGD_LIKE and not spec.train.facts.replaces else "sqrt"
 
 
-def _lr_rule(spec: JobSpec) -> Literal["none", "linear", "sqrt"]:
+def _get_lr_rule(spec: JobSpec) -> Literal["none", "linear", "sqrt"]:
     """Return how the learning rate is scaled; of methods ramp and ortho Adam's by the root (Malladi et al. 2022)."""
     if spec.train.stages == "decay" and spec.train.lr_scaling == "auto":
-        return _noise_rule(spec)
+        return _get_noise_rule(spec)
     is_adaptive = (
         spec.script is not None or spec.optimizer.name in DIVIDING
     )  # what a script has is not known before it starts
@@ -519,7 +523,7 @@ def has_adam_defaults(spec: JobSpec) -> bool:
     return spec.train.facts.late_decay and spec.optimizer.name in WITH_BETA2 and spec.train.stages != "decay"
 
 
-def default_beta1(spec: JobSpec, batch: int) -> float | None:
+def get_default_beta1(spec: JobSpec, batch: int) -> float | None:
     """Return the first beta of a training at a global batch if it is the method's default; None: that of the optimizer."""
     is_large = batch > LARGE_BATCH_RATIO * spec.train.reference_batch
     has_default = has_adam_defaults(spec) and "betas" not in spec.optimizer.args
@@ -532,13 +536,13 @@ def with_beta1(optimizer: Optimizer, beta1: float) -> Optimizer:
     return optimizer.model_copy(update={"args": {**optimizer.args, "betas": [beta1, second]}})
 
 
-def beta2_half_life(spec: JobSpec) -> float | Literal["auto"] | None:
+def get_beta2_half_life(spec: JobSpec) -> float | Literal["auto"] | None:
     """Return `optimizer.beta2_half_life`; by default methods ramp and ortho keep that of the reference batch."""
     given = spec.optimizer.beta2_half_life
     return "auto" if given is None and spec.train.facts.orthogonalises and spec.optimizer.name in WITH_BETA2 else given
 
 
-def beta2_at(spec: JobSpec, beta2: float, batch: int) -> float:
+def compute_beta2(spec: JobSpec, beta2: float, batch: int) -> float:
     """Return the share of Adam's second moment that a step at a global batch keeps.
 
     Half of it is forgotten in `optimizer.beta2_half_life` samples: 0.5^(batch / samples); with `auto` in as many as at the
@@ -549,7 +553,7 @@ def beta2_at(spec: JobSpec, beta2: float, batch: int) -> float:
         beta2: as the optimizer has it by itself, or by its arguments.
         batch: samples a step.
     """
-    half_life = beta2_half_life(spec)
+    half_life = get_beta2_half_life(spec)
     if half_life is None:
         return beta2
     kept, steps = (beta2, batch / spec.train.reference_batch) if half_life == "auto" else (0.5, batch / half_life)
@@ -580,7 +584,7 @@ def describe_training_method(spec: JobSpec) -> str:
     if script is None:
         reason = REASON if method == DEFAULT_METHOD else ""
         return describe_method(method, spec.optimizer.name, reason, _describe_settings(spec))
-    default, reason = script_section.default_train(script.command)
+    default, reason = script_section.get_default_train(script.command)
     is_default = default == spec.train.model_dump(include=set(default))
     return describe_method(method, None, reason if is_default else "")
 
@@ -593,7 +597,7 @@ def _describe_settings(spec: JobSpec) -> str:
     if has_adam_defaults(spec):
         above = LARGE_BATCH_RATIO * spec.train.reference_batch
         late = f", falling linearly from {schedule.decay_from:g} of the epochs on" if schedule.decay_from else ""
-        has_default = default_beta1(spec, above + 1) is not None
+        has_default = get_default_beta1(spec, above + 1) is not None
         beta1 = f"is {LARGE_BATCH_BETA1:g} above batch {above} unless optimizer.args.betas is given"
         return (
             f"With {name} the schedule of the learning rate is {schedule.kind}{late}, and beta1"

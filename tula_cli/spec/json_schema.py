@@ -31,18 +31,18 @@ from tula_cli.version import __version__
 def walk_sections(section: type[Section], path: str = "") -> Iterator[tuple[str, type[Section]]]:
     """Yield the sections inside a section with their paths, depth first; NAME stands for a name of the user's."""
     for name, hint in get_type_hints(section, include_extras=True).items():
-        for inner in inner_sections(hint):
+        for inner in list_inner_sections(hint):
             below = f"{path}.{name}".lstrip(".") + (".NAME" if get_origin(hint) is dict else "")
             yield below, inner
             yield from walk_sections(inner, below)
 
 
-def inner_sections(hint: Any) -> Iterator[type[Section]]:
+def list_inner_sections(hint: Any) -> Iterator[type[Section]]:
     """Yield the sections that a type names, as those of `Slurm | None` and `list[Arm]`."""
     if get_origin(hint) is None and isinstance(hint, type) and issubclass(hint, Section):
         yield hint
     for part in get_args(hint):
-        yield from inner_sections(part)
+        yield from list_inner_sections(part)
 
 
 @cache
@@ -55,16 +55,16 @@ def describe_keys(section: type[Section]) -> dict[str, str]:
     Raises:
         TulaError: this installation has no sources, and so no comments.
     """
-    comments = _field_comments(section)
+    comments = _read_field_comments(section)
     hints = get_type_hints(section, include_extras=True)
-    return {name: comments.get(name) or _first_line(hints[name]) for name in section.model_fields}
+    return {name: comments.get(name) or _get_first_line(hints[name]) for name in section.model_fields}
 
 
-def _first_line(hint: Any) -> str:
-    return next((inspect.cleandoc(inner.__doc__ or "").splitlines()[0] for inner in inner_sections(hint)), "")
+def _get_first_line(hint: Any) -> str:
+    return next((inspect.cleandoc(inner.__doc__ or "").splitlines()[0] for inner in list_inner_sections(hint)), "")
 
 
-def _field_comments(section: type[Section]) -> dict[str, str]:
+def _read_field_comments(section: type[Section]) -> dict[str, str]:
     """Return the comment of each field of a class: beside it, else on the lines above it."""
     try:
         source = textwrap.dedent(inspect.getsource(section))
@@ -108,7 +108,7 @@ class _TypedText(GenerateJsonSchema):
         return {**super().str_schema(schema), "type": ["string", "number"]}
 
 
-def json_schema(kind: Kind) -> Schema:
+def make_json_schema(kind: Kind) -> Schema:
     """Return the schema of a file, as an object for `json.dumps`.
 
     Args:
@@ -130,7 +130,7 @@ def json_schema(kind: Kind) -> Schema:
             "allOf": [{"$ref": f"#/$defs/{key.title()}"}],
         }
     required = made.pop("required")
-    for name in _merge_sections(made if kind == "site" else _only_keys(made, LAID_OVER), parts):
+    for name in _merge_sections(made if kind == "site" else _remove_requirements(made, LAID_OVER), parts):
         parts[name].pop("required", None)
     if kind == "job":
         made |= _require_keys(required, parts)
@@ -171,7 +171,7 @@ def _simplify_value(value: Any) -> None:
             _simplify_value(inner)
 
 
-def _only_keys(root: Schema, keys: tuple[str, ...]) -> Schema:
+def _remove_requirements(root: Schema, keys: tuple[str, ...]) -> Schema:
     return {"properties": {key: root["properties"][key] for key in keys}}
 
 
@@ -180,22 +180,22 @@ def _merge_sections(root: Schema, parts: Schema) -> set[str]:
     merged: set[str] = set()
     waiting = [root]
     while waiting:
-        for name in _referenced_sections(waiting.pop()):
+        for name in _list_referenced_sections(waiting.pop()):
             if name not in merged:
                 merged.add(name)
                 waiting.append(parts[name])
     return merged
 
 
-def _referenced_sections(value: Any) -> Iterator[str]:
+def _list_referenced_sections(value: Any) -> Iterator[str]:
     """Yield the sections that a schema refers to, but in lists."""
     for key, inner in value.items():
         if key == "$ref":
             yield inner.rpartition("/")[2]
         elif isinstance(inner, dict) and key != "items":
-            yield from _referenced_sections(inner)
+            yield from _list_referenced_sections(inner)
         elif isinstance(inner, list):
-            yield from (name for item in inner if isinstance(item, dict) for name in _referenced_sections(item))
+            yield from (name for item in inner if isinstance(item, dict) for name in _list_referenced_sections(item))
 
 
 def _require_keys(names: list[str], parts: Schema) -> Schema:

@@ -74,14 +74,14 @@ def as_typed(value: object) -> object:
     return str(value) if isinstance(value, int) else value
 
 
-def one_line(value: str) -> str:
+def require_one_line(value: str) -> str:
     """Refuse what would end a line of a script."""
     if not value.isprintable():
         raise ValueError(f"{value!r} must be one line of text")
     return value
 
 
-def plain_data(value: dict[str, Any]) -> dict[str, Any]:
+def require_plain_data(value: dict[str, Any]) -> dict[str, Any]:
     """Refuse what would reach a job as something else: its records are JSON, which has no NaN, no dates and no number as key.
 
     Numbers become those of Python, whatever their spelling.
@@ -145,7 +145,7 @@ def check_word(value: str) -> str:
     return value
 
 
-def shell_words(value: str) -> str:
+def require_shell_words(value: str) -> str:
     if "\0" in value:
         raise ValueError(f"{value!r} holds a NUL, which no command can")
     try:
@@ -182,9 +182,9 @@ _WRITTEN_MINUTES = {
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0), WithJsonSchema(_WRITTEN_SIZE)]  # bytes
 Minutes = Annotated[int, BeforeValidator(parse_minutes), Field(ge=1), WithJsonSchema(_WRITTEN_MINUTES)]
-Arguments = Annotated[dict[str, Any], AfterValidator(plain_data)]
-Line = Annotated[str, AfterValidator(one_line)]
-Command = Annotated[Line, AfterValidator(shell_words)]
+Arguments = Annotated[dict[str, Any], AfterValidator(require_plain_data)]
+Line = Annotated[str, AfterValidator(require_one_line)]
+Command = Annotated[Line, AfterValidator(require_shell_words)]
 Positive = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -215,7 +215,7 @@ class Section(BaseModel):
         return schema
 
 
-def known_method(value: str) -> str:
+def require_known_method(value: str) -> str:
     """Refuse what is neither a row of the table of methods nor an import string."""
     module, colon, attribute = value.partition(":")
     if module in METHODS and colon:
@@ -232,7 +232,7 @@ def known_method(value: str) -> str:
 
 Method = Annotated[
     str,
-    AfterValidator(known_method),
+    AfterValidator(require_known_method),
     WithJsonSchema({"anyOf": [{"enum": list(METHODS)}, {"type": "string", "pattern": "^[^:]+:.+$"}]}),
 ]
 """A row of the table of methods, or `package.module:attribute` of one of the user's own."""

@@ -33,13 +33,13 @@ def merge_sources(
     for variable in sorted(environ):
         if variable.startswith(ENV_PREFIX):
             key = variable.removeprefix(ENV_PREFIX).lower().replace("__", ".")
-            _assign(merged, key, environ[variable], origins, source=variable)
-    override(merged, overrides, origins)
-    _leave_other_schedulers(merged, origins, {str(site_file) for site_file in sites} - {str(path)})
+            _assign_value(merged, key, environ[variable], origins, source=variable)
+    apply_overrides(merged, overrides, origins)
+    _remove_other_schedulers(merged, origins, {str(site_file) for site_file in sites} - {str(path)})
     return merged, origins
 
 
-def _leave_other_schedulers(merged: dict[str, Any], origins: dict[str, str], sites: Collection[str]) -> None:
+def _remove_other_schedulers(merged: dict[str, Any], origins: dict[str, str], sites: Collection[str]) -> None:
     """Leave what site files alone have given out of a job that runs otherwise: it is for jobs on that scheduler."""
     cluster = merged.get("cluster")
     if not isinstance(cluster, dict):
@@ -53,7 +53,7 @@ def _leave_other_schedulers(merged: dict[str, Any], origins: dict[str, str], sit
                 del origins[key]
 
 
-def override(into: dict[str, Any], overrides: Iterable[str], origins: dict[str, str]) -> None:
+def apply_overrides(into: dict[str, Any], overrides: Iterable[str], origins: dict[str, str]) -> None:
     """Lay `a.b=c` over nested mappings, c in YAML; later wins.
 
     Raises:
@@ -64,10 +64,10 @@ def override(into: dict[str, Any], overrides: Iterable[str], origins: dict[str, 
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
             raise SpecError(f"--set {text}: not of the form a.b=c", "for example --set search.nodes=[2,4]")
-        _assign(into, key.strip(), value, origins, source="--set")
+        _assign_value(into, key.strip(), value, origins, source="--set")
 
 
-def _assign(into: dict[str, Any], key: str, text: str, origins: dict[str, str], *, source: str) -> None:
+def _assign_value(into: dict[str, Any], key: str, text: str, origins: dict[str, str], *, source: str) -> None:
     """Set `a.b.c` to a value in YAML; a mapping replaces what was there."""
     content = parse_yaml(text, source=f"{source} {key}")
     for part in reversed(key.split(".")):

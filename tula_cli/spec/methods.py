@@ -167,11 +167,11 @@ def describe_method(method: str, optimizer: str | None, default: str = "", setti
     """
     reason = f", the default because {default}" if default else ""
     advice = settings or _advise(method, optimizer)
-    return f"method {method}{reason}: {facts_of(method).summary}{f'. {advice} (docs/accuracy.md)' if advice else ''}"
+    return f"method {method}{reason}: {get_facts(method).summary}{f'. {advice} (docs/accuracy.md)' if advice else ''}"
 
 
 def _advise(method: str, optimizer: str | None) -> str:
-    facts = facts_of(method)
+    facts = get_facts(method)
     if optimizer is None:
         return "" if facts.orthogonalises else "If its optimizer is AdamW or Adam, compare train.method: ortho"
     if optimizer == "Muon":
@@ -189,7 +189,7 @@ def _advise(method: str, optimizer: str | None) -> str:
     return ""
 
 
-def facts_of(method: str) -> Facts:
+def get_facts(method: str) -> Facts:
     """Return a method's row; of one of the user's own, an import string, what is taken to be so."""
     return METHODS[method] if method in METHODS else Facts(method, reads_ags=True)
 

@@ -110,20 +110,20 @@ def replace_old_keys(content: Any, *, prefix: str = "", source: str | None = Non
     replaced = {}
     for key, value in content.items():
         path = f"{prefix}{key}"
-        table_path, removed = _path_in_tables(path), REMOVED.get(_path_in_tables(path))
+        table_path, removed = _get_path_in_tables(path), REMOVED.get(_get_path_in_tables(path))
         if removed is not None and value in removed.accepted:
             continue
         name = RENAMED.get(table_path, key)
         if name != key and name in content:  # both are given: validation refuses the old one
             name = key
         elif name != key and source is not None:
-            _report(path, f"{prefix}{name}", source)
+            _warn_of_old_key(path, f"{prefix}{name}", source)
         # Nothing else is looked into: the user's own values may hold far more than memory, by anchors that refer to each other.
         is_parent = _is_parent(f"{prefix}{name}")
         replaced[name] = replace_old_keys(value, prefix=f"{prefix}{name}.", source=source) if is_parent else value
-    if _path_in_tables(prefix) == "pricing.":
+    if _get_path_in_tables(prefix) == "pricing.":
         _join_date_to_source(replaced, source)
-    if _path_in_tables(prefix) == "train.":
+    if _get_path_in_tables(prefix) == "train.":
         _list_measurements(replaced, source)
         _move_keys(replaced, source)
     return replaced
@@ -138,7 +138,7 @@ def _join_date_to_source(pricing: dict[str, Any], source: str | None) -> None:
     if date:
         pricing["source"] = ", ".join(text for text in (price_source, date) if text)
         if source is not None:
-            _report("pricing.date", "part of pricing.source", source)
+            _warn_of_old_key("pricing.date", "part of pricing.source", source)
 
 
 def _list_measurements(train: dict[str, Any], source: str | None) -> None:
@@ -159,7 +159,7 @@ def _list_measurements(train: dict[str, Any], source: str | None) -> None:
         train["diagnostics"] = [*current, *(name for name in names if name not in current)]
     if source is not None:
         for key, name in zip(given, names, strict=True):
-            _report(f"train.{key}", f"train.diagnostics: [{name}]", source)
+            _warn_of_old_key(f"train.{key}", f"train.diagnostics: [{name}]", source)
 
 
 def _move_keys(train: dict[str, Any], source: str | None) -> None:
@@ -180,7 +180,7 @@ def _move_keys(train: dict[str, Any], source: str | None) -> None:
     if source is not None:
         for path, key in moved.items():
             if stopping.get(key) not in (None, "auto"):
-                _report(path, MOVED[path], source)
+                _warn_of_old_key(path, MOVED[path], source)
 
 
 def remove_old_keys(content: Any, *, prefix: str = "") -> Any:
@@ -194,13 +194,13 @@ def remove_old_keys(content: Any, *, prefix: str = "") -> Any:
         return [remove_old_keys(item, prefix=prefix) for item in content]
     if not isinstance(content, Mapping):
         return content
-    gone = {key for key in content if _path_in_tables(f"{prefix}{key}") in (*REMOVED, *MOVED)}
+    gone = {key for key in content if _get_path_in_tables(f"{prefix}{key}") in (*REMOVED, *MOVED)}
     remaining = {
         key: remove_old_keys(value, prefix=f"{prefix}{key}.") if _is_parent(f"{prefix}{key}") else value
         for key, value in content.items()
         if key not in gone
     }
-    return _without_incomplete_parts(remaining) if _path_in_tables(prefix) == "train." else remaining
+    return _without_incomplete_parts(remaining) if _get_path_in_tables(prefix) == "train." else remaining
 
 
 def _without_incomplete_parts(train: dict[str, Any]) -> dict[str, Any]:
@@ -216,21 +216,21 @@ def _without_incomplete_parts(train: dict[str, Any]) -> dict[str, Any]:
 def _is_parent(path: str) -> bool:
     """Return whether an old key may be somewhere below a path."""
     is_node_types = path.partition(".")[0] == "node_types" and path.count(".") < 2
-    return is_node_types or _path_in_tables(path) in _PARENTS
+    return is_node_types or _get_path_in_tables(path) in _PARENTS
 
 
 def replace_old_path(path: str) -> str:
     """Return the path of a key, `a.b.c`, with the new names of its parts."""
     parts: list[str] = []
     for part in path.split("."):
-        name = RENAMED.get(_path_in_tables(".".join((*parts, part))), part)
+        name = RENAMED.get(_get_path_in_tables(".".join((*parts, part))), part)
         parts.append(name)
     return ".".join(parts)
 
 
 def advise_key(path: str) -> str:
     """Return what to do instead of a key that no longer exists, `a.b.c`; empty if there is no such advice for it."""
-    table_path = _path_in_tables(path)
+    table_path = _get_path_in_tables(path)
     if removed := REMOVED.get(table_path):
         return removed.advice
     if table_path in RENAMED:
@@ -242,11 +242,11 @@ def advise_key(path: str) -> str:
     return ""
 
 
-def _path_in_tables(path: str) -> str:
+def _get_path_in_tables(path: str) -> str:
     """Return a path without node_types.NAME: what follows is laid over the job's own sections."""
     parts = path.split(".")
     return ".".join(parts[2:] if parts[0] == "node_types" and len(parts) > 2 else parts)
 
 
-def _report(old: str, new: str, source: str) -> None:
+def _warn_of_old_key(old: str, new: str, source: str) -> None:
     warnings.warn(f"{source}: {old} is now {new}; the old name is still read", OldKeyWarning, stacklevel=2)

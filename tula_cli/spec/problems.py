@@ -58,12 +58,14 @@ def describe_problem(item: Any, *, of_script: bool = False) -> Problem:
         item: the error.
         of_script: whether the job runs a script, whose keys are likelier then.
     """
-    path = _readable_path(item["loc"])
+    path = _format_path(item["loc"])
     if item["type"] == "extra_forbidden":
         if hint := advise_key(re.sub(r"\[\d+\]", "", path)):
             return Problem(path, "no such key any more", hint)
         return Problem(
-            path, "no such key", _suggest_key(str(item["loc"][-1]), _keys_at(item["loc"][:-1]), of_script=of_script)
+            path,
+            "no such key",
+            _suggest_key(str(item["loc"][-1]), _list_keys_at(item["loc"][:-1]), of_script=of_script),
         )
     if item["type"] == "missing":
         return Problem(path, "is required")
@@ -84,7 +86,7 @@ def describe_problem(item: Any, *, of_script: bool = False) -> Problem:
             f"{item['input']!r} must be letters, digits, '.', '_' or '-', at most 64 of them, the first a letter or digit",
         )
     shown = "" if item["type"] == "value_error" or isinstance(item["input"], dict) else f", got {item['input']!r}"
-    return Problem(path, message[:1].lower() + message[1:] + shown, _hint_of_name(item))
+    return Problem(path, message[:1].lower() + message[1:] + shown, _find_key_of_name(item))
 
 
 def _suggest_key(key: str, names: list[str], *, of_script: bool) -> str:
@@ -92,7 +94,7 @@ def _suggest_key(key: str, names: list[str], *, of_script: bool) -> str:
     if close := difflib.get_close_matches(key, names, n=1, cutoff=0.8):
         return f"did you mean {close[0]}?"
     plain = key.lower().replace("-", "_")
-    known, paths = _USUAL_NAMES.get(plain, ""), _paths_of_keys()
+    known, paths = _USUAL_NAMES.get(plain, ""), _list_paths_of_keys()
     same_name = paths.get(known.rpartition(".")[2] or plain, [])
     of_scripts = [path for path in same_name if path.startswith("script.")]
     if of_script and known == _BATCH:
@@ -104,8 +106,8 @@ def _suggest_key(key: str, names: list[str], *, of_script: bool) -> str:
     if known:
         return known if " " in known else f"did you mean {known}?"
     if same_name:
-        best = min(map(_rank, same_name))
-        return f"did you mean {' or '.join([path for path in same_name if _rank(path) == best][:3])}?"
+        best = min(map(_rank_key, same_name))
+        return f"did you mean {' or '.join([path for path in same_name if _rank_key(path) == best][:3])}?"
     if close := difflib.get_close_matches(key, names, n=1, cutoff=0.6):
         return f"did you mean {close[0]}?"
     if close := difflib.get_close_matches(plain, paths, n=1, cutoff=0.8):
@@ -113,20 +115,20 @@ def _suggest_key(key: str, names: list[str], *, of_script: bool) -> str:
     return f"known here: {', '.join(sorted(names))}"
 
 
-def _rank(path: str) -> tuple[bool, int]:
+def _rank_key(path: str) -> tuple[bool, int]:
     """Return how unlikely a key is meant by its last word alone: those of variants and scripts, then those that lie deeper."""
     return path.startswith(("auto.", "node_types.", "cluster.scheduler.", "script.")), path.count(".")
 
 
-def _hint_of_name(item: Any) -> str:
+def _find_key_of_name(item: Any) -> str:
     """Return the key that a name belongs to which was given in place of its section (`model: resnet18`)."""
-    names = _keys_at(item["loc"]) if isinstance(item["input"], str) else []
+    names = _list_keys_at(item["loc"]) if isinstance(item["input"], str) else []
     key = next((key for key in ("name", "kind", "method") if key in names), None)
-    return f"did you mean {_readable_path(item['loc'])}.{key}={item['input']}?" if key else ""
+    return f"did you mean {_format_path(item['loc'])}.{key}={item['input']}?" if key else ""
 
 
 @functools.cache
-def _paths_of_keys() -> dict[str, list[str]]:
+def _list_paths_of_keys() -> dict[str, list[str]]:
     """Return the paths of all keys of a job by their last word, the shallow ones first; those of scripts last."""
     paths: dict[str, list[str]] = {}
     waiting: list[tuple[str, type[Section]]] = [("", JobSpec)]
@@ -134,7 +136,7 @@ def _paths_of_keys() -> dict[str, list[str]]:
         fields = sorted(section.model_fields.items(), key=lambda field: field[0] == "script")
         for name, field in fields:
             paths.setdefault(name, []).append(f"{prefix}{name}")
-            inner = _section_of(field.annotation)
+            inner = _find_section(field.annotation)
             waiting += [(f"{prefix}{name}.", inner)] if inner is not None else []
     return paths
 
@@ -143,7 +145,7 @@ def _describe_expected(item: Any) -> str:
     """Say what was expected; of a section also which keys it has."""
     if item["type"] not in _WANTED:
         return str(item["msg"]).removeprefix("Value error, ").replace("Input should be", "must be")
-    names = _keys_at(item["loc"]) if _WANTED[item["type"]] == _SECTION else []
+    names = _list_keys_at(item["loc"]) if _WANTED[item["type"]] == _SECTION else []
     return _WANTED[item["type"]] + (f" of its own (with {', '.join(names)})" if names else "")
 
 
@@ -174,13 +176,13 @@ _UNION_BRANCHES = re.compile(
 )
 
 
-def _readable_path(location: tuple[Any, ...]) -> str:
+def _format_path(location: tuple[Any, ...]) -> str:
     """Return `a.b[2].c` without the names pydantic gives to the branches of a union."""
     parts = [part for part in location if isinstance(part, int) or not _UNION_BRANCHES.match(str(part))]
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".") or "the spec"
 
 
-def _keys_at(location: tuple[Any, ...]) -> list[str]:
+def _list_keys_at(location: tuple[Any, ...]) -> list[str]:
     """Return the keys that the section at `location` knows."""
     section: type[Section] | None = JobSpec
     if len(location) > 1 and location[0] == "node_types":
@@ -188,11 +190,11 @@ def _keys_at(location: tuple[Any, ...]) -> list[str]:
     for part in location:
         if section is None or part not in section.model_fields:
             break
-        section = _section_of(section.model_fields[part].annotation)
+        section = _find_section(section.model_fields[part].annotation)
     return [] if section is None else list(section.model_fields)
 
 
-def _section_of(annotation: Any) -> type[Section] | None:
+def _find_section(annotation: Any) -> type[Section] | None:
     """Return the Section in an annotation like `Slurm | None`."""
     return next((kind for kind in (annotation, *get_args(annotation)) if _is_section(kind)), None)
 

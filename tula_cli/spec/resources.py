@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, WithJsonSchema, model_validator
 from pydantic_core import InitErrorDetails
 
-from tula_cli.plugins import is_import_string, nearest
+from tula_cli.plugins import is_import_string, suggest_nearest
 from tula_cli.spec.kinds import (
     Arguments,
     Command,
@@ -25,10 +25,10 @@ KINDS = ("local", "slurm")
 """Of schedulers that come with tula; one of the user's own is an import string."""
 
 
-def _kind(name: str) -> str:
+def _check_kind(name: str) -> str:
     if name in KINDS or is_import_string(name):
         return name
-    hint = nearest(name, KINDS) or "a scheduler of your own is written package.module:attribute"
+    hint = suggest_nearest(name, KINDS) or "a scheduler of your own is written package.module:attribute"
     raise ValueError(f"unknown scheduler {name!r}: {hint}")
 
 
@@ -48,7 +48,7 @@ class Cluster(Section):
     """Where jobs run, and what one of its nodes is."""
 
     # this machine, SLURM, or a scheduler of your own by its import string: package.module:attribute
-    kind: Annotated[str, AfterValidator(_kind), _WRITTEN_KIND] = "local"
+    kind: Annotated[str, AfterValidator(_check_kind), _WRITTEN_KIND] = "local"
     gpus_per_node: Positive = 1  # ranks of one node (also where the ranks run on the CPU)
     device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: a GPU where there is one
     memory_per_gpu: Size | None = None  # bytes that a rank may use; enforced

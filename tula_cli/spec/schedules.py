@@ -13,7 +13,7 @@ ROUNDING = 1e-9
 """Relative, of a rate that has halved: milestones whose factors multiply to a half but for that are meant to."""
 
 
-def warmup_factor(epoch: float, warmup: float, scale: float = 1.0) -> float:
+def compute_warmup_factor(epoch: float, warmup: float, scale: float = 1.0) -> float:
     """Return the share of the full learning rate, growing linearly to 1 at epoch `warmup`.
 
     A rate that was scaled up starts from the reference batch's (Goyal et al. 2017, 2.2), others near zero.
@@ -22,7 +22,7 @@ def warmup_factor(epoch: float, warmup: float, scale: float = 1.0) -> float:
     return start + (1 - start) * epoch / warmup
 
 
-def scheduled_lr(schedule: Schedule, base: float, *, epoch: float, warmup: float, epochs: float) -> float:
+def compute_scheduled_lr(schedule: Schedule, base: float, *, epoch: float, warmup: float, epochs: float) -> float:
     """Return the learning rate without warm-up.
 
     Args:
@@ -39,18 +39,18 @@ def scheduled_lr(schedule: Schedule, base: float, *, epoch: float, warmup: float
     if schedule.kind == "one-cycle":
         top = PEAK * epochs
         if epoch < top:
-            return _cosine(base / ONE_CYCLE_START, base, epoch / top)
-        return _cosine(base, schedule.min_lr, min(1.0, (epoch - top) / (epochs - top)))
+            return _interpolate_cosine(base / ONE_CYCLE_START, base, epoch / top)
+        return _interpolate_cosine(base, schedule.min_lr, min(1.0, (epoch - top) / (epochs - top)))
     start = max(warmup, schedule.decay_from * epochs)
     if schedule.kind in ("cosine", "linear") and epoch > start:
         share = min(1.0, (epoch - start) / (epochs - start)) if epochs > start else 1.0
         if schedule.kind == "linear":
             return base + (schedule.min_lr - base) * share
-        return _cosine(base, schedule.min_lr, share)
+        return _interpolate_cosine(base, schedule.min_lr, share)
     return base
 
 
-def decayed_share(schedule: Schedule, base: float, *, epoch: float, warmup: float, epochs: float) -> float:
+def compute_decayed_share(schedule: Schedule, base: float, *, epoch: float, warmup: float, epochs: float) -> float:
     """Return the share of the full learning rate that a schedule leaves; 1 while it rises, and then it never grows.
 
     Args: as of `scheduled`.
@@ -58,9 +58,9 @@ def decayed_share(schedule: Schedule, base: float, *, epoch: float, warmup: floa
     rises_until = PEAK * epochs if schedule.kind == "one-cycle" else warmup
     if epoch < rises_until:
         return 1.0
-    return min(1.0, scheduled_lr(schedule, base, epoch=epoch, warmup=warmup, epochs=epochs) / base)
+    return min(1.0, compute_scheduled_lr(schedule, base, epoch=epoch, warmup=warmup, epochs=epochs) / base)
 
 
-def _cosine(start: float, end: float, share: float) -> float:
+def _interpolate_cosine(start: float, end: float, share: float) -> float:
     """Return what lies between two values on half a turn of a cosine."""
     return end + (start - end) * (1 + math.cos(math.pi * share)) / 2

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from tula_cli.plugins import is_import_string, nearest
+from tula_cli.plugins import is_import_string, suggest_nearest
 from tula_cli.spec.kinds import Arguments, Line, Method, NonNegativeFloat, Positive, PositiveFloat, Section
-from tula_cli.spec.methods import DEFAULT_METHOD, Facts, facts_of
+from tula_cli.spec.methods import DEFAULT_METHOD, Facts, get_facts
 
 # --- Parts of `train`
 
@@ -277,7 +277,7 @@ class Schedule(Section):
     @model_validator(mode="after")
     def _settings_belong_to_the_kind(self) -> "Schedule":
         if self.kind not in SCHEDULES and not is_import_string(self.kind):
-            hint = nearest(self.kind, SCHEDULES) or f"use {', '.join(SCHEDULES)}, or package.module:callable"
+            hint = suggest_nearest(self.kind, SCHEDULES) or f"use {', '.join(SCHEDULES)}, or package.module:callable"
             raise ValueError(f"unknown kind {self.kind!r}; {hint}")
         kind = f"to kind {self.kind!r}" if "kind" in self.model_fields_set else "where schedule.kind is not given"
         if self.kind == "multistep" and not self.milestones:
@@ -378,7 +378,7 @@ class Train(Section):
         name = self.best_checkpoint.metric
         if name not in known:
             raise ValueError(
-                f"best_checkpoint.metric: there is no metric {name!r}; {nearest(name, known) or ', '.join(known)}"
+                f"best_checkpoint.metric: there is no metric {name!r}; {suggest_nearest(name, known) or ', '.join(known)}"
             )
         if stopping is not None and stopping.target is not None and name == "auto":
             raise ValueError(
@@ -472,7 +472,7 @@ class Train(Section):
     @property
     def facts(self) -> Facts:
         """The method's row."""
-        return facts_of(self.method)
+        return get_facts(self.method)
 
 
 # --- Parts of `search`

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from tula_cli.spec.ags import Ags, ResolvedAgs
-from tula_cli.spec.job import JobSpec, default_beta1, effective_lr_limit, warmup_epochs
+from tula_cli.spec.job import JobSpec, find_effective_lr_limit, get_default_beta1, get_warmup_epochs
 from tula_cli.spec.resources import Cluster
 from tula_cli.spec.scripts.script import Script
 from tula_cli.spec.sections import BestCheckpoint, EarlyStopping, RampStage, Train
@@ -26,7 +26,7 @@ REMOVED_FROM_TRAIN: dict[str, Any] = {"ghost_batch": None}
 """Keys that older versions had, with the values that tula now always uses: digests have them, so that older runs keep their names."""
 
 
-def measurement_signature(spec: JobSpec, code: str = "") -> str:
+def compute_measurement_signature(spec: JobSpec, code: str = "") -> str:
     """Return 8 hex digits over what a measurement depends on: another price keeps the probes, another model does not.
 
     Args:
@@ -34,41 +34,41 @@ def measurement_signature(spec: JobSpec, code: str = "") -> str:
         code: digest of the user's own code that the spec names; empty for none.
     """
     cluster = spec.cluster
-    parts: dict[str, Any] = _loop_fields(spec) if spec.script is None else _script_fields(spec, spec.script)
+    parts: dict[str, Any] = _list_loop_fields(spec) if spec.script is None else _list_script_fields(spec, spec.script)
     parts["cluster"] = cluster.model_dump(include={"kind", "gpus_per_node", "device", "memory_per_gpu", "interface"})
     if spec.node_types:  # where it runs is told by each type's own signature; a type more keeps the run
         parts = {**parts, "cluster": None, "node_types": True}
     elif spec.types:  # so are numbers of GPUs
         parts["cluster"] |= {"gpus_per_node": "searched"}
-    return digest({**parts, "code": code} if code else parts)
+    return compute_digest({**parts, "code": code} if code else parts)
 
 
-def _loop_fields(spec: JobSpec) -> dict[str, Any]:
+def _list_loop_fields(spec: JobSpec) -> dict[str, Any]:
     train = spec.train
     return {
-        "model": _model_fields(spec),
-        "dataset": _dataset_fields(spec),
+        "model": _list_model_fields(spec),
+        "dataset": _list_dataset_fields(spec),
         "transforms": spec.transforms.model_dump(),
         "loss": spec.loss.model_dump(),
-        "optimizer": _optimizer_fields(spec, {"lr", "weight_decay", "beta2_half_life"}),
+        "optimizer": _list_optimizer_fields(spec, {"lr", "weight_decay", "beta2_half_life"}),
         "train": train.model_dump(
             include={
                 "precision", "workers", "accumulate", "max_grad_norm", "activation_checkpointing", "reference_batch", "method",
             }
-        ) | REMOVED_FROM_TRAIN | _computing_fields(train) | train.model_dump(include={"parallel", "fsdp_blocks"}, exclude_defaults=True),
-        "ags": _ags_fields(spec.ags, {"granularity", "b_small", "source", "apply_to", *_steps_refresh(spec)}),
+        ) | REMOVED_FROM_TRAIN | _list_computing_fields(train) | train.model_dump(include={"parallel", "fsdp_blocks"}, exclude_defaults=True),
+        "ags": _list_ags_fields(spec.ags, {"granularity", "b_small", "source", "apply_to", *_list_refresh_fields(spec)}),
     }  # fmt: skip
 
 
-def _script_fields(spec: JobSpec, script: Script) -> dict[str, Any]:
+def _list_script_fields(spec: JobSpec, script: Script) -> dict[str, Any]:
     """Return what a step of a script depends on. What it is told of its learning rate and its length changes none."""
     settings = script.model_dump(include={"command", "launch", "samples", "probe"})
     parts = {"script": settings, "train": spec.train.model_dump(include={"accumulate", "workers"})}
-    scaled = {"granularity", "source", "apply_to", *_steps_refresh(spec)}
-    return {**parts, "ags": _ags_fields(spec.ags, scaled)} if spec.train.facts.scales else parts
+    scaled = {"granularity", "source", "apply_to", *_list_refresh_fields(spec)}
+    return {**parts, "ags": _list_ags_fields(spec.ags, scaled)} if spec.train.facts.scales else parts
 
 
-def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") -> str:
+def compute_train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") -> str:
     """Return 8 hex digits over everything that changes the weights; `batch` is the one the run starts with.
 
     Args:
@@ -78,19 +78,19 @@ def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") ->
         code: digest of the user's own code that the spec names; empty for none.
     """
     if spec.script is not None:
-        return _script_training(spec, spec.script, {"nodes": nodes, "batch": batch, "code": code})
+        return _compute_script_signature(spec, spec.script, {"nodes": nodes, "batch": batch, "code": code})
     parts = spec.model_dump(
         include={"transforms", "loss"},
     )
-    parts["model"], parts["optimizer"] = _model_fields(spec), _optimizer_fields(spec)
-    if (beta1 := default_beta1(spec, batch)) is not None:
+    parts["model"], parts["optimizer"] = _list_model_fields(spec), _list_optimizer_fields(spec)
+    if (beta1 := get_default_beta1(spec, batch)) is not None:
         parts["optimizer"]["beta1"] = beta1
     new = {"args", "decay_from"}
     later = spec.schedule.model_dump(include=new, exclude_defaults=True)
     parts["schedule"] = spec.schedule.model_dump(exclude=new) | later
-    parts["dataset"] = _dataset_fields(spec)
+    parts["dataset"] = _list_dataset_fields(spec)
     acts = spec.ags if spec.train.facts.reads_ags else Ags()  # to others the section means nothing
-    parts["ags"] = _ags_fields(acts, set(ResolvedAgs.model_fields) - {"preset"})
+    parts["ags"] = _list_ags_fields(acts, set(ResolvedAgs.model_fields) - {"preset"})
     parts["train"] = (
         spec.train.model_dump(
             exclude={
@@ -106,16 +106,16 @@ def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") ->
             }
         )
         | REMOVED_FROM_TRAIN
-        | _computing_fields(spec.train, {"tf32"})
-        | _lr_limit(spec, batch)
+        | _list_computing_fields(spec.train, {"tf32"})
+        | _list_lr_limit(spec, batch)
     )
     if (stopping := spec.train.early_stopping) is not None:  # `until` was its name
-        parts["train"]["until"] = _stopping_fields(stopping, spec.train.best_checkpoint)
+        parts["train"]["until"] = _list_stopping_fields(stopping, spec.train.best_checkpoint)
     if isinstance(spec.train.ramp, list):
         parts["train"]["ramp"] = [
             REMOVED_FROM_STAGES | stage.model_dump(exclude=_without_nodes(stage)) for stage in spec.train.ramp
         ]
-    parts["schedule"]["warmup_epochs"] = warmup_epochs(spec)
+    parts["schedule"]["warmup_epochs"] = get_warmup_epochs(spec)
     parts["gpus_per_node"] = spec.cluster.gpus_per_node
     if spec.train.facts.tunes:
         branches = {"epochs": spec.auto.branch_epochs, **REMOVED_FROM_AUTO}
@@ -123,10 +123,10 @@ def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") ->
         parts["auto"]["arms"] = [arm.model_dump() | REMOVED_FROM_ARMS for arm in spec.auto.arms]
     if code:
         parts["code"] = code
-    return digest({**parts, "nodes": nodes, "batch": batch})
+    return compute_digest({**parts, "nodes": nodes, "batch": batch})
 
 
-def _stopping_fields(stopping: EarlyStopping, best: BestCheckpoint) -> dict[str, Any]:
+def _list_stopping_fields(stopping: EarlyStopping, best: BestCheckpoint) -> dict[str, Any]:
     """Return when a training ends, by the keys that older versions had."""
     target, bound = stopping.target, "at_most" if best.falls else "at_least"
     fields = {"metric": best.metric, "at_least": None, "at_most": None, "patience": stopping.patience, bound: target}
@@ -138,19 +138,21 @@ def _without_nodes(stage: RampStage) -> set[str]:
     return {"nodes"} if stage.nodes is None else set()
 
 
-def _script_training(spec: JobSpec, script: Script, where: Mapping[str, Any]) -> str:
+def _compute_script_signature(spec: JobSpec, script: Script, where: Mapping[str, Any]) -> str:
     """Return what changes the weights of a script: all that it is told."""
     settings = script.model_dump(exclude={"probe", "metric", "save", "samples", "resume"})
     train = spec.train.model_dump(include={"method", "lr_scaling", "accumulate", "seed"})
-    train |= _lr_limit(spec, where["batch"])
+    train |= _list_lr_limit(spec, where["batch"])
     ags = {}
     if spec.train.facts.scales:
         removed = {**dict.fromkeys(("s_min", "eps", "norm_ewma", "scale_ema")), **REMOVED_FROM_AGS}
-        ags["ags"] = spec.ags.model_dump(exclude={"exclude", *_later_ags(spec.ags)}) | removed
-    return digest({"script": settings, "train": train, **ags, "gpus_per_node": spec.cluster.gpus_per_node, **where})
+        ags["ags"] = spec.ags.model_dump(exclude={"exclude", *_list_later_ags_fields(spec.ags)}) | removed
+    return compute_digest(
+        {"script": settings, "train": train, **ags, "gpus_per_node": spec.cluster.gpus_per_node, **where}
+    )
 
 
-def rehearsal_signature(spec: JobSpec, code: str) -> str:
+def compute_rehearsal_signature(spec: JobSpec, code: str) -> str:
     """Return 8 hex digits over what decides how a script resumes.
 
     Args:
@@ -161,12 +163,12 @@ def rehearsal_signature(spec: JobSpec, code: str) -> str:
     parts = spec.script.model_dump(include={"command", "launch", "save", "dataset_size"})
     parts["resume"] = spec.script.resume.model_dump(include={"args", "checkpoint"}) if spec.script.resume else None
     train = spec.train.model_dump(include={"method", "lr_scaling", "accumulate"})
-    return digest(
+    return compute_digest(
         {**parts, "length": sorted(spec.script.length.model_dump(exclude_none=True)), "train": train, "code": code}
     )
 
 
-def evaluation_signature(spec: JobSpec, weights: Mapping[str, Any], *, code: str = "") -> str:
+def compute_evaluation_signature(spec: JobSpec, weights: Mapping[str, Any], *, code: str = "") -> str:
     """Return 8 hex digits over what an evaluation of a training depends on beside that training.
 
     Args:
@@ -176,10 +178,10 @@ def evaluation_signature(spec: JobSpec, weights: Mapping[str, Any], *, code: str
     """
     test = spec.dataset.test
     settings = {"weights": weights, "test": test and test.model_dump(), "metrics": spec.train.metrics}
-    return digest({**settings, "code": code} if code else settings)
+    return compute_digest({**settings, "code": code} if code else settings)
 
 
-def cluster_signature(cluster: Cluster) -> str:
+def compute_cluster_signature(cluster: Cluster) -> str:
     """Return 8 hex digits over what decides on which nodes a job runs, and what it is given of them.
 
     For how long it asks for them, and which it avoids, tells nothing of those that it gets.
@@ -190,55 +192,55 @@ def cluster_signature(cluster: Cluster) -> str:
         if cluster.scheduler is None
         else {"scheduler": cluster.scheduler.model_dump(mode="json", exclude={"minutes"})}
     )
-    return digest({**cluster.model_dump(mode="json", exclude={"scheduler"}), "slurm": options, **scheduler})
+    return compute_digest({**cluster.model_dump(mode="json", exclude={"scheduler"}), "slurm": options, **scheduler})
 
 
-def _dataset_fields(spec: JobSpec) -> dict[str, Any]:
+def _list_dataset_fields(spec: JobSpec) -> dict[str, Any]:
     """Return what is trained on; the parts that came later count where they are given, so that older runs keep their names."""
     later = {key for key in LATER if getattr(spec.dataset, key) == type(spec.dataset).model_fields[key].default}
     return spec.dataset.model_dump(exclude={"download", "test", *later})
 
 
-def _model_fields(spec: JobSpec) -> dict[str, Any]:
+def _list_model_fields(spec: JobSpec) -> dict[str, Any]:
     """Return what is trained; what came later counts where it is given. The file of weights counts by its digest."""
     settings = spec.model.model_dump(exclude={"weights", "strict", "frozen"})
     return settings | spec.model.model_dump(include={"strict", "frozen"}, exclude_defaults=True)
 
 
-def _optimizer_fields(spec: JobSpec, without: Set[str] = frozenset()) -> dict[str, Any]:
+def _list_optimizer_fields(spec: JobSpec, without: Set[str] = frozenset()) -> dict[str, Any]:
     """Return the optimizer; what came later counts where it is given, so that older runs keep their names."""
     later = {"groups": spec.optimizer.groups, "beta2_half_life": spec.optimizer.beta2_half_life}
     return spec.optimizer.model_dump(exclude={*without, *(name for name, given in later.items() if not given)})
 
 
-def _computing_fields(train: Train, names: Set[str] = COMPUTING) -> dict[str, Any]:
+def _list_computing_fields(train: Train, names: Set[str] = COMPUTING) -> dict[str, Any]:
     """Return those of the settings that are not the default."""
     return train.model_dump(include=set(names), exclude_defaults=True)
 
 
-def _lr_limit(spec: JobSpec, batch: int) -> dict[str, float | None]:
+def _list_lr_limit(spec: JobSpec, batch: int) -> dict[str, float | None]:
     """Return the limit of the learning rate where it is given, or lowers the rate at this batch: others keep their names."""
     given = spec.train.max_lr_factor
-    limit = given if isinstance(given, float) else effective_lr_limit(spec, batch)
+    limit = given if isinstance(given, float) else find_effective_lr_limit(spec, batch)
     return {} if limit is None else {"max_lr_factor": limit}
 
 
-def _steps_refresh(spec: JobSpec) -> set[str]:
+def _list_refresh_fields(spec: JobSpec) -> set[str]:
     """Return the setting that changes what a step takes: how often AGS refreshes, where every step does."""
     return {"refresh"} if spec.ags.resolved().each_step else set()
 
 
-def _ags_fields(ags: Ags, names: set[str]) -> dict[str, Any]:
+def _list_ags_fields(ags: Ags, names: set[str]) -> dict[str, Any]:
     """Return settings; what came later counts where it is given, so that older runs keep their names."""
-    return ags.resolved().model_dump(include=names - _later_ags(ags)) | REMOVED_FROM_AGS
+    return ags.resolved().model_dump(include=names - _list_later_ags_fields(ags)) | REMOVED_FROM_AGS
 
 
-def _later_ags(ags: Ags) -> set[str]:
+def _list_later_ags_fields(ags: Ags) -> set[str]:
     """Return the settings of section ags that came later and say nothing here."""
     given = {"exclude": bool(ags.exclude), "parameters": ags.parameters != "auto"}
     return {name for name, counts in given.items() if not counts}
 
 
-def digest(parts: Mapping[str, Any]) -> str:
+def compute_digest(parts: Mapping[str, Any]) -> str:
     """Return 8 hex digits over named values."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:8]

@@ -8,7 +8,17 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, ValidationError, WithJsonSchema, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from tula_cli.spec.kinds import Command, Line, Minutes, Positive, PositiveFloat, Section, as_typed, check_word, one_line
+from tula_cli.spec.kinds import (
+    Command,
+    Line,
+    Minutes,
+    Positive,
+    PositiveFloat,
+    Section,
+    as_typed,
+    check_word,
+    require_one_line,
+)
 
 _SBATCH_SETTINGS = {
     "job-name": "name",
@@ -41,40 +51,40 @@ _RANK_VARIABLES = frozenset({
 })  # fmt: skip
 
 
-def option_name(name: str) -> str:
+def normalize_option_name(name: str) -> str:
     """Return an option of sbatch or srun as it is written on a command line, without its dashes."""
     return name.replace("_", "-")
 
 
-def _an_option(name: str) -> str:
+def _check_option_name(name: str) -> str:
     if not re.fullmatch(r"[a-z][a-z0-9_-]+", name):
         raise ValueError(f"{name!r} is not the long name of an option, as mail-type is of --mail-type")
     return name
 
 
-def _sbatch_option(name: str) -> str:
-    if setting := _SBATCH_SETTINGS.get(option_name(_an_option(name))):
+def _check_sbatch_option(name: str) -> str:
+    if setting := _SBATCH_SETTINGS.get(normalize_option_name(_check_option_name(name))):
         raise ValueError(f"{name!r} has a setting of its own: {setting}")
-    if option_name(name) in _SBATCH_OURS:
+    if normalize_option_name(name) in _SBATCH_OURS:
         raise ValueError(f"{name!r} is what tula itself tells sbatch; leave it out")
     return name
 
 
-def _srun_option(name: str) -> str:
-    if option_name(_an_option(name)) == "cpus-per-task":
+def _check_srun_option(name: str) -> str:
+    if normalize_option_name(_check_option_name(name)) == "cpus-per-task":
         raise ValueError(f"{name!r} has a setting of its own: cluster.slurm.cpus_per_task")
-    if option_name(name) in _SRUN_OURS:
+    if normalize_option_name(name) in _SRUN_OURS:
         raise ValueError(f"{name!r} is what tula itself tells srun; leave it out")
     return name
 
 
-def _slurm_memory(value: str) -> str:
+def _check_slurm_memory(value: str) -> str:
     if value and not re.fullmatch(r"\d+[KMGT]?B?", value.upper()):
         raise ValueError(f"{value!r} is not a size as sbatch reads it; write it like 64G, or 0 for all of a node's")
     return value
 
 
-def _gpu_type(value: str) -> str:
+def _check_gpu_type(value: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_.-]*", value):
         raise ValueError(f"{value!r} is not the name of one type of GPU, as a100 is of gpu:a100:4")
     return value
@@ -88,16 +98,16 @@ def _check_variable(name: str) -> str:
     return name
 
 
-def _option_value(value: object) -> object:
+def _check_option_value(value: object) -> object:
     if isinstance(value, list):
-        return [_option_value(inner) for inner in value]
+        return [_check_option_value(inner) for inner in value]
     if value is None or isinstance(value, bool):
         return value
     if not isinstance(value, int | float | str):
         raise ValueError(
             f"{value!r} must be a text, a number, a list of them, true (the bare option) or false (left out)"
         )
-    return one_line(str(as_typed(value)))
+    return require_one_line(str(as_typed(value)))
 
 
 _WRITTEN_MEMORY = WithJsonSchema(
@@ -107,7 +117,9 @@ _WRITTEN_OPTION = {
     "type": ["boolean", "number", "string", "array", "null"],
     "items": {"type": ["string", "number"]},
 }
-OptionValue = Annotated[bool | str | list[str] | None, BeforeValidator(_option_value), WithJsonSchema(_WRITTEN_OPTION)]
+OptionValue = Annotated[
+    bool | str | list[str] | None, BeforeValidator(_check_option_value), WithJsonSchema(_WRITTEN_OPTION)
+]
 """True is the bare option; False, None, "" and [] leave it out; a list is joined by commas."""
 _NOTHING: tuple[object, ...] = (False, None, "", [])
 
@@ -141,15 +153,17 @@ class Slurm(Section):
     reservation: Line | None = None  # sbatch's --reservation
     exclude: Line | None = None  # sbatch's --exclude
     minutes: Minutes = 120  # time limit of a training job
-    memory: Annotated[Line, AfterValidator(_slurm_memory), _WRITTEN_MEMORY] | None = None  # a node, as sbatch's --mem
+    memory: Annotated[Line, AfterValidator(_check_slurm_memory), _WRITTEN_MEMORY] | None = (
+        None  # a node, as sbatch's --mem
+    )
     cpus_per_task: Positive | None = None  # a rank, with either launcher
     gpus: Literal["gpus_per_node", "gres", "gpus_per_task", "none"] = "gpus_per_node"  # how GPUs are asked for
-    gpu_type: Annotated[Line, AfterValidator(_gpu_type)] | None = None  # as the site calls it: a100
+    gpu_type: Annotated[Line, AfterValidator(_check_gpu_type)] | None = None  # as the site calls it: a100
     exclusive: bool = True  # whole nodes: neighbours would spoil the times
     # the site's bins of wall time, for its site.yaml: [{nodes: 91, hours: 2}, {nodes: 183, hours: 6}]; [] is none
     limits: Annotated[list[WallTime], AfterValidator(_sort_bins)] = []
-    extra: dict[Annotated[str, AfterValidator(_sbatch_option)], OptionValue] = {}  # any other option of sbatch
-    srun_extra: dict[Annotated[str, AfterValidator(_srun_option)], OptionValue] = {}  # any other option of srun
+    extra: dict[Annotated[str, AfterValidator(_check_sbatch_option)], OptionValue] = {}  # any other option of sbatch
+    srun_extra: dict[Annotated[str, AfterValidator(_check_srun_option)], OptionValue] = {}  # any other option of srun
     setup: list[str] | Line | None = None  # shell lines before the job, or a file of them; null: the site's, if any
     # variables, exported after the set-up; null leaves one out
     environment: dict[Annotated[str, AfterValidator(_check_variable)], str | None] = {}
@@ -169,7 +183,7 @@ class Slurm(Section):
 
     @model_validator(mode="after")
     def _settings_fit_together(self) -> "Slurm":
-        problems = [*_unfit_gpus(self), *_unfit_options(self)]
+        problems = [*_list_gpu_problems(self), *_list_option_problems(self)]
         if problems:  # all at once, each with its path
             details = [
                 InitErrorDetails(type=PydanticCustomError("value_error", "{why}", {"why": why}), loc=path, input=None)
@@ -182,7 +196,7 @@ class Slurm(Section):
 _Unfit = Iterator[tuple[tuple[str, ...], str]]
 
 
-def _unfit_gpus(slurm: Slurm) -> _Unfit:
+def _list_gpu_problems(slurm: Slurm) -> _Unfit:
     if slurm.launcher == "torchrun" and slurm.gpus == "gpus_per_task":
         yield (
             ("gpus",),
@@ -195,15 +209,15 @@ def _unfit_gpus(slurm: Slurm) -> _Unfit:
     for name, value in slurm.extra.items():
         # Other resources than GPUs have no other way in than gres.
         if (
-            option_name(name) in _GPU_OPTIONS
+            normalize_option_name(name) in _GPU_OPTIONS
             and value not in (*_NOTHING, "0")
-            and (option_name(name) != "gres" or "gpu" in str(value))
+            and (normalize_option_name(name) != "gres" or "gpu" in str(value))
         ):
             yield ("extra", name), "asks for GPUs a second time: gpus and gpu_type say how, or set gpus: none"
 
 
-def _unfit_options(slurm: Slurm) -> _Unfit:
-    given = [option_name(name) for name, value in slurm.extra.items() if value]
+def _list_option_problems(slurm: Slurm) -> _Unfit:
+    given = [normalize_option_name(name) for name, value in slurm.extra.items() if value]
     for name in ("mem-per-cpu", "mem-per-gpu"):
         if name in given and slurm.memory:
             yield ("extra", name), f"and memory ({slurm.memory}) exclude each other"

@@ -115,7 +115,7 @@ _MOST_VALUES = 100_000
 """Values of a document with every anchor written out: a few lines of anchors that refer to each other may stand for more than memory holds."""
 _TOO_DEEP = f"it is nested in more than {_DEEPEST} levels"
 _BY_CONTENT = (ValueError, LookupError, AttributeError, TypeError, OverflowError, RecursionError)
-"""What PyYAML lets out of a value that its tag does not fit (`!!bool x`, `!!timestamp x`), or of one that is nested too deep."""
+"""Errors that PyYAML raises for a value that does not fit its tag (`!!bool x`, `!!timestamp x`), or is nested too deep."""
 
 
 def parse_yaml(text: str, *, source: str) -> Any:
@@ -129,7 +129,7 @@ def parse_yaml(text: str, *, source: str) -> Any:
         content = yaml.load(text, Loader=_FastLoader) if yaml.__with_libyaml__ else None
     if content is None:
         content = _parse_in_python(text, source=source)
-    if _nesting_depth(content) > _DEEPEST:
+    if _measure_nesting_depth(content) > _DEEPEST:
         raise SpecError(f"{source}: not valid YAML: {_TOO_DEEP}")
     if _count_values(content, {}) > _MOST_VALUES:
         raise SpecError(
@@ -139,7 +139,7 @@ def parse_yaml(text: str, *, source: str) -> Any:
     return content
 
 
-def _nesting_depth(content: Any) -> int:
+def _measure_nesting_depth(content: Any) -> int:
     """Return how deep a value is nested, at most one more than is allowed; an anchor inside itself is without end."""
     level, depth = [content], 0
     while level and depth <= _DEEPEST:
@@ -175,7 +175,7 @@ def _parse_in_python(text: str, *, source: str) -> Any:
             if error.problem_mark
             else ""
         )
-        hint = _quoting_hint(text, error.problem_mark)
+        hint = _make_quoting_hint(text, error.problem_mark)
         raise SpecError(f"{source}{where}: not valid YAML: {error.problem or error.context}", hint) from None
     except RecursionError:
         raise SpecError(f"{source}: not valid YAML: {_TOO_DEEP}") from None
@@ -191,7 +191,7 @@ _SPECIAL = re.compile(r"[\[\]{}:#,&*!|>'\"%@`]")
 """Characters that mean something to YAML in a value: at its beginning, inside [...] and {...}, or before a space."""
 
 
-def _quoting_hint(text: str, mark: "yaml.Mark | None") -> str:
+def _make_quoting_hint(text: str, mark: "yaml.Mark | None") -> str:
     """Return how to quote the value at which YAML has stumbled; empty if it is not about a value with such characters."""
     lines = text.splitlines()
     line = lines[mark.line] if mark is not None and mark.line < len(lines) else ""

@@ -16,13 +16,13 @@ from pathlib import Path
 
 from tula_cli.errors import DiskFull, JobFailed, TulaError
 from tula_cli.host.failures import classify_failure, find_telling_line
-from tula_cli.host.network import node_name
+from tula_cli.host.network import get_node_name
 from tula_cli.host.processes import die_with_parent, tag_lines
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import pin_run
 from tula_cli.run.records.jobs import Failure
 from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask, RehearsalTask, Task, TrainTask
-from tula_cli.run.shortages import shortage_of
+from tula_cli.run.shortages import get_shortage
 
 
 def main(*, entered: Callable[[], None] | None = None) -> None:
@@ -38,7 +38,7 @@ def main(*, entered: Callable[[], None] | None = None) -> None:
     assert task is not None, f"{run.path} has no task {task_id}"
     pin_run(run.path)
     try:
-        enter_job_folder(task, run)
+        change_to_job_folder(task, run)
         if entered is not None:
             entered()
         run_task(task, run, attempt)
@@ -47,7 +47,7 @@ def main(*, entered: Callable[[], None] | None = None) -> None:
     sys.stdout.flush()
 
 
-def enter_job_folder(task: Task, run: RunDir) -> None:
+def change_to_job_folder(task: Task, run: RunDir) -> None:
     """Go to the folder where the job was submitted, with the code that was submitted before the code that is there.
 
     Data-loader processes take over this path, however they are started.
@@ -86,7 +86,9 @@ def run_task(task: Task, run: RunDir, attempt: int) -> None:
         check_nodes(task, run, attempt=attempt)
         return
     handover = run.handover_path(task.id, attempt)
-    with worker_ranks.process_group(task.spec.cluster, handover=handover, listen=isinstance(task, ProbeTask)) as ranks:
+    with worker_ranks.join_process_group(
+        task.spec.cluster, handover=handover, listen=isinstance(task, ProbeTask)
+    ) as ranks:
         device.configure_device(task.spec.train, ranks.device)
         datasets = build_datasets(task.spec)
         limit = task.spec.cluster.memory_per_gpu
@@ -116,13 +118,13 @@ def exit_with_failure(error: Exception, task: Task, run: RunDir, attempt: int) -
         task=task.id,
         attempt=attempt,
         rank=rank,
-        host=node_name(),
+        host=get_node_name(),
         pid=os.getpid(),
-        outcome=classify_failure(text, exit_code=1, device=_device_kind(task)),
+        outcome=classify_failure(text, exit_code=1, device=_get_device_kind(task)),
         message=_summarize_error(error, text),
         detail=text,
-        local_batch=_current_local_batch(task, run),
-        shortage=shortage_of(error),
+        local_batch=_find_current_local_batch(task, run),
+        shortage=get_shortage(error),
         failed_at=time.time(),
     )
     with contextlib.suppress(OSError):
@@ -138,11 +140,11 @@ def exit_with_failure(error: Exception, task: Task, run: RunDir, attempt: int) -
 
 def _summarize_error(error: Exception, text: str) -> str:
     """Return the error in one line; where its traceback names an earlier cause that decides its class, that one."""
-    line, last = find_telling_line(text), _last_error_line(error)
+    line, last = find_telling_line(text), _find_last_error_line(error)
     return line if line and classify_failure(last) != classify_failure(text) else last
 
 
-def _last_error_line(error: Exception) -> str:
+def _find_last_error_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     message = ": ".join(filter(None, [type(error).__name__, *lines[:1]]))
     # NCCL begins with the kind of its error and tells what happened after this line.
@@ -150,15 +152,15 @@ def _last_error_line(error: Exception) -> str:
     return f"{message}: {lines[first_line]}" if 0 < first_line < len(lines) else message
 
 
-def _device_kind(task: Task) -> str:
-    from tula_cli.worker.device import gpu_count
+def _get_device_kind(task: Task) -> str:
+    from tula_cli.worker.device import count_gpus
 
     if task.spec.cluster.device != "auto":
         return task.spec.cluster.device
-    return "cuda" if gpu_count() else "cpu"
+    return "cuda" if count_gpus() else "cpu"
 
 
-def _current_local_batch(task: Task, run: RunDir) -> int | None:
+def _find_current_local_batch(task: Task, run: RunDir) -> int | None:
     """Return the local batch that was running: of a probe job, the first one without a result."""
     if isinstance(task, CheckTask | RehearsalTask):
         return None  # none, or that of a script

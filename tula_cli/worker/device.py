@@ -27,19 +27,19 @@ from tula_cli.spec.resources import Cluster
 from tula_cli.spec.sections import Train
 
 
-def pick_device(cluster: Cluster, local_rank: int, *, world: int) -> torch.device:
+def choose_device(cluster: Cluster, local_rank: int, *, world: int) -> torch.device:
     """Return this rank's device.
 
     Raises:
         NoGpu: cuda was asked for and there is none.
         JobFailed: a local job has more ranks than GPUs (NCCL refuses two ranks on one).
     """
-    count = 0 if cluster.device == "cpu" else gpu_count()
+    count = 0 if cluster.device == "cpu" else count_gpus()
     if cluster.device == "cpu" or (cluster.device == "auto" and not count):
         return torch.device("cpu")
     if not count:
         raise NoGpu(
-            f"cluster.device is cuda, but torch sees no GPU on {socket.gethostname()}: {_why_no_gpu()}",
+            f"cluster.device is cuda, but torch sees no GPU on {socket.gethostname()}: {_describe_why_no_gpu()}",
             "check the driver, or set cluster.device: cpu",
         )
     if cluster.kind == "local" and world > count:
@@ -48,7 +48,7 @@ def pick_device(cluster: Cluster, local_rank: int, *, world: int) -> torch.devic
     return torch.device("cuda", local_rank % count)
 
 
-def _why_no_gpu() -> str:
+def _describe_why_no_gpu() -> str:
     """Return the words in which the driver, or torch, says why no GPU is to be seen: they tell a fault of the node."""
     try:
         torch.cuda.init()
@@ -57,7 +57,7 @@ def _why_no_gpu() -> str:
     return "none is available"
 
 
-def gpu_count() -> int:
+def count_gpus() -> int:
     """Return how many GPUs torch sees, NVIDIA's or AMD's: both are `cuda` to it. Devices of another kind do not count."""
     if not torch.accelerator.is_available():  # before anything else: torch 2.6 knows no accelerator then, and raises
         return 0
@@ -70,18 +70,18 @@ def set_current_gpu(device: torch.device) -> None:
     torch.accelerator.set_device_index(device)
 
 
-def gpu_uuid(index: int | None = None) -> str:
+def get_gpu_uuid(index: int | None = None) -> str:
     """Return what names a GPU alike in every process that sees it, whatever number it has there; None is this process's."""
     index = torch.accelerator.current_device_index() if index is None else index
     return str(getattr(torch.cuda.get_device_properties(index), "uuid", index))
 
 
-def gpu_name(device: torch.device | int = 0) -> str:
+def get_gpu_name(device: torch.device | int = 0) -> str:
     """Return the name of a GPU's kind."""
     return torch.cuda.get_device_name(device)
 
 
-def gpu_memory(device: torch.device | int = 0) -> int:
+def get_gpu_memory(device: torch.device | int = 0) -> int:
     """Return the bytes of a GPU."""
     return int(torch.cuda.get_device_properties(device).total_memory)
 
@@ -163,14 +163,14 @@ Batch: TypeAlias = Any
 """A micro-batch: a tree of tensors, mostly (input, target)."""
 
 
-def bring(batch: Batch, device: torch.device, *, channels_last: bool) -> Batch:
+def move_to_device(batch: Batch, device: torch.device, *, channels_last: bool) -> Batch:
     """Return a micro-batch on the device, with images pixel by pixel where that is wanted; on a GPU nothing waits.
 
     A GPU may still be at all that was given to it before: there the copy runs beside it. The batch before this one may be
     let go from now on.
     """
     move = partial(_move_batch, device=device, channels_last=channels_last)
-    return _upload_stream(device).upload(batch, move) if device.type == "cuda" else move(batch)
+    return _get_upload_stream(device).upload(batch, move) if device.type == "cuda" else move(batch)
 
 
 def _move_batch(batch: Batch, *, device: torch.device, channels_last: bool) -> Batch:
@@ -216,7 +216,7 @@ class UploadStream:
 
 
 @functools.cache
-def _upload_stream(device: torch.device) -> UploadStream:
+def _get_upload_stream(device: torch.device) -> UploadStream:
     """One for all loaders: what one has let go another may take."""
     return UploadStream(device)
 
@@ -301,7 +301,7 @@ class MemoryMeter:
         """Drop what earlier work left behind and start a new peak."""
         gc.collect()
         if self.device.type == "cuda":
-            _upload_stream(self.device).release()
+            _get_upload_stream(self.device).release()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
             self.base = torch.cuda.memory_allocated(self.device)
@@ -363,20 +363,20 @@ def _reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
-def tensor_bytes(tensors: Iterable[object]) -> int:
+def count_tensor_bytes(tensors: Iterable[object]) -> int:
     """Return the bytes of all tensors among the objects, of this rank's shares of divided ones; other objects count nothing."""
     local_tensors = [local_shard(t) for t in tensors if isinstance(t, torch.Tensor)]
     return sum(t.numel() * t.element_size() for t in local_tensors)
 
 
-def nccl_version() -> str:
+def get_nccl_version() -> str:
     """Return the version of torch's NCCL; empty where it has none."""
     if not dist.is_nccl_available():
         return ""
     return ".".join(str(number) for number in torch.cuda.nccl.version())
 
 
-def driver_version(
+def read_driver_version(
     nvidia: Path = Path("/proc/driver/nvidia/version"), amd: Path = Path("/sys/module/amdgpu/version")
 ) -> str:
     """Return the version of the kernel's GPU driver, or nothing where it does not tell."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import CountedEnergy
-from tula_cli.worker.device import Clock, gpu_uuid
+from tula_cli.worker.device import Clock, get_gpu_uuid
 from tula_cli.worker.ranks import Ranks
 
 Counter = Callable[[], float | None]
@@ -23,8 +23,8 @@ class EnergyMeter:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks, self._clock = ranks, Clock(ranks.device)
-        self._gpu = gpu_uuid() if ranks.device.type == "cuda" else ""
-        self._counter = _energy_counter(self._gpu) if self._gpu else None
+        self._gpu = get_gpu_uuid() if ranks.device.type == "cuda" else ""
+        self._counter = _open_energy_counter(self._gpu) if self._gpu else None
         self._start = self._read()
 
     def joules(self) -> float | None:
@@ -78,7 +78,7 @@ class TrainingEnergy:
         self._run.write_energy(self._signature, CountedEnergy(joules=joules, seconds=seconds))
 
 
-def nvml_device(gpu: str) -> tuple[Any, Any] | None:
+def open_nvml_device(gpu: str) -> tuple[Any, Any] | None:
     """Return NVML and its handle of a GPU; None without the package, its library, or the device.
 
     Args:
@@ -95,9 +95,9 @@ def nvml_device(gpu: str) -> tuple[Any, Any] | None:
         return None
 
 
-def _energy_counter(gpu: str) -> Counter | None:
+def _open_energy_counter(gpu: str) -> Counter | None:
     """Return what reads the counter of a GPU; None where NVML does not know it, or it has none."""
-    if (device := nvml_device(gpu)) is None:
+    if (device := open_nvml_device(gpu)) is None:
         return None
     nvml, handle = device
 

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping
 import torch
 import torchvision
 
-from tula_cli.host.machine import processor_name
+from tula_cli.host.machine import read_processor_name
 from tula_cli.run.records.probes import Environment, Host
 from tula_cli.run.secrets import may_be_secret
 from tula_cli.spec.resources import Cluster
 from tula_cli.version import __version__
 from tula_cli.worker import nccl
-from tula_cli.worker.device import driver_version, gpu_name, gpu_uuid, nccl_version
+from tula_cli.worker.device import get_gpu_name, get_gpu_uuid, get_nccl_version, read_driver_version
 from tula_cli.worker.ranks import Ranks
 
 RECORDED_VARIABLES = (
@@ -34,11 +34,12 @@ def describe_environment(ranks: Ranks, *, workers: int | None = None) -> Environ
         workers: data-loader processes of each.
     """
     cuda = ranks.device.type == "cuda"
-    hardware = gpu_name(ranks.device) if cuda else processor_name()
+    hardware = get_gpu_name(ranks.device) if cuda else read_processor_name()
     rank_hardware = [
-        json.loads(text) for text in ranks.gather(json.dumps([platform.node(), hardware, _driver_of_device(ranks)]))
+        json.loads(text)
+        for text in ranks.gather(json.dumps([platform.node(), hardware, _read_driver_of_device(ranks)]))
     ]
-    nodes = _group_by_host(rank_hardware)
+    nodes = _group_hardware_by_host(rank_hardware)
     return Environment(
         hosts=tuple(node.name for node in nodes),
         device=ranks.device.type,
@@ -51,19 +52,19 @@ def describe_environment(ranks: Ranks, *, workers: int | None = None) -> Environ
         tula=__version__,
         nodes=nodes,
         cuda=torch.version.cuda or torch.version.hip or "",
-        nccl=nccl_version(),
-        system=f"{_linux_distribution()}, {platform.system()} {platform.release()}".lstrip(", "),
-        allreduce=nccl.chosen_algorithms(),
-        variables=recorded_variables(os.environ),
+        nccl=get_nccl_version(),
+        system=f"{_read_linux_distribution()}, {platform.system()} {platform.release()}".lstrip(", "),
+        allreduce=nccl.read_chosen_algorithms(),
+        variables=select_recorded_variables(os.environ),
         workers=workers,
     )
 
 
-def _driver_of_device(ranks: Ranks) -> str:
-    return driver_version() if ranks.device.type == "cuda" else ""
+def _read_driver_of_device(ranks: Ranks) -> str:
+    return read_driver_version() if ranks.device.type == "cuda" else ""
 
 
-def _group_by_host(rank_hardware: Iterable[tuple[str, str, str]]) -> tuple[Host, ...]:
+def _group_hardware_by_host(rank_hardware: Iterable[tuple[str, str, str]]) -> tuple[Host, ...]:
     """Join what the ranks have said (host, hardware, driver) by host, in the order of ranks."""
     by_host: dict[str, list[tuple[str, str]]] = {}
     for host, hardware, driver in rank_hardware:
@@ -74,20 +75,20 @@ def _group_by_host(rank_hardware: Iterable[tuple[str, str, str]]) -> tuple[Host,
     )
 
 
-def _linux_distribution() -> str:
+def _read_linux_distribution() -> str:
     try:
         return platform.freedesktop_os_release().get("PRETTY_NAME", "")
     except OSError:  # a container may lack the file
         return ""
 
 
-def recorded_variables(environ: Mapping[str, str]) -> dict[str, str]:
+def select_recorded_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that are kept: those of the allow-list, without the secrets among SLURM's.
 
     A token may be in SLURM_JWT, and the words of sbatch --export, with values, in SLURM_EXPORT_ENV. What tula itself has
     asked NCCL for is no setting of the user's.
     """
-    left_out = ("SLURM_JWT", "SLURM_EXPORT", "SLURM_SPANK", *(nccl.SETTINGS if nccl.nccl_log_path(environ) else ()))
+    left_out = ("SLURM_JWT", "SLURM_EXPORT", "SLURM_SPANK", *(nccl.SETTINGS if nccl.get_nccl_log_path(environ) else ()))
     return {
         name: value
         for name, value in sorted(environ.items())
@@ -107,5 +108,5 @@ def is_oversubscribed(ranks: Ranks, *, ranks_here: int) -> bool:
     """
     if ranks.device.type != "cuda":
         return ranks_here > len(os.sched_getaffinity(0))
-    placements = ranks.gather(json.dumps([platform.node(), gpu_uuid()]))
+    placements = ranks.gather(json.dumps([platform.node(), get_gpu_uuid()]))
     return len(set(placements)) < len(placements)

@@ -52,25 +52,25 @@ def record_nccl_output(*, enabled: bool, to: Literal["choices", "nccl_warnings"]
         Path(path).unlink(missing_ok=True)
 
 
-def chosen_algorithms() -> dict[int, str]:
+def read_chosen_algorithms() -> dict[int, str]:
     """Return the algorithm and protocol ("ring, simple") of this process's largest all-reduces, by their bytes.
 
     Empty where NCCL was not listened to, or has told nothing: it did so from 2.21 on.
     """
-    return parse_algorithms(_nccl_output())
+    return parse_algorithms(_read_nccl_output())
 
 
-def nccl_warnings() -> list[str]:
+def list_nccl_warnings() -> list[str]:
     """Return what NCCL has warned of, each once."""
-    return list(dict.fromkeys(_WARNING.findall(_nccl_output())))
+    return list(dict.fromkeys(_WARNING.findall(_read_nccl_output())))
 
 
-def _nccl_output() -> str:
-    path = nccl_log_path(os.environ)
+def _read_nccl_output() -> str:
+    path = get_nccl_log_path(os.environ)
     return read_end(path, _MAX_READ) if path else ""
 
 
-def nccl_log_path(environ: Mapping[str, str]) -> Path | None:
+def get_nccl_log_path(environ: Mapping[str, str]) -> Path | None:
     """Return the file that NCCL writes to for `listening`; None where it does not."""
     path = Path(environ.get("NCCL_DEBUG_FILE", ""))
     return path if path.name.startswith(PREFIX) and path.is_file() else None
@@ -83,13 +83,13 @@ def parse_algorithms(log: str) -> dict[int, str]:
         log: lines of NCCL_DEBUG=INFO, of any release; of all-reduces where it names the collective, else of any.
     """
     choices = {
-        int(size): f"{_choice_name(algorithm, ALGORITHMS)}, {_choice_name(protocol, PROTOCOLS)}"
+        int(size): f"{_find_choice_name(algorithm, ALGORITHMS)}, {_find_choice_name(protocol, PROTOCOLS)}"
         for size, algorithm, protocol in _LINE.findall(log)
     }
     return dict(sorted(choices.items())[-MAX_SIZES:])
 
 
-def _choice_name(text: str, names: tuple[str, ...]) -> str:
+def _find_choice_name(text: str, names: tuple[str, ...]) -> str:
     """Return the name in lower case that a word or a number stands for."""
     if not text.isdigit():
         return text.lower()

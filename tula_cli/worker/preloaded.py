@@ -39,7 +39,7 @@ MODULES = (
     "tula_cli.worker.train.auto_tune",
 )
 DRIVERS = ("/dev/nvidia-uvm", "/dev/kfd")
-"""What CUDA and ROCm open when they start, and neither survives a fork then."""
+"""Device files that CUDA and ROCm open when they start; after that neither survives a fork."""
 Request = Mapping[str, Any]
 
 
@@ -118,7 +118,7 @@ def _serve_requests(connection: socket.socket) -> Request | None:
     with connection.makefile("rb") as requests:
         for line in requests:
             request: Request = json.loads(line)
-            if unfit := _why_not_forkable():
+            if unfit := _describe_why_not_forkable():
                 _send_answer(connection, {"error": unfit})
                 return None
             try:
@@ -132,7 +132,7 @@ def _serve_requests(connection: socket.socket) -> Request | None:
     return None
 
 
-def _why_not_forkable() -> str:
+def _describe_why_not_forkable() -> str:
     """Return why a fork of this process would not work as a rank; empty where it would."""
     if threading.active_count() > 1:
         return f"a library has started threads at its import: {[thread.name for thread in threading.enumerate()]}"
@@ -229,20 +229,20 @@ def _execute_if_hidden(request: Request) -> None:
 
     To be called once the user's folders are on the path.
     """
-    if not _shadowed_modules():
+    if not _list_shadowed_modules():
         return
     os.chdir(request["folder"])
     os.execve(request["command"][0], request["command"], dict(request["environment"]))
 
 
-def _shadowed_modules() -> list[str]:
+def _list_shadowed_modules() -> list[str]:
     """Return the imported modules of which another file is found first by now."""
     imported = {name: module.__spec__ for name, module in sys.modules.items() if "." not in name}
     origins = {name: spec.origin for name, spec in imported.items() if spec and spec.has_location and spec.origin}
-    return [name for name, origin in origins.items() if not _resolves_to(name, origin)]
+    return [name for name, origin in origins.items() if not _is_resolved_to(name, origin)]
 
 
-def _resolves_to(name: str, origin: str) -> bool:
+def _is_resolved_to(name: str, origin: str) -> bool:
     spec = PathFinder.find_spec(name)
     if spec is None or spec.origin in (None, origin):  # another finder's, or a folder that hides nothing
         return True

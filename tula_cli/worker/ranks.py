@@ -21,12 +21,12 @@ from torch.distributed.rendezvous import rendezvous
 
 from tula_cli.errors import JobFailed
 from tula_cli.host import network
-from tula_cli.host.machine import cpu_quota
+from tula_cli.host.machine import read_cpu_quota
 from tula_cli.run.file_changes import is_listed
 from tula_cli.run.files import write_atomic
 from tula_cli.spec.resources import Cluster
 from tula_cli.worker import nccl
-from tula_cli.worker.device import pick_device, set_current_gpu
+from tula_cli.worker.device import choose_device, set_current_gpu
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 """Ranks of one job may start minutes apart on a busy file system; a lost one must not hold the others for longer."""
@@ -72,8 +72,8 @@ class Ranks:
 
     def cores(self) -> float:
         """Return the cores that a rank has: shared ones are divided among the node's ranks; the fewest of all ranks."""
-        node_cores = [platform.node(), sorted(os.sched_getaffinity(0)), cpu_quota()]
-        return min_cores([json.loads(text) for text in self.gather(json.dumps(node_cores))])
+        node_cores = [platform.node(), sorted(os.sched_getaffinity(0)), read_cpu_quota()]
+        return find_min_cores([json.loads(text) for text in self.gather(json.dumps(node_cores))])
 
     def gather(self, text: str) -> list[str]:
         """Return every rank's text, in the order of ranks."""
@@ -82,7 +82,7 @@ class Ranks:
         return [entry or "" for entry in texts]
 
 
-def min_cores(ranks: Sequence[tuple[str, Sequence[int], float | None]]) -> float:
+def find_min_cores(ranks: Sequence[tuple[str, Sequence[int], float | None]]) -> float:
     """Return the cores of the rank that has fewest, from (node, cores it may run on, cores of its node by quota) of each."""
     takers = Counter((node, core) for node, cores, _ in ranks for core in cores)
     crowd = Counter(node for node, _, _ in ranks)
@@ -93,7 +93,7 @@ def min_cores(ranks: Sequence[tuple[str, Sequence[int], float | None]]) -> float
 
 
 @contextmanager
-def process_group(cluster: Cluster, *, handover: Path, listen: bool = False) -> Iterator[Ranks]:
+def join_process_group(cluster: Cluster, *, handover: Path, listen: bool = False) -> Iterator[Ranks]:
     """Join the process group, and leave it without hanging.
 
     Args:
@@ -103,7 +103,7 @@ def process_group(cluster: Cluster, *, handover: Path, listen: bool = False) -> 
     """
     _set_network(cluster)
     rank, world, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    device = pick_device(cluster, local_rank, world=world)
+    device = choose_device(cluster, local_rank, world=world)
     on_gpu = device.type == "cuda"
     if on_gpu:
         set_current_gpu(device)
@@ -135,7 +135,7 @@ def process_group(cluster: Cluster, *, handover: Path, listen: bool = False) -> 
 def _make_store(handover: Path, interface: str | None, device: torch.device, *, rank: int, world: int) -> TCPStore:
     """Rank 0 binds a port that the system chooses and publishes it; a port made from a job id collides in the end."""
     if rank == 0:
-        host = network.own_address(interface)
+        host = network.find_own_address(interface)
         store = TCPStore(host, 0, world, is_master=True, timeout=RENDEZVOUS_TIMEOUT, wait_for_workers=False)
         _publish_address(handover, host, store.port, device)
         return store
@@ -161,5 +161,5 @@ def _set_network(cluster: Cluster) -> None:
     Raises:
         JobFailed: this node has no such interface.
     """
-    for name, interface in network.interface_variables(cluster.interface, local=cluster.kind == "local").items():
+    for name, interface in network.make_interface_variables(cluster.interface, local=cluster.kind == "local").items():
         os.environ.setdefault(name, interface)

@@ -13,7 +13,7 @@ import torch.utils.data
 from tula_cli.worker.device import seed_gpu
 
 
-def stable_seed(*parts: int) -> int:
+def compute_stable_seed(*parts: int) -> int:
     """Return a 63-bit seed, the same on every machine and in every process."""
     digest = hashlib.blake2b(" ".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -45,7 +45,7 @@ def seed_generators(*parts: int) -> Iterator[None]:
     torch_state, random_state, bits = torch.get_rng_state(), random.getstate(), np.random.get_bit_generator()  # type: ignore[attr-defined]
     try:
         # Swapped and not copied: np.random.set_state takes 70 us and more.
-        np.random.set_bit_generator(_spare_bit_generator())  # type: ignore[attr-defined]
+        np.random.set_bit_generator(_make_spare_bit_generator())  # type: ignore[attr-defined]
         _seed_all(seed)
         yield
     finally:
@@ -55,7 +55,7 @@ def seed_generators(*parts: int) -> Iterator[None]:
 
 
 @functools.cache
-def _spare_bit_generator() -> np.random.MT19937:
+def _make_spare_bit_generator() -> np.random.MT19937:
     return np.random.MT19937(0)
 
 

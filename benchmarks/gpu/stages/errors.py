@@ -7,7 +7,7 @@ import sys
 from gpu.stage import Stage
 from gpu.watch import RAN
 from tula_cli.host.failures import classify_failure
-from tula_cli.host.network import free_port
+from tula_cli.host.network import find_free_port
 
 WANTED = {
     "allocator": "device_oom",
@@ -41,7 +41,7 @@ def errors(stage: Stage) -> None:
 
 def provoked(kind: str, *, ranks: int, patience: float) -> tuple[int | None, str]:
     """Return exit code and words of rank 0; None where it did not end in time."""
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if ranks > 1 else {}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())} if ranks > 1 else {}
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "gpu.provoke", kind],

@@ -13,7 +13,7 @@ import torch
 
 from gpu.rig import Fixed, alone, job
 from gpu.stage import Stage, share
-from tula_cli.worker.device import Clock, driver_version, nccl_version
+from tula_cli.worker.device import Clock, get_nccl_version, read_driver_version
 
 FLOORS = {"H200": (3.5, 600.0), "H100": (2.5, 600.0)}
 """TB/s of a copy and bf16 TFLOP/s that a sound card of a name reaches; below, its times do not count."""
@@ -29,8 +29,8 @@ def env(stage: Stage) -> None:
     stage.tell(
         torch=torch.__version__,
         cuda=torch.version.cuda or torch.version.hip or "",
-        nccl=nccl_version(),
-        driver=driver_version(),
+        nccl=get_nccl_version(),
+        driver=read_driver_version(),
         gpu=torch.cuda.get_device_name() if stage.on_card else "",
         memory_mib=torch.cuda.get_device_properties(0).total_memory // 2**20 if stage.on_card else 0,
         cores=len(os.sched_getaffinity(0)),

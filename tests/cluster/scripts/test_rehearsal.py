@@ -22,7 +22,7 @@ from tula_cli.run.script_attempt import ResumeTestRecords
 from tula_cli.show import train as show_train
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
-from tula_cli.spec.signature import rehearsal_signature
+from tula_cli.spec.signature import compute_rehearsal_signature
 
 TEMPLATES = Path(__file__).parents[3] / "templates"
 SCRIPT = """
@@ -258,7 +258,7 @@ def test_where_the_checkpoint_is_of_no_use_a_relaunch_begins_anew_and_the_summar
     kill = "if number == 25 and not (options.out / 'once').exists(): (options.out / 'once').touch(); os.kill(os.getpid(), 9)"
     spec = job(folder, what_else="", within=kill, saves="number == 10", script={})
     run = RunDir.create(folder / "tula-runs", spec)
-    key = rehearsal_signature(spec, "")
+    key = compute_rehearsal_signature(spec, "")
     ResumeTestRecords(run.path).write(Rehearsal(task=f"rehearse-{key}-1", key=key, began_at=0.0, verdict="none"))
     run.write_task(
         TrainTask(

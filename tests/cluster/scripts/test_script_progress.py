@@ -15,9 +15,9 @@ from tula_cli.cluster.scripts.results import recover_lost_attempt, settle_attemp
 from tula_cli.cluster.scripts.training import (
     ScriptTraining,
     describe_missing_step,
+    find_last_and_best,
+    find_last_script_line,
     is_lower_better,
-    last_and_best,
-    last_script_line,
     read_metrics,
 )
 from tula_cli.cluster.scripts.watch import ScriptWatch
@@ -367,7 +367,7 @@ def test_an_epoch_is_unknown_where_nothing_tells_its_samples(run: RunDir) -> Non
 
 def test_a_metric_that_is_no_number_in_the_end_has_a_best_value_alone() -> None:
     told = {"loss": [3.0, 2.0, float("nan")], "acc": [0.5, 0.7, 0.6], "wer": [], "ppl": [float("inf")]}
-    assert last_and_best(told) == {"best_loss": 2.0, "acc": 0.6, "best_acc": 0.7}
+    assert find_last_and_best(told) == {"best_loss": 2.0, "acc": 0.6, "best_acc": 0.7}
 
 
 def test_a_name_that_holds_the_letters_of_an_error_rate_is_none() -> None:
@@ -586,5 +586,5 @@ def test_steps_that_come_to_train_on_more_samples_are_told_with_both_figures(alo
 )
 def test_the_last_line_of_a_script_says_why_it_took_no_step(tmp_path: Path, log: str, line: str) -> None:
     (tmp_path / "log").write_text(log)
-    assert last_script_line(tmp_path / "log") == line
+    assert find_last_script_line(tmp_path / "log") == line
     assert (line or "started without -I") in describe_missing_step(tmp_path / "log")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tula_cli.cluster.allocation import Allocation
-from tula_cli.cluster.rank_processes import first_rank, rendezvous_address
+from tula_cli.cluster.rank_processes import find_rendezvous_address, get_first_rank
 from tula_cli.cluster.scripts import methods
 from tula_cli.cluster.scripts.methods import copy_shim
 from tula_cli.cluster.scripts.start import ScriptStart, preview_command
@@ -101,7 +101,7 @@ def test_on_slurm_each_supervisor_starts_its_own(tmp_path: Path, launcher: str, 
     cluster = SLURM | {"slurm": {"launcher": launcher, "cpus_per_task": 6}}
     found = start(tmp_path, "a.py {batch} {node_rank} {rank} {local_rank}", index=index, cluster=cluster)
     assert commands(found) == [f"a.py 32 1 {rank} {rank % 2}" for rank in ranks]
-    assert first_rank(found.allocation, found.task) == ranks[0]
+    assert get_first_rank(found.allocation, found.task) == ranks[0]
     environment = found.rank_commands(Path("log"))[0].environment
     assert environment["LOCAL_WORLD_SIZE"] == "2" and environment["OMP_NUM_THREADS"] == (
         "6" if launcher == "srun" else "3"
@@ -114,8 +114,8 @@ def test_a_command_a_node_is_one_task_of_slurm_and_knows_no_rank(tmp_path: Path)
     assert commands(found) == ["torchrun --nnodes 2 --node-rank 1 --nproc-per-node 2 --master-port 4711 a.py 8"]
     (one,) = found.rank_commands(Path("log"))
     assert not one.environment.keys() & {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "OMP_NUM_THREADS"}
-    assert first_rank(found.allocation, found.task) == 2
-    asked = sbatch.submitit_parameters(found.run, found.task)
+    assert get_first_rank(found.allocation, found.task) == 2
+    asked = sbatch.make_submitit_parameters(found.run, found.task)
     assert (asked["nodes"], asked["ntasks_per_node"], asked["cpus_per_task"]) == (2, 1, 12)
 
 
@@ -188,5 +188,5 @@ def test_the_shim_is_copied_once(tmp_path: Path) -> None:
 
 
 def test_ranks_of_a_script_meet_at_an_address(tmp_path: Path) -> None:
-    address, _, port = rendezvous_address(start(tmp_path, "a.py {batch}").task).rpartition(":")
+    address, _, port = find_rendezvous_address(start(tmp_path, "a.py {batch}").task).rpartition(":")
     assert address == "127.0.0.1" and int(port) > 0

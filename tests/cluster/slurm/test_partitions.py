@@ -279,7 +279,7 @@ def test_what_a_job_can_have_of_a_node_is_asked_for(commands, row, node, limits,
     commands("scontrol", f'case "$*" in {cases} *) exit 1;; esac')
     found = site.ask_site()
     assert found is not None
-    asked = {setting.key.rpartition(".")[2]: setting.value for setting in site.site_settings(found)}
+    asked = {setting.key.rpartition(".")[2]: setting.value for setting in site.list_site_settings(found)}
     assert (asked["cpus_per_task"], asked["memory"], asked["nodes"]) == (str(cpus), memory, str(nodes))
 
 
@@ -311,14 +311,14 @@ def test_a_scheduler_that_does_not_answer_is_none(commands, monkeypatch, script)
 def test_hosts_of_a_job(commands):
     commands("squeue", "echo 'node[1-2]'")
     commands("scontrol", 'test "$3" = "node[1-2]" && printf "node1\\nnode2\\n"')
-    assert site.allocated_hosts("7") == ("node1", "node2")
+    assert site.list_allocated_hosts("7") == ("node1", "node2")
 
 
 def test_hosts_of_a_job_that_the_queue_has_forgotten(commands):
     commands("squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
     commands("sacct", "echo node4")
     commands("scontrol", 'echo "$3"')
-    assert site.allocated_hosts("7") == ("node4",)
+    assert site.list_allocated_hosts("7") == ("node4",)
 
 
 @pytest.mark.parametrize("told", ["", "(null)", "None assigned"])
@@ -326,7 +326,7 @@ def test_a_job_without_nodes_has_no_hosts(commands, told):
     commands("squeue", f"echo '{told}'")
     commands("sacct", "exit 1")
     commands("scontrol", 'echo "$3"')
-    assert site.allocated_hosts("7") == ()
+    assert site.list_allocated_hosts("7") == ()
 
 
 # --- a job spec to match

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from fake_slurm import VERSIONS, FakeSlurm, local
 
-from tula_cli.cluster.chains import chain_state
+from tula_cli.cluster.chains import get_chain_state
 from tula_cli.cluster.scheduler import SchedulerState
 from tula_cli.cluster.slurm import command as slurm_command
 from tula_cli.cluster.slurm import queue as scheduler
-from tula_cli.cluster.slurm.queue import ask_states, end_outcome, ends_at, live_ids, live_jobs
-from tula_cli.cluster.slurm.scheduler import refusal_error
+from tula_cli.cluster.slurm.queue import ask_states, find_end_time, find_outcome, list_live_ids, list_live_jobs
+from tula_cli.cluster.slurm.scheduler import make_refusal_error
 from tula_cli.errors import SchedulerError
 from tula_cli.run.records.jobs import Job
 
@@ -59,7 +59,7 @@ def test_how_jobs_of_a_real_cluster_stand(recorded):
         "closed": "pending", "never": "pending", "node_fail": "running",
     }  # fmt: skip
     assert (found["waiting"].reason, found["link"].reason) == ("Resources", "Dependency")
-    assert found["waiting"].starts_at == ends_at(recorded["running"], {}) == 1_795_262_039
+    assert found["waiting"].starts_at == find_end_time(recorded["running"], {}) == 1_795_262_039
     assert "will not start" in found["closed"].reason
     assert "could not be started on its node" in found["unshared"].reason
     assert ask_states([recorded["unknown"]]) == {}
@@ -78,15 +78,15 @@ def test_how_allocations_of_a_real_cluster_ended(recorded):
         "waiting",
         "unknown",
     )
-    assert [end_outcome(recorded[name]) for name in names] == [
+    assert [find_outcome(recorded[name]) for name in names] == [
         None, None, None, "host_oom", "time_limit", "cancelled", "preempted", "node_failure", None, None,
     ]  # fmt: skip
-    assert end_outcome(recorded["requeued"], restart=0) == "preempted"
+    assert find_outcome(recorded["requeued"], restart=0) == "preempted"
 
 
 def test_accounting_of_a_real_cluster_tells_the_same(recorded):
     names = ("done", "failed", "oom", "timeout", "cancelled", "preempted", "node_fail")
-    assert [scheduler._outcome_of_rows(scheduler._rows_of_run(recorded[name], None)) for name in names] == [
+    assert [scheduler._find_outcome_of_rows(scheduler._list_rows_of_run(recorded[name], None)) for name in names] == [
         None, None, "host_oom", "time_limit", "cancelled", "preempted", "node_failure",
     ]  # fmt: skip
 
@@ -164,9 +164,9 @@ def test_a_command_that_hangs_is_given_up(slurm, monkeypatch):
     slurm.fault(squeue="hang", sacct="hang", scontrol="hang")
     monkeypatch.setattr(slurm_command, "COMMAND_TIMEOUT", 0.2)
     assert "took more than 0.2 s" in ask_states([job])[job].reason
-    assert end_outcome(job) is None
-    assert ends_at(job, {}) is None
-    assert live_ids("a") == []
+    assert find_outcome(job) is None
+    assert find_end_time(job, {}) is None
+    assert list_live_ids("a") == []
 
 
 def test_missing_commands_are_no_error(slurm):
@@ -174,7 +174,7 @@ def test_missing_commands_are_no_error(slurm):
     for command in ("squeue", "sacct", "scontrol", "scancel"):
         slurm.without(command)
     assert ask_states([job])[job].state == "unknown"
-    assert (end_outcome(job), ends_at(job, {}), live_ids("a")) == (None, None, [])
+    assert (find_outcome(job), find_end_time(job, {}), list_live_ids("a")) == (None, None, [])
     assert scheduler.cancel_jobs([job]) == "scancel: No such file or directory"
 
 
@@ -182,7 +182,7 @@ def test_garbage_is_no_error(slurm):
     job = slurm.add("a", "RUNNING")
     slurm.fault(squeue="garbage", scontrol="garbage")
     assert ask_states([job])[job].state == "unknown"
-    assert (end_outcome(job), ends_at(job, {}), live_ids("a")) == (None, None, [])
+    assert (find_outcome(job), find_end_time(job, {}), list_live_ids("a")) == (None, None, [])
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_what_keeps_a_job_is_told_with_what_to_do_also_while_the_link_before_it_
     told = ask_states([first, second])[second].reason
     assert told.startswith(reason) and words.format(id=second) in told
     job = Job(id="j", scheduler="slurm", scheduler_id=first, nodes=1, submitted_at=0, links=(first, second, third))
-    now = chain_state(job, ask_states(job.links), forgotten="")
+    now = get_chain_state(job, ask_states(job.links), forgotten="")
     assert now.state == "running"
     kept = "Reserved" not in reason  # which ends by itself
     assert now.reason == (f"job {second}, which goes on after it: {told}" if kept else "")
@@ -290,18 +290,18 @@ def test_a_users_own_formats_and_an_allocations_variables_are_kept_out(slurm, mo
 
 
 def test_the_environment_tells_when_an_allocation_ends(slurm):
-    assert ends_at("1", {"SLURM_JOB_END_TIME": "1700000000"}) == 1_700_000_000
-    assert ends_at("1", {"SLURM_JOB_END_TIME": "4294967294"}) is None, "unlimited"
+    assert find_end_time("1", {"SLURM_JOB_END_TIME": "1700000000"}) == 1_700_000_000
+    assert find_end_time("1", {"SLURM_JOB_END_TIME": "4294967294"}) is None, "unlimited"
     assert not slurm.calls("squeue")
 
 
 def test_squeue_tells_when_an_allocation_ends_where_the_environment_does_not(versions):
     end = int(time.time()) + 3600
     job, unlimited = versions.add("a", "RUNNING", ends=local(end)), versions.add("b", "RUNNING", ends="N/A")
-    assert ends_at(job, {}) == end
-    assert ends_at(job, {"SLURM_JOB_END_TIME": "soon"}) == end
-    assert ends_at(unlimited, {}) is None
-    assert ends_at("4711", {}) is None
+    assert find_end_time(job, {}) == end
+    assert find_end_time(job, {"SLURM_JOB_END_TIME": "soon"}) == end
+    assert find_end_time(unlimited, {}) is None
+    assert find_end_time("4711", {}) is None
 
 
 ENDINGS = [
@@ -322,60 +322,60 @@ ENDINGS = [
 
 @pytest.mark.parametrize(("state", "reason", "outcome"), ENDINGS)
 def test_the_controller_tells_what_took_an_allocation_away(versions, state, reason, outcome):
-    assert end_outcome(versions.add("a", state, reason)) == outcome
+    assert find_outcome(versions.add("a", state, reason)) == outcome
 
 
 @pytest.mark.parametrize(("state", "reason", "outcome"), ENDINGS)
 def test_sacct_tells_what_took_a_forgotten_allocation_away(slurm, state, reason, outcome):
     words = "CANCELLED by 1000" if state == "CANCELLED" else state
-    assert end_outcome(slurm.add("a", words, forgotten=True)) == outcome
+    assert find_outcome(slurm.add("a", words, forgotten=True)) == outcome
 
 
 def test_a_killed_step_shows_that_memory_was_the_reason(versions):
     steps = [["batch", "FAILED"], ["0", "OUT_OF_MEMORY"]]
     job = versions.add("a", "FAILED", "NonZeroExitCode", steps=steps, derived="0:125")
-    assert end_outcome(job) == "host_oom"
+    assert find_outcome(job) == "host_oom"
     assert not versions.calls("sacct"), "the controller knows"
     by_steps = versions.add("a", "FAILED", forgotten=True, steps=steps)
     by_code = versions.add("a", "FAILED", forgotten=True, derived="0:125")
-    assert [end_outcome(by_steps), end_outcome(by_code)] == ["host_oom", "host_oom"]
+    assert [find_outcome(by_steps), find_outcome(by_code)] == ["host_oom", "host_oom"]
 
 
 def test_the_exit_code_tells_that_a_supervisor_could_write_nothing(versions):
     known = versions.add("a", "FAILED", "NonZeroExitCode", derived="14:0")
     forgotten = versions.add("b", "FAILED", forgotten=True, derived="14:0")
-    assert [end_outcome(known), end_outcome(forgotten)] == ["storage", "storage"]
+    assert [find_outcome(known), find_outcome(forgotten)] == ["storage", "storage"]
 
 
 def test_memory_is_no_reason_where_the_time_was_up(slurm):
     job = slurm.add("a", "TIMEOUT", forgotten=True, steps=[["0", "OUT_OF_MEMORY"]])
-    assert end_outcome(job) == "time_limit"
+    assert find_outcome(job) == "time_limit"
 
 
 def test_a_requeued_job_lives_and_what_ended_its_earlier_run_is_known(versions):
     earlier = [{"state": "NODE_FAIL", "derived": "0:0", "steps": [["batch", "CANCELLED"]]}]
     job = versions.add("a", "RUNNING", restarts=1, earlier=earlier, derived="0:125")
-    assert end_outcome(job) is None
-    assert end_outcome(job, restart=1) is None
-    assert end_outcome(job, restart=0) == "node_failure"
+    assert find_outcome(job) is None
+    assert find_outcome(job, restart=1) is None
+    assert find_outcome(job, restart=0) == "node_failure"
 
 
 def test_a_requeued_job_was_taken_away_even_where_nothing_tells_why(slurm):
     job = slurm.add("a", "RUNNING", restarts=2)
     slurm.fault(sacct="disabled")
-    assert end_outcome(job, restart=1) == "preempted"
+    assert find_outcome(job, restart=1) == "preempted"
 
 
 def test_the_exit_code_of_an_earlier_run_is_not_the_last_ones(slurm):
     earlier = [{"state": "NODE_FAIL", "derived": "0:125", "steps": []}]
     job = slurm.add("a", "FAILED", restarts=1, earlier=earlier, derived="0:125", accounted="COMPLETED")
-    assert end_outcome(job) is None
+    assert find_outcome(job) is None
 
 
 def test_an_unknown_job_did_not_end_in_any_known_way(slurm):
-    assert end_outcome("4711") is None
+    assert find_outcome("4711") is None
     slurm.fault(sacct="disabled", scontrol="unreachable")
-    assert end_outcome("4711") is None
+    assert find_outcome("4711") is None
 
 
 # --- finding and ending jobs
@@ -388,15 +388,15 @@ def test_jobs_are_found_by_their_exact_name_and_owner(versions):
     versions.add("tula-a", "COMPLETED")
     versions.add("tula-a", "COMPLETING")
     odd = versions.add("tula-a", "EXPEDITING")
-    assert live_ids("tula-a") == [ours, odd]
-    assert [job.name for job in live_jobs(["tula-a", "tula-a.2"])] == ["tula-a", "tula-a.2", "tula-a"]
+    assert list_live_ids("tula-a") == [ours, odd]
+    assert [job.name for job in list_live_jobs(["tula-a", "tula-a.2"])] == ["tula-a", "tula-a.2", "tula-a"]
 
 
 def test_a_silent_squeue_is_no_empty_queue(slurm):
     slurm.fault(squeue="unreachable")
     with pytest.raises(SchedulerError, match=r"squeue does not answer: .*Unable to contact"):
-        live_jobs(["tula-a"])
-    assert live_ids("tula-a") == []
+        list_live_jobs(["tula-a"])
+    assert list_live_ids("tula-a") == []
 
 
 def test_cancels_these_ids_and_nothing_else(slurm):
@@ -436,7 +436,7 @@ def test_cancels_these_ids_and_nothing_else(slurm):
     ],
 )  # fmt: skip
 def test_a_refusal_keeps_sbatchs_words_and_says_what_to_do(words, message, hint):
-    error = refusal_error(words)
+    error = make_refusal_error(words)
     assert message in error.message
     assert hint in error.hint
 

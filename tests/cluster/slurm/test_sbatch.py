@@ -62,7 +62,7 @@ def check(found: JobSpec) -> CheckTask:
 def asked(slurm: dict[str, Any] | None = None, **cluster: Any) -> dict[str, Any]:
     """Return the parameters of a probe job."""
     found = spec(slurm, **cluster)
-    return sbatch.submitit_parameters(RunDir(Path("/runs/gold-12345678")), probe(found))
+    return sbatch.make_submitit_parameters(RunDir(Path("/runs/gold-12345678")), probe(found))
 
 
 def options(slurm: dict[str, Any], **cluster: Any) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def setup(slurm: dict[str, Any], workdir: Path = Path("/")) -> list[str]:
 
 def whole_setup(slurm: dict[str, Any], workdir: Path = Path("/")) -> list[str]:
     task = probe(spec(slurm), workdir)
-    return list(sbatch.submitit_parameters(RunDir(Path("/runs/gold-12345678")), task)["setup"])
+    return list(sbatch.make_submitit_parameters(RunDir(Path("/runs/gold-12345678")), task)["setup"])
 
 
 # --- whole scripts
@@ -251,21 +251,21 @@ def test_cpus_that_nobody_asks_for_are_doubted_where_workers_need_them() -> None
 
 @pytest.mark.parametrize(("minutes", "delay"), [(1, 15), (2, 30), (5, 75), (6, 90), (600, 90)])
 def test_the_signal_comes_within_the_last_quarter(minutes: int, delay: int) -> None:
-    found = sbatch.submitit_parameters(RunDir(Path("/runs/gold")), train(spec({"minutes": minutes})))
+    found = sbatch.make_submitit_parameters(RunDir(Path("/runs/gold")), train(spec({"minutes": minutes})))
     assert (found["time"], found["signal_delay_s"]) == (minutes, delay)
 
 
 def test_kinds_of_tasks_have_their_own_limits() -> None:
     run, found = RunDir(Path("/runs/gold")), spec({"minutes": 77})
-    assert sbatch.submitit_parameters(run, probe(found))["time"] == 22
-    assert sbatch.submitit_parameters(run, train(found))["time"] == 77
-    assert sbatch.submitit_parameters(run, check(found))["time"] == 5
+    assert sbatch.make_submitit_parameters(run, probe(found))["time"] == 22
+    assert sbatch.make_submitit_parameters(run, train(found))["time"] == 77
+    assert sbatch.make_submitit_parameters(run, check(found))["time"] == 5
 
 
 def test_links_of_a_chain_have_a_name_and_wait() -> None:
     run, task = RunDir(Path("/runs/gold-12345678")), train(spec())
-    first = sbatch.submitit_parameters(run, task)
-    second = sbatch.submitit_parameters(run, task, name="tula-x.2", dependency="afterany:17")
+    first = sbatch.make_submitit_parameters(run, task)
+    second = sbatch.make_submitit_parameters(run, task, name="tula-x.2", dependency="afterany:17")
     assert (first["job_name"], first.get("dependency")) == ("tula-gold-12345678-train-1", None)
     assert (second["job_name"], second["dependency"]) == ("tula-x.2", "afterany:17")
     assert {k: v for k, v in second.items() if k not in ("job_name", "dependency")} == {
@@ -289,8 +289,8 @@ def test_options_of_srun() -> None:
 
 
 def test_python_is_the_one_the_spec_names() -> None:
-    assert sbatch.job_python(probe(spec({"python": "srun-python -u"}))) == "srun-python -u"
-    assert sbatch.job_python(probe(spec())) is None
+    assert sbatch.get_job_python(probe(spec({"python": "srun-python -u"}))) == "srun-python -u"
+    assert sbatch.get_job_python(probe(spec())) is None
 
 
 # --- the shell before the job
@@ -369,11 +369,11 @@ def test_file_that_cannot_be_read_is_the_users_to_mend(setting: str, tmp_path: P
 
 
 def test_no_wrapper_by_default() -> None:
-    assert sbatch.wrapper_words(spec(), environ={}) == []
+    assert sbatch.get_wrapper_words(spec(), environ={}) == []
 
 
 def test_wrapper_of_the_spec_stands_before_the_rank() -> None:
-    assert sbatch.wrapper_words(spec({"wrapper": ["numactl", "--cpunodebind=0"]}), environ={}) == [
+    assert sbatch.get_wrapper_words(spec({"wrapper": ["numactl", "--cpunodebind=0"]}), environ={}) == [
         "numactl", "--cpunodebind=0",
     ]  # fmt: skip
 
@@ -382,12 +382,12 @@ def test_script_runs_around_the_rank_as_it_was_at_submission(tmp_path: Path) -> 
     text = "  # It's \"indented\"\ncase $LOCAL_RANK in 1) export CARD='mlx5 1';; esac\n\n" + 'exec "$@"\n'
     (tmp_path / "own.sh").write_text(text)
     found = spec({"wrapper": "own.sh", "setup": []})
-    lines = sbatch.submitit_parameters(RunDir(tmp_path), probe(found, tmp_path))["setup"]
+    lines = sbatch.make_submitit_parameters(RunDir(tmp_path), probe(found, tmp_path))["setup"]
     (tmp_path / "own.sh").unlink()
     carried = json.loads(bash(lines, f"{sys.executable} -c 'import json, os; print(json.dumps(dict(os.environ)))'"))
     assert carried["TULA_WRAPPER"] == f"# {tmp_path}/own.sh\n{text}"
 
-    command = [*sbatch.wrapper_words(found, environ=carried), "sh", "-c", 'echo "$CARD,$1,$$"; exit 7', "x", "a b"]
+    command = [*sbatch.get_wrapper_words(found, environ=carried), "sh", "-c", 'echo "$CARD,$1,$$"; exit 7', "x", "a b"]
     with subprocess.Popen(command, env={**carried, "LOCAL_RANK": "1"}, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.read() == f"mlx5 1,a b,{process.pid}\n"
@@ -395,11 +395,11 @@ def test_script_runs_around_the_rank_as_it_was_at_submission(tmp_path: Path) -> 
 
 
 def test_words_of_the_spec_take_the_place_of_a_script() -> None:
-    assert sbatch.wrapper_words(spec({"wrapper": ["numactl"]}), environ={"TULA_WRAPPER": "text"}) == ["numactl"]
-    assert sbatch.wrapper_words(spec(), environ={"TULA_WRAPPER": "text"}) == ["bash", "-c", "text", "tula-wrapper"]
+    assert sbatch.get_wrapper_words(spec({"wrapper": ["numactl"]}), environ={"TULA_WRAPPER": "text"}) == ["numactl"]
+    assert sbatch.get_wrapper_words(spec(), environ={"TULA_WRAPPER": "text"}) == ["bash", "-c", "text", "tula-wrapper"]
 
 
 def test_packaged_wrapper_changes_nothing() -> None:
     text = assets.find_asset("templates/slurm-wrapper.sh").read_text()
-    command = sbatch.wrapper_words(spec(), environ={"TULA_WRAPPER": text})
+    command = sbatch.get_wrapper_words(spec(), environ={"TULA_WRAPPER": text})
     assert subprocess.run([*command, "echo", "a  b"], capture_output=True, text=True).stdout == "a  b\n"

@@ -7,7 +7,7 @@ import pytest
 from fake_slurm import FakeSlurm, local
 from make_results import Truth, probe_all, spec
 
-from tula_cli.cluster.slurm.scheduler import sbatch_environment
+from tula_cli.cluster.slurm.scheduler import make_sbatch_environment
 from tula_cli.cluster.slurm.start_estimate import estimate_start
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.recommendations import StartEstimate
@@ -43,9 +43,9 @@ def test_the_scheduler_is_asked_with_the_script_of_the_training_and_nothing_is_s
 
     def environment(script: Path) -> dict[str, str]:
         scripts.append(script.read_text())
-        return sbatch_environment(script)
+        return make_sbatch_environment(script)
 
-    monkeypatch.setattr("tula_cli.cluster.slurm.start_estimate.sbatch_environment", environment)
+    monkeypatch.setattr("tula_cli.cluster.slurm.start_estimate.make_sbatch_environment", environment)
     slurm.fault(starts=local(NOW + 1800))
     before = files(run)
     estimate = estimate_start(run, run.spec(), nodes=2, batch=512, now=NOW)

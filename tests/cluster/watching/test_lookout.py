@@ -127,7 +127,7 @@ def test_supervisors_of_a_node_hear_of_news_and_look_by_themselves_where_nobody_
 
 
 def test_another_users_socket_is_not_listened_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    name = directory_watcher.socket_address("7.0", str(tmp_path))
+    name = directory_watcher.make_socket_address("7.0", str(tmp_path))
     teller, listener = NodeBroadcaster(name), NodeSubscriber(name)
     listener.receive()
     teller.broadcast(NOTHING)

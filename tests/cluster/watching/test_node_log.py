@@ -13,9 +13,9 @@ import pytest
 
 from tula_cli.cluster import node_log
 from tula_cli.cluster.allocation import Allocation
-from tula_cli.cluster.node_log import RankOutput, log_path
+from tula_cli.cluster.node_log import RankOutput, get_log_path
 from tula_cli.run.directory import RunDir
-from tula_cli.words import rank_of
+from tula_cli.words import parse_rank
 
 SAYS = """
 import os, sys, time
@@ -52,8 +52,8 @@ def test_lines_of_the_ranks_of_a_node_do_not_mix_and_each_keeps_its_own_last_wor
         "ValueError: mine",
     ]
     lines = log.read_text().splitlines()
-    assert [line for line in lines if rank_of(line) is None] == ["zero"] * 10 + ["", "10 %", "20 %", "no end"]
-    own = [line for line in lines if rank_of(line) == 1]
+    assert [line for line in lines if parse_rank(line) is None] == ["zero"] * 10 + ["", "10 %", "20 %", "no end"]
+    own = [line for line in lines if parse_rank(line) == 1]
     assert own == ["[rank1]: one"] * 10 + ["[rank1]: Traceback", "[rank1]:[W1125 c10d]", "[rank1]: ValueError: mine"]
     assert len(lines) == 27
     first.close(), second.close()
@@ -131,7 +131,7 @@ def test_one_that_is_alone_on_its_node_lets_its_ranks_write_themselves(run: RunD
 def test_the_log_of_a_node_bears_the_index_of_its_first_supervisor(run: RunDir) -> None:
     def name(index: int, local: int, *near: int, count: int = 16, nodes: int | None = 2) -> str:
         allocation = Allocation(index, count, local, "7", nodes=nodes, neighbours=near)
-        return log_path(run, allocation, "train-s-1", 2).name
+        return get_log_path(run, allocation, "train-s-1", 2).name
 
     assert [name(0, 0), name(7, 7)] == ["train-s-1.002.log"] * 2
     assert [name(8, 0), name(15, 7)] == ["train-s-1.002.0008.log"] * 2

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tula_cli.models.choice import adaptive
-from tula_cli.models.choice.adaptive import Candidate, Proposal, first_probes, propose
+from tula_cli.models.choice.adaptive import Candidate, Proposal, choose_first_probes, propose
 from tula_cli.models.time.steptime import Observation, StepTimeFit, fit_step_time
 
 SAMPLES = 1e8  # of one training
@@ -45,7 +45,7 @@ def fitted(probed: set[tuple[int, int]]) -> StepTimeFit:
 def search(grid: list[tuple[int, int]]) -> tuple[set[tuple[int, int]], list[Proposal]]:
     """Follow the proposals to their end."""
     by_nodes = {n: tuple(b for m, b in grid if m == n) for n, _ in grid}
-    probed, told = set(first_probes(by_nodes.items())), []
+    probed, told = set(choose_first_probes(by_nodes.items())), []
     while True:
         proposal = propose(fitted(probed), candidates(grid, probed), tolerance=0.01)
         told.append(proposal)
@@ -55,9 +55,9 @@ def search(grid: list[tuple[int, int]]) -> tuple[set[tuple[int, int]], list[Prop
 
 
 def test_starts_from_four_probes() -> None:
-    assert first_probes([(2, (16, 32, 64)), (8, (4, 8)), (4, (8, 16))]) == [(2, 16), (2, 32), (2, 64), (8, 4)]
-    assert first_probes([(2, (16, 32))]) == [(2, 16), (2, 32)]
-    assert first_probes([(2, (16,))]) == [(2, 16)]
+    assert choose_first_probes([(2, (16, 32, 64)), (8, (4, 8)), (4, (8, 16))]) == [(2, 16), (2, 32), (2, 64), (8, 4)]
+    assert choose_first_probes([(2, (16, 32))]) == [(2, 16), (2, 32)]
+    assert choose_first_probes([(2, (16,))]) == [(2, 16)]
 
 
 def test_ends_near_the_optimum_with_a_part_of_the_probes() -> None:
@@ -132,8 +132,8 @@ def test_of_probes_that_tell_the_same_the_cheaper_is_chosen() -> None:
 
 def test_batches_of_one_number_of_nodes_share_the_start_of_a_job() -> None:
     candidate = candidates([(4, 16)], set())[0]
-    alone = adaptive._node_seconds(candidate, set())
-    assert alone - adaptive._node_seconds(candidate, {(4, 1)}) == pytest.approx(4 * START)
+    alone = adaptive._count_node_seconds(candidate, set())
+    assert alone - adaptive._count_node_seconds(candidate, {(4, 1)}) == pytest.approx(4 * START)
 
 
 def test_the_belief_after_a_measurement_is_that_of_the_normal_distribution() -> None:

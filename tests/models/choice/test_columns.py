@@ -1,6 +1,6 @@
 import numpy as np
 
-from tula_cli.models.choice.columns import by_value, compute_ratios, find_nearest
+from tula_cli.models.choice.columns import compute_by_value, compute_ratios, find_nearest
 
 
 def test_of_equally_near_ones_the_next_distance_decides_then_the_order() -> None:
@@ -15,5 +15,5 @@ def test_half_is_as_near_as_double() -> None:
 
 def test_a_value_is_asked_for_once() -> None:
     asked = []
-    assert by_value(lambda one: asked.append(one) or one**2, np.array([3, 2, 3, 3])).tolist() == [9, 4, 9, 9]  # type: ignore[func-returns-value]
+    assert compute_by_value(lambda one: asked.append(one) or one**2, np.array([3, 2, 3, 3])).tolist() == [9, 4, 9, 9]  # type: ignore[func-returns-value]
     assert asked == [2, 3]

@@ -5,7 +5,7 @@ from typing import Any
 import make_runs as make
 import pytest
 
-from tula_cli.models.choice.early_stopping import end_of, has_metrics, shorten_prediction
+from tula_cli.models.choice.early_stopping import find_end_epoch, has_metrics, shorten_prediction
 from tula_cli.run.records.recommendations import TimeParts
 from tula_cli.spec.sections import Train
 
@@ -37,7 +37,7 @@ def train(metric: str = "auto", **stopping: Any) -> Train:
 )
 def test_the_rows_of_a_training_tell_where_it_would_have_ended(until: Any, found: Any, epoch: int | None) -> None:
     assert has_metrics(found, train(**until))
-    assert end_of(found, train(**until)) == epoch
+    assert find_end_epoch(found, train(**until)) == epoch
 
 
 def test_rows_without_the_metric_tell_nothing() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tula_cli.models.choice.objective import choose, envelope
+from tula_cli.models.choice.objective import choose, find_envelope
 from tula_cli.run.records.recommendations import Prediction, SameProgress
 
 
@@ -62,7 +62,7 @@ def test_the_choice_is_never_among_its_runners_up(rows: list[Prediction]) -> Non
 
 @given(ROWS)
 def test_the_envelope_has_the_fastest_of_each_batch(rows: list[Prediction]) -> None:
-    line = envelope(rows)
+    line = find_envelope(rows)
     assert [found.batch for found in line] == sorted({found.batch for found in rows})
     for found in line:
         assert found.hours == min(other.hours for other in rows if other.batch == found.batch)
@@ -215,7 +215,7 @@ def test_accuracy_time_takes_the_least_time_to_the_same_progress() -> None:
     assert [found.batch for found in choice.runners_up] == [64, 256]
     assert "shortest time to the same progress of 3 feasible configurations" in choice.reason
     assert "the best batch runs from 64 to 256" in choice.reason
-    assert [found.batch for found in envelope(rows, curve="accuracy-time")] == [64, 128, 256]
+    assert [found.batch for found in find_envelope(rows, curve="accuracy-time")] == [64, 128, 256]
 
 
 def test_a_choice_that_the_range_does_not_change_is_said_to_be_sure() -> None:

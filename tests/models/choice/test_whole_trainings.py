@@ -89,21 +89,23 @@ def one_by_one(found: Forecast, job: JobSpec, row: Prediction) -> tuple[float, f
         job, batch=row.batch, world=row.nodes * gpus, dataset_size=found.dataset_size, eval_size=found.eval_size,
         eval_batch_size=overheads.eval_batch_size,
     )  # fmt: skip
-    rate, every = cost.interruption_rate(job.pricing, row.nodes), job.train.checkpoint_every
+    rate, every = cost.compute_interruption_rate(job.pricing, row.nodes), job.train.checkpoint_every
     if every == "auto":
-        every = cost.checkpoint_interval(overheads.checkpoint, rate=rate)
+        every = cost.compute_checkpoint_interval(overheads.checkpoint, rate=rate)
 
     def takes(wait: float) -> float:
         own = {"rate": rate, "wait": wait} if spot else {}
         return (
-            cost.training_seconds(work, step_time=row.step_time, overheads=overheads, checkpoint_every=every, **own)
+            cost.compute_training_seconds(
+                work, step_time=row.step_time, overheads=overheads, checkpoint_every=every, **own
+            )
             / 3600
         )
 
     own_memory = found.memory.for_ranks(row.nodes * gpus).reserved(row.local_batch)
     reserved = row.peak_memory if row.measured else own_memory
     assert reserved == row.peak_memory
-    paid = cost.cost(
+    paid = cost.compute_cost(
         job.pricing, hours=takes(0.0), nodes=row.nodes, gpus_per_node=gpus, reserved=reserved, market=row.market
     )
     return takes(60 * job.pricing.spot.wait_minutes if job.pricing.spot else 0.0), paid

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tula_cli.models.memory.allocator import (
     CachingAllocator,
     NoDeviceMemory,
-    peak_without_allocator,
+    compute_peak_without_allocator,
     replay_allocations,
 )
 
@@ -142,5 +142,5 @@ def test_a_flush_counts_where_it_comes_back_each_turn() -> None:
 
 
 def test_without_an_allocator_the_peak_is_the_sum() -> None:
-    assert peak_without_allocator([0], [2, 3, -2, -3], [10, 100, 1000]) == 1110
-    assert peak_without_allocator([0, 1], [], [10, 100]) == 110
+    assert compute_peak_without_allocator([0], [2, 3, -2, -3], [10, 100, 1000]) == 1110
+    assert compute_peak_without_allocator([0, 1], [], [10, 100]) == 110

@@ -2,37 +2,39 @@
 
 import pytest
 
-from tula_cli.models.memory.host_memory import data_memory, max_ready_batches
+from tula_cli.models.memory.host_memory import count_max_ready_batches, estimate_data_memory
 
 MB = 2**20
 
 
 def test_batches_are_ready_in_two_loaders() -> None:
-    assert max_ready_batches(4) == 2 * (2 * 4 + 1)
+    assert count_max_ready_batches(4) == 2 * (2 * 4 + 1)
 
 
 def test_on_the_processor_batches_stay_in_shared_memory() -> None:
-    found = data_memory([100], sample=MB, ranks=3, workers=2, on_gpu=False)
+    found = estimate_data_memory([100], sample=MB, ranks=3, workers=2, on_gpu=False)
     assert (found.batches, found.shared, found.pinned) == (300 * MB, 3 * 10 * 100 * MB, 0)
     assert found.samples == 3 * 2 * 100 * MB  # each process has one in the making
     assert found.total == found.shared + found.samples
 
 
 def test_pinned_copies_are_rounded_up_to_powers_of_two() -> None:
-    exact, beyond = (data_memory([size], sample=MB, ranks=1, workers=2, on_gpu=True).pinned for size in (128, 129))
+    exact, beyond = (
+        estimate_data_memory([size], sample=MB, ranks=1, workers=2, on_gpu=True).pinned for size in (128, 129)
+    )
     assert (exact, beyond) == (10 * 128 * MB, 10 * 256 * MB)
 
 
 def test_pinned_memory_of_smaller_batches_is_not_given_back() -> None:
     alone, after = (
-        data_memory(sizes, sample=MB, ranks=1, workers=1, on_gpu=True) for sizes in ([64], [16, 32, 33, 64])
+        estimate_data_memory(sizes, sample=MB, ranks=1, workers=1, on_gpu=True) for sizes in ([64], [16, 32, 33, 64])
     )
-    assert after.pinned - alone.pinned == max_ready_batches(1) * (16 + 32) * MB  # 33 took a block of 64
+    assert after.pinned - alone.pinned == count_max_ready_batches(1) * (16 + 32) * MB  # 33 took a block of 64
     assert after.shared == alone.shared
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_without_processes_nothing_goes_through_shared_memory(on_gpu: bool) -> None:
-    found = data_memory([8], sample=MB, ranks=2, workers=0, on_gpu=on_gpu)
+    found = estimate_data_memory([8], sample=MB, ranks=2, workers=0, on_gpu=on_gpu)
     assert (found.shared, found.samples) == (0, 2 * 8 * MB)
     assert found.pinned == (2 * 2 * 8 * MB if on_gpu else 0)

@@ -21,8 +21,8 @@ from tula_cli.models.ramp.by_noise import (
     describe_decision,
     describe_not_delayed,
     describe_stages,
-    next_stage,
-    stages_by_noise,
+    find_next_stage,
+    plan_stages_by_noise,
     with_epochs,
 )
 from tula_cli.models.ramp.stages import Ramp, build_ramp
@@ -41,7 +41,7 @@ def path(*points: tuple[float, float], reference: int = 128) -> NoisePath:
 
 
 def stages(subject: NoisePath, *, batch: int = 2048, factor: float = 1.0) -> tuple[Stage, ...]:
-    return stages_by_noise(subject, batch=batch, factor=factor, size=SIZE, epochs=EPOCHS)
+    return plan_stages_by_noise(subject, batch=batch, factor=factor, size=SIZE, epochs=EPOCHS)
 
 
 # --- the noise over a training
@@ -122,7 +122,7 @@ def test_stages_only_double_last_their_share_and_never_go_down(
 ) -> None:
     size, reference = 5000, 128
     subject = path(*points.items(), reference=reference)
-    found = stages_by_noise(subject, batch=batch, factor=factor, size=size, epochs=epochs)
+    found = plan_stages_by_noise(subject, batch=batch, factor=factor, size=size, epochs=epochs)
     assert found[0].begin == 0 and found[-1].batch == batch
     for before, stage in pairwise(found):
         assert stage.batch > before.batch
@@ -229,15 +229,15 @@ def test_the_upper_end_of_the_noise_decides_and_the_next_measurement_looks_again
     assert (enough.verdict, enough.begin) == ("begins", 20_000)
     few = decide_stage(stage, noise={"scale": 40.0, "low": 30.0, "high": 60.0}, passed=10_000, **DECIDE)
     assert (few.verdict, few.begin, few.high) == ("put off", 20_001, 60.0)
-    assert next_stage(apply_decisions(PLANNED, [few], total=200_000, size=SIZE), passed=20_000, end=30_000) == Stage(
-        begin=20_001, batch=256, epoch=2.0001
-    )
+    assert find_next_stage(
+        apply_decisions(PLANNED, [few], total=200_000, size=SIZE), passed=20_000, end=30_000
+    ) == Stage(begin=20_001, batch=256, epoch=2.0001)
     again = {"scale": 40.0, "low": 30.0, "high": 60.0}
     assert decide_stage(stage, noise=again, passed=190_000, **DECIDE).verdict == "stopped"
     open_ = decide_stage(stage, noise={"scale": 9.0, "low": 5.0, "high": math.inf}, passed=10_000, **DECIDE)
     assert (open_.verdict, open_.high) == ("begins", None)
     assert decide_stage(stage, noise={}, passed=10_000, **DECIDE).verdict == "begins"
-    assert next_stage(PLANNED, passed=20_000, end=30_000) is None, "one that has begun is not looked at"
+    assert find_next_stage(PLANNED, passed=20_000, end=30_000) is None, "one that has begun is not looked at"
 
 
 # --- words

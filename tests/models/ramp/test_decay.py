@@ -17,11 +17,11 @@ from tula_cli.models.forecast import Forecast
 from tula_cli.models.ramp.stage_nodes import check_stages, describe_unusable_stages
 from tula_cli.models.ramp.stages import Ramp, build_ramp
 from tula_cli.run.records.recommendations import Stage
-from tula_cli.services.recommendation.alternatives import describe_decay_savings, ramp_alternatives
-from tula_cli.spec.job import JobSpec, lr_scale, max_lr_factor, reference_rate
+from tula_cli.services.recommendation.alternatives import describe_decay_savings, predict_ramp_alternatives
+from tula_cli.spec.job import JobSpec, compute_lr_scale, compute_reference_rate, get_max_lr_factor
 from tula_cli.spec.load import validate
-from tula_cli.spec.signature import train_signature
-from tula_cli.worker.train.learning_rate import learning_rate
+from tula_cli.spec.signature import compute_train_signature
+from tula_cli.worker.train.learning_rate import compute_learning_rate
 
 SIZE, EPOCHS = 10_000, 20
 COSINE = {"kind": "cosine"}
@@ -87,9 +87,11 @@ def test_rate_and_batch_are_worth_the_rate_of_the_reference_batch(schedule: Any,
     for passed in range(0, EPOCHS * SIZE, 997):
         own, epoch = ramp.batch_at(passed), passed / SIZE
         worth = (own / 128) ** (1 if name == "SGD" else 0.5)
-        assert learning_rate(subject, epoch, own) == pytest.approx(reference_rate(subject, epoch) * worth)
-        assert learning_rate(subject, epoch, own) <= 0.1 * (1 + 1e-6)
-        assert own == 128 or 0.1 * 128 / own >= reference_rate(subject, epoch) * (1 - 1e-6)
+        assert compute_learning_rate(subject, epoch, own) == pytest.approx(
+            compute_reference_rate(subject, epoch) * worth
+        )
+        assert compute_learning_rate(subject, epoch, own) <= 0.1 * (1 + 1e-6)
+        assert own == 128 or 0.1 * 128 / own >= compute_reference_rate(subject, epoch) * (1 - 1e-6)
     for stage, following in pairwise(ramp.stages):
         assert following.begin > stage.begin and following.batch > stage.batch
     assert ramp.stages[0] == Stage(begin=0, batch=128) or schedule.get("milestones", [1])[0] == 0
@@ -109,7 +111,7 @@ def test_stages_divide_among_gpus_and_micro_batches() -> None:
 def test_at_or_below_the_reference_batch_nothing_grows() -> None:
     assert of(batch=128).stages == (Stage(begin=0, batch=128),)
     assert of(batch=64).stages == (Stage(begin=0, batch=64),)
-    assert learning_rate(job(), 10, 64) == pytest.approx(0.025), "half of a half"
+    assert compute_learning_rate(job(), 10, 64) == pytest.approx(0.025), "half of a half"
 
 
 def test_after_an_out_of_memory_the_smaller_batch_keeps_its_stages() -> None:
@@ -145,22 +147,22 @@ def test_after_an_out_of_memory_the_smaller_batch_keeps_its_stages() -> None:
 )
 def test_the_rule_is_that_of_the_optimizer(name: str, method: str, rule: str) -> None:
     subject = job(optimizer={"name": name, "lr": 0.1}, method=method)
-    assert lr_scale(subject, 128 * 16) == {"linear": 16, "sqrt": 4}[rule]
+    assert compute_lr_scale(subject, 128 * 16) == {"linear": 16, "sqrt": 4}[rule]
     other = {"linear": "sqrt", "sqrt": "linear"}[rule]
     asked = job(optimizer={"name": name, "lr": 0.1}, method=method, lr_scaling=other)
-    assert lr_scale(asked, 128 * 16) == {"linear": 4, "sqrt": 16}[rule]
+    assert compute_lr_scale(asked, 128 * 16) == {"linear": 4, "sqrt": 16}[rule]
 
 
 def test_only_a_limit_that_is_given_holds() -> None:
-    assert max_lr_factor(job(method="ramp")) is None, "the rate never exceeds the job's own"
-    assert lr_scale(job(method="ramp", max_lr_factor=4), 2048) == 4
+    assert get_max_lr_factor(job(method="ramp")) is None, "the rate never exceeds the job's own"
+    assert compute_lr_scale(job(method="ramp", max_lr_factor=4), 2048) == 4
 
 
 def test_a_warm_up_stays() -> None:
     subject = job({"kind": "cosine", "warmup_epochs": 2}, method="ramp")
-    assert learning_rate(subject, 0, 128) == pytest.approx(0.001)
-    assert learning_rate(subject, 1, 128) == pytest.approx(0.0505)
-    assert learning_rate(job(method="ortho"), 0, 128) == pytest.approx(0.001), "the method's own"
+    assert compute_learning_rate(subject, 0, 128) == pytest.approx(0.001)
+    assert compute_learning_rate(subject, 1, 128) == pytest.approx(0.0505)
+    assert compute_learning_rate(job(method="ortho"), 0, 128) == pytest.approx(0.001), "the method's own"
 
 
 # --- what is refused
@@ -241,7 +243,7 @@ def test_each_stage_has_the_nodes_that_it_is_worth_unless_the_job_says_otherwise
     assert {stage.nodes for stage in same.stages} == {None} and same.cost > choice.cost
     plain = searched(train={"method": "lbt"})
     assert plain.train.ramp_nodes == "same"
-    named = {train_signature(forecast(**own).spec, nodes=8, batch=256) for own in ({}, {"ramp_nodes": "same"})}
+    named = {compute_train_signature(forecast(**own).spec, nodes=8, batch=256) for own in ({}, {"ramp_nodes": "same"})}
     assert len(named) == 2, "stages are rounded to other numbers of GPUs"
 
 
@@ -257,7 +259,7 @@ def test_batches_that_the_decay_never_comes_to_are_no_candidates() -> None:
 def test_what_it_saves_is_held_against_the_reference_batch_on_its_best_nodes() -> None:
     subject = forecast()
     choice = subject.predict(Config(8, 256))
-    rows = {row.what: row for row in ramp_alternatives(subject, choice)}
+    rows = {row.what: row for row in predict_ramp_alternatives(subject, choice)}
     chosen, reference = rows["as chosen"], rows["the reference batch"]
     assert (reference.steps, reference.batch) == (4000, 32)
     assert chosen.steps == sum(stage.steps for stage in choice.stages) + choice_steps(subject, choice.batch)

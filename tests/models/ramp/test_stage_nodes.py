@@ -16,17 +16,17 @@ from tula_cli.models.ramp.stage_nodes import (
     MAX_CHANGES,
     Change,
     Worth,
-    allowed_stage_nodes,
+    assign_nodes_to_stages,
+    build_ramp_on_nodes,
     choose_stage_nodes,
-    ramp_on_nodes,
-    stage_objective,
-    stages_on_nodes,
-    task_on_stage_nodes,
+    choose_stage_objective,
+    list_allowed_stage_nodes,
+    move_task_to_stage_nodes,
 )
 from tula_cli.run.records.recommendations import Stage
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.signature import measurement_signature, train_signature
+from tula_cli.spec.signature import compute_measurement_signature, compute_train_signature
 
 STAGES = ({1: 100.0, 2: 60.0, 4: 50.0}, {4: 200.0})
 """Seconds of two stages: four nodes halve what one takes of the first."""
@@ -68,9 +68,9 @@ def test_a_small_batch_that_is_faster_on_few_nodes_has_them_where_that_pays_for_
 
 
 def test_objectives_that_are_of_money_or_energy_choose_by_node_hours() -> None:
-    by = {objective: stage_objective(objective, "time") for objective in ("time", "cost", "knee", "energy")}
+    by = {objective: choose_stage_objective(objective, "time") for objective in ("time", "cost", "knee", "energy")}
     assert by == {"time": "time", "cost": "cost", "knee": "time", "energy": "cost"}
-    assert (stage_objective("knee", "cost"), stage_objective("accuracy-time", "cost")) == ("cost", "time")
+    assert (choose_stage_objective("knee", "cost"), choose_stage_objective("accuracy-time", "cost")) == ("cost", "time")
 
 
 def value(options: Sequence[dict[int, float]], path: Sequence[int], change: Change, by: Worth) -> float:
@@ -115,20 +115,22 @@ def test_nodes_change_a_bounded_number_of_times() -> None:
 
 def test_a_gpu_has_samples_enough_for_its_statistics_on_fewer_nodes() -> None:
     subject = job(ramp_nodes="auto")
-    assert allowed_stage_nodes(subject, 32, nodes=8) == (1, 2, 4, 8)  # 32, 16, 8, 4 samples a GPU
-    assert allowed_stage_nodes(subject, 16, nodes=8) == (
+    assert list_allowed_stage_nodes(subject, 32, nodes=8) == (1, 2, 4, 8)  # 32, 16, 8, 4 samples a GPU
+    assert list_allowed_stage_nodes(subject, 16, nodes=8) == (
         1,
         2,
         8,
     )  # 4 samples are too few but where the training has them anyway
-    assert allowed_stage_nodes(subject, 36, nodes=8) == (1, 2, 4)  # 8 do not divide it
-    assert allowed_stage_nodes(subject, 4, nodes=8) == (1,)  # too few on any: as few nodes as there are
-    assert allowed_stage_nodes(subject, 32, nodes=2) == (1, 2)
+    assert list_allowed_stage_nodes(subject, 36, nodes=8) == (1, 2, 4)  # 8 do not divide it
+    assert list_allowed_stage_nodes(subject, 4, nodes=8) == (1,)  # too few on any: as few nodes as there are
+    assert list_allowed_stage_nodes(subject, 32, nodes=2) == (1, 2)
 
 
 def test_a_stage_too_small_for_all_nodes_is_trained_on_fewer_and_without_them_left_out() -> None:
     small = {"batch": 64, "nodes": 8, "dataset_size": 1000}
-    stages = {kind: ramp_on_nodes(job(ramp_nodes=kind, reference_batch=4), **small).stages for kind in ("same", "auto")}
+    stages = {
+        kind: build_ramp_on_nodes(job(ramp_nodes=kind, reference_batch=4), **small).stages for kind in ("same", "auto")
+    }
     assert [stage.batch for stage in stages["same"]] == [8, 16, 32, 64]
     assert [stage.batch for stage in stages["auto"]] == [4, 8, 16, 32, 64]
 
@@ -136,14 +138,14 @@ def test_a_stage_too_small_for_all_nodes_is_trained_on_fewer_and_without_them_le
 def test_what_does_not_divide_among_the_nodes_of_a_stage_is_refused() -> None:
     stages = (Stage(begin=0, batch=24), Stage(begin=100, batch=32))
     with pytest.raises(SpecError, match="batch 32 does not divide by 3"):
-        stages_on_nodes(stages, {24: 3}, spec=job(), nodes=8)
+        assign_nodes_to_stages(stages, {24: 3}, spec=job(), nodes=8)
     with pytest.raises(SpecError, match="batch 32 would have 2 nodes, fewer than batch 24"):
-        stages_on_nodes(stages, {24: 4}, spec=job(), nodes=2)
+        assign_nodes_to_stages(stages, {24: 4}, spec=job(), nodes=2)
     with pytest.raises(SpecError, match="names 16 nodes, more than the 8"):
-        ramp_on_nodes(job(ramp=[{"epochs": 1, "batch": 32, "nodes": 16}]), batch=64, nodes=8, dataset_size=1000)
+        build_ramp_on_nodes(job(ramp=[{"epochs": 1, "batch": 32, "nodes": 16}]), batch=64, nodes=8, dataset_size=1000)
     with pytest.raises(Exception, match="nodes must not become fewer"):
         job(ramp=[{"epochs": 1, "batch": 32, "nodes": 2}, {"epochs": 1, "batch": 64, "nodes": 1}])
-    assert stages_on_nodes(stages, {}, spec=job(), nodes=8) == stages
+    assert assign_nodes_to_stages(stages, {}, spec=job(), nodes=8) == stages
 
 
 # --- in forecasts
@@ -210,7 +212,7 @@ def test_the_wait_for_nodes_counts_in_the_time_and_not_in_the_cost() -> None:
 def task(subject: JobSpec, forecast_: Forecast | None) -> TrainTask:
     row = None if forecast_ is None else forecast_.predict(Config(8, 256))
     rung = Rung(batch=256, prediction=row)
-    stages = ramp_on_nodes(subject, batch=256, nodes=8, dataset_size=12_800).stages
+    stages = build_ramp_on_nodes(subject, batch=256, nodes=8, dataset_size=12_800).stages
     return TrainTask(
         id="t-1", job="t", spec=subject, workdir="/", nodes=8, signature="s", attempt=1, ladder=(rung,), workers=0,
         stages=stages,
@@ -219,28 +221,38 @@ def task(subject: JobSpec, forecast_: Forecast | None) -> TrainTask:
 
 def test_a_training_begins_on_the_nodes_of_its_first_stage_by_what_was_predicted_or_named() -> None:
     subject = forecast("cost", ramp_nodes="auto")
-    found = task_on_stage_nodes(task(subject.spec, subject), samples=0)
+    found = move_task_to_stage_nodes(task(subject.spec, subject), samples=0)
     chosen = [stage.nodes or 8 for stage in subject.predict(Config(8, 256)).stages]
     assert [stage.nodes for stage in found.stages] == [*chosen, 8]
     assert [stage.begin for stage in found.stages] == [0, 6400, 12_800, 19_200]
     assert (found.nodes, found.own_nodes) == (chosen[0], 8)
     assert found.next_stage is not None and found.next_stage.nodes > found.nodes
     named = job(ramp=[{"epochs": 1, "batch": 32, "nodes": 2}, {"epochs": 1, "batch": 64}])
-    own = task_on_stage_nodes(task(named, None), samples=0)
+    own = move_task_to_stage_nodes(task(named, None), samples=0)
     assert own.stages == (
         Stage(begin=0, batch=32, nodes=2),
         Stage(begin=12_800, batch=64, nodes=8),
         Stage(begin=25_600, batch=256, nodes=8),
     )
     assert own.next_stage == own.stages[1]
-    assert [task_on_stage_nodes(task(named, None), samples=count).nodes for count in (0, 12_799, 12_800)] == [2, 2, 8]
-    assert task_on_stage_nodes(task(job(), None), samples=0) == task(job(), None)
+    assert [move_task_to_stage_nodes(task(named, None), samples=count).nodes for count in (0, 12_799, 12_800)] == [
+        2,
+        2,
+        8,
+    ]
+    assert move_task_to_stage_nodes(task(job(), None), samples=0) == task(job(), None)
 
 
 def test_jobs_without_the_option_keep_their_names() -> None:
     one = job(ramp=[{"epochs": 1, "batch": 32}])
     other = job(ramp=[{"epochs": 1, "batch": 32, "nodes": 1}])
-    assert measurement_signature(one) == measurement_signature(other) == measurement_signature(job(ramp_nodes="auto"))
-    names = [train_signature(subject, nodes=8, batch=256) for subject in (one, other, job(), job(ramp_nodes="auto"))]
+    assert (
+        compute_measurement_signature(one)
+        == compute_measurement_signature(other)
+        == compute_measurement_signature(job(ramp_nodes="auto"))
+    )
+    names = [
+        compute_train_signature(subject, nodes=8, batch=256) for subject in (one, other, job(), job(ramp_nodes="auto"))
+    ]
     assert len({*names}) == 4
     assert names[0] == "5e0916bd" and names[2] == "78cc7d11"

@@ -3,10 +3,15 @@
 import pytest
 from make_results import Truth, probe_all, spec
 
-from tula_cli.models.choice.early_stopping import share_left, shorten_prediction
+from tula_cli.models.choice.early_stopping import compute_remaining_share, shorten_prediction
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.choice.offers import Offers
-from tula_cli.models.efficiency import Noise, epochs_equivalent, equivalent_constant_noise, same_progress
+from tula_cli.models.efficiency import (
+    Noise,
+    compute_equivalent_constant_noise,
+    compute_equivalent_epochs,
+    predict_same_progress,
+)
 from tula_cli.models.forecast import Forecast
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import EarlyStopping
@@ -107,11 +112,11 @@ def test_a_stage_of_which_nothing_tells_takes_as_long_as_the_training_and_that_i
 def test_the_same_progress_knows_that_stages_lose_less() -> None:
     noise = Noise(scale=100.0, low=80.0, high=120.0, error=10.0, probes=4)
     plain, grown = (
-        same_progress(Offers.of([forecast(ramp).predict(Config(2, 256))]), epochs=10, reference=32, noise=noise)
+        predict_same_progress(Offers.of([forecast(ramp).predict(Config(2, 256))]), epochs=10, reference=32, noise=noise)
         for ramp in (None, "auto")
     )
-    whole = equivalent_constant_noise(100.0, reference=32, epochs=10)
-    at = {batch: epochs_equivalent(10, batch, reference=32, noise=whole) for batch in (32, 64, 128, 256)}
+    whole = compute_equivalent_constant_noise(100.0, reference=32, epochs=10)
+    at = {batch: compute_equivalent_epochs(10, batch, reference=32, noise=whole) for batch in (32, 64, 128, 256)}
     assert plain.epochs[0] == pytest.approx(at[256]) and at[32] == pytest.approx(10)
     shares = {32: 0.05, 64: 0.05, 128: 0.05, 256: 0.85}
     assert grown.epochs[0] == pytest.approx(1 / sum(share / at[batch] for batch, share in shares.items()))
@@ -121,12 +126,14 @@ def test_the_same_progress_knows_that_stages_lose_less() -> None:
 
 def test_what_is_left_behind_the_stages_takes_less_than_its_share_of_the_epochs() -> None:
     row = forecast("auto").predict(Config(2, 256))
-    assert share_left(row, 1.0) == pytest.approx(1) and share_left(row, 0.0) == pytest.approx(0)
+    assert compute_remaining_share(row, 1.0) == pytest.approx(1) and compute_remaining_share(row, 0.0) == pytest.approx(
+        0
+    )
     assert row.parts is not None
     steps = (8.5 - 4) * 50 * row.step_time  # after 5.5 of 10 epochs
     beside = 0.45 * (row.parts.total - row.parts.steps)
     assert (
-        share_left(row, 0.45) == pytest.approx((steps + beside) / row.parts.total, rel=0.01)
-        and share_left(row, 0.45) < 0.45
+        compute_remaining_share(row, 0.45) == pytest.approx((steps + beside) / row.parts.total, rel=0.01)
+        and compute_remaining_share(row, 0.45) < 0.45
     )
-    assert share_left(forecast(None).predict(Config(2, 256)), 0.45) == 0.45
+    assert compute_remaining_share(forecast(None).predict(Config(2, 256)), 0.45) == 0.45

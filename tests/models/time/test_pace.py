@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 from make_results import Truth, measured
 
-from tula_cli.models.time.noise import trimmed_mean
-from tula_cli.models.time.pace import PacedResults, TrainingPace, results_at_pace
+from tula_cli.models.time.noise import compute_trimmed_mean
+from tula_cli.models.time.pace import PacedResults, TrainingPace, scale_results_to_pace
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.results import StepParts
 
@@ -23,7 +23,7 @@ def seen(now: Truth, nodes: int, local_batch: int, *, data: float = 0.0, apart: 
 
 
 def after(pace: TrainingPace) -> PacedResults:
-    return results_at_pace(
+    return scale_results_to_pace(
         [measured(BEFORE, *probe) for probe in PROBES],
         pace,
         step_of=BEFORE.step_time,
@@ -32,7 +32,9 @@ def after(pace: TrainingPace) -> PacedResults:
 
 
 def times(found: PacedResults) -> dict[tuple[int, int], float]:
-    return {(r.nodes, r.local_batch): trimmed_mean(r.step_times) for r in found.results if isinstance(r, Measured)}
+    return {
+        (r.nodes, r.local_batch): compute_trimmed_mean(r.step_times) for r in found.results if isinstance(r, Measured)
+    }
 
 
 @pytest.mark.parametrize("at", [(4, 16), (2, 64)], ids=["measured", "not measured"])
@@ -56,7 +58,9 @@ def test_data_that_set_the_pace_bound_every_step_by_its_batch() -> None:
 def test_a_network_that_was_hidden_is_added_where_it_is_not_any_more() -> None:
     hidden = [measured(dataclasses.replace(BEFORE, sync=0.0), *probe) for probe in PROBES]
     now = seen(dataclasses.replace(BEFORE, sync=0.04), 4, 16)
-    found = results_at_pace(hidden, now, step_of=BEFORE.step_time, compute_of=lambda _, local: 0.02 + 0.0005 * local)
+    found = scale_results_to_pace(
+        hidden, now, step_of=BEFORE.step_time, compute_of=lambda _, local: 0.02 + 0.0005 * local
+    )
     assert times(found)[2, 16] == pytest.approx(0.028 + 0.03)
     assert times(found)[1, 16] == pytest.approx(0.028), "one node has no network"
     assert "synchronisation where there was next to none" in found.told[0]

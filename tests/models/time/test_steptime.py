@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tula_cli.errors import BadMeasurements
-from tula_cli.models.time.noise import block_deviation, trimmed_mean
+from tula_cli.models.time.noise import compute_block_deviation, compute_trimmed_mean
 from tula_cli.models.time.steptime import Observation, estimate_measured, fit_step_time
 
 GRID = [(nodes, batch) for nodes in (2, 4, 8, 16) for batch in (16, 64, 256)]
@@ -207,18 +207,18 @@ def test_warnings_of_one_kind_are_one_line() -> None:
 
 def test_the_centre_keeps_regular_slow_steps_and_drops_a_single_stall() -> None:
     every_fifth = [1.0, 1.0, 1.0, 1.0, 2.0] * 10
-    assert np.median(every_fifth) == 1.0 and trimmed_mean(every_fifth) == pytest.approx(1.125)
-    assert trimmed_mean([1.0] * 49 + [50.0]) == 1.0
-    assert trimmed_mean([1.0, 2.0]) == 1.5
+    assert np.median(every_fifth) == 1.0 and compute_trimmed_mean(every_fifth) == pytest.approx(1.125)
+    assert compute_trimmed_mean([1.0] * 49 + [50.0]) == 1.0
+    assert compute_trimmed_mean([1.0, 2.0]) == 1.5
 
 
 def test_drift_ignores_what_averages_out() -> None:
     rng = np.random.default_rng(0)
-    independent = block_deviation(1 + 0.1 * rng.standard_normal(1000))
-    lasting = block_deviation(np.repeat([0.9, 1.1, 0.9, 1.1, 0.9], 200) + 0.001 * rng.standard_normal(1000))
+    independent = compute_block_deviation(1 + 0.1 * rng.standard_normal(1000))
+    lasting = compute_block_deviation(np.repeat([0.9, 1.1, 0.9, 1.1, 0.9], 200) + 0.001 * rng.standard_normal(1000))
     assert independent is not None and independent < 0.02
     assert lasting is not None and 0.09 < lasting < 0.12
-    assert block_deviation([1.0] * 4) is None
+    assert compute_block_deviation([1.0] * 4) is None
 
 
 def test_a_measured_step_time_has_the_interval_of_its_own_steps_and_of_another_job() -> None:

@@ -15,7 +15,7 @@ from tula_cli.models.observations import as_observation
 from tula_cli.models.time import steptime, stretches
 from tula_cli.models.time.noise import Z90
 from tula_cli.models.time.steptime import DEFAULT_REPEAT_SD, Observation, estimate_measured
-from tula_cli.models.time.stretches import observations_from_training
+from tula_cli.models.time.stretches import list_observations_from_training
 from tula_cli.run.records.recommendations import TrainedSteps
 from tula_cli.run.records.tasks import Rung, TrainTask
 
@@ -36,7 +36,7 @@ def steps(seconds: float, *, count: int = 30, at: float = 1.0, **changes: Any) -
 
 
 def told(rows: Sequence[dict[str, Any]], *tasks: TrainTask) -> tuple[TrainedSteps, ...]:
-    return observations_from_training(tasks or (task(),), rows, lambda task, environment: "").found
+    return list_observations_from_training(tasks or (task(),), rows, lambda task, environment: "").found
 
 
 def test_a_training_tells_one_step_time_of_each_configuration_it_ran_at() -> None:
@@ -87,7 +87,7 @@ def test_steps_before_a_change_do_not_count_and_those_after_it_count_less() -> N
 
 @pytest.mark.parametrize("unlike", [{"splits": 2}, {"workers": 1}], ids=["cut", "fewer loaders"])
 def test_steps_such_as_no_probe_makes_do_not_count(unlike: dict[str, Any]) -> None:
-    found = observations_from_training(
+    found = list_observations_from_training(
         (task(1, **unlike), task(2)), [start(1), *steps(0.2), start(2), *steps(0.1)], lambda task, row: ""
     )
     assert [one.step_time for one in found.found] == [pytest.approx(0.1)]
@@ -96,7 +96,7 @@ def test_steps_such_as_no_probe_makes_do_not_count(unlike: dict[str, Any]) -> No
 
 def test_where_it_ran_may_leave_it_out_and_too_few_steps_do() -> None:
     rows = [start(), {"kind": "environment", "hardware": "x"}, *steps(0.1)]
-    found = observations_from_training(
+    found = list_observations_from_training(
         (task(),), rows, lambda task, environment: f"it ran on {(environment or {})['hardware']}"
     )
     assert found.found == () and found.left_out == ("it ran on x",)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tula_cli.errors import SpecError
-from tula_cli.run.script_files import command_label, find_program, split_command
+from tula_cli.run.script_files import describe_command, find_program, split_command
 
 
 @pytest.fixture
@@ -145,4 +145,4 @@ def test_a_word_too_long_for_a_name_is_none(here: Path) -> None:
     ],
 )
 def test_people_know_a_command_by_one_word(command: str, expected: str) -> None:
-    assert command_label(command) == expected
+    assert describe_command(command) == expected

@@ -11,7 +11,7 @@ from tula_cli.run import code, code_selection, script_files
 from tula_cli.run import code_selection as git_files
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import ProbeTask
-from tula_cli.run.script_files import command_in_snapshot, select_script_files, snapshot_python_path
+from tula_cli.run.script_files import list_snapshot_python_path, move_command_to_snapshot, select_script_files
 from tula_cli.run.secrets import may_be_secret, without_secrets
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
@@ -235,8 +235,10 @@ def test_an_edit_of_the_code_is_another_run_and_data_is_not(
 def test_two_scripts_of_one_repository_are_two_runs_wherever_they_are_called(here: Path) -> None:
     write(here, "a/train.py", "b/train.py", "main.py")
     commit(here)
-    assert code.code_digest(job(), here / "a") != code.code_digest(job(), here / "b")
-    assert code.code_digest(job("main.py {batch}"), here) == code.code_digest(job("../main.py {batch}"), here / "a")
+    assert code.compute_code_digest(job(), here / "a") != code.compute_code_digest(job(), here / "b")
+    assert code.compute_code_digest(job("main.py {batch}"), here) == code.compute_code_digest(
+        job("../main.py {batch}"), here / "a"
+    )
 
 
 # --- what runs
@@ -249,11 +251,11 @@ def test_the_file_runs_from_the_snapshot_as_it_was_submitted(here: Path, run: Ru
     write(here, {"sub/train.py": "x = 2"})
     for named in ("sub/train.py", str(here / "sub" / "train.py"), "./sub/../sub/train.py"):
         words = ["torchrun", "--rdzv-conf", "conf.py", named, "-b", "8"]
-        assert command_in_snapshot(words, here, home) == [*words[:3], str(home / "sub/train.py"), "-b", "8"]
+        assert move_command_to_snapshot(words, here, home) == [*words[:3], str(home / "sub/train.py"), "-b", "8"]
     assert (home / "sub" / "train.py").read_text() == "x = 1"
-    assert snapshot_python_path(home) == [str(home / "sub")], "python does not look where only tula was called"
+    assert list_snapshot_python_path(home) == [str(home / "sub")], "python does not look where only tula was called"
     (here / "sub" / "train.py").unlink()
-    assert command_in_snapshot(["sub/train.py"], here, home) == [str(home / "sub/train.py")], (
+    assert move_command_to_snapshot(["sub/train.py"], here, home) == [str(home / "sub/train.py")], (
         "nor need it be there any more"
     )
 
@@ -261,7 +263,7 @@ def test_the_file_runs_from_the_snapshot_as_it_was_submitted(here: Path, run: Ru
 def test_a_name_with_blanks_is_one_word(here: Path, run: RunDir) -> None:
     write(here / "a folder", "train.py")
     home = take(run, job("python 'a folder/train.py' -b {local_batch}"), here)
-    assert command_in_snapshot(["python", "a folder/train.py", "-b", "8"], here, home)[1] == str(
+    assert move_command_to_snapshot(["python", "a folder/train.py", "-b", "8"], here, home)[1] == str(
         home / "a folder" / "train.py"
     )
 
@@ -273,8 +275,8 @@ def test_a_module_is_found_in_the_snapshot(here: Path, run: RunDir) -> None:
     assert found is not None
     assert found.modules == ("helper.py", "pkg/__init__.py", "pkg/train.py")
     words = ["python", "-m", "pkg.train", "-b", "8", "--config", "helper.py"]
-    assert command_in_snapshot(words, here, home) == words
-    assert snapshot_python_path(home) == [str(home)]
+    assert move_command_to_snapshot(words, here, home) == words
+    assert list_snapshot_python_path(home) == [str(home)]
 
 
 def test_folders_of_pythonpath_are_taken_from_the_snapshot(
@@ -285,7 +287,7 @@ def test_folders_of_pythonpath_are_taken_from_the_snapshot(
     with monkeypatch.context() as patch:
         patch.setattr("sys.path", ["", str(here / "src")])
         home = take(run, job("scripts/train.py {batch}"), here)
-    assert snapshot_python_path(home) == [str(home / "scripts"), str(home / "src")]
+    assert list_snapshot_python_path(home) == [str(home / "scripts"), str(home / "src")]
 
 
 def test_a_script_above_the_working_directory_comes_with_its_repository(here: Path, run: RunDir) -> None:
@@ -295,7 +297,7 @@ def test_a_script_above_the_working_directory_comes_with_its_repository(here: Pa
     found = run.code(home.name)
     assert found is not None
     assert (found.base, found.workdir, found.program) == (str(here), str(here / "exp"), "train.py")
-    assert command_in_snapshot(["../train.py", "8"], here / "exp", home) == [str(home / "train.py"), "8"]
+    assert move_command_to_snapshot(["../train.py", "8"], here / "exp", home) == [str(home / "train.py"), "8"]
 
 
 def test_a_script_elsewhere_without_git_comes_with_its_own_folder(here: Path, run: RunDir, tmp_path: Path) -> None:
@@ -306,19 +308,19 @@ def test_a_script_elsewhere_without_git_comes_with_its_own_folder(here: Path, ru
     found = run.code(home.name)
     assert found is not None
     assert found.modules == ("deep/net.py", "train.py", "utils.py")
-    assert command_in_snapshot([name, "8"], here, home) == [str(home / "train.py"), "8"]
+    assert move_command_to_snapshot([name, "8"], here, home) == [str(home / "train.py"), "8"]
 
 
 def test_without_a_snapshot_a_command_stays_as_it_is_and_one_that_is_gone_is_told(here: Path, run: RunDir) -> None:
-    assert command_in_snapshot(["train.py"], here, None) == ["train.py"]
-    assert snapshot_python_path(None) == []
+    assert move_command_to_snapshot(["train.py"], here, None) == ["train.py"]
+    assert list_snapshot_python_path(None) == []
     write(here, "train.py")
     home = take(run, job(), here)
     with pytest.raises(JobFailed, match=r"is not in the command: other\.py"):
-        command_in_snapshot(["other.py"], here, home)
+        move_command_to_snapshot(["other.py"], here, home)
     (home.parent / f"{home.name}.json").unlink()
     with pytest.raises(JobFailed, match="the snapshot of the code that was submitted is gone"):
-        snapshot_python_path(home)
+        list_snapshot_python_path(home)
 
 
 def test_a_module_whose_package_is_a_repository_or_a_link_is_found_from_the_working_directory(
@@ -330,7 +332,7 @@ def test_a_module_whose_package_is_a_repository_or_a_link_is_found_from_the_work
     (here / "far").symlink_to(tmp_path / "far")
     for module, modules in (("pkg.train", {"pkg/train.py", "beside.py"}), ("far.fit", {"far/fit.py", "far/net.py"})):
         home = take(run, job(f"python -m {module} -b {{batch}}"), here)
-        assert snapshot_python_path(home) == [str(home)]
+        assert list_snapshot_python_path(home) == [str(home)]
         found = run.code(home.name)
         assert found is not None and {*found.modules} >= modules
 
@@ -344,7 +346,7 @@ def test_git_that_lists_nothing_in_time_is_told(here: Path, tmp_path: Path, monk
     monkeypatch.setenv("PATH", f"{slow.parent}:/usr/bin:/bin")
     monkeypatch.setattr(git_files, "LISTING_TIMEOUT", 0.1)
     with pytest.raises(TulaError, match="git has not listed the files of"):
-        code.code_digest(job(), here)
+        code.compute_code_digest(job(), here)
 
 
 # --- what is decided at submission
@@ -363,7 +365,7 @@ def test_a_job_without_code_of_ones_own_has_no_snapshot_and_says_why(
 ) -> None:
     source = code.choose_code(run, spec, here, keep=False)
     assert [warning.startswith(told or "") for warning in source.warnings] == ([] if told is None else [True])
-    assert (source.digest, code.take_snapshot(run, spec, source), code.code_digest(spec, here)) == ("", "", "")
+    assert (source.digest, code.take_snapshot(run, spec, source), code.compute_code_digest(spec, here)) == ("", "", "")
     assert not (run.path / "code").exists()
 
 
@@ -406,8 +408,8 @@ def test_a_run_goes_on_with_its_own_code_where_the_script_is_not(here: Path, run
 def test_runs_of_the_same_script_with_other_code_are_found(here: Path, tmp_path: Path) -> None:
     root = tmp_path / "others"
     old, new = (RunDir.create(root, job(), code=digest) for digest in ("1" * 8, "2" * 8))
-    assert [other.id for other in code.runs_with_other_code(new, job())] == [old.id]
-    assert code.runs_with_other_code(new, job(code="none")) == []
+    assert [other.id for other in code.list_runs_with_other_code(new, job())] == [old.id]
+    assert code.list_runs_with_other_code(new, job(code="none")) == []
 
 
 def test_a_script_that_changes_between_plan_and_submission_is_refused(here: Path, run: RunDir) -> None:

@@ -18,7 +18,7 @@ from tula_cli.cluster import inspection, launcher
 from tula_cli.errors import CannotWrite, Interruption, SchedulerError, SpecError
 from tula_cli.host import interrupts
 from tula_cli.run.directory import RunDir
-from tula_cli.run.jobfile import config_drift
+from tula_cli.run.jobfile import find_config_drift
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask
 from tula_cli.services import profiling_rounds
@@ -59,7 +59,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AtOnce:
     """Work in a folder of its own, where no job takes time."""
     held = AtOnce()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launcher, "launcher_for", lambda spec, **_: held)
+    monkeypatch.setattr(launcher, "make_launcher", lambda spec, **_: held)
     monkeypatch.setattr(inspection, "inspect", lambda spec: TOLD)
     return held
 
@@ -133,7 +133,7 @@ def test_what_is_no_job_is_told(job: Any) -> None:
 def test_a_cap_of_the_call_is_no_edit_of_the_job_file(cluster: AtOnce, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(dump_yaml(make.spec()))
     run = tula.profile("job.yaml", max_node_hours=5)
-    assert run.spec().search.max_node_hours == 5 and config_drift(run.directory, run.spec()) is None
+    assert run.spec().search.max_node_hours == 5 and find_config_drift(run.directory, run.spec()) is None
 
 
 def whole(table: pd.DataFrame) -> set[str]:
@@ -204,7 +204,7 @@ def test_ctrl_c_while_jobs_are_submitted_leaves_none_that_is_not_written_down(
     work = profiling_rounds.run_profile(
         run,
         make.spec(),
-        Dependencies(launcher.launcher_for, inspection.inspect, lambda _: True),
+        Dependencies(launcher.make_launcher, inspection.inspect, lambda _: True),
         WaitPolicy(cancel_on_interrupt=cancels),
     )
     with pytest.raises(Interruption, match="cancelled probe-n001, probe-n002" if cancels else "the jobs go on"):
@@ -264,7 +264,7 @@ def test_a_node_check_that_is_refused_makes_no_run(cluster: AtOnce, monkeypatch:
     def refused(*_: object, **__: object) -> None:
         raise SchedulerError("there is no sbatch here")
 
-    monkeypatch.setattr(launcher, "launcher_for", refused)
+    monkeypatch.setattr(launcher, "make_launcher", refused)
     with pytest.raises(tula.TulaError, match="no sbatch"):
         tula.check_nodes(make.SPEC)
     assert not Path("tula-runs").exists()
@@ -339,7 +339,7 @@ def test_overrides_are_what_set_is_on_the_command_line(cluster: AtOnce, tmp_path
     runs = [tula.profile(job, overrides=one_node) for job in (make.SPEC, make.spec(), "job.yaml")]
     assert cluster.submitted == ["probe-n001"] and len({run.path for run in runs}) == 1
     assert runs[0].spec().search.nodes == [1] and make.SPEC["search"]["nodes"] == [1, 2]
-    assert config_drift(runs[-1].directory, runs[-1].spec()) is None, "the run knows what was laid over its file"
+    assert find_config_drift(runs[-1].directory, runs[-1].spec()) is None, "the run knows what was laid over its file"
     dear = tula.recommend(runs[0], overrides=["pricing.price=100"], objective="time")
     assert dear.choice.cost > 50 * tula.recommend(runs[0], objective="time").choice.cost
     assert runs[0].spec().pricing.price == 1, "no later call takes them"

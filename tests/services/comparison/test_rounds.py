@@ -135,7 +135,7 @@ def trained(
 ) -> accuracy.CompareReport:
     """Train a comparison, or its first `most` trainings, and return the table."""
     planned = plan(run, asked)
-    steps = trainings.train_one_by_one(run, planned, launcher, inspect=inspect)
+    steps = trainings.train_cells_one_by_one(run, planned, launcher, inspect=inspect)
     ended = (step for step in steps if step.ended is not None)
     list(itertools.islice(ended, most))
     return table(run, planned.comparison)
@@ -305,7 +305,7 @@ def test_the_trainings_that_are_done_never_exceed_what_was_planned(run: RunDir) 
 
 
 def test_progress_says_which_row_and_which_round(run: RunDir) -> None:
-    steps = list(trainings.train_one_by_one(run, plan(run), Trains(), inspect=inspect))
+    steps = list(trainings.train_cells_one_by_one(run, plan(run), Trains(), inspect=inspect))
     told = [live.describe_comparison(step) for step in steps if step.cell is not None or step.ended is not None]
     assert told[0].startswith("round 1 of 2: 0 of at most 19 trainings done")
     assert any("now: ramp, batch 512, seed 5, 4 of 16 epochs" in text for text in told)
@@ -396,7 +396,7 @@ def test_dropped_rows_are_shown_apart_with_their_epochs_and_the_reason(run: RunD
     assert "round 1: 4 of 16 epochs, one seed; not to be compared with full trainings" in shown
     assert report.answer in shown and "not distinguishable: ramp has top1 90.00 ± 1.0" in report.answer
     part = Part(None, run, run.spec())
-    content = render_page(comparison_document.document_of_comparison(part, plan(run).comparison, report, at=0.0))
+    content = render_page(comparison_document.build_document_of_comparison(part, plan(run).comparison, report, at=0.0))
     assert "First round: 4 of 16 epochs" in content and "dropped in round 1: number 3 of 4" in content
 
 
@@ -557,7 +557,7 @@ def test_a_script_is_compared_in_rounds_by_its_own_metric(tmp_path: Path) -> Non
     run, launcher = RunDir.create(tmp_path / "tula-runs", spec), TrainsScripts()
     asked = session.GridRequest(methods=("lbt", "lrs", "sqrt"), batches=(512,), seeds=2).grid(run, spec, None)
     planned = plan(run, asked, spec)
-    list(trainings.train_one_by_one(run, planned, launcher, inspect=inspect))
+    list(trainings.train_cells_one_by_one(run, planned, launcher, inspect=inspect))
     report = accuracy.build_compare_report(run, planned.comparison, spec)
     assert {row.method: row.dropped for row in report.first_round} == {
         "lrs": "", "sqrt": "", "lbt-x2": "dropped in round 1: number 3 of 3, 0.400 behind lrs in err",

@@ -10,7 +10,7 @@ from tula_cli.errors import SpecError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.services import compare
-from tula_cli.services.compare import Grid, job_of_cell
+from tula_cli.services.compare import Grid, make_job_of_cell
 from tula_cli.services.comparison.rows import parse_row, split_rows
 from tula_cli.spec.job import JobSpec
 
@@ -46,11 +46,11 @@ def test_a_row_is_a_method_and_settings(row: str, method: str, settings: tuple[s
 
 
 def test_the_settings_are_laid_over_the_job_and_checked_by_the_spec() -> None:
-    found = job_of_cell(JOB, "static:factor=4:optimizer.lr=0.5:train.max_grad_norm=1", 7)
+    found = make_job_of_cell(JOB, "static:factor=4:optimizer.lr=0.5:train.max_grad_norm=1", 7)
     assert (found.train.method, found.ags.factor, found.ags.b_small) == ("static", 4, 8)
     assert (found.optimizer.lr, found.train.max_grad_norm, found.train.seed) == (0.5, 1, 7)
-    assert job_of_cell(JOB, "robust:delta=0.3", 7).ags.preset == "robust"
-    assert job_of_cell(JOB, "lbt-x2:optimizer.lr=0.3", 7).optimizer.lr == 0.3  # the row's own words are the last
+    assert make_job_of_cell(JOB, "robust:delta=0.3", 7).ags.preset == "robust"
+    assert make_job_of_cell(JOB, "lbt-x2:optimizer.lr=0.3", 7).optimizer.lr == 0.3  # the row's own words are the last
     assert JOB.ags.factor == "auto"
 
 
@@ -91,7 +91,7 @@ def test_what_is_no_row_is_refused(row: str, words: str) -> None:
 )
 def test_a_setting_that_the_spec_does_not_take_is_told_as_it_tells_it(row: str, path: str, words: str) -> None:
     with pytest.raises(SpecError) as error:
-        job_of_cell(JOB, row, 5)
+        make_job_of_cell(JOB, row, 5)
     (problem,) = error.value.problems
     assert problem.path == path and words in f"{problem.message} {problem.hint}"
     assert row in error.value.message

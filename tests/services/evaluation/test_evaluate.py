@@ -18,10 +18,10 @@ from tula_cli.run.records.tasks import EvaluateTask, Rung, TrainTask
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.services.evaluate import EvaluationRequest, PreparedEvaluation, prepare_evaluation, run_evaluation
 from tula_cli.services.events import EvaluationPlanned, Note, follow
-from tula_cli.services.status import job_progress
+from tula_cli.services.status import get_job_progress
 from tula_cli.services.waiting import Dependencies, DetachedJobs, WaitPolicy
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.signature import measurement_signature, train_signature
+from tula_cli.spec.signature import compute_measurement_signature, compute_train_signature
 
 DETACHED = WaitPolicy(wait=False)
 OWN_TEST = {"name": "digits", "test": {"name": "mine:Digits"}}
@@ -151,8 +151,8 @@ def test_another_code_behind_the_test_set_is_evaluated_anew(run: RunDir, tmp_pat
 
 def test_a_test_set_names_neither_run_nor_training() -> None:
     plain, own = make.spec(), make.spec(dataset=OWN_TEST)
-    assert measurement_signature(plain) == measurement_signature(own)
-    assert train_signature(plain, nodes=1, batch=8) == train_signature(own, nodes=1, batch=8)
+    assert compute_measurement_signature(plain) == compute_measurement_signature(own)
+    assert compute_train_signature(plain, nodes=1, batch=8) == compute_train_signature(own, nodes=1, batch=8)
 
 
 # --- the job
@@ -222,17 +222,17 @@ def test_the_supervisor_starts_it_again_after_a_lost_process_and_not_after_the_u
     add_training(run, "aaaa", 100)
     task = ready(run).task
     assert not relaunch.is_finished(run, task)
-    assert relaunch.next_task(run, task, ExitReason("signal"), 1) == task
-    assert relaunch.next_task(run, task, ExitReason("signal"), relaunch.MAX_RESTARTS + 1) is None
-    assert relaunch.next_task(run, task, ExitReason("user"), 0) is None
+    assert relaunch.make_next_task(run, task, ExitReason("signal"), 1) == task
+    assert relaunch.make_next_task(run, task, ExitReason("signal"), relaunch.MAX_RESTARTS + 1) is None
+    assert relaunch.make_next_task(run, task, ExitReason("user"), 0) is None
     run.write_task(task)
-    assert job_progress(Snapshot(run.path), [task], {}).done == 0
+    assert get_job_progress(Snapshot(run.path), [task], {}).done == 0
     run.training("aaaa").write_evaluation(make.evaluated(task))
     assert relaunch.is_finished(run, task)
-    assert job_progress(Snapshot(run.path), [task], {}).complete
+    assert get_job_progress(Snapshot(run.path), [task], {}).complete
 
 
 def test_on_slurm_it_has_the_time_of_a_training(run: RunDir) -> None:
     add_training(run, "aaaa", 100)
     task = ready(run, make.spec(cluster={"kind": "slurm", "slurm": {"minutes": 77}})).task
-    assert sbatch.submitit_parameters(run, task)["time"] == 77
+    assert sbatch.make_submitit_parameters(run, task)["time"] == 77

@@ -20,7 +20,7 @@ from make_runs import (
 )
 from make_runs import spec as toy_spec
 
-from tula_cli.cluster.supervise import export_meanwhile
+from tula_cli.cluster.supervise import export_in_background
 from tula_cli.host.leftovers import MARK_VARIABLE
 from tula_cli.run.directory import RunDir
 from tula_cli.services.events import WarningEvent, follow
@@ -106,7 +106,7 @@ def test_a_training_sends_by_itself_where_that_is_asked_for(tmp_path: Path) -> N
     add_training(run, rows=metrics()[:2])
     run.write_attempt(attempt(f"{JOB}-1"))
     path = run.training("ab12cd34").metrics_path
-    with export_meanwhile(run, f"{JOB}-1", {**os.environ, MARK_VARIABLE: "x"}, leader=True):
+    with export_in_background(run, f"{JOB}-1", {**os.environ, MARK_VARIABLE: "x"}, leader=True):
         deadline = time.monotonic() + 60
         while JOB not in events(run) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -124,6 +124,6 @@ def test_followers_and_probes_send_nothing(tmp_path: Path, leader: bool, job: st
     run = run_with(tmp_path, export=[{"to": "tensorboard", "by": "job"}])
     training(run)
     add_probes(run, 1, (32,))
-    with export_meanwhile(run, job, os.environ, leader=leader):
+    with export_in_background(run, job, os.environ, leader=leader):
         pass
     assert not (run.path / "exports").exists()

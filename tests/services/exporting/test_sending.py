@@ -32,7 +32,7 @@ from tula_cli.run.step_series import StepSeries
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.services.events import Event, WarningEvent
 from tula_cli.services.exporting import export as service
-from tula_cli.services.exporting.export import Exported, export, requested_trackers
+from tula_cli.services.exporting.export import Exported, export_run, list_requested_trackers
 from tula_cli.services.status import run_status
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import Export
@@ -58,7 +58,7 @@ def send(run: RunDir, *places: str, active: bool = False, **how: Any) -> tuple[t
     """Send a run to places of the fake tracker; return what was sent, and what was told."""
     trackers = [Export(to="fake_tracker:FakeTracker", uri=place) for place in places]
     how = {"reports": lambda _: (), **how}
-    work, told = export(run, trackers, active=lambda _: active, **how), []
+    work, told = export_run(run, trackers, active=lambda _: active, **how), []
     while True:
         try:
             told.append(next(work))
@@ -288,7 +288,7 @@ def test_a_tracker_that_is_down_is_told_once_and_caught_up_with(run: RunDir, pla
     looks = iter([True, True, True, False])
     sleeps: list[float] = []
     trackers = [Export(to="fake_tracker:FakeTracker", uri=place)]
-    work = export(
+    work = export_run(
         run, trackers, follow=True, every=1, active=lambda _: next(looks), sleep=sleeps.append, stop=lambda: True
     )
     told = list(work)
@@ -317,7 +317,7 @@ def test_it_follows_to_the_end_of_the_jobs(run: RunDir, place: str, monkeypatch:
 
     seen: list[int] = []
     trackers = [Export(to="fake_tracker:FakeTracker", uri=place)]
-    list(export(run, trackers, follow=True, active=active, sleep=lambda _: None))
+    list(export_run(run, trackers, follow=True, active=active, sleep=lambda _: None))
     assert seen[0] == 0 and 3 in seen and curve(place, "train/loss")[2560] == 1.5
     assert PLACES[place][KEY].state in ("killed", "failed"), "its job is over and there is no result"
 
@@ -354,7 +354,7 @@ def test_the_state_is_how_the_training_ended(
 def test_one_process_at_a_time_sends_a_run_to_a_place(run: RunDir, place: str) -> None:
     add_measured(run, 1, 32)
     trackers = [Export(to="fake_tracker:FakeTracker", uri=place)]
-    first = export(run, trackers, follow=True, active=lambda _: True, sleep=lambda _: None)
+    first = export_run(run, trackers, follow=True, active=lambda _: True, sleep=lambda _: None)
     next(first)
     with pytest.raises(TrackerError, match="another process sends this run there"):
         send(run, place)
@@ -418,13 +418,15 @@ def with_exports(**changes: Any) -> JobSpec:
 
 
 def test_trackers_are_those_named_else_those_of_the_job() -> None:
-    assert [one.to for one in requested_trackers(with_exports(), [], uri=None, project=None)] == [
+    assert [one.to for one in list_requested_trackers(with_exports(), [], uri=None, project=None)] == [
         "tensorboard",
         "mlflow",
     ]
-    assert [one.to for one in requested_trackers(with_exports(), [], uri=None, project=None, by="job")] == ["mlflow"]
-    assert [one.to for one in requested_trackers(with_exports(), ["wandb"], uri="x", project="p")] == ["wandb"]
-    assert requested_trackers(toy_spec(), [], uri=None, project=None, by="command") == ()
+    assert [one.to for one in list_requested_trackers(with_exports(), [], uri=None, project=None, by="job")] == [
+        "mlflow"
+    ]
+    assert [one.to for one in list_requested_trackers(with_exports(), ["wandb"], uri="x", project="p")] == ["wandb"]
+    assert list_requested_trackers(toy_spec(), [], uri=None, project=None, by="command") == ()
 
 
 @pytest.mark.parametrize(
@@ -441,12 +443,12 @@ def test_trackers_are_those_named_else_those_of_the_job() -> None:
 )
 def test_what_does_not_go_together_is_refused(to: list[str], uri: str | None, words: str) -> None:
     with pytest.raises(SpecError, match=words):
-        requested_trackers(toy_spec(), to, uri=uri, project=None)
+        list_requested_trackers(toy_spec(), to, uri=uri, project=None)
 
 
 def test_an_exporter_of_one_s_own_that_is_not_there_is_told(run: RunDir) -> None:
     with pytest.raises(SpecError, match="has no 'Nobody'"):
-        list(service.export(run, [Export(to="fake_tracker:Nobody")], active=lambda _: False))
+        list(service.export_run(run, [Export(to="fake_tracker:Nobody")], active=lambda _: False))
 
 
 @pytest.mark.parametrize(
@@ -459,4 +461,4 @@ def test_an_exporter_of_one_s_own_that_is_not_there_is_told(run: RunDir) -> None
 )
 def test_an_exporter_of_one_s_own_that_is_none_is_told(run: RunDir, to: str, words: str) -> None:
     with pytest.raises(SpecError, match=words):
-        list(service.export(run, [Export(to=to)], active=lambda _: False))
+        list(service.export_run(run, [Export(to=to)], active=lambda _: False))

@@ -13,7 +13,7 @@ from make_runs import spec as toy_spec
 from tula_cli.errors import TrackerError
 from tula_cli.run.directory import RunDir
 from tula_cli.services.events import Event
-from tula_cli.services.exporting.export import Exported, export
+from tula_cli.services.exporting.export import Exported, export_run
 from tula_cli.spec.sections import Export
 
 KEY = "train-ab12cd34"
@@ -35,7 +35,7 @@ def send(run: RunDir, to: str, uri: str | None = None, *, active: bool = False) 
     found: list[tuple[Exported, ...]] = []
 
     def work() -> Generator[Event, None, None]:
-        found.append((yield from export(run, [Export(to=to, uri=uri)], active=lambda _: active)))
+        found.append((yield from export_run(run, [Export(to=to, uri=uri)], active=lambda _: active)))
 
     list(work())
     return found[0][0]
@@ -239,7 +239,7 @@ def test_a_run_that_was_moved_goes_on_in_the_place_inside_it(run: RunDir, tmp_pa
 
 def test_a_folder_that_cannot_be_written_is_told(run: RunDir, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    work = export(run, [Export(to="tensorboard", uri=str(tmp_path / "file"))], active=lambda _: False)
+    work = export_run(run, [Export(to="tensorboard", uri=str(tmp_path / "file"))], active=lambda _: False)
     (told,) = list(work)
     assert "cannot write" in told.text  # type: ignore[union-attr]
 

@@ -9,9 +9,9 @@ from quiet import quiet
 
 from tula_cli.cli import app
 from tula_cli.errors import CannotWrite, SpecError
-from tula_cli.services.init import schema_path, with_schema, write_schema
+from tula_cli.services.init import get_schema_path, with_schema, write_schema
 from tula_cli.show.screen import Screen
-from tula_cli.spec.json_schema import json_schema
+from tula_cli.spec.json_schema import make_json_schema
 
 
 def test_the_schemas_of_job_and_site_lie_beside_a_job_which_names_its_own(tmp_path):
@@ -19,14 +19,14 @@ def test_the_schemas_of_job_and_site_lie_beside_a_job_which_names_its_own(tmp_pa
     first, rest = text.split("\n", 1)
     assert (first, rest) == ("# yaml-language-server: $schema=.tula/job.schema.json", "name: x\n")
     for kind in ("job", "site"):
-        assert json.loads((tmp_path / "deep" / schema_path(kind)).read_text()) == json_schema(kind)
+        assert json.loads((tmp_path / "deep" / get_schema_path(kind)).read_text()) == make_json_schema(kind)
 
 
 def test_a_schema_is_renewed_and_nothing_else_is_replaced(tmp_path):
     schema, job = tmp_path / "s.json", tmp_path / "job.yaml"
     write_schema("site", schema)
     write_schema("job", schema)
-    assert json.loads(schema.read_text()) == json_schema("job")
+    assert json.loads(schema.read_text()) == make_json_schema("job")
     job.write_text("name: mine\n")
     for path in (job, tmp_path):
         with pytest.raises(SpecError, match="no schema that tula wrote"):

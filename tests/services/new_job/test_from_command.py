@@ -6,7 +6,7 @@ import pytest
 
 from tula_cli.cluster.slurm.site import Site, parse_partitions
 from tula_cli.errors import SpecError
-from tula_cli.services.init import FromCommand, job_from_command
+from tula_cli.services.init import FromCommand, make_job_from_command
 from tula_cli.services.search import choose_probes
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import load_spec, validate
@@ -27,7 +27,7 @@ def loaded(made: FromCommand, folder: Path) -> JobSpec:
 
 
 def test_a_torchrun_line_is_a_job_as_it_is(tmp_path: Path) -> None:
-    made = job_from_command(LINE, "local")
+    made = make_job_from_command(LINE, "local")
     spec = loaded(made, tmp_path)
     assert made.complete and LINE in made.text
     assert spec.script is not None
@@ -50,7 +50,7 @@ def test_a_torchrun_line_is_a_job_as_it_is(tmp_path: Path) -> None:
 def test_nodes_are_what_the_gpus_here_make(
     line: str, gpus: int, per_node: int, nodes: list[int], tmp_path: Path
 ) -> None:
-    made = job_from_command(line, "local", gpus=gpus)
+    made = make_job_from_command(line, "local", gpus=gpus)
     spec = loaded(made, tmp_path)
     assert (spec.cluster.gpus_per_node, spec.search.nodes) == (per_node, nodes)
     assert bool(made.warnings) == (gpus < per_node)
@@ -73,37 +73,37 @@ def test_nodes_are_what_the_gpus_here_make(
 def test_batches_lie_around_that_of_today_and_divide_among_the_gpus(
     line: str, span: tuple[int, int], tmp_path: Path
 ) -> None:
-    spec = loaded(job_from_command(line, "local"), tmp_path)
+    spec = loaded(make_job_from_command(line, "local"), tmp_path)
     assert (spec.search.min_batch, spec.search.max_batch) == span
     found = choose_probes(spec, dataset_size=10**6, max_local_batch=None)
     assert set(found) == {1, 2}
 
 
 def test_a_site_fills_in_its_cluster_and_the_command_its_ranks(tmp_path: Path) -> None:
-    made = job_from_command(LINE, "slurm", site(cpus=32, gres="gpu:a100:8"))
+    made = make_job_from_command(LINE, "slurm", site(cpus=32, gres="gpu:a100:8"))
     spec = loaded(made, tmp_path)
     assert (spec.cluster.kind, spec.cluster.slurm.partition, spec.cluster.slurm.minutes) == ("slurm", "main", 60)
     assert (spec.cluster.gpus_per_node, spec.cluster.slurm.cpus_per_task) == (4, 8)
     (told,) = made.warnings
     assert "starts 4 processes a node, and those of partition main have 8 GPUs" in told
-    assert not job_from_command(LINE, "slurm", site()).warnings
+    assert not make_job_from_command(LINE, "slurm", site()).warnings
 
 
 def test_a_site_of_few_cores_sets_workers_only_where_the_command_has_a_place_for_them(tmp_path: Path) -> None:
     here = site(cpus=8)
-    assert loaded(job_from_command(LINE, "slurm", here), tmp_path).train.workers == "auto"
-    assert loaded(job_from_command(f"{LINE} -j 8", "slurm", here), tmp_path).train.workers == 1
+    assert loaded(make_job_from_command(LINE, "slurm", here), tmp_path).train.workers == "auto"
+    assert loaded(make_job_from_command(f"{LINE} -j 8", "slurm", here), tmp_path).train.workers == 1
 
 
 def test_without_a_scheduler_the_cluster_is_as_it_comes(tmp_path: Path) -> None:
-    spec = loaded(job_from_command(LINE, "slurm"), tmp_path)
+    spec = loaded(make_job_from_command(LINE, "slurm"), tmp_path)
     assert spec.search.nodes == [2, 4, 8, 16]
     assert spec.search.max_batch == 16 * 256
 
 
 def test_what_section_train_hands_on_is_what_the_command_had(tmp_path: Path) -> None:
     line = "accelerate launch --num_processes 2 run.py -b 4 --grad-accum 8 --seed 7 -j 3 --epochs 2 --lr 1e-5"
-    made = job_from_command(line, "local")
+    made = make_job_from_command(line, "local")
     spec = loaded(made, tmp_path)
     assert spec.script is not None
     assert (spec.train.accumulate, spec.train.seed, spec.train.workers) == (8, 7, 3)
@@ -126,7 +126,7 @@ def test_what_section_train_hands_on_is_what_the_command_had(tmp_path: Path) -> 
 def test_what_is_required_and_not_told_is_a_comment_that_check_asks_for(
     line: str, required: set[str], tmp_path: Path
 ) -> None:
-    made = job_from_command(line, "local")
+    made = make_job_from_command(line, "local")
     assert {key.key for key in made.missing if key.required} == required
     assert not made.complete
     with pytest.raises(SpecError) as told:
@@ -142,16 +142,16 @@ def test_what_is_required_and_not_told_is_a_comment_that_check_asks_for(
 
 @pytest.mark.parametrize("name", ["dataset_size", "resume", "metric", "save"])
 def test_what_may_be_left_out_is_told_and_stands_in_the_file(name: str) -> None:
-    made = job_from_command(LINE, "local")
+    made = make_job_from_command(LINE, "local")
     assert f"script.{name}" in {key.key for key in made.missing}
     assert f"  # {name}: " in made.text
 
 
 def test_a_resume_is_written_where_the_script_saves_into_the_runs_folder(tmp_path: Path) -> None:
-    spec = loaded(job_from_command(f"{LINE} --resume last.pth --output-dir x", "local"), tmp_path)
+    spec = loaded(make_job_from_command(f"{LINE} --resume last.pth --output-dir x", "local"), tmp_path)
     assert spec.script is not None and spec.script.resume is not None
     assert spec.script.resume.args == "--resume {checkpoint}"
-    elsewhere = job_from_command(f"{LINE} --resume last.pth", "local")
+    elsewhere = make_job_from_command(f"{LINE} --resume last.pth", "local")
     assert elsewhere.complete and "script.resume.checkpoint" in {key.key for key in elsewhere.missing}
     spec = loaded(elsewhere, tmp_path)
     assert spec.script is not None and spec.script.resume is None
@@ -167,11 +167,11 @@ def test_a_resume_is_written_where_the_script_saves_into_the_runs_folder(tmp_pat
     ],
 )
 def test_the_job_is_called_as_its_script(line: str, name: str, tmp_path: Path) -> None:
-    spec = loaded(job_from_command(line, "local"), tmp_path)
+    spec = loaded(make_job_from_command(line, "local"), tmp_path)
     assert spec.name == name
 
 
 def test_values_that_yaml_would_read_otherwise_are_quoted(tmp_path: Path) -> None:
-    spec = loaded(job_from_command("t.py -b 4 --epochs 1 --tag 'a: b' --note '#x'", "local"), tmp_path)
+    spec = loaded(make_job_from_command("t.py -b 4 --epochs 1 --tag 'a: b' --note '#x'", "local"), tmp_path)
     assert spec.script is not None
     assert spec.script.command == "t.py -b {local_batch} --epochs {epochs} --tag 'a: b' --note '#x'"

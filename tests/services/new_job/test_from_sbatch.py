@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from tula_cli.errors import SpecError
-from tula_cli.services.init import FromCommand, job_from_sbatch
+from tula_cli.services.init import FromCommand, make_job_from_sbatch
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
 from tula_cli.spec.yaml_text import parse_yaml
@@ -17,7 +17,7 @@ EXPECTED: dict[str, dict[str, Any]] = yaml.safe_load((SCRIPTS / "expected.yaml")
 
 
 def made(name: str) -> FromCommand:
-    return job_from_sbatch((SCRIPTS / f"{name}.sbatch").read_text(), f"{name}.sbatch")
+    return make_job_from_sbatch((SCRIPTS / f"{name}.sbatch").read_text(), f"{name}.sbatch")
 
 
 def loaded(job: FromCommand) -> JobSpec:

@@ -11,7 +11,7 @@ import pytest
 from tula_cli.cluster.slurm.command import CommandResult
 from tula_cli.cluster.slurm.site import SiteFacts, ask_site_facts
 from tula_cli.errors import JobFailed, SchedulerError, SpecError
-from tula_cli.services.site_check import SiteCheck, check_site, file_findings, read_site
+from tula_cli.services.site_check import SiteCheck, check_files, check_site, read_site
 from tula_cli.version import __version__
 
 SINFO = (
@@ -113,13 +113,13 @@ def test_settings_that_fit_the_site_are_found_sound(check):
 def test_what_does_not_fit_is_told_with_what_to_do(check, monkeypatch, old, new, about, message, advice):
     assert old in SITE
     if "setup" not in new:  # each start of a python takes its time
-        monkeypatch.setattr("tula_cli.services.site_check.job_findings", lambda *_, **__: ())
+        monkeypatch.setattr("tula_cli.services.site_check.check_job_start", lambda *_, **__: ())
     problems = check(SITE.replace(old, new, 1)).problems
     assert any(one.about == about and message in one.message and advice in one.advice for one in problems), problems
 
 
 def test_limits_of_a_node_and_maintenance_windows_are_held_against_the_settings(check, monkeypatch):
-    monkeypatch.setattr("tula_cli.services.site_check.job_findings", lambda *_, **__: ())
+    monkeypatch.setattr("tula_cli.services.site_check.check_job_start", lambda *_, **__: ())
     begin, end = (
         time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 60 * minutes)) for minutes in (90.5, 200)
     )
@@ -209,7 +209,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 
 @pytest.mark.parametrize("path", [EXAMPLES / "slurm_site" / "site.yaml", *sorted((EXAMPLES / "sites").glob("*.yaml"))])
 def test_the_site_files_that_come_with_tula_are_sound_as_files(path):
-    found = list(file_findings(read_site(path)))
+    found = list(check_files(read_site(path)))
     assert [one.verdict for one in found] == ["ok"]
 
 

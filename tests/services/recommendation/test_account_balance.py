@@ -4,18 +4,18 @@ import pytest
 from accounting_recorded import Slurm
 from make_runs import spec
 
-from tula_cli.cluster.slurm.billing import user_name
+from tula_cli.cluster.slurm.billing import get_user_name
 from tula_cli.errors import OverBudget, SpecError
 from tula_cli.services.site_charges import (
     check_balance,
+    compute_needed_minutes,
     describe_lacking_for_probes,
-    needed_minutes,
     require_balance,
     with_site_billing,
 )
 from tula_cli.spec.resources import SiteBill
 
-ASK = Slurm(user_name())
+ASK = Slurm(get_user_name())
 
 
 def job(*, pricing=None, **slurm):
@@ -26,13 +26,17 @@ def job(*, pricing=None, **slurm):
 def test_a_bill_of_the_users_own_does_not_tell_whether_other_limits_hold():
     asked = spec(cluster={"kind": "slurm", "slurm": {"account": "big"}}, pricing={"kind": "billing", "per_node": 1})
     asked = asked.model_copy(update={"pricing": asked.pricing.model_copy(update={"slurm_billing": SiteBill(node=1)})})
-    found = check_balance(asked, nodes=1, hours=0.1, ask=Slurm(user_name()))
+    found = check_balance(asked, nodes=1, hours=0.1, ask=Slurm(get_user_name()))
     assert "there are limits on cpu" in found.unknown
 
 
 def test_a_job_takes_minutes_of_each_tres_times_its_usage_factor():
     told = SiteBill(node=2.4, usage_factor=2.0, tres={"cpu": 8.0, "mem": 1024.0})
-    assert needed_minutes(told, nodes=3, hours=0.5) == {"cpu": 24 * 30 * 2, "mem": 3072 * 30 * 2, "billing": 7 * 30 * 2}
+    assert compute_needed_minutes(told, nodes=3, hours=0.5) == {
+        "cpu": 24 * 30 * 2,
+        "mem": 3072 * 30 * 2,
+        "billing": 7 * 30 * 2,
+    }
 
 
 def test_the_tightest_limit_of_all_above_decides():
@@ -66,7 +70,7 @@ def test_the_upper_end_of_the_interval_is_held_to_it_too():
     [
         (check_balance(job(), nodes=1, hours=None, ask=ASK), "nothing predicts what it takes"),
         (
-            check_balance(job(), nodes=1, hours=0.01, ask=Slurm(user_name(), without=["assoc_mgr", "sshare"])),
+            check_balance(job(), nodes=1, hours=0.01, ask=Slurm(get_user_name(), without=["assoc_mgr", "sshare"])),
             "access denied",
         ),
         (check_balance(job(account="hidden"), nodes=1, hours=0.01, ask=ASK), "account hidden is not shown"),
@@ -86,7 +90,7 @@ def test_a_price_of_another_kind_has_no_balance():
 
 
 def test_no_limit_is_as_much_as_one_likes():
-    free = Slurm(user_name())
+    free = Slurm(get_user_name())
     unlimited = job(account="lab")
     texts = "ClusterName=t Account=lab UserName= Partition=\n    ParentAccount=root(1)\n    GrpTRESMins=cpu=N(3),billing=N(4)\n"
     found = check_balance(unlimited, nodes=8, hours=1e6, ask=lambda *c: texts if "accounts=lab" in c else free(*c))

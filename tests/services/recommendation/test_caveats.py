@@ -86,7 +86,7 @@ def test_tables_have_signs_before_figures_and_a_line_that_explains_those_alone()
         row(1, 32, hours=1.05, hours_low=1.0, hours_high=1.2),
     )
     found = make.recommendation(rows=(CHOICE, close, wide), choice=CHOICE, runners_up=())
-    made, told = show._render_with_signs(show.predictions_table(found))
+    made, told = show._render_with_signs(show.make_predictions_table(found))
     lines = cells(made)
     assert [line[5] for line in lines] == ["0.900 .. 1.10", "1.00 .. 1.20", "?0 .. 9.00"]
     assert [line[4] for line in lines] == ["1.00", "~1.05", "~5.00"]
@@ -97,8 +97,8 @@ def test_tables_have_signs_before_figures_and_a_line_that_explains_those_alone()
 def test_a_table_without_caveats_has_no_line_below() -> None:
     far = row(1, 32)
     found = make.recommendation(rows=(CHOICE, far), choice=CHOICE, runners_up=())
-    assert len(list(show._render_with_signs(show.predictions_table(found)))) == 1
-    assert not re.search("[?~!]", str(cells(show.predictions_table(found))))
+    assert len(list(show._render_with_signs(show.make_predictions_table(found)))) == 1
+    assert not re.search("[?~!]", str(cells(show.make_predictions_table(found))))
 
 
 # --- a run

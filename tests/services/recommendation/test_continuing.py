@@ -66,7 +66,7 @@ def test_the_same_command_again_attaches_to_it(run: RunDir) -> None:
     again = plan(run)
     assert again.task.attempt == 2 and train.submit_training(run, again, launcher) == job
     assert launcher.submitted == [job]
-    assert relaunch.newest_task(run, f"{job}-1").nodes == 1, "what a supervisor starts next"
+    assert relaunch.find_newest_task(run, f"{job}-1").nodes == 1, "what a supervisor starts next"
 
 
 def test_an_out_of_memory_there_goes_down_from_there(run: RunDir) -> None:

@@ -8,7 +8,7 @@ from make_results import Truth, probe_all, spec
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.forecast import Forecast
 from tula_cli.models.ramp.stage_nodes import describe_stage_nodes
-from tula_cli.services.recommendation.alternatives import describe_alternatives, ramp_alternatives
+from tula_cli.services.recommendation.alternatives import describe_alternatives, predict_ramp_alternatives
 
 
 def forecast(by: str, **train: object) -> Forecast:
@@ -24,7 +24,7 @@ def forecast(by: str, **train: object) -> Forecast:
 def test_beside_the_choice_stands_what_it_would_take_without_stages(train: dict[str, object]) -> None:
     subject = forecast("cost", **train)
     choice = subject.predict(Config(8, 256))
-    found = {one.what: one for one in ramp_alternatives(subject, choice)}
+    found = {one.what: one for one in predict_ramp_alternatives(subject, choice)}
     plain = forecast("cost", ramp=None)
     assert found["as chosen"].node_hours == choice.node_hours
     assert found["a fixed batch"].hours == pytest.approx(plain.predict(Config(8, 256)).hours)
@@ -38,4 +38,4 @@ def test_beside_the_choice_stands_what_it_would_take_without_stages(train: dict[
             choice
         ).endswith("8 at batch 256")
     assert "as chosen (batch 256 on 8 nodes)" in describe_alternatives(tuple(found.values()))
-    assert ramp_alternatives(plain, plain.predict(Config(8, 256))) == ()
+    assert predict_ramp_alternatives(plain, plain.predict(Config(8, 256))) == ()

@@ -15,8 +15,8 @@ from tula_cli.run.files import read_json_lines
 from tula_cli.run.records.probes import GradientStats
 from tula_cli.run.records.results import StageDecision
 from tula_cli.services import recommend, train
-from tula_cli.services.recommendation.measured import noise_near_tenth, noise_path, noisy_trainings
-from tula_cli.show.recommend import _rests_on
+from tula_cli.services.recommendation.measured import find_noise_near_tenth, list_trainings_with_noise, make_noise_path
+from tula_cli.show.recommend import _describe_sources
 
 NOISES = {1: 100.0, 2: 300.0, 10: 900.0}
 
@@ -51,21 +51,21 @@ def run(tmp_path: Path) -> RunDir:
 @pytest.mark.parametrize(("epochs", "at"), [(20, 2), (10, 1), (200, 10), (16, 2)])
 def test_the_noise_after_a_tenth_of_the_epochs_counts(run: RunDir, epochs: int, at: int) -> None:
     trained(run, "a" * 8, batch=64)
-    found = noise_near_tenth(noisy_trainings(run), reference=64, epochs=epochs)
+    found = find_noise_near_tenth(list_trainings_with_noise(run), reference=64, epochs=epochs)
     assert found is not None and (found.epoch, found.scale) == (at, pytest.approx(NOISES[at]))
 
 
 def test_a_training_at_the_reference_batch_goes_before_others(run: RunDir) -> None:
     trained(run, "a" * 8, batch=512, factor=5.0)
-    assert noise_near_tenth(noisy_trainings(run), reference=64, epochs=20).scale == pytest.approx(1500)
+    assert find_noise_near_tenth(list_trainings_with_noise(run), reference=64, epochs=20).scale == pytest.approx(1500)
     trained(run, "b" * 8, batch=64)
-    assert noise_near_tenth(noisy_trainings(run), reference=64, epochs=20).scale == pytest.approx(300)
+    assert find_noise_near_tenth(list_trainings_with_noise(run), reference=64, epochs=20).scale == pytest.approx(300)
 
 
 def test_trainings_that_measure_none_tell_none(run: RunDir) -> None:
     trained(run, "a" * 8, batch=64, noise=False)
-    assert noisy_trainings(run) == []
-    assert noise_near_tenth([], reference=64, epochs=20) is None
+    assert list_trainings_with_noise(run) == []
+    assert find_noise_near_tenth([], reference=64, epochs=20) is None
 
 
 def test_what_trainings_have_logged_is_read_once(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_what_trainings_have_logged_is_read_once(run: RunDir, monkeypatch: pytes
         recommend.recommend(run, run.spec(), objective=objective, now=1.0)  # type: ignore[arg-type]
     assert sorted(read) == [run.training(name * 8).metrics_path for name in "ab"]
     trained(run, "a" * 8, batch=64, factor=2.0)
-    assert noise_near_tenth(noisy_trainings(run), reference=64, epochs=20).scale == pytest.approx(600)
+    assert find_noise_near_tenth(list_trainings_with_noise(run), reference=64, epochs=20).scale == pytest.approx(600)
 
 
 # --- stages from it
@@ -101,16 +101,16 @@ def plan(run: RunDir, **named: object) -> train.TrainPlan:
 
 def test_the_noise_over_a_training_is_of_its_probes_and_of_each_epoch_measured(tmp_path: Path) -> None:
     run = noisy_run(tmp_path)
-    assert noise_path([run], run.spec(), []) is None
+    assert make_noise_path([run], run.spec(), []) is None
     probes = with_noise(probe_all(Truth(), {2: (8, 16)}), 50.0)
-    start = noise_path([run], run.spec(), probes)
+    start = make_noise_path([run], run.spec(), probes)
     assert start is not None and start.points == ((0.0, pytest.approx(50, rel=0.1)),)
     trained(run, "a" * 8, batch=512, factor=5.0)
     trained(run, "b" * 8, batch=64)
-    found = noise_path([run], run.spec(), probes)
+    found = make_noise_path([run], run.spec(), probes)
     assert found is not None and found.points[1:] == tuple((at, pytest.approx(NOISES[at])) for at in (1, 2, 10))
     other = run.spec().model_copy(update={"train": run.spec().train.model_copy(update={"ramp": "auto"})})
-    assert noise_path([run], other, probes) is None
+    assert make_noise_path([run], other, probes) is None
 
 
 def test_a_training_begins_with_its_stages_in_the_task(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_recommendation_tells_the_stages_of_its_choice(tmp_path: Path) -> None
     assert found.stages[-1].batch == found.choice.batch and found.stages[0].batch == 64
     assert found.ramp.startswith("batch 64 from epoch 0: noise scale 50.0; batch 128 from epoch ")
     assert [stage.batch for stage in found.choice.stages] == [stage.batch for stage in found.stages[:-1]]
-    assert f"stages: {found.ramp}" in list(_rests_on(found))
+    assert f"stages: {found.ramp}" in list(_describe_sources(found))
 
 
 def test_a_training_that_goes_on_elsewhere_keeps_what_was_put_off(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from make_results import MIB, Truth, inspected, measured, out_of_memory
 
 from tula_cli.errors import BadMeasurements, Infeasible
 from tula_cli.run.directory import RunDir
-from tula_cli.run.jobfile import all_parts, parts_with_data
+from tula_cli.run.jobfile import list_all_parts, list_parts_with_data
 from tula_cli.run.records.base import Components, Footprint
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Tokens
@@ -18,7 +18,7 @@ from tula_cli.services.check import check, check_all
 from tula_cli.services.recommend import recommend
 from tula_cli.show import check as show_check
 from tula_cli.show import recommend as show_recommend
-from tula_cli.show.tables import data_by_type
+from tula_cli.show.tables import list_data_by_type
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
 
@@ -48,7 +48,7 @@ def step(length: int) -> Truth:
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     found = RunDir.create(tmp_path, text())
-    for part in all_parts(found, found.spec()):
+    for part in list_all_parts(found, found.spec()):
         length = part.length or 128
         sizes = {1: (32, 64, 128, 256), 2: (16, 128)} if part.length is None else {1: (32, 128, 256)}
         for nodes, local in ((nodes, local) for nodes, locals_ in sizes.items() for local in locals_):
@@ -110,18 +110,18 @@ def test_a_script_has_no_lengths_of_its_own() -> None:
 
 def test_lengths_are_parts_inside_the_run_that_are_told_apart(run: RunDir) -> None:
     spec = run.spec()
-    assert [(part.name, part.length) for part in all_parts(run, spec)] == [
+    assert [(part.name, part.length) for part in list_all_parts(run, spec)] == [
         (None, None),
         ("length-64", 64),
         ("length-256", 256),
     ]
-    assert all_parts(run, spec)[2].name_jobs(["probe-n001"]) == ["length-256/probe-n001"]
+    assert list_all_parts(run, spec)[2].name_jobs(["probe-n001"]) == ["length-256/probe-n001"]
     assert len(run.parts(spec)) == 1, "what may be trained"
     typed = validate(TEXT | {"node_types": {"a": {}, "b": {}}}, source="test")
-    names = [part.name for part in all_parts(RunDir.of(run.path.parent, typed), typed)]
+    names = [part.name for part in list_all_parts(RunDir.of(run.path.parent, typed), typed)]
     assert names == ["a", "a-length-64", "a-length-256", "b", "b-length-64", "b-length-256"]
     longer = text({"lengths": [64, 512]}, model={"name": "mine:net"})
-    assert [part.name for part in parts_with_data(run, longer)] == [None], "what was never begun"
+    assert [part.name for part in list_parts_with_data(run, longer)] == [None], "what was never begun"
 
 
 # --- what would be measured
@@ -164,8 +164,8 @@ def test_check_leaves_a_length_out_that_does_not_fit_and_says_so() -> None:
 
 
 def planned(job: JobSpec, run: RunDir, most: int) -> tuple[dict[str | None, dict[int, tuple[int, ...]]], list[str]]:
-    told, work = [], profiling_rounds.plan_parts(all_parts(run, job), {
-        part.name: inspection(part.length or 128).model_copy(update={"capacity": most * MIB}) for part in all_parts(run, job)
+    told, work = [], profiling_rounds.plan_parts(list_all_parts(run, job), {
+        part.name: inspection(part.length or 128).model_copy(update={"capacity": most * MIB}) for part in list_all_parts(run, job)
     })  # fmt: skip
     while True:
         try:
@@ -209,7 +209,7 @@ def test_each_length_tells_what_fits_and_its_tokens_a_second(run: RunDir) -> Non
 
 
 def test_a_length_without_results_says_so_and_keeps_the_others(run: RunDir) -> None:
-    longest = all_parts(run, run.spec())[2].run
+    longest = list_all_parts(run, run.spec())[2].run
     for result in longest.results():
         (longest.path / f"results/{result.id}.json").unlink()
     longest.write_result(out_of_memory(1, 32))
@@ -219,7 +219,7 @@ def test_a_length_without_results_says_so_and_keeps_the_others(run: RunDir) -> N
 
 
 def test_what_was_out_of_memory_bounds_the_largest_batch(run: RunDir) -> None:
-    longest = all_parts(run, run.spec())[2].run
+    longest = list_all_parts(run, run.spec())[2].run
     longest.write_result(out_of_memory(1, 256))
     last = ask(run).lengths[-1]
     assert last.largest_batch == 255 and last.fastest is not None and last.fastest.batch == 128
@@ -237,7 +237,7 @@ def test_a_job_without_lengths_has_none(tmp_path: Path) -> None:
 
 def test_the_screen_has_a_row_a_length(run: RunDir) -> None:
     answer = ask(run)
-    made = show_recommend.lengths_table(answer)
+    made = show_recommend.make_lengths_table(answer)
     cells = [list(column.cells) for column in made.columns]
     assert cells[0] == ["64", "128 (own)", "256"] and cells[3] == ["25.0"] * 3
     parts = [str(part) for part in show_recommend.render_recommendation(answer, width=80, color=False)]
@@ -246,5 +246,5 @@ def test_the_screen_has_a_row_a_length(run: RunDir) -> None:
 
 def test_in_json_other_lengths_stand_beside_the_jobs_own(run: RunDir) -> None:
     report = check(text(), inspector=looks)
-    data = data_by_type({None: report, "length-64": report})
+    data = list_data_by_type({None: report, "length-64": report})
     assert data["lengths"] == {"length-64": report} and data["jobs"] == report.jobs

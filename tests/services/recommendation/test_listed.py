@@ -124,7 +124,7 @@ def test_a_search_weighs_the_best_of_each_batch_and_what_was_measured(
     assert {row.batch for row in few} == {row.batch for row in whole} and few[0] == whole[0]
     assert {row for row in whole if row.measured} <= set(few) == {row for row in whole if row in few}
     assert Config(few[0].nodes, few[0].batch) in fitting
-    found = search.next_round(MANY, run.results(), inspection=inspected(dataset_size=10**6))
+    found = search.choose_next_round(MANY, run.results(), inspection=inspected(dataset_size=10**6))
     assert found.words.startswith("expected regret")
 
 

@@ -7,7 +7,7 @@ from tula_cli.errors import BadMeasurements
 from tula_cli.models.observations import OtherSizes
 from tula_cli.models.time.formulas import PRIORS
 from tula_cli.run.records.recommendations import TrainedSteps
-from tula_cli.services.recommendation.validation import TRAININGS, cross_validate_strategies
+from tula_cli.services.recommendation.validation import TRAININGS, validate_strategies
 
 FULL = {n: tuple(batch // n for batch in (64, 128, 256, 512, 1024)) for n in (2, 4, 8)}
 
@@ -15,7 +15,7 @@ FULL = {n: tuple(batch // n for batch in (64, 128, 256, 512, 1024)) for n in (2,
 def test_each_strategy_is_judged_by_the_probes_that_it_does_not_take() -> None:
     judged = {
         one.strategy: one
-        for one in cross_validate_strategies(spec(), probe_all(Truth(noise=0.01, jitter=0.01), FULL), priors=PRIORS)
+        for one in validate_strategies(spec(), probe_all(Truth(noise=0.01, jitter=0.01), FULL), priors=PRIORS)
     }
     assert {name: (one.probes, one.unseen) for name, one in judged.items()} == {
         "partial": (4, 11), "sweep": (9, 6), "full": (15, 15),
@@ -27,7 +27,7 @@ def test_each_strategy_is_judged_by_the_probes_that_it_does_not_take() -> None:
 
 def test_of_a_sweep_that_was_measured_each_probe_is_left_out_once() -> None:
     swept = {2: FULL[2], 4: FULL[4][:1], 8: (FULL[8][0], FULL[8][2], FULL[8][-1])}
-    judged = {one.strategy: one for one in cross_validate_strategies(spec(), probe_all(Truth(), swept), priors=PRIORS)}
+    judged = {one.strategy: one for one in validate_strategies(spec(), probe_all(Truth(), swept), priors=PRIORS)}
     assert judged["sweep"].left_out_once and "full" not in judged, "it would take the very same probes"
 
 
@@ -41,9 +41,9 @@ def trained(nodes: int, local_batch: int, seconds: float) -> TrainedSteps:
 
 def test_what_trainings_have_measured_is_foreseen_and_helps_to_foresee() -> None:
     probes = probe_all(Truth(), {2: FULL[2], 4: FULL[4][:1], 8: (FULL[8][0], FULL[8][2])})
-    plain = {one.strategy: one for one in cross_validate_strategies(spec(), probes, priors=PRIORS)}
+    plain = {one.strategy: one for one in validate_strategies(spec(), probes, priors=PRIORS)}
     slow = [trained(nodes, local, 1.3 * Truth().step_time(nodes, local)) for nodes in (4, 8) for local in (64, 128)]
-    judged = {one.strategy: one for one in cross_validate_strategies(spec(), probes, trained=slow, priors=PRIORS)}
+    judged = {one.strategy: one for one in validate_strategies(spec(), probes, trained=slow, priors=PRIORS)}
     assert judged["partial"].unseen == plain["partial"].unseen + len(slow)
     assert judged["partial"].median > plain["partial"].median, "trainings came out slower than the probes tell"
     last = judged[TRAININGS]
@@ -55,11 +55,11 @@ def test_what_trainings_have_measured_is_foreseen_and_helps_to_foresee() -> None
 def test_probes_with_other_gpus_a_node_count() -> None:
     probes = probe_all(Truth(), {2: (32, 64, 256)})
     with pytest.raises(BadMeasurements):
-        cross_validate_strategies(spec(), probe_all(Truth(), {2: (32,)}), priors=PRIORS)
+        validate_strategies(spec(), probe_all(Truth(), {2: (32,)}), priors=PRIORS)
     others = OtherSizes(tuple(probe_all(Truth(gpus_per_node=4), {1: (32, 256), 2: (32, 256)})))
-    assert cross_validate_strategies(spec(), probes, others=others, priors=PRIORS)[0].median < 0.2
+    assert validate_strategies(spec(), probes, others=others, priors=PRIORS)[0].median < 0.2
 
 
 def test_probes_of_one_place_foresee_nothing() -> None:
     with pytest.raises(BadMeasurements, match="follows from 1 probe"):
-        cross_validate_strategies(spec(), probe_all(Truth(), {2: (32,)}), priors=PRIORS)
+        validate_strategies(spec(), probe_all(Truth(), {2: (32,)}), priors=PRIORS)

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 from make_results import Truth, inspected, probe_all, spec
 
-from tula_cli.cluster.chains import chain_tasks, time_limit
+from tula_cli.cluster.chains import get_time_limit, list_chain_tasks
 from tula_cli.errors import Infeasible, SpecError
 from tula_cli.run.directory import RunDir
 from tula_cli.services import profile, train
 from tula_cli.services.check import check
 from tula_cli.services.recommend import recommend
-from tula_cli.services.recommendation.listed import chain_links
+from tula_cli.services.recommendation.listed import count_chain_links
 from tula_cli.spec.slurm_options import Slurm
 
 NOW = 1_700_000_000.0
@@ -74,10 +74,10 @@ def test_a_chain_of_too_many_jobs_is_left_out(tmp_path):
 def test_jobs_ask_for_no_more_than_their_bin(tmp_path):
     run = measured(tmp_path, job(FRONTIER))
     planned = train.plan_training(run, run.spec(), nodes=2, batch=256, inspect=lambda _: inspected())
-    assert time_limit(planned.task) == 30
+    assert get_time_limit(planned.task) == 30
     longer = train.plan_training(run, run.spec(), nodes=8, batch=256, inspect=lambda _: inspected())
-    assert time_limit(longer.task) == 720
-    assert len(chain_tasks(planned.task)) > len(chain_tasks(longer.task))
+    assert get_time_limit(longer.task) == 720
+    assert len(list_chain_tasks(planned.task)) > len(list_chain_tasks(longer.task))
     with pytest.raises(
         SpecError, match=r"16 nodes: the site lets no job have so many \(cluster.slurm.limits: up to 2 nodes 0.5 h"
     ):
@@ -111,4 +111,4 @@ def test_searched_nodes_beyond_the_bins_are_left_out_and_said():
     [(60, 60, 0, 1), (61, 60, 0, 2), (180, 60, 0, 3), (180, 60, 20, 4), (59, 60, 5, 1)],
 )
 def test_links_that_a_training_takes(minutes: float, limit: float, restart: float, links: int) -> None:
-    assert chain_links(minutes, limit, restart=restart) == links
+    assert count_chain_links(minutes, limit, restart=restart) == links

@@ -67,7 +67,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Document:
 
 
 def test_markdown_has_every_cell_and_takes_none_for_markup() -> None:
-    text = formats.markdown_text(PAGE)
+    text = formats.render_markdown(PAGE)
     assert "| \\* | x\\_1 \\| y | 1.23 |" in text
     assert "| + | \\*star\\* | - |" in text
     assert "|  | 50 % | 7 |" in text
@@ -78,7 +78,7 @@ def test_markdown_has_every_cell_and_takes_none_for_markup() -> None:
 
 def test_every_row_of_a_table_has_its_columns(whole: Document) -> None:
     for found in (TABLE, *(one for section in whole.sections for one in section.tables)):
-        counts = [len(re.findall(r"(?<!\\)\|", line)) for line in formats.markdown_rows(found)]
+        counts = [len(re.findall(r"(?<!\\)\|", line)) for line in formats.render_markdown_rows(found)]
         assert set(counts) == {len(found.columns) + 1 + any(found.marks)}
         assert len(counts) == 2 + len(found.rows)
 
@@ -87,7 +87,7 @@ def test_every_row_of_a_table_has_its_columns(whole: Document) -> None:
 
 
 def test_latex_escapes_what_it_would_take_for_itself() -> None:
-    text = formats.latex_text(PAGE)
+    text = formats.render_latex(PAGE)
     assert r"\item[{model}] a\textbackslash{}b\{c\}\textasciitilde{}\textasciicircum{}" in text
     assert r"2 nodes $\pm$ 5 \%" in text and r"name\_of \# it" in text
     assert r"$\ast$ & x\_1 \textbar{} y & 1.23 \\" in text, "a star that begins a row is no option of the row's end"
@@ -97,7 +97,7 @@ def test_latex_escapes_what_it_would_take_for_itself() -> None:
 
 def test_latex_is_ascii_and_its_braces_and_environments_match(whole: Document) -> None:
     for document in (PAGE, whole):
-        text = formats.latex_text(document)
+        text = formats.render_latex(document)
         assert text.isascii()
         assert "\\usepackage" not in text
         bare = re.sub(r"\\[{}\\]", "", text)
@@ -115,7 +115,7 @@ def rows(text: str) -> list[dict[str, str]]:
 
 
 def test_each_table_and_figure_is_a_csv_with_whole_numbers() -> None:
-    found = formats.csv_files(PAGE)
+    found = formats.render_csv_files(PAGE)
     assert list(found) == ["table_t", "figure_f", "figure_d"]
     assert rows(found["table_t"])[0] == {"name": "x_1 | y", "value (%)": "1.23456", "mark": "chosen"}
     assert rows(found["table_t"])[1]["value (%)"] == ""
@@ -137,11 +137,11 @@ def test_each_table_and_figure_is_a_csv_with_whole_numbers() -> None:
 
 
 def test_all_of_them_together_are_told_apart(whole: Document) -> None:
-    text, found = formats.csv_text(whole), formats.csv_files(whole)
+    text, found = formats.render_csv(whole), formats.render_csv_files(whole)
     assert re.findall(r"^# (\w+): ", text, re.MULTILINE) == list(found)
     assert float(rows(found["table_strong_scaling"])[0]["samples/s"]) == table(whole, "strong_scaling").rows[0][7]
 
 
 def test_keys_that_are_taken_get_a_number() -> None:
     twice = Document("x", "", "", "", (), (Section("a", "A", tables=(TABLE,)), Section("b", "B", tables=(TABLE,))))
-    assert list(formats.csv_files(twice)) == ["table_t", "table_t_2"]
+    assert list(formats.render_csv_files(twice)) == ["table_t", "table_t_2"]

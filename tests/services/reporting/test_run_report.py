@@ -11,16 +11,16 @@ from make_reports import column, figure, report, section, series, table
 from make_results import MIB, Truth, measured
 
 from tula_cli.errors import SpecError
-from tula_cli.models.time.noise import trimmed_mean
+from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.run.directory import RunDir
-from tula_cli.run.jobfile import all_parts
+from tula_cli.run.jobfile import list_all_parts
 from tula_cli.run.step_series import StepRow, format_rows
 from tula_cli.services import recommend as recommending
 from tula_cli.services import status
 from tula_cli.services.api import Run, report_text
 from tula_cli.services.api import report as api_report
 from tula_cli.services.reporting.document import Document
-from tula_cli.words import format_duration, number
+from tula_cli.words import format_duration, format_number
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +63,8 @@ def test_the_answer_is_the_one_that_recommend_has_kept(whole: RunDir, told: Docu
     assert told.answer.startswith(f"{choice.nodes} nodes, batch {choice.batch} (local {choice.local_batch}): ")
     for value in (
         format_duration(3600 * choice.hours),
-        number(choice.cost),
-        f"{number(choice.all_node_hours)} node-hours",
+        format_number(choice.cost),
+        f"{format_number(choice.all_node_hours)} node-hours",
     ):
         assert value in told.answer
     assert (
@@ -173,7 +173,7 @@ def test_the_parts_of_a_step_are_the_step_together(whole: RunDir, told: Document
     drawn, probes = figure(told, "step_parts"), [r for r in whole.results() if r.kind == "measured"]
     assert drawn.categories == tuple(f"{probe.nodes} x {probe.local_batch}" for probe in probes)
     together = [sum(one.y[place] or 0.0 for one in drawn.series) for place in range(len(probes))]
-    assert together == pytest.approx([1000 * trimmed_mean(probe.step_times) for probe in probes])
+    assert together == pytest.approx([1000 * compute_trimmed_mean(probe.step_times) for probe in probes])
     assert [one.name for one in drawn.series] == ["compute", "exposed synchronisation", "input"]
 
 
@@ -362,7 +362,7 @@ def test_lengths_of_text_are_told_beside_the_choice(tmp_path: Path) -> None:
         source="test",
     )
     run = RunDir.create(tmp_path, job)
-    for part in all_parts(run, job):
+    for part in list_all_parts(run, job):
         for nodes, local in ((1, 32), (1, 128), (1, 256), *(((2, 16), (2, 128)) if part.length is None else ())):
             part.run.write_result(measured(Truth(slope=0.001, dataset_size=1000), nodes, local))
         part.run.save_job(part.spec)

@@ -68,15 +68,15 @@ def test_a_price_has_its_column(name: str, tmp_path: Path) -> None:
 def test_no_form_of_the_report_has_them_twice(form: str, document: Document) -> None:
     write = {
         "html": render_page,
-        "markdown": formats.markdown_text,
-        "latex": formats.latex_text,
-        "csv": formats.csv_text,
+        "markdown": formats.render_markdown,
+        "latex": formats.render_latex,
+        "csv": formats.render_csv,
     }[form]
     tables = tuple(replace(section, figures=()) for section in document.sections)  # to draw figures takes seconds
     text = write(replace(document, sections=tables))  # type: ignore[operator]
     assert repeated(text) == []
     if form == "csv":
-        own = formats.csv_files(document)
+        own = formats.render_csv_files(document)
         heads = {name: next(csv.reader(io.StringIO(own[f"table_{name}"]))) for name in TABLES}
         assert all("node-hours" in head and "cost (node-h)" not in head for head in heads.values())
 
@@ -123,9 +123,9 @@ def test_no_screen_has_them_twice(words: str, run: RunDir, monkeypatch: pytest.M
 
 
 def test_words_of_a_cost() -> None:
-    from tula_cli.show.tables import at_most, cost_in_words
+    from tula_cli.show.tables import describe_cost, describe_upper_bound
 
-    assert cost_in_words(1.0, 1.0, "node-h") == "1.00 node-h"
-    assert cost_in_words(1.0, 2.0, "node-h") == "1.00 node-h, 2.00 node-h", "a price in node-hours is one"
-    assert cost_in_words(1.0, 1.0, "EUR") == "1.00 node-h, 1.00 EUR"
-    assert at_most(None, 0.25, 0.25, "node-h") == "at most 0.250 node-h"
+    assert describe_cost(1.0, 1.0, "node-h") == "1.00 node-h"
+    assert describe_cost(1.0, 2.0, "node-h") == "1.00 node-h, 2.00 node-h", "a price in node-hours is one"
+    assert describe_cost(1.0, 1.0, "EUR") == "1.00 node-h, 1.00 EUR"
+    assert describe_upper_bound(None, 0.25, 0.25, "node-h") == "at most 0.250 node-h"

@@ -71,7 +71,7 @@ def nobody_asks(ids: Iterable[str]) -> dict[str, SchedulerState]:
 
 
 def cleaned(run: RunDir, **options: Any) -> service.CleanResult:
-    return service.free_space([found(run, **options)])
+    return service.remove_files([found(run, **options)])
 
 
 # --- what goes
@@ -229,7 +229,7 @@ def test_a_folder_that_cannot_be_removed_is_told_and_the_others_go(
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(run_holdings, "_remove_folder", refuse)
-    done = service.free_space(service.measure_runs([run, other]))
+    done = service.remove_files(service.measure_runs([run, other]))
     assert done.files == 1
     assert len(done.problems) == 1 and "Permission denied" in done.problems[0]
 
@@ -269,7 +269,7 @@ def test_a_run_with_a_job_that_may_live_is_left_as_it_is(run: RunDir, ask: servi
     one = found(run, ask=ask)
     assert (bool(one.kept), bool(one.holdings)) == (bool(why), not why)
     assert one.kept.startswith(f"{name} {why}" if why else "")
-    service.free_space([one])
+    service.remove_files([one])
     assert len(names(folder)) == (3 if why else 2)
 
 
@@ -331,15 +331,15 @@ def test_what_was_submitted_since_the_look_is_left(run: RunDir) -> None:
     folder = trained(run, 100, 200, 300)
     one = found(run)
     slurm_job(run)
-    done = service.free_space([one])
+    done = service.remove_files([one])
     assert done.files == 0 and "submitted meanwhile" in done.problems[0]
     assert len(names(folder)) == 3 and not (run.path / "lock").exists()
     one = found(run, ask=says())
     assert run.lock.acquire() == ""
-    assert "another tula command" in service.free_space([one]).problems[0]
+    assert "another tula command" in service.remove_files([one]).problems[0]
     (run.path / "lock/owner").write_text("a-machine:1\n")
     os.utime(run.path / "lock", (0, 0))
-    assert service.free_space([one]).files == 2, "of a command that was killed an hour ago"
+    assert service.remove_files([one]).files == 2, "of a command that was killed an hour ago"
 
 
 # --- the command
@@ -415,7 +415,7 @@ def test_a_run_that_is_named_and_must_stay_is_an_error(run: RunDir, monkeypatch:
 
 def test_another_users_run_is_refused(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = trained(run, 100, 200, 300)
-    monkeypatch.setattr(owner, "other_owner", lambda path: "ada")
+    monkeypatch.setattr(owner, "find_other_owner", lambda path: "ada")
     code, _, err = tula(run.id, "--yes")
     assert code == NotYours.exit_code == 15 and "belongs to ada: you may not change it" in err
     code, out, err = tula("--yes")

@@ -24,7 +24,7 @@ ALL = (documents.of_time(), documents.of_memory(), documents.of_parts(), documen
 
 
 def drawn(figure: Figure, **named) -> ElementTree.Element:
-    return ElementTree.fromstring(show_figures.figure_svg(figure, **named))
+    return ElementTree.fromstring(show_figures.render_svg(figure, **named))
 
 
 def texts(root: ElementTree.Element) -> list[str]:
@@ -72,16 +72,16 @@ def test_every_word_stands_in_the_drawing_and_inside_it(figure: Figure) -> None:
 
 
 def test_a_figure_is_the_same_each_time_and_in_each_process() -> None:
-    here = show_figures.figure_svg(documents.of_time())
-    assert here == show_figures.figure_svg(documents.of_time())
-    code = "import sys; sys.path.insert(0, 'tests/helpers'); import documents; from tula_cli.show.html.figures import figure_svg; print(figure_svg(documents.of_time()), end='')"
+    here = show_figures.render_svg(documents.of_time())
+    assert here == show_figures.render_svg(documents.of_time())
+    code = "import sys; sys.path.insert(0, 'tests/helpers'); import documents; from tula_cli.show.html.figures import render_svg; print(render_svg(documents.of_time()), end='')"
     there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert there.stdout == here and not there.stderr
     assert "20" + "26-" not in here and "matplotlib" not in here.lower()
 
 
 def test_a_figure_holds_nothing_that_touches_the_page_around_it() -> None:
-    text = show_figures.figure_svg(documents.of_gaps(), prefix="one")
+    text = show_figures.render_svg(documents.of_gaps(), prefix="one")
     root = ElementTree.fromstring(text)
     ids = [found.get("id") for found in root.iter() if found.get("id")]
     assert ids and len(set(ids)) == len(ids) and all(name.startswith("one-") for name in ids)
@@ -163,7 +163,9 @@ def test_fifty_series_are_told_apart_below_the_axes() -> None:
     assert set(names) <= set(texts(root)) and not outside(root)
     looks = set()
     for place in range(50):
-        looks.add((figures.series_color(place), figures.series_marker(place), str(figures.series_dash(place))))
+        looks.add(
+            (figures.get_series_color(place), figures.get_series_marker(place), str(figures.get_series_dash(place)))
+        )
     assert len(looks) == 50
     bottom = max(float(text.get("y")) for text in root.iter(f"{SVG}text") if text.text == "batch")
     legend = [float(text.get("y")) for text in root.iter(f"{SVG}text") if text.text in names]
@@ -178,7 +180,7 @@ def test_a_name_is_text_whatever_is_in_it(name: str) -> None:
         figure = simple(
             *series[: 2 if changes else 1], title=name, x_label=name, y_label=name, key=name, caption=name, **changes
         )
-        text = show_figures.figure_svg(dataclasses.replace(figure, marks=(Mark(0, None, name, "event"),)))
+        text = show_figures.render_svg(dataclasses.replace(figure, marks=(Mark(0, None, name, "event"),)))
         root = ElementTree.fromstring(text.encode())
         assert "<script" not in text and not outside(root)
         words = "".join(texts(root)).replace("\N{WORD JOINER}", "").replace(" ", "")
@@ -228,14 +230,14 @@ def test_bars_of_numbers_stand_side_by_side_at_their_words() -> None:
 def test_without_matplotlib_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SpecError, match="matplotlib") as told:
-        show_figures.figure_svg(documents.of_time())
+        show_figures.render_svg(documents.of_time())
     assert "pip install 'tula-cli[report]'" in told.value.hint and "pip install '.[report]'" in told.value.hint
 
 
 def test_settings_of_the_user_for_own_drawings_change_nothing() -> None:
     import matplotlib
 
-    before = show_figures.figure_svg(documents.of_memory())
+    before = show_figures.render_svg(documents.of_memory())
     with matplotlib.rc_context({"font.size": 30, "svg.fonttype": "path", "axes.grid": False, "lines.linewidth": 9}):
-        assert show_figures.figure_svg(documents.of_memory()) == before
+        assert show_figures.render_svg(documents.of_memory()) == before
         assert matplotlib.rcParams["font.size"] == 30

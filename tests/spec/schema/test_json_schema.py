@@ -10,13 +10,13 @@ import jsonschema
 import pytest
 
 from tula_cli.errors import SpecError
-from tula_cli.services.init import job_from_command
-from tula_cli.spec.json_schema import json_schema
+from tula_cli.services.init import make_job_from_command
+from tula_cli.spec.json_schema import make_json_schema
 from tula_cli.spec.load import dump_yaml, validate
 from tula_cli.spec.yaml_text import parse_yaml
 
 ROOT = Path(__file__).parents[3]
-JOB, SITE = json_schema("job"), json_schema("site")
+JOB, SITE = make_json_schema("job"), make_json_schema("site")
 
 
 def refused(content: Any, schema: Any = JOB) -> list[str]:
@@ -32,7 +32,7 @@ def written() -> Iterator[tuple[str, str]]:
     for page in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]:
         for number, block in enumerate(re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)):
             yield f"{page.name}, {number}", block
-    yield "from a command", job_from_command("torchrun train.py --batch-size 64 --lr 0.1 --epochs 9", "slurm").text
+    yield "from a command", make_job_from_command("torchrun train.py --batch-size 64 --lr 0.1 --epochs 9", "slurm").text
 
 
 WRITTEN = dict(written())

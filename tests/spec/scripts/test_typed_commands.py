@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tula_cli.errors import SpecError
-from tula_cli.services.init import job_from_command
+from tula_cli.services.init import make_job_from_command
 from tula_cli.spec.load import validate
 from tula_cli.spec.scripts.launchers import Known, Unknown
 from tula_cli.spec.scripts.placeholders import PLACEHOLDERS, render
@@ -159,7 +159,7 @@ def test_every_word_reaches_the_ranks_bit_for_bit(kind: Any, words: list[str]) -
     line = shlex.join(
         ["torchrun", "--nproc_per_node=2", "train.py", "--batch-size", "8", "--epochs", "3", "--", *words]
     )
-    spec = validate(parse_yaml(job_from_command(line, kind).text, source="job.yaml"), source="job.yaml")
+    spec = validate(parse_yaml(make_job_from_command(line, kind).text, source="job.yaml"), source="job.yaml")
     assert spec.script is not None
     ranks = render(spec.script.command, {"local_batch": 8, "epochs": 3})
     assert ranks == ["python", "train.py", "--batch-size", "8", "--epochs", "3", "--", *words]
@@ -171,7 +171,7 @@ def test_wrappers_reach_the_ranks_bit_for_bit(words: list[str]) -> None:
     words = [f"+{word}" for word in words if _is_free(word) and "/" not in word]
     line = shlex.join(["wrap", *words, "torchrun", "--nproc_per_node=2", "t.py", "-b", "8", "--epochs", "3"])
     for kind in ("local", "slurm"):
-        spec = validate(parse_yaml(job_from_command(line, kind).text, source="job.yaml"), source="job.yaml")
+        spec = validate(parse_yaml(make_job_from_command(line, kind).text, source="job.yaml"), source="job.yaml")
         assert spec.script is not None
         wrapper = spec.cluster.slurm.wrapper if spec.cluster.slurm else None
         ranks = [*(wrapper or []), *render(spec.script.command, {"local_batch": 8, "epochs": 3})]

@@ -10,9 +10,9 @@ from worker_jobs import rows, same, spec, train_task, trainer, weights
 
 from tula_cli.errors import SpecError
 from tula_cli.run.directory import RunDir
-from tula_cli.services.compare import why_not_a_row
-from tula_cli.spec.job import JobSpec, beta2_at
-from tula_cli.spec.signature import measurement_signature, train_signature
+from tula_cli.services.compare import describe_why_not_a_row
+from tula_cli.spec.job import JobSpec, compute_beta2
+from tula_cli.spec.signature import compute_measurement_signature, compute_train_signature
 from tula_cli.worker.build import zoo
 from tula_cli.worker.build.data import build_datasets
 from tula_cli.worker.entry import run_training
@@ -48,17 +48,17 @@ def stepped(subject: Trainer, steps: int) -> Trainer:
 @pytest.mark.parametrize("batch", [1, 8, 64, 4096])
 def test_the_half_life_in_samples_is_that_of_the_reference_batch(batch: int) -> None:
     half_life = 8 * math.log(0.5) / math.log(0.999)  # reference batch 8
-    kept = beta2_at(adam(), 0.999, batch)
+    kept = compute_beta2(adam(), 0.999, batch)
     assert batch * math.log(0.5) / math.log(kept) == pytest.approx(half_life)
-    assert beta2_at(adam(half_life), 0.9, batch) == pytest.approx(kept), (
+    assert compute_beta2(adam(half_life), 0.9, batch) == pytest.approx(kept), (
         "samples that are given leave nothing to the optimizer's own"
     )
 
 
 def test_half_is_left_after_so_many_samples_and_without_one_beta2_stays() -> None:
-    assert beta2_at(adam(640), 0.999, 64) ** 10 == pytest.approx(0.5)
-    assert beta2_at(adam(64), 0.999, 64) == 0.5
-    assert beta2_at(adam(None), 0.95, 4096) == 0.95
+    assert compute_beta2(adam(640), 0.999, 64) ** 10 == pytest.approx(0.5)
+    assert compute_beta2(adam(64), 0.999, 64) == 0.5
+    assert compute_beta2(adam(None), 0.95, 4096) == 0.95
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_an_optimizer_without_a_second_moment_by_beta2_is_refused(name: str) -> 
 
 def test_two_betas_of_another_kind_are_none() -> None:
     with pytest.raises(SpecError, match="Lion has no beta2"):
-        zoo.beta2_by_group(Lion([torch.zeros(1)]), adam(), 8)
+        zoo.compute_beta2_by_group(Lion([torch.zeros(1)]), adam(), 8)
 
 
 @pytest.mark.parametrize("half_life", [0, -3, "quick"])
@@ -149,14 +149,14 @@ def test_check_tells_what_it_comes_to() -> None:
 
 
 def test_a_comparison_leaves_out_what_has_no_beta2() -> None:
-    assert "SGD has no beta2" in why_not_a_row(spec(), "sqrt-beta2")
-    assert why_not_a_row(adam(None), "sqrt-beta2") == ""
+    assert "SGD has no beta2" in describe_why_not_a_row(spec(), "sqrt-beta2")
+    assert describe_why_not_a_row(adam(None), "sqrt-beta2") == ""
 
 
 def test_trainings_are_named_by_it_and_measurements_are_not() -> None:
-    names = [train_signature(adam(value), nodes=1, batch=8) for value in (None, "auto", 500)]
+    names = [compute_train_signature(adam(value), nodes=1, batch=8) for value in (None, "auto", 500)]
     assert len(set(names)) == 3
-    assert measurement_signature(adam(500)) == measurement_signature(adam(None))
+    assert compute_measurement_signature(adam(500)) == compute_measurement_signature(adam(None))
 
 
 def test_a_start_tells_its_beta2(alone: Ranks, run: RunDir, capfd: pytest.CaptureFixture[str]) -> None:

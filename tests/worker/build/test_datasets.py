@@ -64,7 +64,7 @@ def test_digits_are_those_that_scikit_learn_tells_with_and_without_its_file(monk
     for hidden in (False, True):
         if hidden:
             monkeypatch.setattr(data.Path, "is_file", lambda path: False)
-        table = data._digits_table()
+        table = data._read_digits_table()
         assert (table[:, :64].reshape(-1, 8, 8) == known.images).all()
         assert (table[:, 64] == known.target).all()
 

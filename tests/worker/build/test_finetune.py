@@ -10,14 +10,14 @@ from torch import nn
 from worker_jobs import final_weights, rows, spec, train_task
 
 from tula_cli.errors import SpecError
-from tula_cli.run.code import code_digest
+from tula_cli.run.code import compute_code_digest
 from tula_cli.run.directory import RunDir
-from tula_cli.run.imports import weights_digest
+from tula_cli.run.imports import compute_weights_digest
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.signature import measurement_signature, train_signature
+from tula_cli.spec.signature import compute_measurement_signature, compute_train_signature
 from tula_cli.worker.build import finetune
 from tula_cli.worker.build.data import build_datasets
-from tula_cli.worker.build.finetune import parameter_groups, parameters_matching
+from tula_cli.worker.build.finetune import find_parameters, make_parameter_groups
 from tula_cli.worker.build.zoo import build_model, build_optimizer
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.measure.inspect import inspect_job
@@ -65,7 +65,7 @@ def train(run: RunDir, ranks: Ranks, of: JobSpec) -> dict[str, torch.Tensor]:
     ],
 )
 def test_patterns_name_parameters_and_the_last_one_counts(patterns, names):
-    assert list(parameters_matching(model(), patterns, path="model.frozen")) == names
+    assert list(find_parameters(model(), patterns, path="model.frozen")) == names
 
 
 def test_embeddings_and_norms_of_any_package_are_known_by_their_kind():
@@ -75,16 +75,16 @@ def test_embeddings_and_norms_of_any_package_are_known_by_their_kind():
             self.weight = nn.Parameter(torch.ones(4))
 
     whole = nn.Sequential(nn.Embedding(5, 4), RMSNormOfSomebody(), nn.Linear(4, 4))
-    assert list(parameters_matching(whole, ["embeddings", "norms"], path="p")) == ["0.weight", "1.weight"]
+    assert list(find_parameters(whole, ["embeddings", "norms"], path="p")) == ["0.weight", "1.weight"]
 
 
 def test_a_pattern_that_names_nothing_is_refused_with_the_nearest():
     whole = nn.ModuleDict({"encoder": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
     with pytest.raises(SpecError, match=r"model.frozen: 'encodr.\*' fits no parameter") as caught:
-        parameters_matching(whole, ["encodr.*"], path="model.frozen")
+        find_parameters(whole, ["encodr.*"], path="model.frozen")
     assert "did you mean encoder" in caught.value.hint
     with pytest.raises(SpecError) as caught:
-        parameters_matching(whole, ["zzz"], path="model.frozen")
+        find_parameters(whole, ["zzz"], path="model.frozen")
     assert caught.value.hint == "its modules are encoder, head"
 
 
@@ -234,19 +234,21 @@ def test_code_in_a_file_does_not_run(tmp_path: Path) -> None:
 
 def test_a_run_is_named_by_what_is_in_the_file(saved: Path) -> None:
     of, plain = job(weights=str(saved)), job()
-    before = code_digest(of, Path.cwd())
-    assert before != code_digest(plain, Path.cwd()) and weights_digest(plain) == ""
+    before = compute_code_digest(of, Path.cwd())
+    assert before != compute_code_digest(plain, Path.cwd()) and compute_weights_digest(plain) == ""
     torch.save({name: value + 1 for name, value in torch.load(saved).items()}, saved)
-    assert code_digest(of, Path.cwd()) != before
+    assert compute_code_digest(of, Path.cwd()) != before
     saved.unlink()
     with pytest.raises(SpecError, match=r"model\.weights: cannot read"):
-        code_digest(of, Path.cwd())
+        compute_code_digest(of, Path.cwd())
 
 
 def test_the_place_of_the_file_names_nothing_and_frozen_layers_do(saved: Path) -> None:
-    assert measurement_signature(job(weights=str(saved))) == measurement_signature(job())
-    assert measurement_signature(job(frozen=["0"])) != measurement_signature(job())
-    assert train_signature(job(frozen=["0"]), nodes=1, batch=8) != train_signature(job(), nodes=1, batch=8)
+    assert compute_measurement_signature(job(weights=str(saved))) == compute_measurement_signature(job())
+    assert compute_measurement_signature(job(frozen=["0"])) != compute_measurement_signature(job())
+    assert compute_train_signature(job(frozen=["0"]), nodes=1, batch=8) != compute_train_signature(
+        job(), nodes=1, batch=8
+    )
 
 
 # --- groups of parameters
@@ -256,7 +258,7 @@ GROUPS = [{"parameters": ["norms", "biases"], "weight_decay": 0}, {"parameters":
 
 
 def built(of: JobSpec) -> torch.optim.Optimizer:
-    return build_optimizer(of, parameter_groups(of.optimizer, build_model(of, classes=3)))
+    return build_optimizer(of, make_parameter_groups(of.optimizer, build_model(of, classes=3)))
 
 
 def grouped(*, groups: Any = GROUPS, norm: bool = True, **optimizer: Any) -> JobSpec:
@@ -311,6 +313,6 @@ def test_an_optimizer_without_weight_decay_takes_none_by_groups():
 
 
 def test_groups_are_a_part_of_names_and_their_absence_is_none() -> None:
-    assert measurement_signature(grouped()) != measurement_signature(grouped(groups=[]))
-    plain = train_signature(grouped(groups=[]), nodes=1, batch=8)
-    assert train_signature(grouped(), nodes=1, batch=8) != plain
+    assert compute_measurement_signature(grouped()) != compute_measurement_signature(grouped(groups=[]))
+    plain = compute_train_signature(grouped(groups=[]), nodes=1, batch=8)
+    assert compute_train_signature(grouped(), nodes=1, batch=8) != plain

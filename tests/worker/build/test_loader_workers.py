@@ -42,10 +42,10 @@ def test_a_killed_rank_leaves_neither_workers_nor_open_devices(tmp_path: Path, m
     with rank.stdout:
         workers = [int(pid) for pid in rank.stdout.readline().split()]
     assert len(workers) == 2
-    assert set(devices.device_holders()) == {rank.pid}, "the workers have closed it"
+    assert set(devices.find_device_holders()) == {rank.pid}, "the workers have closed it"
     rank.kill()
     rank.wait()
-    assert devices.device_holders() == {}, "an overlap of 0 s with the next attempt"
+    assert devices.find_device_holders() == {}, "an overlap of 0 s with the next attempt"
     deadline = time.monotonic() + 10
     while any(start_time(pid) is not None for pid in workers) and time.monotonic() < deadline:
         time.sleep(0.01)

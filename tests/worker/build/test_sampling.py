@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tula_cli.models.memory.host_memory import LOADERS_AT_A_TIME, data_memory
+from tula_cli.models.memory.host_memory import LOADERS_AT_A_TIME, estimate_data_memory
 from tula_cli.models.ramp.stages import Ramp
 from tula_cli.worker.build.data import (
     Key,
@@ -21,7 +21,7 @@ from tula_cli.worker.build.data import (
     build_eval_loader,
     build_train_loader,
     count_remaining_steps,
-    epoch_permutation,
+    make_epoch_permutation,
 )
 
 WORLDS = st.integers(1, 5)
@@ -62,7 +62,7 @@ def test_every_sample_of_the_whole_batches_is_trained_once(
     ]
     seen = [index for parts in ranks for part in parts for _, index in part]
     count = (size - done) // batch * batch
-    assert sorted(seen) == sorted(epoch_permutation(size, seed=3, epoch=0)[done : done + count].tolist())
+    assert sorted(seen) == sorted(make_epoch_permutation(size, seed=3, epoch=0)[done : done + count].tolist())
     assert {len(part) for parts in ranks for part in parts} <= {local}
     assert all(len(parts) == (size - done) // batch * accumulate for parts in ranks)
 
@@ -80,12 +80,12 @@ def test_another_batch_goes_on_where_the_old_one_ended(first: int, second: int, 
     before = batches(120, batch=first)[:steps]
     after = batches(120, batch=second, done=steps * first)
     seen = [index for part in before + after for _, index in part]
-    assert seen == epoch_permutation(120, seed=3, epoch=0)[: len(seen)].tolist()
+    assert seen == make_epoch_permutation(120, seed=3, epoch=0)[: len(seen)].tolist()
     assert 120 - len(seen) < second
 
 
 def test_a_rank_takes_every_world_th_sample_of_the_order() -> None:
-    order = epoch_permutation(20, seed=3, epoch=0).tolist()
+    order = make_epoch_permutation(20, seed=3, epoch=0).tolist()
     parts = batches(20, batch=6, rank=1, world=3, done=2)
     assert [index for part in parts for _, index in part] == order[3:20:3]
 
@@ -105,20 +105,20 @@ def test_steps_left_counts_whole_batches() -> None:
 
 
 def test_order_differs_between_epochs_and_seeds() -> None:
-    orders = [epoch_permutation(100, seed=seed, epoch=epoch).tolist() for seed in range(3) for epoch in range(3)]
+    orders = [make_epoch_permutation(100, seed=seed, epoch=epoch).tolist() for seed in range(3) for epoch in range(3)]
     assert len({tuple(order) for order in orders}) == 9
     assert all(sorted(order) == list(range(100)) for order in orders)
 
 
 def test_order_is_the_same_in_every_process_and_on_every_machine() -> None:
-    digest = hashlib.sha256(epoch_permutation(1000, seed=3, epoch=2).numpy().astype("<i8").tobytes()).hexdigest()
+    digest = hashlib.sha256(make_epoch_permutation(1000, seed=3, epoch=2).numpy().astype("<i8").tobytes()).hexdigest()
     assert digest.startswith("bddccdc986e61c02")
-    assert epoch_permutation(10, seed=3, epoch=2).tolist() == [9, 4, 2, 3, 5, 0, 6, 7, 1, 8]
+    assert make_epoch_permutation(10, seed=3, epoch=2).tolist() == [9, 4, 2, 3, 5, 0, 6, 7, 1, 8]
 
 
 def test_order_draws_nothing_from_the_process_generator() -> None:
     before = torch.get_rng_state()
-    epoch_permutation(10, seed=3, epoch=2)
+    make_epoch_permutation(10, seed=3, epoch=2)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -151,7 +151,7 @@ def test_loader_processes_keep_in_shared_memory_what_the_model_says() -> None:
     plan = MicroBatchSampler(
         1000, ramp=Ramp.constant(16), parts={16: 1}, rank=0, world=1, seed=3, epochs=9, start=Position()
     )
-    said = data_memory([16], sample=4 * 2048, ranks=1, workers=2, on_gpu=False).shared // LOADERS_AT_A_TIME
+    said = estimate_data_memory([16], sample=4 * 2048, ranks=1, workers=2, on_gpu=False).shared // LOADERS_AT_A_TIME
     loader = iter(build_train_loader(Large(), plan, workers=2, pin=False))
     before, ends = shared_memory([os.getpid()]), time.monotonic() + 60
     first = next(loader)

@@ -9,7 +9,7 @@ import torch
 from tula_cli.errors import SpecError
 from tula_cli.spec.load import load_spec, validate
 from tula_cli.worker.build import text, zoo
-from tula_cli.worker.build.batches import collate_items
+from tula_cli.worker.build.batches import make_batch
 from tula_cli.worker.build.data import build_datasets
 from tula_cli.worker.measure.inspect import inspect_job
 
@@ -46,7 +46,7 @@ def test_fragments_have_the_number_of_their_package_and_are_padded_to_the_longes
     )
     assert max(len(item["input_ids"]) for item in items) <= 32
     some = sorted(items, key=lambda item: len(item["input_ids"]))
-    batch = collate_items(found.collate, [some[0], some[-1]])
+    batch = make_batch(found.collate, [some[0], some[-1]])
     assert batch["input_ids"].shape == batch["attention_mask"].shape == (2, 32)
     assert batch["attention_mask"].sum(1).tolist() == [len(some[0]["input_ids"]), 32]
 
@@ -74,8 +74,8 @@ def test_a_language_model_is_built_from_its_configuration_and_takes_its_own_loss
     spec = job()
     model = zoo.build_model(spec, None)
     assert not model.config.use_cache and model.config.eos_token_id is None
-    call = zoo.model_call(spec, model, zoo.build_loss(spec))
-    batch = collate_items(None, build_datasets(spec).train.first_samples(2))
+    call = zoo.make_model_call(spec, model, zoo.build_loss(spec))
+    batch = make_batch(None, build_datasets(spec).train.first_samples(2))
     outputs = call.compute_outputs(model, batch)
     assert outputs.logits.shape == (2, 32, 256)
     assert call.loss_from_outputs(outputs, batch) is outputs.loss and 4 < float(outputs.loss) < 7, "ln 256 is 5.5"

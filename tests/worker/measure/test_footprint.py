@@ -20,7 +20,7 @@ from tula_cli.run.records.base import Components
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import Loss, Model
 from tula_cli.worker.build import zoo
-from tula_cli.worker.device import tensor_bytes
+from tula_cli.worker.device import count_tensor_bytes
 from tula_cli.worker.measure import fake_tensor_step
 from tula_cli.worker.measure import fake_tensor_step as worker_measure_rehearsal
 from tula_cli.worker.measure import meter as worker_measure_meter
@@ -240,7 +240,7 @@ def test_buckets_are_closed_as_ddp_closes_them():
     model = zoo.build_model(spec("resnet18"), 10)
     parameters = list(model.parameters())
     assigned, _ = torch.distributed._compute_bucket_assignment_by_size(parameters[::-1], [2**20, 25 * 2**20])
-    views = fake_tensor_step.ddp_buckets(parameters)
+    views = fake_tensor_step.make_ddp_buckets(parameters)
     found = {view.untyped_storage()._cdata: view.untyped_storage().nbytes() for view in views.values()}
     expected = [sum(parameters[::-1][i].numel() * 4 for i in bucket) for bucket in assigned]
     assert sorted(found.values()) == sorted(expected)
@@ -445,7 +445,7 @@ def test_components_are_those_of_the_real_training(name: str, alone: Ranks):
     real = worker_measure_meter.split_memory(
         subject.parallel.module,
         subject.base,
-        batch=tensor_bytes(subject.last_batch),
+        batch=count_tensor_bytes(subject.last_batch),
         factors=subject.ags.memory() if subject.ags else 0,
         peak=10**9,
         reserved=10**9,
@@ -458,7 +458,7 @@ def test_components_are_those_of_the_real_training(name: str, alone: Ranks):
 
 @pytest.mark.torch
 def test_gradients_are_in_the_buckets_of_ddp_and_apart_while_they_accumulate(two_ranks: Path):
-    views = fake_tensor_step.ddp_buckets(list(zoo.build_model(spec("resnet18"), 10).parameters()))
+    views = fake_tensor_step.make_ddp_buckets(list(zoo.build_model(spec("resnet18"), 10).parameters()))
     expected = {view.untyped_storage()._cdata: view.untyped_storage().nbytes() for view in views.values()}
     for found in facts(two_ranks, "buckets"):
         assert found["reduced"] == found["reduced again"]

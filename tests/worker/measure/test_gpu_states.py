@@ -68,7 +68,7 @@ def states(
 ) -> tuple[GpuState, GpuState] | None:
     """Return what some looks tell on a rank with such an NVML."""
     monkeypatch.setitem(sys.modules, "pynvml", nvml)  # None: an import fails
-    monkeypatch.setattr(probe, "gpu_uuid", lambda: UUID)
+    monkeypatch.setattr(probe, "get_gpu_uuid", lambda: UUID)
     monkeypatch.setattr(Group, "others", others)
     found = GpuStateRecorder(Group(rank=0, world=1 + len(others), local_rank=0, device=torch.device("cuda", 0)))
     for _ in range(looks):

@@ -11,7 +11,7 @@ from worker_jobs import gradient, probe_task, spec, trainer
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import GradientStats, Measured
 from tula_cli.worker.build.data import build_datasets
-from tula_cli.worker.measure.probe import GradientNormRecorder, half_batch_norms, run_probes
+from tula_cli.worker.measure.probe import GradientNormRecorder, measure_half_batch_norms, run_probes
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
 
@@ -46,12 +46,12 @@ def test_only_the_steps_of_the_window_are_seen(alone: Ranks) -> None:
 def test_halves_are_two_gradients_and_their_mean(alone: Ranks, precision: str) -> None:
     subject = trainer(spec(train={"precision": precision}, model={"args": {"norm": True}}), alone)
     next(worker_train_loop.run_steps(subject))
-    seen = half_batch_norms(subject)
+    seen = measure_half_batch_norms(subject)
     inputs, targets = subject.last_batch or pytest.fail("a step leaves its batch")
     parts = []
     for part in (slice(0, 8), slice(8, 16)):
         subject.optimizer.zero_grad()
-        with worker_train_loop.autocast_context(subject):
+        with worker_train_loop.make_autocast_context(subject):
             subject.loss(subject.parallel.module(inputs[part]), targets[part]).backward()
         parts.append(gradient(subject))
     norms = [float(vector.square().sum()) for vector in (*parts, (parts[0] + parts[1]) / 2)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tula_cli.cluster import inspection
-from tula_cli.cluster.inspection import NotInspectable, inspect, interpreter_failed, parse_inspection
+from tula_cli.cluster.inspection import NotInspectable, inspect, make_interpreter_error, parse_inspection
 from tula_cli.errors import JobFailed, SpecError
 from tula_cli.host import processes
 from tula_cli.run.records.inspections import Inspection
@@ -294,9 +294,9 @@ def test_an_interpreter_that_cannot_run_here_is_told_apart_from_a_model_that_end
         inspect(spec(cluster=elsewhere))
     assert "pip install 'tula-cli[torch]'" in error.value.hint
     assert error.value.hint.startswith("run tula profile job.yaml: its first job builds them on a node")
-    assert "tula profile" not in interpreter_failed("python", "").hint, "as it was on the node already"
+    assert "tula profile" not in make_interpreter_error("python", "").hint, "as it was on the node already"
     said = "ModuleNotFoundError: No module named 'torch'\nsrun: error: node1: task 0: Exited with exit code 1"
-    assert interpreter_failed("python", said).message.endswith("No module named 'torch'")
+    assert make_interpreter_error("python", said).message.endswith("No module named 'torch'")
     with pytest.raises(JobFailed, match="ended before its answer: Segmentation fault"):
         parse_inspection("begun\n", "Segmentation fault")
 

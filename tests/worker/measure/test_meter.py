@@ -14,7 +14,7 @@ from worker_jobs import gradient, spec, trainer
 from worker_rank_cases import facts
 
 from tula_cli.host.failures import classify_failure
-from tula_cli.host.machine import processor_name
+from tula_cli.host.machine import read_processor_name
 from tula_cli.worker import device, environment
 from tula_cli.worker.device import read_process_memory
 from tula_cli.worker.measure import meter as worker_measure_meter
@@ -68,7 +68,7 @@ def test_a_peak_is_split_into_tensors_and_the_rest() -> None:
     model(batch[0]).sum().backward()
     optimizer.step()
     split = worker_measure_meter.split_memory(
-        model, optimizer, batch=device.tensor_bytes(batch), factors=40, peak=10_000, reserved=12_000
+        model, optimizer, batch=device.count_tensor_bytes(batch), factors=40, peak=10_000, reserved=12_000
     )
     assert split.parameters == 4 * (100 + 10 + 20) + 4 * 20 + 8  # running statistics and their counter
     assert split.gradients == split.optimizer == 4 * (100 + 20)
@@ -77,8 +77,8 @@ def test_a_peak_is_split_into_tensors_and_the_rest() -> None:
 
 
 def test_capacity_is_what_is_stated_and_unbounded_else(alone: Ranks) -> None:
-    assert worker_measure_meter.memory_capacity(alone, 5 * MB) == 5 * MB
-    assert worker_measure_meter.memory_capacity(alone, None) is None
+    assert worker_measure_meter.get_memory_capacity(alone, 5 * MB) == 5 * MB
+    assert worker_measure_meter.get_memory_capacity(alone, None) is None
 
 
 # --- the limit
@@ -131,7 +131,7 @@ def test_the_environment_names_host_and_processor(alone: Ranks) -> None:
     found = environment.describe_environment(alone)
     assert found.hosts == (os.uname().nodename,)
     assert (found.device, found.backend) == ("cpu", "gloo")
-    assert found.hardware == processor_name() != ""
+    assert found.hardware == read_processor_name() != ""
     assert found.torch == torch.__version__
     (node,) = found.nodes
     assert (node.name, node.ranks, node.hardware, node.driver) == (found.hosts[0], 1, (found.hardware,), "")
@@ -153,7 +153,7 @@ class Told(Ranks):
 
 def test_every_rank_tells_its_hardware_and_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "node", lambda: "n1")
-    monkeypatch.setattr(environment, "processor_name", lambda: "A100")
+    monkeypatch.setattr(environment, "read_processor_name", lambda: "A100")
     others = (("n1", "A100", ""), ("n2", "A100", "550"), ("n2", "V100", "550"))
     found = environment.describe_environment(Told(0, 4, 0, torch.device("cpu"), others=others))
     assert [(node.name, node.ranks, node.hardware, node.driver) for node in found.nodes] == [
@@ -175,7 +175,7 @@ def test_only_listed_variables_are_recorded_and_no_secret() -> None:
         "AWS_SECRET_ACCESS_KEY": "x", "PATH": "x", "HF_TOKEN": "x", "SLURM_JWT": "x", "SLURM_EXPORT_ENV": "ALL,TOKEN=x", "MY_NCCL_": "x",
         "WANDB_API_KEY": "x", "SLURM_DB_PASSWORD": "x", "NCCL_PROXY_TOKEN": "x", "OMP_TOOL_LIBRARIES": "https://me:x@example.org/a",
     }  # fmt: skip
-    assert environment.recorded_variables({**secret, **kept}) == kept
+    assert environment.select_recorded_variables({**secret, **kept}) == kept
 
 
 def test_more_ranks_than_cores_are_told(alone: Ranks) -> None:
@@ -207,6 +207,6 @@ def test_ranks_that_see_one_gpu_each_share_none(
         def gather(self, text: str) -> list[str]:
             return [text, *(json.dumps([node, gpu]) for gpu in others)]
 
-    monkeypatch.setattr(environment, "gpu_uuid", lambda: "a")
+    monkeypatch.setattr(environment, "get_gpu_uuid", lambda: "a")
     ranks = Four(rank=0, world=4, local_rank=0, device=torch.device("cuda", 0))
     assert environment.is_oversubscribed(ranks, ranks_here=4) == shared

@@ -122,17 +122,17 @@ def test_a_rank_that_cannot_write_says_so(tmp_path: Path, monkeypatch: pytest.Mo
 def test_ranks_of_a_node_are_one_report() -> None:
     """Each may see one GPU of its own, or all."""
     views = [replace(VIEW, gpus=(A,), own="a"), replace(VIEW, gpus=(B,), own="b", write_error="full")]
-    node = node_report._node_report(3, views, (0.1, 0.2))
+    node = node_report._make_node_report(3, views, (0.1, 0.2))
     assert (node.node, node.ranks, node.gpus, node.gpu_memory) == (3, 2, ("A100", "A100"), 40)
     assert (node.clock_offset, node.clock_error, node.write_error) == (0.1, 0.2, "full")
-    assert node_report._node_report(0, [replace(VIEW, gpus=(A, B))] * 2, (0, 0)).gpus == ("A100", "A100")
+    assert node_report._make_node_report(0, [replace(VIEW, gpus=(A, B))] * 2, (0, 0)).gpus == ("A100", "A100")
 
 
 def test_ranks_of_a_node_that_share_a_gpu_are_named() -> None:
     views = [replace(VIEW, gpus=(A, B), own=own) for own in ("a", "b", "a", "b")]
-    assert node_report._node_report(0, views, (0, 0)).shared_gpus == ((0, 2), (1, 3))
-    assert node_report._node_report(0, views[:2], (0, 0)).shared_gpus == ()
-    assert node_report._node_report(0, [VIEW, VIEW], (0, 0)).shared_gpus == (), "without GPUs nothing is shared"
+    assert node_report._make_node_report(0, views, (0, 0)).shared_gpus == ((0, 2), (1, 3))
+    assert node_report._make_node_report(0, views[:2], (0, 0)).shared_gpus == ()
+    assert node_report._make_node_report(0, [VIEW, VIEW], (0, 0)).shared_gpus == (), "without GPUs nothing is shared"
 
 
 def test_what_breaks_a_network_is_told_and_no_rank_waits_for_another(
@@ -185,14 +185,14 @@ def test_a_view_goes_through_text() -> None:
 def test_the_gpu_driver_is_the_kernels(tmp_path: Path) -> None:
     nvidia, amd, none = tmp_path / "nvidia", tmp_path / "amd", tmp_path / "none"
     nvidia.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC\n")
-    assert device.driver_version(nvidia, none) == "550.54.15"
+    assert device.read_driver_version(nvidia, none) == "550.54.15"
     nvidia.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release Build\n")
-    assert device.driver_version(nvidia, none) == "570.124.06"
+    assert device.read_driver_version(nvidia, none) == "570.124.06"
     nvidia.write_text("no version\n")
-    assert device.driver_version(nvidia, none) == ""
+    assert device.read_driver_version(nvidia, none) == ""
     amd.write_text("6.7.0\n")
-    assert device.driver_version(none, amd) == "6.7.0"
-    assert device.driver_version(none, none) == ""
+    assert device.read_driver_version(none, amd) == "6.7.0"
+    assert device.read_driver_version(none, none) == ""
 
 
 def test_a_dataset_without_a_folder_is_not_looked_for(tmp_path: Path) -> None:

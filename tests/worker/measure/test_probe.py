@@ -107,7 +107,7 @@ def test_steps_are_timed_with_factors_also_where_the_first_ones_overflow(
         search={"warmup_steps": 24, "max_seconds": 60},
     )
     trainer = worker_measure_probe._build_trainer(probe_task(job, 64), alone, build_datasets(job), local_batch=64)
-    worker_measure_probe._warm_up(trainer, worker_measure_probe.endless_steps(trainer))
+    worker_measure_probe._run_warm_up(trainer, worker_measure_probe.repeat_steps(trainer))
     assert trainer.scaler.get_scale() < 2.0**29 and trainer.ags is not None and trainer.ags.factors.ready
 
 

@@ -162,7 +162,7 @@ def test_the_weights_are_those_that_the_warm_up_has_left(alone: Ranks) -> None:
     steps = worker_train_loop.run_steps(subject)
     next(steps)
     before = weights(subject)
-    with probe.zero_learning_rate(subject):
+    with probe.use_zero_learning_rate(subject):
         list(itertools.islice(steps, 3))
         assert all(torch.equal(value, before[name]) for name, value in weights(subject).items())
     next(steps)
@@ -190,10 +190,10 @@ def test_the_loader_is_timed_by_the_samples_of_a_step(alone: Ranks, monkeypatch:
     next(worker_train_loop.run_steps(subject))
     monkeypatch.setattr(type(data.train), "__getitem__", give_slowly)
     monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    assert probe.loader_time(subject)[0] == pytest.approx(8.0)  # two micro-batches of 8
+    assert probe.measure_loader_time(subject)[0] == pytest.approx(8.0)  # two micro-batches of 8
     short = spec(train={"accumulate": 2}, search={"max_seconds": 3, "min_seconds": 0})
     subject.spec, clock.now = short, 0.0
-    assert probe.loader_time(subject)[0] == pytest.approx(8.0)
+    assert probe.measure_loader_time(subject)[0] == pytest.approx(8.0)
     assert clock.now == 8.0, "the first, and one beyond the most seconds"
 
 
@@ -202,7 +202,7 @@ def test_cached_steps_ask_for_no_data(alone: Ranks, monkeypatch: pytest.MonkeyPa
     next(worker_train_loop.run_steps(subject))
     position, batch = subject.position, subject.last_batch
     monkeypatch.setattr(type(subject.datasets.train), "__getitem__", lambda *_: pytest.fail("data was asked for"))
-    steps = list(itertools.islice(worker_train_loop.cached_steps(subject), 3))
+    steps = list(itertools.islice(worker_train_loop.run_cached_steps(subject), 3))
     assert all(math.isfinite(float(step.loss)) for step in steps)
     assert batch is not None and subject.last_batch is not None
     assert subject.position == position and subject.last_batch[0] is batch[0], "no copy is held beside it"

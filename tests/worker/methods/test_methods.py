@@ -18,11 +18,11 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.ags import Ags
-from tula_cli.spec.job import warmup_epochs
+from tula_cli.spec.job import get_warmup_epochs
 from tula_cli.worker.build.data import build_datasets
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.measure.probe import run_probes
-from tula_cli.worker.methods.scaling import excluded_parameters
+from tula_cli.worker.methods.scaling import list_excluded_parameters
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
 
@@ -232,7 +232,7 @@ def test_polo_on_one_rank_is_the_large_batch_with_a_warm_up(alone: Ranks) -> Non
     polo = trainer(spec(**job("polo")), alone)
     for _ in worker_train_loop.run_steps(polo):
         pass
-    sections = job("polo", schedule={"warmup_epochs": warmup_epochs(polo.spec)})
+    sections = job("polo", schedule={"warmup_epochs": get_warmup_epochs(polo.spec)})
     sections["train"] |= {"method": "lbt"}
     assert same(weights(polo), trained(spec(**sections), alone)[0])
 
@@ -249,7 +249,7 @@ def test_ags_leaves_out_embeddings_unless_the_job_says_all() -> None:
     names = {parameter: name for name, parameter in model.named_parameters()}
 
     def left_out(**ags: Any) -> set[str]:
-        return {names[parameter] for parameter in excluded_parameters(model, Ags(**ags))}
+        return {names[parameter] for parameter in list_excluded_parameters(model, Ags(**ags))}
 
     embeddings = {"words.weight", "inner.0.weight"}
     assert left_out() == left_out(exclude=["embeddings"]) == embeddings

@@ -93,7 +93,9 @@ def test_adascales_gain_is_that_of_the_ranks_own_gradients(found: Found, how: st
 def test_schedule_frees_averages_are_those_of_one_rank(found: Found, alone: Ranks) -> None:
     one = trainer(spec(**FREE), alone)
     list(worker_train_loop.run_steps(one))
-    expected = torch.cat([p.flatten() for p in checkpoint.checkpoint_state(one, best={})["model"].values()]).tolist()
+    expected = torch.cat(
+        [p.flatten() for p in checkpoint.make_checkpoint_state(one, best={})["model"].values()]
+    ).tolist()
     for rank in found.of("free"):
         assert rank["weights"] == pytest.approx(expected, rel=1e-3, abs=1e-4)
 

@@ -43,7 +43,7 @@ def test_the_averaged_weights_are_evaluated_and_saved_and_no_step_changes(alone:
     with subject.method.evaluating(subject):
         averaged = weights(subject)
     assert not same(averaged, before)
-    state = checkpoint.checkpoint_state(subject, best={})
+    state = checkpoint.make_checkpoint_state(subject, best={})
     assert same(state["model"], averaged)
     assert same(weights(subject), before)
     fresh = trainer(spec(train=FREE), alone)
@@ -64,7 +64,9 @@ def test_batchnorms_statistics_are_taken_anew_at_the_averaged_weights(alone: Ran
     conv, norm = subject.parallel.module[0], subject.parallel.module[1]
     before = weights(subject)
     with subject.method.evaluating(subject), torch.no_grad():
-        seen = [conv(images) for images, _ in itertools.islice(worker_train_loop.upcoming_micro_batches(subject), 4)]
+        seen = [
+            conv(images) for images, _ in itertools.islice(worker_train_loop.list_upcoming_micro_batches(subject), 4)
+        ]
     random = torch.get_rng_state()
     result = evaluation.Evaluator(subject).evaluate()
     mean = torch.stack([output.mean((0, 2, 3)) for output in seen]).mean(0)
@@ -77,7 +79,7 @@ def test_batchnorms_statistics_are_taken_anew_at_the_averaged_weights(alone: Ran
     assert all(torch.equal(after[name], value) for name, value in before.items() if not name.startswith("1."))
     again = evaluation.Evaluator(subject).evaluate()
     assert again == result and same(weights(subject), after), "of the position alone"
-    saved = checkpoint.checkpoint_state(subject, best={})["model"]
+    saved = checkpoint.make_checkpoint_state(subject, best={})["model"]
     assert all(torch.equal(saved[name], value) for name, value in after.items() if "running" in name)
 
 
@@ -108,7 +110,9 @@ def test_nothing_but_batchnorm_sees_those_batches(alone: Ranks, monkeypatch: pyt
     subject.parallel.module.append(counter := Counting())
     evaluation.average_batch_norm_statistics(subject)
     assert float(counter.passes) == 0
-    monkeypatch.setattr(worker_train_loop, "upcoming_micro_batches", lambda _: pytest.fail("there is no BatchNorm"))
+    monkeypatch.setattr(
+        worker_train_loop, "list_upcoming_micro_batches", lambda _: pytest.fail("there is no BatchNorm")
+    )
     evaluation.Evaluator(after_steps(alone, 2)).evaluate()
     evaluation.Evaluator(subject).evaluate(max_batches=1)  # of which only the time is wanted
 

@@ -27,7 +27,7 @@ from tula_cli.worker.build import finetune
 from tula_cli.worker.build.finetune import SafeLoadPlanner, _MetadataUnpickler
 from tula_cli.worker.measure import inspect
 from tula_cli.worker.parallel import sharded_checkpoint
-from tula_cli.worker.parallel.sharding import fsdp_blocks
+from tula_cli.worker.parallel.sharding import list_fsdp_blocks
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import checkpoint
 from tula_cli.worker.train import loop as worker_train_loop
@@ -174,21 +174,23 @@ def test_the_noise_of_shares_is_that_of_all_ranks_batches_together(shares: Path)
 
 def test_blocks_are_found_named_or_refused() -> None:
     model = blocks()
-    assert [type(block).__name__ for block in fsdp_blocks(model, "auto")] == ["Sequential", "Sequential"]
-    assert fsdp_blocks(model, ["Linear"]) == [m for m in reversed(list(model.modules())) if isinstance(m, nn.Linear)]
+    assert [type(block).__name__ for block in list_fsdp_blocks(model, "auto")] == ["Sequential", "Sequential"]
+    assert list_fsdp_blocks(model, ["Linear"]) == [
+        m for m in reversed(list(model.modules())) if isinstance(m, nn.Linear)
+    ]
     model[1][0][0].weight = model[2].weight  # tied to what is outside
-    assert fsdp_blocks(model, "auto") == [model[1][1]]
+    assert list_fsdp_blocks(model, "auto") == [model[1][1]]
     with pytest.raises(SpecError, match="no module of class Layer"):
-        fsdp_blocks(model, ["Layer"])
+        list_fsdp_blocks(model, ["Layer"])
     with pytest.raises(SpecError, match="no module of class ModuleList"):  # it has no forward pass
-        fsdp_blocks(nn.Sequential(nn.ModuleList([nn.Linear(2, 2)])), ["ModuleList"])
+        list_fsdp_blocks(nn.Sequential(nn.ModuleList([nn.Linear(2, 2)])), ["ModuleList"])
 
 
 def test_a_parameter_that_cannot_be_divided_is_named_before_anything_runs() -> None:
     model = blocks()
     model.register_parameter("temperature", nn.Parameter(torch.tensor(1.0)))
     with pytest.raises(SpecError, match="without a dimension: temperature"):
-        fsdp_blocks(model, "auto")
+        list_fsdp_blocks(model, "auto")
 
 
 def test_a_block_inside_another_is_counted_once() -> None:
@@ -288,7 +290,7 @@ def test_what_was_written_and_cannot_be_read_again_is_no_checkpoint(
     subject = trainer(TRAIN.spec, alone)
     place = tmp_path / "000000000016.dcp"
     with monkeypatch.context() as patched:
-        patched.setattr(sharded_checkpoint, "_file_checksum", lambda _: -1)
+        patched.setattr(sharded_checkpoint, "_compute_file_checksum", lambda _: -1)
         with pytest.raises(CannotWrite, match="cannot be read again"):
             checkpoint.write_sharded(place, subject, best={})
     assert not place.exists()

@@ -18,14 +18,14 @@ from tula_cli.worker.build.batches import (
     TokenCounter,
     allocate_batch,
     describe_tree,
-    sequence_length,
+    find_sequence_length,
     slice_batch,
 )
 from tula_cli.worker.build.data import build_datasets
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.measure import probe
 from tula_cli.worker.measure.inspect import inspect_job
-from tula_cli.worker.measure.probe import half_batch_norms
+from tula_cli.worker.measure.probe import measure_half_batch_norms
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train.evaluation import Evaluator
@@ -98,7 +98,7 @@ def test_a_language_model_is_told_by_its_perplexity(alone: Ranks, run: RunDir) -
     ],
 )
 def test_the_length_of_text_is_known_by_names_and_pairs(batch: Any, length: int | None) -> None:
-    assert sequence_length(batch) == length
+    assert find_sequence_length(batch) == length
 
 
 IDS = torch.tensor([[5, 6, 7, 0], [8, 9, 0, 0]])
@@ -150,7 +150,7 @@ def test_halves_of_a_dictionary_are_those_of_the_plain_batch(alone: Ranks) -> No
     for form in ("pair", "dict"):
         subject = trainer(tokens(**even(form)), alone)
         next(worker_train_loop.run_steps(subject))
-        found.append(half_batch_norms(subject))
+        found.append(measure_half_batch_norms(subject))
     assert found[0] == found[1] and found[0][0] > 0
 
 
@@ -261,7 +261,9 @@ def test_a_cut_keeps_the_tree_and_what_belongs_to_the_whole_batch() -> None:
 
 def test_a_device_is_brought_every_tensor_of_a_batch() -> None:
     meta = torch.device("meta")
-    found = device.bring(({"a": [torch.zeros(2)], "b": "x"}, Inputs(torch.zeros(2), None)), meta, channels_last=True)
+    found = device.move_to_device(
+        ({"a": [torch.zeros(2)], "b": "x"}, Inputs(torch.zeros(2), None)), meta, channels_last=True
+    )
     assert found[0]["a"][0].device == meta == found[1].ids.device and found[1].mask is None and found[0]["b"] == "x"
 
 
@@ -271,5 +273,5 @@ def test_gradients_are_not_looked_at_where_there_is_no_room_for_them(
 ) -> None:
     subject = trainer(tokens(**even("pair"), search={"nodes": [1]}), alone)
     stream = worker_train_loop.run_steps(subject)
-    found = probe._gradient_stats(subject, stream, norms=3, room=room)
+    found = probe._measure_gradient_stats(subject, stream, norms=3, room=room)
     assert (found.steps > 0) is looked and found.batch == 2 * found.local_batch

@@ -203,7 +203,7 @@ def test_a_damaged_checkpoint_ahead_does_not_push_out_a_good_one(alone: Ranks, r
 
 
 def test_a_checkpoint_of_another_model_is_refused(alone: Ranks) -> None:
-    content = checkpoint.checkpoint_state(trainer(spec(), alone), best={})
+    content = checkpoint.make_checkpoint_state(trainer(spec(), alone), best={})
     other = trainer(spec(model={"args": {"width": 4}}), alone)
     with pytest.raises(TulaError, match="does not fit the model"):
         checkpoint.restore_checkpoint(other, content)
@@ -213,5 +213,5 @@ def test_the_scale_of_half_precision_is_kept(alone: Ranks, tmp_path: Path) -> No
     old = advanced(alone, train={"precision": "fp16"})
     old.scaler.update(2.0**7)
     new = trainer(spec(train={"precision": "fp16"}), alone)
-    checkpoint.restore_checkpoint(new, checkpoint.checkpoint_state(old, best={}))
+    checkpoint.restore_checkpoint(new, checkpoint.make_checkpoint_state(old, best={}))
     assert new.scaler.get_scale() == 2.0**7

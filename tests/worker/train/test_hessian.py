@@ -22,10 +22,10 @@ from tula_cli.worker.train.hessian import (
     MAX_ITERATIONS,
     TOLERANCE,
     LossSurface,
-    lanczos,
+    compute_missed_share_bound,
+    compute_step_size_bound,
     measure_curvature,
-    missed_share_bound,
-    step_size_bound,
+    run_lanczos,
 )
 
 SMALL = {"model": {"args": {"norm": True, "dropout": 0.5, "width": 3}}}
@@ -71,7 +71,7 @@ def explicit(surface: LossSurface) -> np.ndarray[Any, Any]:
 def test_both_extremes_are_those_of_the_spectrum(eigenvalues: list[float], seed: int) -> None:
     matrix = symmetric(*eigenvalues, seed=seed)
     true = np.linalg.eigvalsh(matrix.numpy())
-    found = lanczos(times(matrix), start(len(eigenvalues)), tolerance=0.01)
+    found = run_lanczos(times(matrix), start(len(eigenvalues)), tolerance=0.01)
     rounding = 1e-9 * np.abs(true).max() + 1e-300
     assert found.converged and found.error <= 0.01 * found.magnitude
     assert -rounding <= true.max() - found.largest <= found.error + rounding
@@ -83,7 +83,7 @@ def test_an_extreme_that_the_start_hardly_has_is_found() -> None:
     spectrum = torch.tensor([61.0, 60.0, *np.linspace(-5, 5, 200)], dtype=torch.float64)
     vector = start(len(spectrum))
     vector[0] = 1e-3
-    found = lanczos(lambda v: spectrum * v, vector, tolerance=0.01)
+    found = run_lanczos(lambda v: spectrum * v, vector, tolerance=0.01)
     assert found.largest == pytest.approx(61.0, rel=1e-6)
 
 
@@ -94,46 +94,48 @@ def test_no_spectrum_misses_its_bound(size: int) -> None:
     for spectrum in (grid, (math.pi * grid).cos(), grid**6, torch.cat([grid[:-1], torch.tensor([50.0])])):
         for seed in range(3):
             vector = torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-            found = lanczos(lambda v, d=spectrum: d * v, vector)  # type: ignore[misc]
+            found = run_lanczos(lambda v, d=spectrum: d * v, vector)  # type: ignore[misc]
             assert found.converged and found.error <= TOLERANCE * found.magnitude
             assert -1e-12 <= float(spectrum.max()) - found.largest <= found.error
             assert -1e-12 <= found.smallest - float(spectrum.min()) <= found.error
 
 
 def test_the_bound_falls_with_the_square_of_the_products_and_hardly_grows_with_the_size() -> None:
-    assert missed_share_bound(40, 10**6) == pytest.approx(missed_share_bound(79, 10**6) * (157 / 79) ** 2)
-    assert missed_share_bound(40, 10**8) < 1.5 * missed_share_bound(40, 10**6) < 0.06
+    assert compute_missed_share_bound(40, 10**6) == pytest.approx(
+        compute_missed_share_bound(79, 10**6) * (157 / 79) ** 2
+    )
+    assert compute_missed_share_bound(40, 10**8) < 1.5 * compute_missed_share_bound(40, 10**6) < 0.06
 
 
 def test_few_eigenvalues_end_the_iteration_early_and_a_tolerance_decides_otherwise() -> None:
-    assert lanczos(times(symmetric(5.0, 5.0, 5.0)), start(3)).iterations == 1
-    assert lanczos(times(symmetric(3.0, -3.0, 1.0)), start(3)).iterations == 3
+    assert run_lanczos(times(symmetric(5.0, 5.0, 5.0)), start(3)).iterations == 1
+    assert run_lanczos(times(symmetric(3.0, -3.0, 1.0)), start(3)).iterations == 3
     matrix = times(symmetric(1.0, *np.linspace(0.1, 0.9, 299)))
-    near, far = (lanczos(matrix, start(300), tolerance=tolerance) for tolerance in (0.02, 0.2))
+    near, far = (run_lanczos(matrix, start(300), tolerance=tolerance) for tolerance in (0.02, 0.2))
     assert far.iterations < near.iterations < MAX_ITERATIONS
     assert far.converged and near.converged and near.largest == pytest.approx(1.0, rel=1e-6)
 
 
 def test_too_few_products_are_told() -> None:
-    found = lanczos(times(symmetric(1.0, *[0.1 * k for k in range(30)])), start(31), most=8)
+    found = run_lanczos(times(symmetric(1.0, *[0.1 * k for k in range(30)])), start(31), most=8)
     assert not found.converged and found.iterations == 8
     assert found.error > TOLERANCE * found.magnitude
 
 
 def test_contending_signs_are_told_apart() -> None:
-    found = lanczos(times(symmetric(3.0, -3.0, 1.0)), start(3))
+    found = run_lanczos(times(symmetric(3.0, -3.0, 1.0)), start(3))
     assert found.converged and (found.largest, found.smallest) == (pytest.approx(3.0), pytest.approx(-3.0))
 
 
 def test_a_negative_extreme_is_the_smoothness_and_not_the_largest_eigenvalue() -> None:
-    found = lanczos(times(symmetric(-8.0, 2.0, 0.5)), start(3))
+    found = run_lanczos(times(symmetric(-8.0, 2.0, 0.5)), start(3))
     assert found.largest == pytest.approx(2.0)
     assert found.magnitude == pytest.approx(8.0)
 
 
 @pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
 def test_a_flat_or_broken_surface_ends_the_iteration(value: float) -> None:
-    found = lanczos(lambda vector: torch.full_like(vector, value), start(4))
+    found = run_lanczos(lambda vector: torch.full_like(vector, value), start(4))
     assert found.iterations == 1
     assert found.converged is (value == 0.0)
 
@@ -259,7 +261,7 @@ def test_attention_has_a_second_derivative_where_fast_kernels_are_off(alone: Ran
     vector = surface.direction()
     with pytest.raises(SpecError, match=r"no second derivative: derivative for .* is not implemented"):
         surface.product(vector)
-    with hessian._plain_attention():
+    with hessian._use_plain_attention():
         expected = torch.from_numpy(explicit(surface)) @ vector
         torch.testing.assert_close(surface.product(vector), expected, rtol=1e-3, atol=1e-4)
 
@@ -306,7 +308,7 @@ def test_it_repeats_itself_and_may_be_broken_off(alone: Ranks) -> None:
 def test_the_bound_on_the_step_size_is_that_of_lemma_1() -> None:
     """Eq. 11: the largest step for which gradient descent with factors in the interval still descends a quadratic."""
     curvature, s_min, s_max = 5.0, 0.5, 2.0
-    bound = step_size_bound(curvature, s_min, s_max)
+    bound = compute_step_size_bound(curvature, s_min, s_max)
     assert bound == pytest.approx(2 * 0.5 / (5 * 4))
-    assert step_size_bound(curvature, 1.0, 1.0) == pytest.approx(2 / curvature)
-    assert step_size_bound(0.0, 1.0, 1.0) is None
+    assert compute_step_size_bound(curvature, 1.0, 1.0) == pytest.approx(2 / curvature)
+    assert compute_step_size_bound(0.0, 1.0, 1.0) is None

@@ -13,7 +13,7 @@ from tula_cli.models.choice import early_stopping
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.sections import Train
-from tula_cli.spec.signature import measurement_signature, train_signature
+from tula_cli.spec.signature import compute_measurement_signature, compute_train_signature
 from tula_cli.worker.build.data import build_datasets
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.measure.inspect import inspect_job
@@ -264,6 +264,10 @@ def test_settings_that_cannot_be_meant_are_refused(keys: dict[str, Any], why: st
 def test_metrics_name_no_training_and_its_end_does() -> None:
     plain, own = spec(), spec(train={"metrics": OWN, "best_checkpoint": {"metric": "error"}})
     ends = spec(train={"early_stopping": {"patience": 2}})
-    assert train_signature(plain, nodes=1, batch=8) == train_signature(own, nodes=1, batch=8)
-    assert train_signature(plain, nodes=1, batch=8) != train_signature(ends, nodes=1, batch=8)
-    assert measurement_signature(plain) == measurement_signature(own) == measurement_signature(ends)
+    assert compute_train_signature(plain, nodes=1, batch=8) == compute_train_signature(own, nodes=1, batch=8)
+    assert compute_train_signature(plain, nodes=1, batch=8) != compute_train_signature(ends, nodes=1, batch=8)
+    assert (
+        compute_measurement_signature(plain)
+        == compute_measurement_signature(own)
+        == compute_measurement_signature(ends)
+    )

@@ -13,15 +13,15 @@ from torch import nn
 from worker_jobs import same, spec, train_task, trained, trainer, weights
 
 from tula_cli.errors import SpecError
-from tula_cli.models.refresh import small_batch_size
+from tula_cli.models.refresh import compute_small_batch_size
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import zoo
-from tula_cli.worker.build.data import Datasets, Position, build_datasets, epoch_permutation
+from tula_cli.worker.build.data import Datasets, Position, build_datasets, make_epoch_permutation
 from tula_cli.worker.ranks import Ranks
-from tula_cli.worker.seeding import stable_seed
+from tula_cli.worker.seeding import compute_stable_seed
 from tula_cli.worker.train import checkpoint, evaluation, hessian
 from tula_cli.worker.train import loop as worker_train_loop
-from tula_cli.worker.train.learning_rate import learning_rate
+from tula_cli.worker.train.learning_rate import compute_learning_rate
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 AGS = {"train": {"method": "ags"}, "ags": {"delta": "inf"}}  # scales in every step once there are factors
@@ -40,16 +40,16 @@ def close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
 
 def reference(job: JobSpec, data: Datasets, batch: int) -> dict[str, torch.Tensor]:
     """Train as one would by hand."""
-    torch.manual_seed(stable_seed(job.train.seed))
+    torch.manual_seed(compute_stable_seed(job.train.seed))
     model = zoo.SmallCNN(10, in_channels=1, width=4)
     optimizer = torch.optim.SGD(model.parameters(), lr=job.optimizer.lr, momentum=0.9, fused=True)
     size = len(data.train)
     for epoch in range(job.train.epochs):
-        order = epoch_permutation(size, seed=job.train.seed, epoch=epoch).tolist()
+        order = make_epoch_permutation(size, seed=job.train.seed, epoch=epoch).tolist()
         for begin in range(0, size // batch * batch, batch):
             pairs = [data.train[epoch, index] for index in order[begin : begin + batch]]
             images, labels = torch.stack([image for image, _ in pairs]), torch.tensor([label for _, label in pairs])
-            optimizer.param_groups[0]["lr"] = learning_rate(job, epoch + begin / size, batch)
+            optimizer.param_groups[0]["lr"] = compute_learning_rate(job, epoch + begin / size, batch)
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(images), labels).backward()
             optimizer.step()
@@ -110,7 +110,7 @@ def test_a_refresh_in_every_step_is_a_part_of_each(alone: Ranks, refresh: bool) 
     ("batch", "small"), [(4, 4), (8, 8), (16, 4), (32, 8), (1024, 8)], ids=lambda value: str(value)
 )
 def test_the_small_batch_is_the_reference_but_at_most_a_quarter(batch: int, small: int) -> None:
-    assert small_batch_size(spec(), batch) == small
+    assert compute_small_batch_size(spec(), batch) == small
 
 
 @pytest.mark.parametrize("method", ["lbt", "ags"])
@@ -167,7 +167,7 @@ def test_the_learning_rate_goes_by_samples(alone: Ranks, start: Position) -> Non
     epochs = [0.16 * k for k in range(6)] + [1 + 0.16 * k for k in range(6)]
     if start.epoch:
         epochs = [1.36, 1.52, 1.68, 1.84]
-    assert rates == pytest.approx([learning_rate(job, epoch, 16) for epoch in epochs])
+    assert rates == pytest.approx([compute_learning_rate(job, epoch, 16) for epoch in epochs])
     assert subject.optimizer.param_groups[0]["lr"] == rates[-1]
 
 
@@ -190,7 +190,7 @@ def test_parameter_groups_keep_their_ratio(alone: Ranks, method: str, captured: 
     places = [group["lr"] for group in subject.base.param_groups]
     epochs = [epoch + 0.16 * k for epoch in range(2) for k in range(6)]
     for epoch, step in zip(epochs, worker_train_loop.run_steps(subject), strict=True):
-        assert step.lr == pytest.approx(learning_rate(job, epoch, 16))
+        assert step.lr == pytest.approx(compute_learning_rate(job, epoch, 16))
         assert rates(subject) == pytest.approx([step.lr, 2 * step.lr])
     if captured:
         assert all(group["lr"] is place for group, place in zip(subject.base.param_groups, places, strict=True))
@@ -218,7 +218,7 @@ def interrupted(job: JobSpec, ranks: Ranks, path: Path, *, after: int) -> dict[s
     first = trainer(job, ranks)
     for _ in islice(worker_train_loop.run_steps(first), after):
         pass
-    checkpoint.write_checkpoint(path, checkpoint.checkpoint_state(first, best={}))
+    checkpoint.write_checkpoint(path, checkpoint.make_checkpoint_state(first, best={}))
     torch.manual_seed(after)
     random.seed(after)
     second = trainer(job, ranks)
@@ -263,7 +263,7 @@ def test_a_step_draws_as_after_torchs_own_seeding_by_its_position(alone: Ranks) 
     subject = trainer(spec(), alone)  # in which nothing draws after the seeding
     for before, _ in zip(range(0, 192, 16), worker_train_loop.run_steps(subject), strict=False):
         state = torch.get_rng_state()
-        torch.manual_seed(stable_seed(3, before, 0))
+        torch.manual_seed(compute_stable_seed(3, before, 0))
         assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -283,7 +283,7 @@ def test_a_step_seeds_its_generators_and_not_every_device(
     stream = worker_train_loop.run_steps(first)
     for _ in islice(stream, 4):
         hessian.measure_curvature(first, samples=20)
-    checkpoint.write_checkpoint(tmp_path / "c.pt", checkpoint.checkpoint_state(first, best={}))
+    checkpoint.write_checkpoint(tmp_path / "c.pt", checkpoint.make_checkpoint_state(first, best={}))
     checkpoint.restore_checkpoint(resumed, torch.load(tmp_path / "c.pt", weights_only=True))
     assert len([*stream]) == len([*worker_train_loop.run_steps(resumed)]) == 8
     assert same(weights(resumed), weights(first))

@@ -16,7 +16,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.recommendations import StageSteps
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.spec.job import JobSpec
-from tula_cli.worker.build.data import MicroBatchSampler, Position, build_datasets, epoch_permutation
+from tula_cli.worker.build.data import MicroBatchSampler, Position, build_datasets, make_epoch_permutation
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.methods import scaling
 from tula_cli.worker.ranks import Ranks
@@ -125,7 +125,7 @@ def test_no_sample_is_left_out_or_seen_twice_wherever_it_is_killed(counts: list[
         if ramp.batch_at(position.epoch * size + position.done) > size - position.done:
             position = position.next_epoch()
     for epoch, indices in seen.items():
-        assert indices == epoch_permutation(size, seed=3, epoch=epoch)[: len(indices)].tolist()
+        assert indices == make_epoch_permutation(size, seed=3, epoch=epoch)[: len(indices)].tolist()
         assert size - len(indices) < ramp.batch_at(epoch * size + len(indices))
 
 

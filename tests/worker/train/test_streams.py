@@ -24,7 +24,7 @@ from tula_cli.worker.measure.inspect import inspect_job
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train.evaluation import Evaluator
-from tula_cli.worker.train.training_log import ineffective_settings
+from tula_cli.worker.train.training_log import list_ineffective_settings
 
 
 def stream(name: str = "Stream", *, train: dict[str, Any] | None = None, **dataset: Any) -> JobSpec:
@@ -84,8 +84,8 @@ def test_a_resumed_stream_trains_the_same_weights_and_tells_what_it_passes_over(
     later.parallel.module.load_state_dict(weights(subject))
     later.optimizer.load_state_dict(subject.optimizer.state_dict())
     later.position = subject.position
-    assert any("24 samples of the epoch are passed over" in message for message in ineffective_settings(later))
-    assert not any("passed over" in message for message in ineffective_settings(trainer(job, alone, batch=12)))
+    assert any("24 samples of the epoch are passed over" in message for message in list_ineffective_settings(later))
+    assert not any("passed over" in message for message in list_ineffective_settings(trainer(job, alone, batch=12)))
     list(worker_train_loop.run_steps(later))
     assert same(weights(later), whole)
 

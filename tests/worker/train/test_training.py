@@ -13,16 +13,16 @@ import torch
 from worker_jobs import Interrupted, final_weights, prediction, rows, same, spec, train_task
 
 from tula_cli.cluster.exit_reason import ExitReason
-from tula_cli.cluster.relaunch import next_task
+from tula_cli.cluster.relaunch import make_next_task
 from tula_cli.errors import Diverged
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import JobSpec
-from tula_cli.worker.build.data import build_datasets, epoch_permutation
+from tula_cli.worker.build.data import build_datasets, make_epoch_permutation
 from tula_cli.worker.build.zoo import build_model
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.ranks import Ranks
-from tula_cli.worker.train.learning_rate import learning_rate
+from tula_cli.worker.train.learning_rate import compute_learning_rate
 from tula_cli.worker.train.training import Training
 
 AGS = {"train": {"method": "ags"}, "ags": {"delta": "inf"}}
@@ -123,7 +123,7 @@ def test_the_newest_checkpoint_is_from_before_the_loss_was_no_number(alone: Rank
     """The 51st sample of the first epoch is of step 4."""
     task = train_task(spec(train=EVERY_STEP))
     datasets = build_datasets(task.spec)
-    datasets.train.samples.images[epoch_permutation(100, seed=3, epoch=0)[50]] = math.nan  # type: ignore[attr-defined]
+    datasets.train.samples.images[make_epoch_permutation(100, seed=3, epoch=0)[50]] = math.nan  # type: ignore[attr-defined]
     with pytest.raises(Diverged, match=r"the loss is not finite at epoch 0\.64, step 4, 64 samples"):
         run_training(task, run, alone, datasets)
     assert run.training(task.signature).newest_samples() == 48
@@ -135,7 +135,7 @@ def test_a_ramp_that_diverges_restarts_once_from_before_with_half_the_factor(alo
     job = spec(train={**EVERY_STEP, "method": "ramp", "epochs": 4})
     task = train_task(job, batch=32)
     run.write_task(task)
-    faulty, last = build_datasets(job), epoch_permutation(100, seed=3, epoch=3)[40]
+    faulty, last = build_datasets(job), make_epoch_permutation(100, seed=3, epoch=3)[40]
     faulty.train.samples.images[last] = math.nan  # type: ignore[attr-defined]
     diverged = ExitReason("diverged", "Diverged: the loss is not finite")
     with pytest.raises(Diverged):
@@ -144,12 +144,12 @@ def test_a_ramp_that_diverges_restarts_once_from_before_with_half_the_factor(alo
     stays = run.training(task.signature).newest_samples()
     assert row["lr_factor"] == 4 and 0 < stays <= row["sound"] < row["samples"]
     assert all(value.isfinite().all() for value in final_weights(run, task).values())
-    again = next_task(run, task, diverged, 0)
+    again = make_next_task(run, task, diverged, 0)
     assert isinstance(again, TrainTask) and again.max_lr_factor == 2
     assert again.cause == "Diverged: the loss is not finite; restarted from before with train.max_lr_factor 2"
     with pytest.raises(Diverged):
         run_training(again, run, alone, faulty)
-    assert next_task(run, again, diverged, 0) is None, "once"
+    assert make_next_task(run, again, diverged, 0) is None, "once"
     train(run, alone, again)
     start = list(rows(run, task, "start"))[-1]
     assert start["lr"] == pytest.approx(0.2) and start["cause"] == again.cause
@@ -318,10 +318,10 @@ def test_a_relaunch_at_half_the_batch_trains_each_sample_of_the_epoch_once(alone
     train(run, alone, task)
     starts = list(rows(run, task, "start"))
     assert [(row["samples"], row["batch"]) for row in starts] == [(0, 64), (128, 32)]
-    assert starts[1]["lr"] == pytest.approx(learning_rate(task.spec, 128 / 230, 32))
+    assert starts[1]["lr"] == pytest.approx(compute_learning_rate(task.spec, 128 / 230, 32))
     epochs = list(rows(run, task, "epoch"))
     assert [row["samples"] for row in epochs] == [128 + 96, 128 + 96 + 224]
-    rates = [learning_rate(task.spec, epoch, 32) for epoch in (192 / 230, 1 + 192 / 230)]
+    rates = [compute_learning_rate(task.spec, epoch, 32) for epoch in (192 / 230, 1 + 192 / 230)]
     assert [row["lr"] for row in epochs] == pytest.approx(rates)
     result = run.training(task.signature).result()
     assert result is not None

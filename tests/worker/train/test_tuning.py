@@ -16,7 +16,7 @@ from tula_cli.run.records.results import Tuning
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.ags import Arm
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.signature import train_signature
+from tula_cli.spec.signature import compute_train_signature
 from tula_cli.worker.build.data import build_datasets
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.preemption import PreemptionHandler
@@ -82,7 +82,7 @@ def by_hand(ranks: Ranks, arm: Arm) -> dict[str, torch.Tensor]:
     if then.ags:
         then.ags.refresh_soon()
     then.move_to(first.position)
-    then.lr_factor = lambda epoch: halving.lr_factor(arm, epoch, start=1)
+    then.lr_factor = lambda epoch: halving.compute_lr_factor(arm, epoch, start=1)
     list(worker_train_loop.run_steps(then))
     return weights(then)
 
@@ -149,7 +149,7 @@ def test_at_the_reference_batch_there_is_nothing_to_tune(alone: Ranks, run: RunD
 
 def test_the_default_arms_all_train(alone: Ranks, run: RunDir) -> None:
     task, found = tuned(run, alone)
-    names = [arm.name for arm in halving.arms_of_training(task.spec, 16)]
+    names = [arm.name for arm in halving.list_arms_of_training(task.spec, 16)]
     assert [branch.arm for branch in found.branches if branch.rung == 1] == names
     assert names == ["lbt", "ramp", "ramp-x0.5"], "there is no weight decay to try another of"
     assert len({branch.loss for branch in found.branches}) == 3
@@ -179,7 +179,7 @@ def test_a_branch_trains_as_its_arm_cools_down_and_settles(
 
     monkeypatch.setattr(evaluation, "recompute_batch_norm_statistics", settling)
     arms = (Arm(name="lbt"), Arm(name="fast", lr_factor=1.5, warmup_epochs=0.5))
-    monkeypatch.setattr(halving, "arms_of_training", lambda _spec, _batch: arms)
+    monkeypatch.setattr(halving, "list_arms_of_training", lambda _spec, _batch: arms)
     tuned(run, alone)
     assert settled == [auto_tune.SETTLING_STEPS] * 2
     parts = [step * 16 / 90 for step in range(5)]
@@ -258,7 +258,7 @@ def test_the_statistics_of_batchnorm_are_those_of_the_weights_at_the_end(alone: 
         seen = [
             conv(images)
             for images, _ in itertools.islice(
-                worker_train_loop.upcoming_micro_batches(trainer), auto_tune.SETTLING_STEPS
+                worker_train_loop.list_upcoming_micro_batches(trainer), auto_tune.SETTLING_STEPS
             )
         ]
     expected = torch.stack([output.mean((0, 2, 3)) for output in seen]).mean(0)
@@ -296,7 +296,7 @@ def test_a_decay_is_the_arm_s_own_though_it_goes_on_from_a_state_of_another(
     """In the branch, in the training after the choice, and after an interruption of that."""
     monkeypatch.setattr(halving, "rank_branches", lambda branches: sorted(branches, key=lambda b: b.arm == "lbt"))
     arms = (Arm(name="lbt"), Arm(name="decayed", decay_factor=4.0))
-    monkeypatch.setattr(halving, "arms_of_training", lambda _spec, _batch: arms)
+    monkeypatch.setattr(halving, "list_arms_of_training", lambda _spec, _batch: arms)
     changes = {"train": {"method": "auto", "epochs": 4}, "auto": {"branch_epochs": 1}}
     subject = spec(**changes, optimizer={"weight_decay": 0.01})
     seen: list[tuple[int, float]] = []
@@ -453,4 +453,6 @@ def test_arms_may_part_where_less_than_a_batch_is_left_of_an_epoch(alone: Ranks,
 
 def test_blobs_are_what_these_counts_rest_on() -> None:
     assert len(Blobs(True, None)) == 100
-    assert train_signature(job(FAST), nodes=1, batch=16) != train_signature(job(SCALED), nodes=1, batch=16)
+    assert compute_train_signature(job(FAST), nodes=1, batch=16) != compute_train_signature(
+        job(SCALED), nodes=1, batch=16
+    )

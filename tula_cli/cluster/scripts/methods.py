@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tula_cli.errors import JobFailed
-from tula_cli.models.refresh import small_batch_size
+from tula_cli.models.refresh import compute_small_batch_size
 from tula_cli.presets import AGS_PRESETS
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import publish_folder, write_error
@@ -31,7 +31,7 @@ def copy_shim(run: Path) -> Path:
     Raises:
         OSError: it cannot be written.
     """
-    return _copy(run, "shim", _module_sources("shim"))
+    return _copy(run, "shim", _read_module_sources("shim"))
 
 
 def copy_optim(run: Path) -> Path:
@@ -41,11 +41,11 @@ def copy_optim(run: Path) -> Path:
         OSError: it cannot be written.
     """
     presets = {Path("presets.py"): files("tula_cli").joinpath("presets.py").read_bytes()}
-    sources = _module_sources("optim") | presets
+    sources = _read_module_sources("optim") | presets
     return _copy(run, "ags", {LIBRARY / name: _rename_import(content) for name, content in sources.items()})
 
 
-def _module_sources(folder: str) -> dict[Path, bytes]:
+def _read_module_sources(folder: str) -> dict[Path, bytes]:
     """Return the modules of a folder of tula's by their paths in it, also where tula is imported from an archive."""
     sources, pending = {}, [(Path(), files("tula_cli").joinpath(folder))]
     for path, resource in pending:
@@ -88,7 +88,7 @@ NEVER_STEPS = 10**9
 """Steps of an epoch, to a probe: refreshes are not among the steps that it times, unless every step is one."""
 
 
-def ags_plan(run: RunDir, task: Task, command: LeaderCommand, *, dataset_size: int | None) -> AgsPlan | None:
+def make_ags_plan(run: RunDir, task: Task, command: LeaderCommand, *, dataset_size: int | None) -> AgsPlan | None:
     """Return what the shim is told, None where the method scales nothing; the library is copied into the run.
 
     Args:
@@ -110,15 +110,15 @@ def ags_plan(run: RunDir, task: Task, command: LeaderCommand, *, dataset_size: i
         settings={name: settings[name] for name in (*AGS_PRESETS["paper"], "parameters")},
         apply_to=spec.ags.apply_to,
         b_large=command.batch,
-        b_small=small_batch_size(spec, command.batch),
+        b_small=compute_small_batch_size(spec, command.batch),
         available=max(1, command.batch // command.ranks // spec.train.accumulate),
-        steps_per_epoch=_steps_per_epoch(task, command.batch, dataset_size),
+        steps_per_epoch=_count_steps_per_epoch(task, command.batch, dataset_size),
         seed=spec.train.seed,
         resumed=bool(command.checkpoint),
     )
 
 
-def ortho_plan(run: RunDir, task: Task, command: LeaderCommand) -> OrthoPlan | None:
+def make_ortho_plan(run: RunDir, task: Task, command: LeaderCommand) -> OrthoPlan | None:
     """Return what the shim needs for orthogonalised steps, None for other methods; the library is copied into the run.
 
     Raises:
@@ -137,7 +137,7 @@ def _copy_library(run: RunDir) -> str:
         raise write_error(run.path, error) from error
 
 
-def _steps_per_epoch(task: Task, batch: int, size: int | None) -> int:
+def _count_steps_per_epoch(task: Task, batch: int, size: int | None) -> int:
     if not isinstance(task, TrainTask) or task.spec.ags.resolved().refresh != "epoch":
         return NEVER_STEPS
     if size is None:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tula_cli.run.records.tasks import TrainTask
-from tula_cli.spec.job import JobSpec, lr_scale
-from tula_cli.spec.scripts.script import Script, script_samples, script_steps
+from tula_cli.spec.job import JobSpec, compute_lr_scale
+from tula_cli.spec.scripts.script import Script, count_script_samples, count_script_steps
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class ScriptProcess:
     local_rank: int | None = None
 
 
-def placeholder_values(
+def list_placeholder_values(
     spec: JobSpec,
     process: ScriptProcess,
     *,
@@ -44,7 +44,7 @@ def placeholder_values(
         checkpoint: the newest one; empty where there is none.
         splits: parts that each micro-batch of train.accumulate is computed in.
     """
-    script, gpus = script_of(spec), spec.cluster.gpus_per_node
+    script, gpus = get_script(spec), spec.cluster.gpus_per_node
     local_batch = batch // (process.nodes * gpus)
     accumulate = spec.train.accumulate * splits
     micro_batch = local_batch // accumulate
@@ -54,8 +54,8 @@ def placeholder_values(
         "micro_batch": micro_batch,
         "accumulate": accumulate,
         "accumulate_total": batch // micro_batch,
-        "lr": learning_rate(spec, batch),
-        "lr_factor": lr_scale(spec, batch),
+        "lr": get_learning_rate(spec, batch),
+        "lr_factor": compute_lr_scale(spec, batch),
         "epochs": script.length.epochs,
         "seed": spec.train.seed,
         "workers": workers,
@@ -74,25 +74,25 @@ def placeholder_values(
     size = script.known_dataset_size
     if size is not None:
         values["steps"], values["samples"] = (
-            script_steps(script, batch, size),
-            script_samples(script, size),
+            count_script_steps(script, batch, size),
+            count_script_samples(script, size),
         )
     return {name: value for name, value in values.items() if value is not None}
 
 
-def script_of(spec: JobSpec) -> Script:
+def get_script(spec: JobSpec) -> Script:
     """Return the script of a job that has one."""
     assert spec.script is not None, "a job of tula's own loop"
     return spec.script
 
 
-def learning_rate(spec: JobSpec, batch: int) -> float | None:
+def get_learning_rate(spec: JobSpec, batch: int) -> float | None:
     """Return the learning rate of the command line at a global batch; None where the script has its own."""
-    lr = script_of(spec).reference.lr
-    return None if lr is None else lr * lr_scale(spec, batch)
+    lr = get_script(spec).reference.lr
+    return None if lr is None else lr * compute_lr_scale(spec, batch)
 
 
-def loader_workers(spec: JobSpec, *, threads: int | None, ranks_here: int, task: TrainTask | None = None) -> int:
+def count_loader_workers(spec: JobSpec, *, threads: int | None, ranks_here: int, task: TrainTask | None = None) -> int:
     """Return the data-loader processes of a rank: as asked for, else by the cores that it has.
 
     Args:

@@ -8,21 +8,21 @@ from pathlib import Path
 from statistics import median
 
 from tula_cli.cluster.exit_reason import ExitReason
-from tula_cli.cluster.rank_processes import runs_script, world_size
-from tula_cli.cluster.scripts.placeholders import learning_rate, script_of
+from tula_cli.cluster.rank_processes import count_ranks, runs_script
+from tula_cli.cluster.scripts.placeholders import get_learning_rate, get_script
 from tula_cli.cluster.scripts.resume_test import ResumeTest
 from tula_cli.cluster.scripts.training import ScriptTraining, describe_missing_step
 from tula_cli.errors import BadMeasurements, JobFailed
-from tula_cli.models.claims import JointStep, clean_steps, dataset_size, mismatches
+from tula_cli.models.claims import JointStep, clean_steps, find_dataset_size, list_mismatches
 from tula_cli.models.efficiency import Pair, summarise
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import ModelStates, PeakMemory
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
 from tula_cli.run.records.probes import Environment, GradientStats, Host, Measured, Overheads, ScriptSeen
 from tula_cli.run.records.scripts import RankResult
-from tula_cli.run.records.tasks import ProbeTask, RehearsalTask, Task, TrainTask, probe_identity
+from tula_cli.run.records.tasks import ProbeTask, RehearsalTask, Task, TrainTask, make_probe_identity
 from tula_cli.run.script_attempt import ResumeTestRecords, ScriptAttempt
-from tula_cli.spec.job import lr_scale
+from tula_cli.spec.job import compute_lr_scale
 from tula_cli.spec.sections import LEAST_STEPS
 from tula_cli.version import __version__
 
@@ -49,17 +49,19 @@ def build_probe_result(
     Raises:
         NotMeasured: what the ranks have written tells nothing, or contradicts what was claimed.
     """
-    world = world_size(task)
-    steps = _counted_steps(ranks, log)
+    world = count_ranks(task)
+    steps = _select_counted_steps(ranks, log)
     first_rank = ranks[0]
     waits = [step.wait for step in steps if step.wait is not None]
-    sync = _slowest_median([] if rank.split is None else rank.split.sync for rank in ranks)
-    local = _slowest_median([] if rank.split is None else [step.seconds for step in rank.split.local] for rank in ranks)
+    sync = _find_slowest_median([] if rank.split is None else rank.split.sync for rank in ranks)
+    local = _find_slowest_median(
+        [] if rank.split is None else [step.seconds for step in rank.split.local] for rank in ranks
+    )
     times = tuple(step.seconds for step in steps)
     beyond = [_warn_long_sync(sync, median(times))] if sync is not None and sync > median(times) else []
     alone = world == 1  # nothing to synchronise: a step is local work
     return Measured(
-        **probe_identity(task, local_batch),
+        **make_probe_identity(task, local_batch),
         batch=local_batch * world,
         accumulate=task.spec.train.accumulate,
         step_times=times,
@@ -67,9 +69,9 @@ def build_probe_result(
         sync_time=0.0 if alone else sync,
         compute_time=median(times) if alone else local,
         data_wait=median(waits) if len(waits) == len(steps) else None,
-        memory=_peak_memory(ranks),
+        memory=_find_peak_memory(ranks),
         capacity=task.spec.cluster.memory_per_gpu or min((rank.capacity or 0 for rank in ranks), default=0) or None,
-        gradients=_gradient_stats(ranks, local_batch=local_batch, batch=local_batch * world),
+        gradients=_merge_gradient_stats(ranks, local_batch=local_batch, batch=local_batch * world),
         overheads=Overheads(
             startup=max(rank.startup or 0.0 for rank in ranks),
             eval_batch=None,
@@ -78,7 +80,7 @@ def build_probe_result(
             refresh=None,
         ),
         environment=_describe_environment(ranks),
-        dataset_size=_dataset_size(task, ranks),
+        dataset_size=_find_dataset_size(task, ranks),
         eval_size=None,
         oversubscribed=_is_oversubscribed(task, ranks, cores),
         measured_at=time.time(),
@@ -86,7 +88,7 @@ def build_probe_result(
             optimizer=first_rank.optimizer,
             parameters=first_rank.parameters,
             lr=first_rank.lr,
-            lr_given=_learning_rate_given(task, local_batch * world),
+            lr_given=_find_given_learning_rate(task, local_batch * world),
             notes=(*first_rank.notes, *notes, *beyond),
         ),
     )
@@ -99,19 +101,19 @@ def _warn_long_sync(sync: float, step: float) -> str:
     )
 
 
-def _learning_rate_given(task: ProbeTask, batch: int) -> float | None:
+def _find_given_learning_rate(task: ProbeTask, batch: int) -> float | None:
     """Return what the command line says of the learning rate: it, or the factor that the script multiplies its own by."""
-    placeholders = script_of(task.spec).placeholders
+    placeholders = get_script(task.spec).placeholders
     return (
-        learning_rate(task.spec, batch)
+        get_learning_rate(task.spec, batch)
         if "lr" in placeholders
-        else lr_scale(task.spec, batch)
+        else compute_lr_scale(task.spec, batch)
         if "lr_factor" in placeholders
         else None
     )
 
 
-def _counted_steps(ranks: Sequence[RankResult], log: Path) -> Sequence[JointStep]:
+def _select_counted_steps(ranks: Sequence[RankResult], log: Path) -> Sequence[JointStep]:
     """Return the steps that are to be counted.
 
     Raises:
@@ -119,7 +121,7 @@ def _counted_steps(ranks: Sequence[RankResult], log: Path) -> Sequence[JointStep
     """
     if not ranks:
         raise NotMeasured(f"the command ended well, but {describe_missing_step(log)}")
-    if differences := mismatches(ranks):
+    if differences := list_mismatches(ranks):
         raise NotMeasured("; ".join(mismatch.words for mismatch in differences))
     if len(ranks) < ranks[0].world:
         raise NotMeasured(f"only {len(ranks)} of {ranks[0].world} ranks have written what they saw")
@@ -143,13 +145,13 @@ def _counted_steps(ranks: Sequence[RankResult], log: Path) -> Sequence[JointStep
     return steps
 
 
-def _slowest_median(ranks: Iterable[Sequence[float]]) -> float | None:
+def _find_slowest_median(ranks: Iterable[Sequence[float]]) -> float | None:
     """Return the largest median of all ranks, as tula's own loop tells it; None where a rank has none."""
     medians = [median(seconds) if seconds else None for seconds in ranks]
     return None if None in medians else max(value for value in medians if value is not None)
 
 
-def _peak_memory(ranks: Sequence[RankResult]) -> PeakMemory:
+def _find_peak_memory(ranks: Sequence[RankResult]) -> PeakMemory:
     """Return that of the rank with the highest peak, whatever it was doing."""
     peaks = [peak for rank in ranks for peak in rank.peak.values()]
     sizes = [rank.bytes for rank in ranks if rank.bytes is not None]
@@ -164,7 +166,7 @@ def _peak_memory(ranks: Sequence[RankResult]) -> PeakMemory:
     )
 
 
-def _gradient_stats(ranks: Sequence[RankResult], *, local_batch: int, batch: int) -> GradientStats | None:
+def _merge_gradient_stats(ranks: Sequence[RankResult], *, local_batch: int, batch: int) -> GradientStats | None:
     """Return the gradient norms, the local ones as means over all ranks; None where DDP has not told them."""
     norms = [rank.split.norms for rank in ranks if rank.split is not None]
     if len(ranks) < 2 or len(norms) < len(ranks):
@@ -206,14 +208,14 @@ def _describe_environment(ranks: Sequence[RankResult]) -> Environment:
     )
 
 
-def _dataset_size(task: ProbeTask, ranks: Sequence[RankResult]) -> int:
+def _find_dataset_size(task: ProbeTask, ranks: Sequence[RankResult]) -> int:
     """Return the samples of an epoch: as the spec says, else as the data loader does.
 
     Raises:
         NotMeasured: nobody says.
     """
-    known_size = script_of(task.spec).known_dataset_size
-    counted = dataset_size(ranks)
+    known_size = get_script(task.spec).known_dataset_size
+    counted = find_dataset_size(ranks)
     if known_size is None and counted is None:
         raise NotMeasured(
             "nothing tells how many samples an epoch has: the script reads its data without a torch DataLoader that knows its"
@@ -234,7 +236,7 @@ RESULT_LAG = 30.0
 POLL = 0.5  # seconds
 
 
-def leader_command(run: RunDir, task: Task, *, attempt: int, ranks: int, meeting: str) -> LeaderCommand:
+def make_leader_command(run: RunDir, task: Task, *, attempt: int, ranks: int, meeting: str) -> LeaderCommand:
     """Return what is started now: of a script also with which batch, and from which checkpoint it goes on."""
     command = LeaderCommand(task=task.id, attempt=attempt, ranks=ranks, meeting=meeting)
     if not runs_script(task):
@@ -242,7 +244,7 @@ def leader_command(run: RunDir, task: Task, *, attempt: int, ranks: int, meeting
     update: dict[str, object]
     match task:
         case ProbeTask():
-            update = {"batch": (run.current_probe(task) or 0) * world_size(task)}
+            update = {"batch": (run.current_probe(task) or 0) * count_ranks(task)}
         case RehearsalTask():
             start = ResumeTest(run, task).first_start()
             update = {"batch": start.batch, "checkpoint": start.checkpoint, "rehearsal": start}
@@ -286,7 +288,7 @@ def settle_attempt(run: RunDir, task: Task, command: LeaderCommand, reason: Exit
     """
     if not runs_script(task):
         return reason
-    if refused := _refusal_by_method(ScriptAttempt(run.path, task.id, command.attempt)):
+    if refused := _find_refusal_by_method(ScriptAttempt(run.path, task.id, command.attempt)):
         return dataclasses.replace(reason, outcome="user", message=refused, final=True)
     if isinstance(task, TrainTask):
         return ScriptTraining(run, task).settle_attempt(command, reason)
@@ -295,7 +297,9 @@ def settle_attempt(run: RunDir, task: Task, command: LeaderCommand, reason: Exit
 
     assert isinstance(task, ProbeTask)
     attempt = ScriptAttempt(run.path, task.id, command.attempt)
-    ranks = _rank_results(attempt, command.ranks, patient=reason.outcome is None and task.spec.cluster.kind != "local")
+    ranks = _read_rank_results(
+        attempt, command.ranks, patient=reason.outcome is None and task.spec.cluster.kind != "local"
+    )
     stopped = len(ranks) == command.ranks and all(rank.why == "stopped" for rank in ranks)
     if reason.outcome is not None and not stopped:
         return reason
@@ -313,13 +317,13 @@ def settle_attempt(run: RunDir, task: Task, command: LeaderCommand, reason: Exit
     return ExitReason(None)
 
 
-def _refusal_by_method(attempt: ScriptAttempt) -> str:
+def _find_refusal_by_method(attempt: ScriptAttempt) -> str:
     """Return why the method cannot train this script, which may have gone on, and ended well, all the same."""
     refusals = (failure for failure in attempt.failures() if failure.where == "method")
     return next((failure.description for failure in refusals), "")
 
 
-def _rank_results(attempt: ScriptAttempt, ranks: int, *, patient: bool) -> list[RankResult]:
+def _read_rank_results(attempt: ScriptAttempt, ranks: int, *, patient: bool) -> list[RankResult]:
     """Return what the ranks have written; those of other nodes are waited for, once there is any."""
     deadline = time.monotonic() + RESULT_LAG
     while len(results := attempt.results()) < ranks and results and patient and time.monotonic() < deadline:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from tula_cli.cluster.exit_reason import ExitReason
-from tula_cli.cluster.rank_processes import world_size
+from tula_cli.cluster.rank_processes import count_ranks
 from tula_cli.cluster.scripts import training
-from tula_cli.cluster.scripts.placeholders import ScriptProcess, placeholder_values, script_of
+from tula_cli.cluster.scripts.placeholders import ScriptProcess, get_script, list_placeholder_values
 from tula_cli.models.resuming import judge_resume_test
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import OutcomeClass
@@ -20,9 +20,9 @@ from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.scripts import Killing, Phase, Rehearsal, RehearsalStart, Rehearsed, Schedule
 from tula_cli.run.records.tasks import RehearsalTask
 from tula_cli.run.script_attempt import ResumeTestRecords, ScriptAttempt
-from tula_cli.spec.job import lr_scale
+from tula_cli.spec.job import compute_lr_scale
 from tula_cli.spec.scripts.placeholders import fill, find_placeholders
-from tula_cli.spec.scripts.script import Length, requested_samples, script_samples
+from tula_cli.spec.scripts.script import Length, count_requested_samples, count_script_samples
 
 # --- Rows and tracebacks of a start
 
@@ -54,7 +54,7 @@ def count_trained(rows: Sequence[Mapping[str, Any]], local_batch: int) -> tuple[
     return steps, samples
 
 
-def learning_rates(rows: Sequence[Mapping[str, Any]], saved: int) -> dict[str, float | None]:
+def find_learning_rates(rows: Sequence[Mapping[str, Any]], saved: int) -> dict[str, float | None]:
     """Return the learning rate of the step after the checkpoint, and what two steps make of it."""
     after = [row["lr"] for row in rows if row["step"] > saved and row.get("lr") is not None]
     upto = [row["lr"] for row in rows if row["step"] <= saved and row.get("lr") is not None]
@@ -65,7 +65,7 @@ def learning_rates(rows: Sequence[Mapping[str, Any]], saved: int) -> dict[str, f
     }
 
 
-def learning_rate_curve(rows: Sequence[Mapping[str, Any]], batch: int) -> tuple[tuple[int, float], ...]:
+def read_learning_rate_curve(rows: Sequence[Mapping[str, Any]], batch: int) -> tuple[tuple[int, float], ...]:
     """Return samples and learning rate of each step, thinned out evenly; the first and the last step are kept."""
     lr_by_step = {row["step"]: row["lr"] for row in rows if row.get("lr") is not None}
     points = [(step * batch, lr) for step, lr in sorted(lr_by_step.items())]
@@ -73,7 +73,7 @@ def learning_rate_curve(rows: Sequence[Mapping[str, Any]], batch: int) -> tuple[
     return tuple(points[::stride] + points[-1:] * ((len(points) - 1) % stride > 0))
 
 
-def observed_schedule(rows: Sequence[Mapping[str, Any]], *, after: int) -> Schedule | None:
+def find_observed_schedule(rows: Sequence[Mapping[str, Any]], *, after: int) -> Schedule | None:
     """Return the scheduler that the rows tell of, as it stands in the first step after so many.
 
     None without one, or with too few steps to see how it counts.
@@ -88,7 +88,7 @@ def observed_schedule(rows: Sequence[Mapping[str, Any]], *, after: int) -> Sched
     )
 
 
-def error_line(text: str, error: str) -> str:
+def find_error_line(text: str, error: str) -> str:
     """Return the line of a traceback that tells its exception.
 
     Args:
@@ -115,7 +115,7 @@ TIME_SHARES: Mapping[Phase, float] = {"begin": 0.6, "same": 0.5, "half": 1.0}
 """Of the time that is left, what a start may take."""
 MIN_SECONDS = 5.0
 ENDLESS_RATIO = 2.0
-"""What is left to train, times this, ends a start that goes on and on."""
+"""A start that trains more than the remaining samples times this is stopped."""
 RETRIED_OUTCOMES: tuple[OutcomeClass, ...] = ("port", "time_limit", "preempted", "node_failure")
 """Endings that tell nothing of the script: the same start is due again, if there is time."""
 
@@ -168,7 +168,7 @@ class ResumeTest:
             )
         can_halve = last_start.phase == "same" and last_start.ended == "ended" and last_start.steps
         half = last_start.batch // 2
-        if not can_halve or last_start.batch % 2 or half % (world_size(self.task) * self.task.spec.train.accumulate):
+        if not can_halve or last_start.batch % 2 or half % (count_ranks(self.task) * self.task.spec.train.accumulate):
             return None
         return self._resuming_start("half", begins[-1], half, remaining)
 
@@ -187,7 +187,7 @@ class ResumeTest:
             out=str(out),
             seconds=max(MIN_SECONDS, TIME_SHARES[phase] * remaining),
         )
-        resume = script_of(self.task.spec).resume
+        resume = get_script(self.task.spec).resume
         assert resume is not None
         checkpoint, _ = training.find_newest_checkpoint(
             resume, self.placeholder_values(start), workdir=Path(self.task.workdir), since=0.0
@@ -196,12 +196,12 @@ class ResumeTest:
 
     def _first_length(self) -> Length:
         """Return the length to begin with: short where the command takes one, and a checkpoint will come soon."""
-        script = script_of(self.task.spec)
+        script = get_script(self.task.spec)
         if not self._length_is_told:
             return script.length
         if script.length.epochs is not None:
             return Length(epochs=min(EPOCHS, script.length.epochs))
-        requested = requested_samples(script) or 0
+        requested = count_requested_samples(script) or 0
         return (
             Length(samples=min(requested, 3 * STEPS_BEFORE_KILL * self.task.batch))
             if script.save != "none"
@@ -210,13 +210,13 @@ class ResumeTest:
 
     @property
     def _length_is_told(self) -> bool:
-        return bool({"epochs", "steps", "samples"} & set(find_placeholders(script_of(self.task.spec).command)))
+        return bool({"epochs", "steps", "samples"} & set(find_placeholders(get_script(self.task.spec).command)))
 
     def _repeat_beginning(self, begins: Sequence[Rehearsed], remaining: float) -> tuple[Length, int] | None:
         """Return length and batch of another beginning: a shorter or longer one, or a batch that fits the memory."""
-        last_begin, full_length = begins[-1], script_of(self.task.spec).length
+        last_begin, full_length = begins[-1], get_script(self.task.spec).length
         if last_begin.ended == "failed":
-            half, micro_batches = last_begin.batch // 2, world_size(self.task) * self.task.spec.train.accumulate
+            half, micro_batches = last_begin.batch // 2, count_ranks(self.task) * self.task.spec.train.accumulate
             fits = last_begin.outcome == "device_oom" and half >= micro_batches and half % micro_batches == 0
             return (last_begin.length, half) if fits else None
         if last_begin.ended == "ended" and not _is_usable(last_begin) and last_begin.length != full_length:
@@ -234,18 +234,18 @@ class ResumeTest:
 
     def placeholder_values(self, start: RehearsalStart) -> dict[str, str | float]:
         """Return the values of the placeholders in paths."""
-        return placeholder_values(
+        return list_placeholder_values(
             self.task.spec, ScriptProcess(self.task.nodes, 0, "", 0), batch=start.batch, out=Path(start.out),
             run=self.run.path.absolute(), workers=0,
         )  # fmt: skip
 
     def kill_plan(self, start: RehearsalStart) -> Killing | None:
         """Return how a start is ended from within; None where it goes on from a checkpoint."""
-        script = script_of(self.task.spec)
+        script = get_script(self.task.spec)
         if start.phase != "begin" or script.resume is None:
             return None
         values = self.placeholder_values(start)
-        pattern = training.checkpoint_pattern(script.resume, values, workdir=Path(self.task.workdir))
+        pattern = training.make_checkpoint_pattern(script.resume, values, workdir=Path(self.task.workdir))
         ask = fill(script.save, values) if script.save != "none" else ""
         if ask.startswith("file:"):
             ask = f"file:{Path(self.task.workdir) / ask.removeprefix('file:')}"
@@ -280,29 +280,29 @@ class ResumeTest:
         attempt = ScriptAttempt(self.run.path, self.task.id, number)
         killed, rows = attempt.killed(), [row for row in attempt.rows(0) if row["kind"] == "row"]
         size = (
-            script_of(self.task.spec).known_dataset_size if script_of(self.task.spec).dataset_size != "auto" else None
+            get_script(self.task.spec).known_dataset_size if get_script(self.task.spec).dataset_size != "auto" else None
         )
         size = size or (killed.dataset if killed is not None else None) or self._measured_size
         if start.phase != "begin":
             size = self.record.starts[-1].dataset_size
-        steps, samples = count_trained(rows, start.batch // world_size(self.task))
-        world = world_size(self.task)
+        steps, samples = count_trained(rows, start.batch // count_ranks(self.task))
+        world = count_ranks(self.task)
         observation = Rehearsed(
-            phase=start.phase, batch=start.batch, length=start.length, whole=_samples_of_length(self.task, start.length, size),
+            phase=start.phase, batch=start.batch, length=start.length, whole=_count_samples_of_length(self.task, start.length, size),
             ended="ended", seconds=time.time() - attempt.plan_path.stat().st_mtime, steps=steps, samples=samples * world,
             first_lr=rows[0].get("lr") if rows else None, dataset_size=size,
-            rates=learning_rate_curve(rows, start.batch),
-            schedule=observed_schedule(rows, after=killed.steps if killed is not None else 0),
+            rates=read_learning_rate_curve(rows, start.batch),
+            schedule=find_observed_schedule(rows, after=killed.steps if killed is not None else 0),
         )  # fmt: skip
         if killed is not None and start.phase == "begin":
             rows_before = [row for row in rows if row["step"] <= killed.steps]
             saved = count_trained(rows_before, start.batch // world)[1] * world
             observation = observation.model_copy(
-                update={"saved_steps": killed.steps, "saved_samples": saved, **learning_rates(rows, killed.steps)}
+                update={"saved_steps": killed.steps, "saved_samples": saved, **find_learning_rates(rows, killed.steps)}
             )
         ending = _describe_ending(attempt, reason, killed=killed is not None and killed.killed)
         if not steps and "why" not in ending:
-            ending["why"] = training.last_script_line(self.run.log_path(self.task.id, number))
+            ending["why"] = training.find_last_script_line(self.run.log_path(self.task.id, number))
         return observation.model_copy(update=ending)
 
     @property
@@ -324,9 +324,9 @@ class ResumeTest:
         """Return it with its verdict; the script's files are of no more use."""
         shutil.rmtree(self.files.folder(self.task.id), ignore_errors=True)
         begin = next(start for start in reversed(record.starts) if start.phase == "begin")
-        lr_placeholders = {"lr", "lr_factor"} & script_of(self.task.spec).placeholders
+        lr_placeholders = {"lr", "lr_factor"} & get_script(self.task.spec).placeholders
         spec, half = self.task.spec, begin.batch // 2
-        ratio = lr_scale(spec, half) / lr_scale(spec, begin.batch) if lr_placeholders and half else None
+        ratio = compute_lr_scale(spec, half) / compute_lr_scale(spec, begin.batch) if lr_placeholders and half else None
         judgement = judge_resume_test(record.starts, lr_ratio=ratio)
         return record.model_copy(
             update={
@@ -357,12 +357,12 @@ def _is_usable(begin: Rehearsed) -> bool:
     return begin.ended != "ended" or begin.whole is None or begin.whole - begin.saved_samples > 2 * begin.batch
 
 
-def _samples_of_length(task: RehearsalTask, length: Length, size: int | None) -> int | None:
-    script = script_of(task.spec).model_copy(update={"length": length})
-    requested = requested_samples(script)
+def _count_samples_of_length(task: RehearsalTask, length: Length, size: int | None) -> int | None:
+    script = get_script(task.spec).model_copy(update={"length": length})
+    requested = count_requested_samples(script)
     if requested is not None:
         return requested
-    return None if size is None else script_samples(script, size)
+    return None if size is None else count_script_samples(script, size)
 
 
 def _describe_ending(attempt: ScriptAttempt, reason: ExitReason, *, killed: bool) -> dict[str, Any]:
@@ -380,5 +380,5 @@ def _describe_ending(attempt: ScriptAttempt, reason: ExitReason, *, killed: bool
         "ended": "failed",
         "outcome": reason.outcome,
         "error": failure.error,
-        "why": error_line(failure.text, failure.error),
+        "why": find_error_line(failure.text, failure.error),
     }

@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tula_cli.cluster.allocation import Allocation
-from tula_cli.cluster.rank_processes import RankCommand, runs_script, world_size
+from tula_cli.cluster.rank_processes import RankCommand, count_ranks, runs_script
 from tula_cli.cluster.scripts import methods, placeholders
 from tula_cli.cluster.scripts.methods import copy_shim
-from tula_cli.cluster.scripts.placeholders import ScriptProcess, script_of
+from tula_cli.cluster.scripts.placeholders import ScriptProcess, get_script
 from tula_cli.cluster.scripts.resume_test import ResumeTest
 from tula_cli.cluster.scripts.training import ScriptTraining
 from tula_cli.cluster.slurm import sbatch
 from tula_cli.host.devices import has_gpu
-from tula_cli.host.network import interface_variables
+from tula_cli.host.network import make_interface_variables
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import make_folder, write_error
 from tula_cli.run.records.jobs import LeaderCommand
 from tula_cli.run.records.scripts import Expected, ShimPlan
 from tula_cli.run.records.tasks import ProbeTask, RehearsalTask, Task, TrainTask
 from tula_cli.run.script_attempt import ScriptAttempt
-from tula_cli.run.script_files import command_in_snapshot, snapshot_python_path
+from tula_cli.run.script_files import list_snapshot_python_path, move_command_to_snapshot
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.scripts.placeholders import fill, render
 from tula_cli.spec.scripts.script import Script
@@ -77,7 +77,7 @@ class ScriptStart:
         spec, start = self.task.spec, self.command.rehearsal
         if start is None:
             return spec
-        return spec.model_copy(update={"script": script_of(spec).model_copy(update={"length": start.length})})
+        return spec.model_copy(update={"script": get_script(spec).model_copy(update={"length": start.length})})
 
     def processes(self) -> list[ScriptProcess]:
         """Return the processes that this supervisor starts: a rank's, all ranks of a node or machine, or a node's command."""
@@ -88,7 +88,7 @@ class ScriptStart:
         def place(node: int, rank: int | None = None, local_rank: int | None = None) -> ScriptProcess:
             return ScriptProcess(task.nodes, node, address.strip("[]"), int(port), rank, local_rank)
 
-        if script_of(task.spec).launch == "node":
+        if get_script(task.spec).launch == "node":
             return [place(node) for node in (range(task.nodes) if allocation.is_local else [allocation.index])]
         if allocation.is_local:  # the machine's GPUs are counted through, whatever node they are taken for
             return [place(rank // gpus, rank, rank) for rank in range(task.nodes * gpus)]
@@ -98,13 +98,13 @@ class ScriptStart:
 
     def plan(self) -> ShimPlan:
         """Return what the shim is asked for."""
-        spec, script, attempt = self.task.spec, script_of(self.task.spec), self.attempt
+        spec, script, attempt = self.task.spec, get_script(self.task.spec), self.attempt
         counted = script.placeholders & {"accumulate", "accumulate_total", "micro_batch"}
         expected = Expected(
             world=self.command.ranks,
             batch=self.command.batch,
             accumulate=spec.train.accumulate * self._splits if counted else None,
-            lr=placeholders.learning_rate(spec, self.command.batch) if "lr" in script.placeholders else None,
+            lr=placeholders.get_learning_rate(spec, self.command.batch) if "lr" in script.placeholders else None,
             dataset=None if script.dataset_size == "auto" else script.dataset_size,
         )
         search, start = spec.search, self.command.rehearsal
@@ -123,8 +123,8 @@ class ScriptStart:
             row=ROW_SECONDS if start is None else 0.0,  # a row a step
             save=script.save == "hooks",
             checkpoint=self._hook_save_path(script),
-            ags=methods.ags_plan(self.run, self.task, self.command, dataset_size=self._dataset_size()),
-            ortho=methods.ortho_plan(self.run, self.task, self.command),
+            ags=methods.make_ags_plan(self.run, self.task, self.command, dataset_size=self._dataset_size()),
+            ortho=methods.make_ortho_plan(self.run, self.task, self.command),
             schedule=start is not None,
             files=None if isinstance(self.task, TrainTask) else (str(self._output_folder()),),
             rehearsal=None if self._resume_test is None or start is None else self._resume_test.kill_plan(start),
@@ -155,27 +155,27 @@ class ScriptStart:
         """Return what the placeholders stand for."""
         spec = self._spec
         ranks = self.command.ranks
-        workers = placeholders.loader_workers(
+        workers = placeholders.count_loader_workers(
             spec, threads=self._cores_per_rank(), ranks_here=ranks, task=_as_training(self.task)
         )
-        return placeholders.placeholder_values(
+        return placeholders.list_placeholder_values(
             spec, process, batch=self.command.batch, out=self._output_folder(), run=self.run.path.absolute(), workers=workers,
             checkpoint=self.command.checkpoint, splits=self._splits,
         )  # fmt: skip
 
     def argv(self, process: ScriptProcess) -> tuple[str, ...]:
         """Return the command line of a process."""
-        spec, script = self.task.spec, script_of(self.task.spec)
+        spec, script = self.task.spec, get_script(self.task.spec)
         values = self._values(process)
         arguments = render(script.command, values)
         if isinstance(self.task, ProbeTask):
             arguments += render(script.probe.args, values)
         elif script.resume is not None and self.command.checkpoint:
             arguments += render(script.resume.args, values)
-        arguments = command_in_snapshot(arguments, Path(self.task.workdir), self._code_snapshot)
+        arguments = move_command_to_snapshot(arguments, Path(self.task.workdir), self._code_snapshot)
         if arguments[0].endswith(".py"):
             arguments = [sys.executable, "-u", *arguments]
-        wrapper = [] if self.allocation.is_local else sbatch.wrapper_words(spec, environ=self.allocation.environ)
+        wrapper = [] if self.allocation.is_local else sbatch.get_wrapper_words(spec, environ=self.allocation.environ)
         return (*wrapper, *arguments)
 
     @property
@@ -185,16 +185,16 @@ class ScriptStart:
     def _environment(self, process: ScriptProcess, shim: Path) -> dict[str, str]:
         """Return the environment of a process. A rendezvous of the site's set-up lines, or of a shell, is not ours."""
         spec, allocation = self.task.spec, self.allocation
-        network = interface_variables(spec.cluster.interface, local=spec.cluster.kind == "local")
+        network = make_interface_variables(spec.cluster.interface, local=spec.cluster.kind == "local")
         inherited = network | {
             name: value for name, value in allocation.environ.items() if name not in _GROUP_VARIABLES
         }
-        code = os.pathsep.join(snapshot_python_path(self._code_snapshot))
+        code = os.pathsep.join(list_snapshot_python_path(self._code_snapshot))
         path = os.pathsep.join(filter(None, [str(shim), code, inherited.get("PYTHONPATH", "")]))
         plan = str(self.attempt.plan_path)
         variables = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path, "TULA_PLAN": plan, "TULA_CODE": code}
         if not isinstance(self.task, TrainTask):
-            variables |= script_of(spec).probe.environment
+            variables |= get_script(spec).probe.environment
         if spec.cluster.device == "cpu":
             variables["CUDA_VISIBLE_DEVICES"] = ""
         elif process.rank is None and allocation.is_local and process.nodes > 1 and has_gpu():
@@ -241,7 +241,7 @@ def preview_command(run: RunDir, task: Task) -> str:
     """
     if not isinstance(task, ProbeTask | TrainTask) or not runs_script(task):
         return ""
-    world = world_size(task)
+    world = count_ranks(task)
     batch = task.batch if isinstance(task, TrainTask) else task.local_batches[0] * world
     command = LeaderCommand(task=task.id, attempt=1, ranks=world, meeting="127.0.0.1:0", batch=batch)
     start = ScriptStart(run, Allocation(0, 1, environ={}), task, command)

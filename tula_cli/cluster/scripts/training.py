@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tula_cli.cluster.exit_reason import ExitReason
-from tula_cli.cluster.rank_processes import has_tagged_lines, world_size
+from tula_cli.cluster.rank_processes import count_ranks, has_tagged_lines
 from tula_cli.cluster.scripts.methods import summarize_scaling
-from tula_cli.cluster.scripts.placeholders import ScriptProcess, learning_rate, placeholder_values, script_of
+from tula_cli.cluster.scripts.placeholders import ScriptProcess, get_learning_rate, get_script, list_placeholder_values
 from tula_cli.errors import BadMeasurements
 from tula_cli.models import claims, refresh
-from tula_cli.models.out_of_memory import batch_norm_limit, splits_of
+from tula_cli.models.out_of_memory import list_splits, make_batch_norm_limit
 from tula_cli.models.resuming import NO_STEP_SEEN
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import (
@@ -36,12 +36,12 @@ from tula_cli.run.records.results import Save, ScriptProgress, TrainResult
 from tula_cli.run.records.scripts import RankResult, Verdict
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.script_attempt import ResumeTestRecords, ScriptAttempt
-from tula_cli.run.secrets import values_without_secrets
+from tula_cli.run.secrets import remove_secrets
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.spec.scripts.placeholders import fill
-from tula_cli.spec.scripts.script import Resume, Rows, Script, script_samples
-from tula_cli.spec.signature import rehearsal_signature
-from tula_cli.words import rank_of
+from tula_cli.spec.scripts.script import Resume, Rows, Script, count_script_samples
+from tula_cli.spec.signature import compute_rehearsal_signature
+from tula_cli.words import parse_rank
 
 if TYPE_CHECKING:
     from tula_cli.models.time.changes import ScriptLevelDetector
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 SETTLED_SECONDS = 2.0
 """Seconds without a change after which a checkpoint is taken to be written."""
 _ZIPPED = (".pt", ".pth", ".bin", ".ckpt", ".tar")
-"""What torch.save writes is a ZIP file, with its table of contents at the end."""
+"""Files of torch.save are ZIP files, with the table of contents at the end."""
 _NUMBER = re.compile(r"\d+")
 
 
@@ -75,8 +75,8 @@ def find_newest_checkpoint(
         since: Unix time; what is older is of another training.
         left_out: path of one that is of no use, as it was at a time (Unix time).
     """
-    names = glob.iglob(checkpoint_pattern(resume, values, workdir=workdir), recursive=True)  # noqa: PTH207 - an absolute pattern
-    candidates = ((path, checkpoint_changed_at(path)) for path in map(Path, names))
+    names = glob.iglob(make_checkpoint_pattern(resume, values, workdir=workdir), recursive=True)  # noqa: PTH207 - an absolute pattern
+    candidates = ((path, get_checkpoint_change_time(path)) for path in map(Path, names))
     useless, unusable_since = left_out
     by_age = sorted(
         (
@@ -101,12 +101,12 @@ def _lacks_files(path: Path, older: Iterable[Path]) -> bool:
         older_folder is not None
         and path.is_dir()
         and older_folder.is_dir()
-        and bool(_file_names(older_folder) - _file_names(path))
+        and bool(_list_file_names(older_folder) - _list_file_names(path))
     )
 
 
-def _file_names(folder: Path) -> set[str]:
-    return {_without_numbers(str(file.relative_to(folder))) for file in _files_of(folder)}
+def _list_file_names(folder: Path) -> set[str]:
+    return {_without_numbers(str(file.relative_to(folder))) for file in _list_files(folder)}
 
 
 def _without_numbers(name: str) -> str:
@@ -114,27 +114,27 @@ def _without_numbers(name: str) -> str:
     return _NUMBER.sub("#", name)
 
 
-def checkpoint_pattern(resume: Resume, values: Mapping[str, str | float], *, workdir: Path) -> str:
+def make_checkpoint_pattern(resume: Resume, values: Mapping[str, str | float], *, workdir: Path) -> str:
     """Return the absolute pattern of a script's checkpoints; of brackets and stars the user's own alone act, no folder's."""
     literal = {name: glob.escape(value) if isinstance(value, str) else value for name, value in values.items()}
     return str(Path(glob.escape(str(workdir))) / fill(resume.checkpoint, literal))
 
 
-def checkpoint_changed_at(path: Path) -> float:
+def get_checkpoint_change_time(path: Path) -> float:
     """Return when a checkpoint was written last (Unix time): of a folder, the newest of its files; 0 where it is gone."""
-    return max((_changed_at(file) for file in _files_of(path)), default=0.0)
+    return max((_get_change_time(file) for file in _list_files(path)), default=0.0)
 
 
 def is_complete_checkpoint(path: Path) -> bool:
     """Return whether a checkpoint was written to its end, as far as its files tell: the process may have been killed."""
-    return all(_is_complete_file(file) for file in _files_of(path))
+    return all(_is_complete_file(file) for file in _list_files(path))
 
 
-def _files_of(path: Path) -> Iterable[Path]:
+def _list_files(path: Path) -> Iterable[Path]:
     return [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
 
 
-def _changed_at(file: Path) -> float:
+def _get_change_time(file: Path) -> float:
     try:
         return file.stat().st_mtime
     except OSError:
@@ -189,12 +189,12 @@ def read_metrics(
     patterns = {name: source for name, source in script.metric.items() if not isinstance(source, Rows)}
     values_by_metric: dict[str, list[object]] = {name: [] for name in script.metric}
     for text in (text for log in logs if patterns for text in _read_blocks(log)):
-        counted = _lines_of_rank_0(text) if first_rank_only else text
+        counted = _list_lines_of_rank_0(text) if first_rank_only else text
         for name, pattern in patterns.items():
             values_by_metric[name] += re.findall(pattern, counted, re.MULTILINE)
     for name, source in script.metric.items():
         if isinstance(source, Rows):
-            values_by_metric[name] += _json_values(workdir / fill(source.jsonl, values), source.key)
+            values_by_metric[name] += _read_json_values(workdir / fill(source.jsonl, values), source.key)
     return {
         name: [number for value in values if (number := _as_number(value)) is not None]
         for name, values in values_by_metric.items()
@@ -210,11 +210,11 @@ def _read_blocks(log: Path) -> Iterator[str]:
             yield (block + file.readline(MAX_LINE)).decode(errors="replace")
 
 
-def _lines_of_rank_0(text: str) -> str:
-    return "\n".join(line for line in text.split("\n") if rank_of(line) in (None, 0))
+def _list_lines_of_rank_0(text: str) -> str:
+    return "\n".join(line for line in text.split("\n") if parse_rank(line) in (None, 0))
 
 
-def last_script_line(log: Path) -> str:
+def find_last_script_line(log: Path) -> str:
     """Return the last line that a command has written, without its rank; empty without one. tula's own do not count."""
     try:
         lines = read_end(log, TAIL_BYTES).splitlines()
@@ -226,7 +226,7 @@ def last_script_line(log: Path) -> str:
 
 def describe_missing_step(log: Path) -> str:
     """Return that no step was seen, with the last line of the script, which may say why, or else what to look for."""
-    line = last_script_line(log)
+    line = find_last_script_line(log)
     return f"no optimizer step of torch was seen; the last line of the script is: {line}" if line else NO_STEP_SEEN
 
 
@@ -235,12 +235,12 @@ def is_lower_better(name: str) -> bool:
     return _LESS_IS_BETTER.search(name) is not None
 
 
-def best_value(name: str, values: Iterable[float]) -> float:
+def find_best_value(name: str, values: Iterable[float]) -> float:
     """Return the best of a metric's values: the least or the most, by its name."""
     return (min if is_lower_better(name) else max)(values)
 
 
-def _json_values(path: Path, key: str) -> Iterator[object]:
+def _read_json_values(path: Path, key: str) -> Iterator[object]:
     if not path.exists():
         return
     with open_file(path) as file:
@@ -250,14 +250,14 @@ def _json_values(path: Path, key: str) -> Iterator[object]:
                 yield row[key]
 
 
-def last_and_best(values_by_metric: Mapping[str, Iterable[float]]) -> dict[str, float]:
+def find_last_and_best(values_by_metric: Mapping[str, Iterable[float]]) -> dict[str, float]:
     """Return the last value of each metric, and the best under `best_`, as far as they are finite numbers."""
     metrics: dict[str, float] = {}
     for name, values in values_by_metric.items():
         values_ = list(values)
         finite = [value for value in values_ if math.isfinite(value)]
         metrics |= {name: values_[-1]} if finite and math.isfinite(values_[-1]) else {}
-        metrics |= {f"best_{name}": best_value(name, finite)} if finite else {}
+        metrics |= {f"best_{name}": find_best_value(name, finite)} if finite else {}
     return metrics
 
 
@@ -290,7 +290,7 @@ class ScriptTraining:
 
     @property
     def world(self) -> int:
-        return world_size(self.task)
+        return count_ranks(self.task)
 
     # --- where it goes on
 
@@ -304,7 +304,7 @@ class ScriptTraining:
     @property
     def resume_settings(self) -> Resume | None:
         """How the script goes on: as the spec says, else as it was seen to by itself; None if it begins anew."""
-        configured, pattern = script_of(self.task.spec).resume, self.training.script_saves().resumes_from
+        configured, pattern = get_script(self.task.spec).resume, self.training.script_saves().resumes_from
         return Resume(checkpoint=pattern, batch="same") if configured is None and pattern else configured
 
     @property
@@ -320,7 +320,7 @@ class ScriptTraining:
         resume, code = self.resume_settings, self.run.code(self.task.code)
         if resume is None:
             return "none"
-        key = rehearsal_signature(self.task.spec, code.digest if code is not None else "")
+        key = compute_rehearsal_signature(self.task.spec, code.digest if code is not None else "")
         resume_test = ResumeTestRecords(self.run.path).newest_verdict(key)
         if resume_test is not None and resume_test.verdict == "none":
             return "none"
@@ -333,7 +333,7 @@ class ScriptTraining:
         """Return the values of the placeholders in paths."""
         process = ScriptProcess(self.task.nodes, 0, "", 0)
         task, run = self.task, self.run.path.absolute()
-        return placeholder_values(
+        return list_placeholder_values(
             task.spec, process, batch=task.batch, out=self.output_folder, run=run, workers=0, splits=task.splits
         )
 
@@ -361,9 +361,9 @@ class ScriptTraining:
     @property
     def dataset_size(self) -> int | None:
         """Samples of an epoch: as the spec says, else as probes or the training's own first steps have shown."""
-        known_size = script_of(self.task.spec).known_dataset_size or self._measured_size
+        known_size = get_script(self.task.spec).known_dataset_size or self._measured_size
         return (
-            claims.dataset_size(self._first_rank_results)
+            claims.find_dataset_size(self._first_rank_results)
             if known_size is None and self._first_rank_results
             else known_size
         )
@@ -388,9 +388,9 @@ class ScriptTraining:
     @property
     def epoch_samples(self) -> int | None:
         """Samples that an epoch trains on: those of the dataset without what the loader drops, with what it repeats."""
-        size, observed = self.dataset_size, claims.epoch_samples(self._first_rank_results)
-        by_loader = claims.dataset_size(self._first_rank_results) if self._first_rank_results else None
-        if script_of(self.task.spec).length.epochs is None or observed is None or by_loader != size:
+        size, observed = self.dataset_size, claims.count_epoch_samples(self._first_rank_results)
+        by_loader = claims.find_dataset_size(self._first_rank_results) if self._first_rank_results else None
+        if get_script(self.task.spec).length.epochs is None or observed is None or by_loader != size:
             return size  # a loader of a part of the dataset tells nothing of an epoch
         return observed
 
@@ -398,7 +398,7 @@ class ScriptTraining:
     def total_samples(self) -> int | None:
         """Samples of the whole training."""
         size = self.epoch_samples
-        return None if size is None else script_samples(script_of(self.task.spec), size)
+        return None if size is None else count_script_samples(get_script(self.task.spec), size)
 
     def base(self, command: LeaderCommand) -> tuple[int, int]:
         """Return the samples and the steps that an attempt begins with."""
@@ -420,10 +420,10 @@ class ScriptTraining:
             for earlier_attempt in self.training.attempts()
             if (earlier_attempt.task, earlier_attempt.number) != (command.task, command.attempt)
         ]
-        if script_of(self.task.spec).resume is not None or command.checkpoint or not earlier:
+        if get_script(self.task.spec).resume is not None or command.checkpoint or not earlier:
             return
         first_start = min(earlier_attempt.started_at for earlier_attempt in earlier)
-        loads = [row for row in attempt.loads(0) if first_start <= row["written"] < _plan_written_at(attempt)]
+        loads = [row for row in attempt.loads(0) if first_start <= row["written"] < _get_plan_write_time(attempt)]
         if not loads:
             return
         newest = max(loads, key=lambda row: float(row["written"]))
@@ -432,7 +432,7 @@ class ScriptTraining:
             (earlier_attempt for earlier_attempt in earlier if earlier_attempt.started_at <= written),
             key=lambda earlier_attempt: earlier_attempt.started_at,
         )
-        steps, counted = _position_at(ScriptAttempt(self.run.path, writer.task, writer.number), written)
+        steps, counted = _find_position_at(ScriptAttempt(self.run.path, writer.task, writer.number), written)
         samples, batch = steps * self.task.batch if counted is None else round(counted * self.world), self.task.batch
         self.training.write_script_progress(
             ScriptProgress(samples=samples, steps=steps, batch=batch, checkpoint=str(path), saved_at=written)
@@ -467,12 +467,12 @@ class ScriptTraining:
 
     def log_start(self, command: LeaderCommand) -> None:
         """Write the row of a start."""
-        if self.resume_verdict == "none" and script_of(self.task.spec).resume is not None:
+        if self.resume_verdict == "none" and get_script(self.task.spec).resume is not None:
             message = "a rehearsal has found that the script cannot go on from its own checkpoint: each interruption begins it anew"
             self._add("warning", 0, message=message)
         for message in self._describe_damaged():
             self._add("warning", self.base(command)[0], message=message)
-        lr = learning_rate(self.task.spec, self.task.batch)
+        lr = get_learning_rate(self.task.spec, self.task.batch)
         self._add("start", self.base(command)[0], batch=self.task.batch, attempt=self.task.attempt, lr=lr)
 
     def _describe_damaged(self) -> Iterator[str]:
@@ -529,7 +529,7 @@ class ScriptTraining:
         """
         beat = attempt.heartbeat(0)
         observed = None if beat is None or beat.step_samples is None else beat.step_samples * self.world
-        changed = claims.changed_batch(observed, before=previous)
+        changed = claims.find_changed_batch(observed, before=previous)
         if beat is None or changed is None:
             return previous
         samples, steps = self._position_reached(command, beat.step, beat.samples)
@@ -567,8 +567,8 @@ class ScriptTraining:
             settled: seconds without a change after which it is taken to be whole.
         """
         checkpoint = self.newest_checkpoint()
-        saved_at = 0.0 if checkpoint is None else checkpoint_changed_at(checkpoint)
-        saves, began, beat = self.training.script_saves(), _plan_written_at(attempt), attempt.heartbeat(0)
+        saved_at = 0.0 if checkpoint is None else get_checkpoint_change_time(checkpoint)
+        saves, began, beat = self.training.script_saves(), _get_plan_write_time(attempt), attempt.heartbeat(0)
         if settled and (beat is None or beat.stepped_at <= saved_at):
             return  # the row that tells in which step it was written comes with the next one
         if not max([began, *(save.saved_at for save in saves.saves[-1:])]) < saved_at <= time.time() - settled:
@@ -587,9 +587,9 @@ class ScriptTraining:
     ) -> tuple[int, int]:
         """Return the steps and samples that an attempt has trained from one checkpoint, or its start, to another."""
         begin_position = (
-            self.base(command) if begin is None else self._position_reached(command, *_position_at(attempt, begin))
+            self.base(command) if begin is None else self._position_reached(command, *_find_position_at(attempt, begin))
         )
-        end_position = self._position_reached(command, *_position_at(attempt, end))
+        end_position = self._position_reached(command, *_find_position_at(attempt, end))
         return end_position[1] - begin_position[1], end_position[0] - begin_position[0]
 
     def _record_lost(self, samples: int) -> None:
@@ -610,7 +610,7 @@ class ScriptTraining:
             "time": time.time(),
             "samples": samples,
             "epoch": self._epoch(samples),
-            **values_without_secrets(values),
+            **remove_secrets(values),
         }
         append_json_line(self.training.metrics_path, row)
 
@@ -620,7 +620,7 @@ class ScriptTraining:
 
     def broken_claims(self, ranks: Sequence[RankResult], command: LeaderCommand) -> ExitReason | None:
         """Return why an attempt is not what its command was given; None where it is, or not all ranks have told."""
-        violation = claims.broken_claims(ranks, resumed=bool(command.checkpoint))
+        violation = claims.describe_broken_claims(ranks, resumed=bool(command.checkpoint))
         return ExitReason("user", violation, final=True) if violation else None
 
     # --- after an attempt
@@ -678,7 +678,7 @@ class ScriptTraining:
 
     def _use_older_checkpoint(self, progress: ScriptProgress, older: Path) -> None:
         """Let an older checkpoint be the one to go on from: it holds what the newest does but for what came between."""
-        saved_at, saves = checkpoint_changed_at(older), self.training.script_saves()
+        saved_at, saves = get_checkpoint_change_time(older), self.training.script_saves()
         since = [save for save in saves.saves if saved_at < save.saved_at <= progress.saved_at]
         samples = max(0, progress.samples - sum(save.samples for save in since))
         steps = max(0, progress.steps - sum(save.steps for save in since))
@@ -704,11 +704,12 @@ class ScriptTraining:
         """Note the newest checkpoint, and how many samples it holds: those of the last row before it was written."""
         checkpoint = self.newest_checkpoint()
         if checkpoint is None or (
-            str(checkpoint) == command.checkpoint and checkpoint_changed_at(checkpoint) < _plan_written_at(attempt)
+            str(checkpoint) == command.checkpoint
+            and get_checkpoint_change_time(checkpoint) < _get_plan_write_time(attempt)
         ):
             return
-        saved_at = checkpoint_changed_at(checkpoint)
-        samples, steps = self._position_reached(command, *_position_at(attempt, saved_at))
+        saved_at = get_checkpoint_change_time(checkpoint)
+        samples, steps = self._position_reached(command, *_find_position_at(attempt, saved_at))
         progress = ScriptProgress(
             samples=samples, steps=steps, batch=self.task.batch, checkpoint=str(checkpoint), saved_at=saved_at
         )
@@ -721,7 +722,7 @@ class ScriptTraining:
             self._add("warning", samples, message=message)
 
     def _write_result(self, samples: int, steps: int, seconds: float | None) -> None:
-        script, task = script_of(self.task.spec), self.task
+        script, task = get_script(self.task.spec), self.task
         attempts = self.training.attempts()
         logs = [self.run.log_path(attempt.task, attempt.number) for attempt in attempts]
         rows = read_metrics(
@@ -732,7 +733,7 @@ class ScriptTraining:
                 self._add(
                     "warning", samples, message=f"script.metric {name} was nowhere to be found in what the script told"
                 )
-        metrics = last_and_best(rows)
+        metrics = find_last_and_best(rows)
         self.run.write_train_result(
             TrainResult(
                 signature=task.signature,
@@ -761,7 +762,7 @@ def _explain_length(fewer: bool) -> str:
     )
 
 
-def _position_at(attempt: ScriptAttempt, when: float) -> tuple[int, float | None]:
+def _find_position_at(attempt: ScriptAttempt, when: float) -> tuple[int, float | None]:
     """Return the steps, and rank 0's samples, that were over when a checkpoint was written (Unix time).
 
     A row of a save tells of the step in which it was written. Else those of the last row, or heartbeat, before it count:
@@ -778,7 +779,7 @@ def _position_at(attempt: ScriptAttempt, when: float) -> tuple[int, float | None
     return max(stood, key=lambda stand: stand[0], default=(0, None))
 
 
-def _plan_written_at(attempt: ScriptAttempt) -> float:
+def _get_plan_write_time(attempt: ScriptAttempt) -> float:
     """Return when an attempt's plan was written."""
     try:
         return attempt.plan_path.stat().st_mtime
@@ -789,7 +790,7 @@ def _plan_written_at(attempt: ScriptAttempt) -> float:
 # --- Limits of micro-batches
 
 
-def possible_micro_batches(run: RunDir, task: TrainTask) -> MicroBatches:
+def list_possible_micro_batches(run: RunDir, task: TrainTask) -> MicroBatches:
     """Return it for each batch of the ladder.
 
     Where no rank has told whether there is a BatchNorm (it was killed), there is taken to be one, on each rank by itself.
@@ -798,15 +799,15 @@ def possible_micro_batches(run: RunDir, task: TrainTask) -> MicroBatches:
     number = attempts[-1].number if attempts else 1
     batch_norms = [failure.batch_norm for failure in ScriptAttempt(run.path, task.id, number).failures()]
     norms = {norm for norm in batch_norms if norm is not None} or {"batch"}
-    world, micro_batches = world_size(task), task.spec.train.accumulate
+    world, micro_batches = count_ranks(task), task.spec.train.accumulate
     over = [1] * ("batch" in norms) or [world] * ("sync" in norms)
-    limits = [batch_norm_limit(ranks=ranks) for ranks in over]
+    limits = [make_batch_norm_limit(ranks=ranks) for ranks in over]
 
     def of(batch: int) -> Splits:
         micro_batch = batch // world // micro_batches
-        fewest = refresh.max_samples_drawn(task.spec, batch, available=micro_batch, world=world)
+        fewest = refresh.compute_max_samples_drawn(task.spec, batch, available=micro_batch, world=world)
         ags_limit = (lambda samples: samples >= fewest, f"AGS takes a small batch of {fewest} samples of it")
-        return splits_of(batch, micro_batch=micro_batch, micro_batches=micro_batches, limits=[ags_limit, *limits])
+        return list_splits(batch, micro_batch=micro_batch, micro_batches=micro_batches, limits=[ags_limit, *limits])
 
     splits = tuple(of(rung.batch) for rung in task.ladder)
     return MicroBatches(splits=splits, normalised=over[0] if over and batch_norms else 0)

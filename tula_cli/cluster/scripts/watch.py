@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 from tula_cli import words
 from tula_cli.cluster.exit_reason import ExitReason, compute_device
-from tula_cli.cluster.scripts.placeholders import script_of
+from tula_cli.cluster.scripts.placeholders import get_script
 from tula_cli.cluster.scripts.resume_test import ResumeTest
 from tula_cli.cluster.scripts.training import (
     SETTLED_SECONDS,
     ScriptTraining,
-    checkpoint_changed_at,
     describe_missing_step,
+    get_checkpoint_change_time,
 )
 from tula_cli.host.failures import classify_failure, find_telling_line
-from tula_cli.host.leftovers import processes_with_variable
-from tula_cli.host.network import node_name
-from tula_cli.host.processes import inner_id
+from tula_cli.host.leftovers import find_processes_with_variable
+from tula_cli.host.network import get_node_name
+from tula_cli.host.processes import find_inner_id
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import append_json_line
 from tula_cli.run.records.jobs import Failure, LeaderCommand
@@ -88,7 +88,7 @@ def put_aside_probe_files(attempt: ScriptAttempt) -> str:
     folders = sorted({Path(row["path"]) for row in rows if row.get("folder") and not row["existed"]}, reverse=True)
     moved: list[str] = []
     remaining: list[str] = []
-    for file in _changed_files(rows, folders, since=stepped):
+    for file in _list_changed_files(rows, folders, since=stepped):
         try:
             if file.is_unchanged():
                 continue
@@ -106,7 +106,7 @@ def put_aside_probe_files(attempt: ScriptAttempt) -> str:
     return text
 
 
-def _changed_files(
+def _list_changed_files(
     rows: Sequence[Mapping[str, Any]], folders: Iterable[Path], *, since: float
 ) -> Iterable[ChangedFile]:
     """Yield what holds something of a training: changed after the first step, by the journal or by its time."""
@@ -120,12 +120,12 @@ def _changed_files(
         existed = any(event["existed"] for event in events)
         if not existed and not os.path.lexists(name):
             continue  # a draft that was renamed, or a temporary file
-        if any(event["late"] for event in events) or _modified_at(Path(name)) >= since:
+        if any(event["late"] for event in events) or _get_modification_time(Path(name)) >= since:
             yield ChangedFile(Path(name), existed, None if copy is None else Path(copy), modified)
     new_files = {
         file for folder in folders for file in folder.rglob("*") if file.is_file() and str(file) not in by_path
     }
-    yield from (ChangedFile(file, False, None) for file in sorted(new_files) if _modified_at(file) >= since)
+    yield from (ChangedFile(file, False, None) for file in sorted(new_files) if _get_modification_time(file) >= since)
 
 
 def _restore(file: ChangedFile, target: Path) -> bool:
@@ -141,7 +141,7 @@ def _restore(file: ChangedFile, target: Path) -> bool:
     return True
 
 
-def _modified_at(path: Path) -> float:
+def _get_modification_time(path: Path) -> float:
     try:
         return path.lstat().st_mtime
     except OSError:
@@ -198,7 +198,7 @@ class ScriptWatch:
     ranks: range
     training: ScriptTraining | None = None
     _next_row: float = 0.0
-    _next_words: float = words.log_pause(0.0)  # seconds after the start at which the log tells how far it is
+    _next_words: float = words.compute_log_pause(0.0)  # seconds after the start at which the log tells how far it is
     _next_epoch: float = 0.0  # or once this has begun
     _next_look: float = 0.0
     _began: float = field(default_factory=time.monotonic)
@@ -244,7 +244,7 @@ class ScriptWatch:
         age = time.monotonic() - self._began
         if row is None or (age < self._next_words and (row["epoch"] is None or row["epoch"] < self._next_epoch)):
             return
-        self._next_words, self._next_epoch = age + words.log_pause(age), math.floor(row["epoch"] or 0) + 1
+        self._next_words, self._next_epoch = age + words.compute_log_pause(age), math.floor(row["epoch"] or 0) + 1
         progress_text = words.describe_progress(
             epoch=row["epoch"], of=None, samples=row["samples"], batch=training.task.batch, loss=row["loss"],
             step_time=row["step_time"], left=row["eta"],
@@ -290,7 +290,7 @@ class ScriptWatch:
             task=self.task.id,
             attempt=self.command.attempt,
             rank=rank,
-            host=node_name(),
+            host=get_node_name(),
             pid=shim_failure.pid,
             outcome="user"
             if is_of_shim
@@ -307,11 +307,11 @@ class ScriptWatch:
     @property
     def can_save(self) -> bool:
         """Whether this is a training that can be asked to save."""
-        return isinstance(self.task, TrainTask) and script_of(self.task.spec).save != "none"
+        return isinstance(self.task, TrainTask) and get_script(self.task.spec).save != "none"
 
     def ask_to_save(self) -> None:
         """Ask these ranks for a checkpoint, as the spec says; by a file, the leader alone does."""
-        how = script_of(self.task.spec).save
+        how = get_script(self.task.spec).save
         if how in SIGNALS:
             for pid in self._rank_processes():
                 with contextlib.suppress(ProcessLookupError):
@@ -329,8 +329,8 @@ class ScriptWatch:
         plan = str(self.attempt.plan_path)
         return [
             pid
-            for pid, value in processes_with_variable("TULA_PLAN").items()
-            if value == plan and inner_id(pid) in hearts
+            for pid, value in find_processes_with_variable("TULA_PLAN").items()
+            if value == plan and find_inner_id(pid) in hearts
         ]
 
     def has_saved(self, *, since: float) -> bool:
@@ -338,7 +338,7 @@ class ScriptWatch:
         if not isinstance(self.task, TrainTask):
             return False
         checkpoint = ScriptTraining(self.run, self.task).newest_checkpoint()
-        return checkpoint is not None and since < checkpoint_changed_at(checkpoint) < time.time() - SETTLED_SECONDS
+        return checkpoint is not None and since < get_checkpoint_change_time(checkpoint) < time.time() - SETTLED_SECONDS
 
     # --- faults
 
@@ -365,7 +365,7 @@ class ScriptWatch:
             message = (
                 f"no step for {time.time() - beat.alive_at:.0f} s, after {beat.step} steps of {beat.seconds:.3g} s"
             )
-            return ExitReason("unknown", f"{message}: ended as stuck", rank, node_name())
+            return ExitReason("unknown", f"{message}: ended as stuck", rank, get_node_name())
         return self._no_first_step_reason()
 
     def _no_first_step_reason(self) -> ExitReason | None:
@@ -379,7 +379,7 @@ class ScriptWatch:
             return None
         log = self.run.log_path(self.task.id, self.command.attempt)
         limit = f"{self._first_step_limit / 60:.3g} min after its start (search.max_minutes, or 20 starts of a probe)"
-        return ExitReason("user", f"ended {limit}: {describe_missing_step(log)}", self.ranks.start, node_name())
+        return ExitReason("user", f"ended {limit}: {describe_missing_step(log)}", self.ranks.start, get_node_name())
 
     @cached_property
     def _first_step_limit(self) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tula_cli.models.tres import parse_count, parse_tres
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.slurm_options import Slurm, option_name
+from tula_cli.spec.slurm_options import Slurm, normalize_option_name
 
 _KEY = re.compile(r"(?:^|\s)([A-Za-z][\w/:]*)=")
 _BARE = re.compile(r"^\d+$")
@@ -76,7 +76,7 @@ def _asks_for_gpus(spec: JobSpec) -> bool:
     return spec.cluster.device != "cpu" and (spec.cluster.slurm or Slurm()).gpus != "none"
 
 
-def allocated_tres(
+def compute_allocated_tres(
     spec: JobSpec, node: Node, partition: Mapping[str, str], config: Mapping[str, str]
 ) -> dict[str, float]:
     """Return the TRES that a job is allocated on one node.
@@ -94,11 +94,11 @@ def allocated_tres(
         tres = {name: count for name, count in node.tres.items() if name not in ("billing", "mem")}
         gpus = int(node.tres.get("gres/gpu", gpus))
     else:
-        tres = {"cpu": _cpus_on_shared_node(spec, node, config), "node": 1.0, **_gpu_counts(spec, node, gpus)}
-    return {**tres, "mem": _memory_on_shared_node(spec, node, partition, config, cpus=tres["cpu"], gpus=gpus)}
+        tres = {"cpu": _count_cpus_on_shared_node(spec, node, config), "node": 1.0, **_count_gpus(spec, node, gpus)}
+    return {**tres, "mem": _compute_memory_on_shared_node(spec, node, partition, config, cpus=tres["cpu"], gpus=gpus)}
 
 
-def _gpu_counts(spec: JobSpec, node: Node, gpus: int) -> dict[str, float]:
+def _count_gpus(spec: JobSpec, node: Node, gpus: int) -> dict[str, float]:
     """Return the GPUs as SLURM counts them: by those names alone that it tracks."""
     slurm = spec.cluster.slurm or Slurm()
     typed = [name for name in node.tres if name.startswith("gres/gpu:")]
@@ -107,10 +107,10 @@ def _gpu_counts(spec: JobSpec, node: Node, gpus: int) -> dict[str, float]:
     return {name: float(gpus) for name in names if gpus}
 
 
-def _cpus_on_shared_node(spec: JobSpec, node: Node, config: Mapping[str, str]) -> float:
+def _count_cpus_on_shared_node(spec: JobSpec, node: Node, config: Mapping[str, str]) -> float:
     """Return the CPUs on a shared node: those of its tasks, in whole cores where SLURM gives cores."""
     slurm, ranks = spec.cluster.slurm or Slurm(), spec.cluster.gpus_per_node
-    per_gpu = _extra_option(slurm, "cpus-per-gpu")
+    per_gpu = _get_extra_option(slurm, "cpus-per-gpu")
     cpus = ranks * (slurm.cpus_per_task or int(per_gpu or 1))
     if spec.task_per_node and slurm.cpus_per_task is None and not per_gpu:
         cpus = 1
@@ -118,14 +118,14 @@ def _cpus_on_shared_node(spec: JobSpec, node: Node, config: Mapping[str, str]) -
     return float(cpus if by_threads else node.threads * math.ceil(cpus / node.threads))
 
 
-def _memory_on_shared_node(
+def _compute_memory_on_shared_node(
     spec: JobSpec, node: Node, partition: Mapping[str, str], config: Mapping[str, str], *, cpus: float, gpus: int
 ) -> float:
     slurm = spec.cluster.slurm or Slurm()
     requests = [
         ("Node", 1.0, slurm.memory),
-        ("CPU", cpus, _extra_option(slurm, "mem-per-cpu")),
-        ("GPU", float(gpus), _extra_option(slurm, "mem-per-gpu")),
+        ("CPU", cpus, _get_extra_option(slurm, "mem-per-cpu")),
+        ("GPU", float(gpus), _get_extra_option(slurm, "mem-per-gpu")),
     ]
     for _, times, text in requests:
         if text and (size := parse_count("mem", text)) is not None:
@@ -139,14 +139,14 @@ def _memory_on_shared_node(
     return node.tres["mem"]
 
 
-def _extra_option(slurm: Slurm, name: str) -> str:
-    values = [str(value) for key, value in slurm.extra.items() if option_name(key) == name and value]
+def _get_extra_option(slurm: Slurm, name: str) -> str:
+    values = [str(value) for key, value in slurm.extra.items() if normalize_option_name(key) == name and value]
     return values[0] if values else ""
 
 
-def requested_licenses(spec: JobSpec) -> dict[str, float]:
+def list_requested_licenses(spec: JobSpec) -> dict[str, float]:
     """Return the licenses that a job asks for (`extra: {licenses: "matlab:2"}`), as TRES of the whole job."""
-    text = _extra_option(spec.cluster.slurm or Slurm(), "licenses")
+    text = _get_extra_option(spec.cluster.slurm or Slurm(), "licenses")
     entries: Iterable[str] = filter(None, re.split(r"[,;|\s]+", text.strip("[]'")))
     entries_ = [entry.replace("=", ":").partition(":") for entry in entries]
     return {

@@ -11,19 +11,25 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from tula_cli.cluster.slurm.allocations import Node, allocated_tres, parse_config, parse_record, requested_licenses
+from tula_cli.cluster.slurm.allocations import (
+    Node,
+    compute_allocated_tres,
+    list_requested_licenses,
+    parse_config,
+    parse_record,
+)
 from tula_cli.cluster.slurm.command import call_slurm
-from tula_cli.cluster.slurm.site import ALL_PARTITIONS, ALL_QOS, COMMAND_TIMEOUT, Call, first_fields
+from tula_cli.cluster.slurm.site import ALL_PARTITIONS, ALL_QOS, COMMAND_TIMEOUT, Call, parse_first_fields
 from tula_cli.errors import SchedulerError, SpecError, TulaError
 from tula_cli.models.tres import compute_billing, parse_flags, parse_tres, parse_weights
-from tula_cli.plugins import nearest
+from tula_cli.plugins import suggest_nearest
 from tula_cli.run.files import make_folder, read_record, write_record
 from tula_cli.run.records.base import Record
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.resources import Pricing, SiteBill
-from tula_cli.spec.signature import digest
+from tula_cli.spec.signature import compute_digest
 from tula_cli.spec.slurm_options import Slurm
-from tula_cli.words import number, plural
+from tula_cli.words import format_count, format_number
 
 # --- The bill of a job
 
@@ -45,7 +51,7 @@ _RECORD: TypeAdapter[StoredBill] = TypeAdapter(StoredBill)
 Ask = Callable[..., str]
 
 
-def site_bill(spec: JobSpec, root: Path | None, *, ask: Ask | None = None) -> SiteBill:
+def find_site_bill(spec: JobSpec, root: Path | None, *, ask: Ask | None = None) -> SiteBill:
     """Return what SLURM bills a job of this spec.
 
     Args:
@@ -79,9 +85,9 @@ def site_bill(spec: JobSpec, root: Path | None, *, ask: Ask | None = None) -> Si
                 f"pricing.kind billing: SLURM does not tell what it bills ({error.message})",
                 "ask on a login node, or give what a whole node is billed: pricing.per_node",
             ) from None
-        return _stored_bill(stored, "SLURM does not answer now")
+        return _load_stored_bill(stored, "SLURM does not answer now")
     if unsure:  # not kept: nothing would ask again for a day
-        return bill if stored is None else _stored_bill(stored, unsure)
+        return bill if stored is None else _load_stored_bill(stored, unsure)
     if path is not None:
         with contextlib.suppress(TulaError, OSError):  # another user's folder, a full disk: it is asked again
             make_folder(path.parent)
@@ -90,7 +96,7 @@ def site_bill(spec: JobSpec, root: Path | None, *, ask: Ask | None = None) -> Si
     return bill
 
 
-def _stored_bill(stored: StoredBill, why: str) -> SiteBill:
+def _load_stored_bill(stored: StoredBill, why: str) -> SiteBill:
     day = time.strftime("%Y-%m-%d", time.localtime(stored.asked_at))
     return replace(stored.bill, words=f"{stored.bill.words}; as of {day}, {why}")
 
@@ -113,7 +119,7 @@ def _cache_key(spec: JobSpec) -> str:
     options = (spec.cluster.slurm or Slurm()).model_dump(
         mode="json", include={"partition", "account", "qos", "constraint", "memory", "cpus_per_task", "gpus", "gpu_type", "exclusive", "extra", "launcher"}
     )  # fmt: skip
-    return digest({
+    return compute_digest({
         "slurm": options, "gpus": spec.cluster.gpus_per_node, "device": spec.cluster.device, "one": spec.task_per_node,
         "site": os.environ.get("SLURM_CONF", ""),
         "factors": [spec.pricing.qos_factors, spec.pricing.partition_factors],
@@ -163,8 +169,8 @@ def ask_bill(spec: JobSpec, ask: Ask) -> tuple[SiteBill, str]:
     ]
     offers = [
         offer
-        for record in _partitions_of_job(spec, records)
-        for offer in _bill_options(spec, record, _distinct_kinds(nodes), config)
+        for record in _list_partitions_of_job(spec, records)
+        for offer in _list_bill_options(spec, record, _list_distinct_kinds(nodes), config)
     ]
     if not offers:
         slurm = spec.cluster.slurm or Slurm()
@@ -173,12 +179,14 @@ def ask_bill(spec: JobSpec, ask: Ask) -> tuple[SiteBill, str]:
             f"pricing.kind billing: no node of {where} gives what the job asks for",
             "scontrol show node tells Partitions, AvailableFeatures and Gres; pricing.per_node is without it",
         )
-    qos, factor, unsure = usage_factor(spec, ask, config)
+    qos, factor, unsure = find_usage_factor(spec, ask, config)
     times = {offer.partition: charge_factor(spec, qos=qos, partition=offer.partition) for offer in offers}
     dearest = max(offers, key=lambda offer: offer.node * times[offer.partition])
     least = min(offer.node for offer in offers)
     between = (
-        f"; from {number(least)} on, by partition and kind of nodes: the dearest counts" if least < dearest.node else ""
+        f"; from {format_number(least)} on, by partition and kind of nodes: the dearest counts"
+        if least < dearest.node
+        else ""
     )
     by_qos = "" if factor == 1 else f", QOS {qos} counts {factor:g} times"
     bill = SiteBill(
@@ -201,29 +209,29 @@ def charge_factor(spec: JobSpec, *, qos: str, partition: str) -> float:
     return by_qos.get(qos.lower(), 1.0) * dearest
 
 
-def _partitions_of_job(spec: JobSpec, records: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+def _list_partitions_of_job(spec: JobSpec, records: Sequence[dict[str, str]]) -> list[dict[str, str]]:
     named = (spec.cluster.slurm or Slurm()).partition
     if named:
         return [record for record in records if record.get("PartitionName") in named.split(",")]
     return [record for record in records if record.get("Default") == "YES"]
 
 
-def _distinct_kinds(nodes: Sequence[Node]) -> list[Node]:
+def _list_distinct_kinds(nodes: Sequence[Node]) -> list[Node]:
     """Return one node of each kind."""
     kinds = {(tuple(sorted(n.tres.items())), n.partitions, n.features, n.gres, n.threads): n for n in nodes}
     return list(kinds.values())
 
 
-def _bill_options(
+def _list_bill_options(
     spec: JobSpec, partition: dict[str, str], nodes: Sequence[Node], config: dict[str, str]
 ) -> list[_BillOption]:
     name, text = partition["PartitionName"], partition.get("TRESBillingWeights", "")
     weights, count = parse_weights(text), parse_flags(config.get("PriorityFlags", ""))
-    of_job = requested_licenses(spec)
+    of_job = list_requested_licenses(spec)
     options = []
     for node in nodes:
         if node.can_run(spec, name):
-            tres = allocated_tres(spec, node, partition, config)
+            tres = compute_allocated_tres(spec, node, partition, config)
             alone = compute_billing(tres, weights, count)
             job = compute_billing({**tres, **of_job}, weights, count) - alone
             how = {
@@ -239,19 +247,19 @@ def _bill_options(
 def _describe_tres(tres: dict[str, float]) -> str:
     shown = [f"{tres['cpu']:g} CPUs", f"{tres['mem']:g} MB"]
     gpus = tres.get("gres/gpu", 0.0)
-    return ", ".join([*shown, *([plural(int(gpus), "GPU")] if gpus else [])])
+    return ", ".join([*shown, *([format_count(int(gpus), "GPU")] if gpus else [])])
 
 
 # --- QOS
 
 
-def usage_factor(spec: JobSpec, ask: Ask, config: Mapping[str, str]) -> tuple[str, float, str]:
+def find_usage_factor(spec: JobSpec, ask: Ask, config: Mapping[str, str]) -> tuple[str, float, str]:
     """Return the QOS of a job, its UsageFactor, and why that is not known, where it is not; 1 where there is no accounting."""
     if config.get("AccountingStorageType", "").endswith(("/none", "(null)")):
         return "", 1.0, ""
     named = (spec.cluster.slurm or Slurm()).qos or ""
     try:
-        qos = named or default_qos(spec, ask, config)
+        qos = named or find_default_qos(spec, ask, config)
         rows = ask("sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=Name,UsageFactor").splitlines()
     except SchedulerError as error:
         return named, 1.0, f"the usage factor of its QOS is not known ({error.message})"
@@ -262,12 +270,12 @@ def usage_factor(spec: JobSpec, ask: Ask, config: Mapping[str, str]) -> tuple[st
         return qos, 1.0, f"the accounting tells no usage factor of QOS {qos}"
 
 
-def default_qos(spec: JobSpec, ask: Ask, config: Mapping[str, str]) -> str:
+def find_default_qos(spec: JobSpec, ask: Ask, config: Mapping[str, str]) -> str:
     """Return the QOS that a job has which names none."""
     cluster = config.get("ClusterName", "")  # one accounting may hold several
     output = ask(
-        "sacctmgr", "--noheader", "--parsable2", "show", "associations", f"user={user_name()}",
-        f"account={account_of(spec, ask)}", *([f"cluster={cluster}"] if cluster else []), "format=DefaultQOS,QOS,Partition",
+        "sacctmgr", "--noheader", "--parsable2", "show", "associations", f"user={get_user_name()}",
+        f"account={find_account(spec, ask)}", *([f"cluster={cluster}"] if cluster else []), "format=DefaultQOS,QOS,Partition",
     )  # fmt: skip
     partitions = ((spec.cluster.slurm or Slurm()).partition or "").split(",")
     for default, allowed, partition in (line.split("|") for line in output.splitlines() if line.count("|") == 2):
@@ -277,19 +285,19 @@ def default_qos(spec: JobSpec, ask: Ask, config: Mapping[str, str]) -> str:
     return "normal"
 
 
-def account_of(spec: JobSpec, ask: Ask) -> str:
+def find_account(spec: JobSpec, ask: Ask) -> str:
     """Return the account that a job is charged to, in small letters, as the accounting keeps them."""
     named = (spec.cluster.slurm or Slurm()).account
     if named:
         return named.lower()
     return (
-        ask("sacctmgr", "--noheader", "--parsable2", "show", "user", user_name(), "format=DefaultAccount")
+        ask("sacctmgr", "--noheader", "--parsable2", "show", "user", get_user_name(), "format=DefaultAccount")
         .split("|")[0]
         .strip()
     )
 
 
-def user_name() -> str:
+def get_user_name() -> str:
     """Return the name of who submits."""
     return pwd.getpwuid(os.getuid()).pw_name
 
@@ -326,7 +334,7 @@ class Balance:
     unseen: str = ""  # why not all limits are known; empty where they are
 
 
-def account_balance(spec: JobSpec, *, qos: str, ask: Ask) -> Balance:
+def read_account_balance(spec: JobSpec, *, qos: str, ask: Ask) -> Balance:
     """Return what the account of a job has left; nothing of it raises an error.
 
     Args:
@@ -336,24 +344,24 @@ def account_balance(spec: JobSpec, *, qos: str, ask: Ask) -> Balance:
     """
     spec = with_environment_defaults(spec)
     try:
-        account = account_of(spec, ask)
+        account = find_account(spec, ask)
     except SchedulerError as error:
         return Balance("", (), f"the accounting does not tell the account: {error.message}")
     if not account:
         return Balance("", (), "the accounting knows no default account of yours; set cluster.slurm.account")
     partition = (spec.cluster.slurm and spec.cluster.slurm.partition) or ""
     qos = qos.lower()
-    limits, missing = _limits_of_controller(account, partition, ask)
-    if missing and (shared := _limits_of_sshare(account, ask)) is not None:
+    limits, missing = _read_limits_of_controller(account, partition, ask)
+    if missing and (shared := _read_limits_of_sshare(account, ask)) is not None:
         return Balance(account, tuple(shared), "" if not qos else f"of QOS {qos} nothing is shown")
-    by_qos, hidden = ([], "") if missing else _limits_of_qos(qos, ask)
+    by_qos, hidden = ([], "") if missing else _read_limits_of_qos(qos, ask)
     return Balance(account, (*limits, *by_qos), missing or hidden)
 
 
 # --- scontrol show assoc_mgr
 
 
-def _limits_of_controller(account: str, partition: str, ask: Ask) -> tuple[list[TresLimit], str]:
+def _read_limits_of_controller(account: str, partition: str, ask: Ask) -> tuple[list[TresLimit], str]:
     """Return the limits that the controller shows, and which it does not."""
     limits: list[TresLimit] = []
     above, name = [account], account
@@ -368,9 +376,9 @@ def _limits_of_controller(account: str, partition: str, ask: Ask) -> tuple[list[
             return limits, f"account {name} is not shown (PrivateData?)"
         if name == account:
             for block in blocks_of_account:
-                of_user = block.get("UserName", "").partition("(")[0] == user_name()
+                of_user = block.get("UserName", "").partition("(")[0] == get_user_name()
                 if of_user and block.get("Partition", "") in ("", partition):
-                    limits += parse_limits(block, f"{user_name()} in account {name}")
+                    limits += parse_limits(block, f"{get_user_name()} in account {name}")
         limits += parse_limits(shared, f"account {name}")
         name = shared.get("ParentAccount", "").partition("(")[0]
         if name in above or len(above) > _MAX_PARENT_ACCOUNTS:
@@ -379,7 +387,7 @@ def _limits_of_controller(account: str, partition: str, ask: Ask) -> tuple[list[
     return limits, ""
 
 
-def _limits_of_qos(qos: str, ask: Ask) -> tuple[list[TresLimit], str]:
+def _read_limits_of_qos(qos: str, ask: Ask) -> tuple[list[TresLimit], str]:
     """Return the limits of a QOS, and why they are not known; empty where they are."""
     if not qos:
         return [], ""
@@ -427,7 +435,7 @@ def _parse_entries(text: str) -> Iterator[tuple[str, float | None, float]]:
 # --- sshare
 
 
-def _limits_of_sshare(account: str, ask: Ask) -> list[TresLimit] | None:
+def _read_limits_of_sshare(account: str, ask: Ask) -> list[TresLimit] | None:
     """Return the limits that `sshare` shows of a user's association and all above it; None where it shows none of them."""
     try:
         output = ask("sshare", "--noheader", "--parsable2", "--format=Account,User,GrpTRESMins,GrpTRESRaw,TRESRunMins")
@@ -438,12 +446,12 @@ def _limits_of_sshare(account: str, ask: Ask) -> list[TresLimit] | None:
         fields = line.split("|")
         depth = len(line) - len(line.lstrip(" "))
         path = [*path[:depth], [field.strip() for field in fields]]
-        if len(fields) == 5 and path[-1][:2] == [account, user_name()]:
-            return [limit for fields in path for limit in _limits_of_row(fields)]
+        if len(fields) == 5 and path[-1][:2] == [account, get_user_name()]:
+            return [limit for fields in path for limit in _parse_limits_of_row(fields)]
     return None
 
 
-def _limits_of_row(fields: list[str]) -> Iterator[TresLimit]:
+def _parse_limits_of_row(fields: list[str]) -> Iterator[TresLimit]:
     account, name, limits, used, running = fields
     where = f"{name} in account {account}" if name else f"account {account}"
     spent, open_ = parse_tres(used), parse_tres(running)
@@ -468,7 +476,7 @@ class BilledJobs:
     billings: tuple[int, ...] = ()  # of one hour, of each kind of job among them
 
 
-def billed_jobs(ids: Sequence[str]) -> BilledJobs | None:
+def read_billed_jobs(ids: Sequence[str]) -> BilledJobs | None:
     """Return what jobs were billed so far; None where the accounting does not tell.
 
     Args:
@@ -506,7 +514,7 @@ def parse_billed(output: str) -> BilledJobs | None:
     )
 
 
-def price_of_billed(billed: BilledJobs, pricing: Pricing) -> float:
+def compute_price_of_billed(billed: BilledJobs, pricing: Pricing) -> float:
     """Return what a site charges for what its SLURM has billed, in the currency of the pricing."""
     billing = pricing.slurm_billing
     factor = 1.0 if billing is None else billing.usage_factor * billing.charge_factor
@@ -525,7 +533,7 @@ class UnknownName:
     advice: str
 
 
-def unknown_names(
+def list_unknown_names(
     pricing: Pricing, *, qos: Collection[str] | None, partitions: Collection[str] | None
 ) -> Iterator[UnknownName]:
     """Yield the names with a factor that are none of the site's.
@@ -538,15 +546,19 @@ def unknown_names(
     any_case = {name.lower() for name in qos or ()}  # as SLURM reads names of QOS
     for name, factor in pricing.qos_factors.items():
         if qos and name.lower() not in any_case:
-            yield _unknown_factor("qos_factors", "QOS", name, factor, qos)
+            yield _describe_unknown_factor("qos_factors", "QOS", name, factor, qos)
     for name, factor in pricing.partition_factors.items():
         if partitions and name not in partitions:
-            yield _unknown_factor("partition_factors", "partition", name, factor, partitions)
+            yield _describe_unknown_factor("partition_factors", "partition", name, factor, partitions)
 
 
-def _unknown_factor(key: str, kind: str, name: str, factor: float, known_names: Collection[str]) -> UnknownName:
+def _describe_unknown_factor(
+    key: str, kind: str, name: str, factor: float, known_names: Collection[str]
+) -> UnknownName:
     message = f"SLURM knows no {kind} {name!r}, so its factor {factor:g} counts for no job"
-    return UnknownName(f"pricing.{key}", message, nearest(name, known_names) or f"there are: {', '.join(known_names)}")
+    return UnknownName(
+        f"pricing.{key}", message, suggest_nearest(name, known_names) or f"there are: {', '.join(known_names)}"
+    )
 
 
 def warn_unknown_factors(spec: JobSpec, *, ask: Call = call_slurm) -> list[str]:
@@ -559,14 +571,14 @@ def warn_unknown_factors(spec: JobSpec, *, ask: Call = call_slurm) -> list[str]:
     pricing = spec.pricing
     if spec.cluster.kind != "slurm":
         return []
-    unknown_ = unknown_names(
+    unknown_ = list_unknown_names(
         pricing,
-        qos=_known_names(ask, ALL_QOS) if pricing.qos_factors else None,
-        partitions=_known_names(ask, ALL_PARTITIONS) if pricing.partition_factors else None,
+        qos=_read_known_names(ask, ALL_QOS) if pricing.qos_factors else None,
+        partitions=_read_known_names(ask, ALL_PARTITIONS) if pricing.partition_factors else None,
     )
     return [f"{unknown.about}: {unknown.message} ({unknown.advice})" for unknown in unknown_]
 
 
-def _known_names(ask: Call, command: tuple[str, ...]) -> tuple[str, ...] | None:
+def _read_known_names(ask: Call, command: tuple[str, ...]) -> tuple[str, ...] | None:
     answer = ask(*command, patience=COMMAND_TIMEOUT)
-    return first_fields(answer.text) if answer.ok else None
+    return parse_first_fields(answer.text) if answer.ok else None

@@ -52,7 +52,7 @@ def call_slurm(*command: str, patience: float | None = None, environ: Mapping[st
         completed = run_command(
             command,
             timeout=limit,
-            environ=command_environment(os.environ) if environ is None else environ,
+            environ=make_command_environment(os.environ) if environ is None else environ,
             outlives_parent=command[0] in ("sbatch", "scancel", "scontrol"),  # what it has begun, SLURM completes
         )
     except OSError as error:
@@ -67,7 +67,7 @@ def call_slurm(*command: str, patience: float | None = None, environ: Mapping[st
     )
 
 
-def command_environment(environ: Mapping[str, str]) -> dict[str, str]:
+def make_command_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment in which SLURM's commands are called.
 
     What an allocation sets, where tula is started inside one, would bind the new job's ranks to its processors and GPUs;

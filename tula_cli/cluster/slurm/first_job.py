@@ -11,22 +11,22 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from tula_cli.cluster.batch_launcher import find_queued, submit_script
-from tula_cli.cluster.chains import YOUNG_SECONDS, folder_patience
+from tula_cli.cluster.chains import YOUNG_SECONDS, get_folder_patience
 from tula_cli.cluster.inspection import (
     INSPECTION_TIMEOUT,
     PROGRAM,
     CachedInspection,
     Inspect,
-    interpreter_command,
-    interpreter_failed,
-    limit_exceeded,
+    find_exceeded_limit,
+    get_interpreter_command,
+    list_unmeasured_settings,
+    make_interpreter_error,
     parse_inspection,
-    unmeasured_settings,
 )
 from tula_cli.cluster.launcher import lock_submission
 from tula_cli.cluster.scheduler import JobRequest
 from tula_cli.cluster.slurm import queue as scheduler
-from tula_cli.cluster.slurm.sbatch import submitit_parameters
+from tula_cli.cluster.slurm.sbatch import make_submitit_parameters
 from tula_cli.cluster.slurm.scheduler import SlurmScheduler, require_plain_path
 from tula_cli.errors import Interruption, JobFailed, Pending, SchedulerError, TulaError
 from tula_cli.run.directory import RunDir
@@ -34,7 +34,7 @@ from tula_cli.run.files import read_record, read_text, write_atomic, write_recor
 from tula_cli.run.records.inspections import FirstJob, Inspection
 from tula_cli.run.records.tasks import CheckTask
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.signature import digest
+from tula_cli.spec.signature import compute_digest
 from tula_cli.spec.slurm_options import ROOM
 
 POLL_INTERVALS = (2.0, 10.0)
@@ -47,16 +47,18 @@ _JOB = "first_job.json"
 
 def load_inspection(run: RunDir, spec: JobSpec) -> Inspection | None:
     """Return what an earlier first job of this run found with these settings."""
-    return read_record(inspection_path(run, spec), TypeAdapter(Inspection)) or _inspection_of_lost_command(run, spec)
+    return read_record(get_inspection_path(run, spec), TypeAdapter(Inspection)) or _read_inspection_of_lost_command(
+        run, spec
+    )
 
 
-def _inspection_of_lost_command(run: RunDir, spec: JobSpec) -> Inspection | None:
+def _read_inspection_of_lost_command(run: RunDir, spec: JobSpec) -> Inspection | None:
     """Return what a job has found whose command line was gone by then."""
-    job = _newest_job(run)
-    if job is None or job.awaited != inspection_path(run, spec).name:
+    job = _find_newest_job(run)
+    if job is None or job.awaited != get_inspection_path(run, spec).name:
         return None
     try:
-        return parse_inspection(read_text(_log_path(run, job.scheduler_id)), "")
+        return parse_inspection(read_text(_get_log_path(run, job.scheduler_id)), "")
     except (
         TulaError,
         ValueError,
@@ -64,9 +66,9 @@ def _inspection_of_lost_command(run: RunDir, spec: JobSpec) -> Inspection | None
         return None
 
 
-def inspection_path(run: RunDir, spec: JobSpec) -> Path:
+def get_inspection_path(run: RunDir, spec: JobSpec) -> Path:
     """Return where it is kept what a first job found: the run's name covers what it depends on, but for some settings."""
-    return run.path / f"inspection-{digest(unmeasured_settings(spec))}.json"
+    return run.path / f"inspection-{compute_digest(list_unmeasured_settings(spec))}.json"
 
 
 def inspect_with_stored(inspect: Inspect, run: RunDir) -> Inspect:
@@ -80,7 +82,7 @@ def inspect_with_stored(inspect: Inspect, run: RunDir) -> Inspect:
         inspection = inspect(spec)
         if cached and cached.keep:
             with contextlib.suppress(OSError):  # a folder that cannot be written costs this command nothing
-                inspection_path(run, spec).unlink(missing_ok=True)  # from now on the newer one counts
+                get_inspection_path(run, spec).unlink(missing_ok=True)  # from now on the newer one counts
         return inspection
 
     def recall_or_build(spec: JobSpec) -> Inspection:
@@ -93,44 +95,44 @@ def inspect_with_stored(inspect: Inspect, run: RunDir) -> Inspect:
     return build_anew if cached and cached.fresh else recall_or_build
 
 
-def node_hours(run: RunDir) -> float:
+def count_node_hours(run: RunDir) -> float:
     """Return the node-hours that first jobs of this run have taken, at most."""
-    job = _newest_job(run)
+    job = _find_newest_job(run)
     return job.node_hours if job is not None else 0.0
 
 
-def newest_node_hours(run: RunDir) -> float:
+def count_newest_node_hours(run: RunDir) -> float:
     """Return the node-hours that the last first job of this run has taken, at most."""
-    job = _newest_job(run)
+    job = _find_newest_job(run)
     return job.node_hours - job.earlier if job is not None else 0.0
 
 
-def _newest_job(run: RunDir) -> FirstJob | None:
+def _find_newest_job(run: RunDir) -> FirstJob | None:
     return read_record(run.path / _JOB, TypeAdapter(FirstJob))
 
 
-def _log_path(run: RunDir, id_: str) -> Path:
+def _get_log_path(run: RunDir, id_: str) -> Path:
     """Return where the first task of a job writes."""
     return run.submitit_dir / f"{id_}_0_log.out"
 
 
-def inspection_script(run: RunDir, spec: JobSpec) -> str:
+def render_inspection_script(run: RunDir, spec: JobSpec) -> str:
     """Return what would be submitted, as text; touches nothing."""
     from tula_cli.cluster.slurm.script import ScriptWriter
 
     task = CheckTask(id="inspection", job="inspection", spec=spec, workdir=str(Path.cwd()), nodes=1)
     require_plain_path(run.path)
-    writer = ScriptWriter(run.submitit_dir, patience=folder_patience(task))
-    options = {"job_name": _job_name(run), "ntasks_per_node": 1, "time": MINUTES}
-    writer.update_parameters(**{**submitit_parameters(run, task), **options})
-    return writer.text(f"{interpreter_command(spec)} -m {PROGRAM} {shlex.quote(str(_spec_path(run)))}")
+    writer = ScriptWriter(run.submitit_dir, patience=get_folder_patience(task))
+    options = {"job_name": _make_job_name(run), "ntasks_per_node": 1, "time": MINUTES}
+    writer.update_parameters(**{**make_submitit_parameters(run, task), **options})
+    return writer.text(f"{get_interpreter_command(spec)} -m {PROGRAM} {shlex.quote(str(_get_spec_path(run)))}")
 
 
-def _job_name(run: RunDir) -> str:
+def _make_job_name(run: RunDir) -> str:
     return f"tula-{run.id}-inspection"
 
 
-def _spec_path(run: RunDir) -> Path:
+def _get_spec_path(run: RunDir) -> Path:
     return run.submitit_dir.absolute() / "inspection-spec.json"
 
 
@@ -179,17 +181,17 @@ def inspect_on_node(
         )
     try:
         if not output.strip():
-            raise interpreter_failed(interpreter_command(spec), complaint)
+            raise make_interpreter_error(get_interpreter_command(spec), complaint)
         inspection = parse_inspection(output, complaint)
     except JobFailed as error:
-        exceeded = limit_exceeded(error, complaint)
+        exceeded = find_exceeded_limit(error, complaint)
         if exceeded is None or exceeded[0].name != "memory":
             raise
         raise JobFailed(
             f"the job that builds the model and the dataset used up its memory: {exceeded[1]}",
             f"ask for more with {spec.cluster.memory_setting}",
         ) from error
-    write_record(inspection_path(run, spec), inspection)
+    write_record(get_inspection_path(run, spec), inspection)
     return inspection
 
 
@@ -211,9 +213,9 @@ class _WatchedJob:
         Raises:
             SchedulerError: it was refused, or SLURM does not answer.
         """
-        newest, path = _newest_job(self.run), _spec_path(self.run)
+        newest, path = _find_newest_job(self.run), _get_spec_path(self.run)
         is_queued, stored_spec = (
-            find_queued(SlurmScheduler(), self.run, [_job_name(self.run)]).get(_job_name(self.run)),
+            find_queued(SlurmScheduler(), self.run, [_make_job_name(self.run)]).get(_make_job_name(self.run)),
             self.spec.model_dump_json(),
         )
         self.earlier = newest.node_hours if newest is not None else 0.0
@@ -225,7 +227,10 @@ class _WatchedJob:
             scheduler.cancel_jobs([is_queued.id] if is_queued is not None else [])
             write_atomic(path, stored_spec)
             self.id = submit_script(
-                SlurmScheduler(), self.run, JobRequest(_job_name(self.run), ""), inspection_script(self.run, self.spec)
+                SlurmScheduler(),
+                self.run,
+                JobRequest(_make_job_name(self.run), ""),
+                render_inspection_script(self.run, self.spec),
             )
         self.record_node_hours(over=False)
 
@@ -234,7 +239,7 @@ class _WatchedJob:
         if not self.id:
             return
         hours = self.earlier + (self.seconds / 3600 if over else MINUTES / 60)
-        awaited = "" if over else inspection_path(self.run, self.spec).name
+        awaited = "" if over else get_inspection_path(self.run, self.spec).name
         job = FirstJob(scheduler_id=self.id, node_hours=hours, earlier=self.earlier, awaited=awaited)
         write_record(self.run.path / _JOB, job)
 
@@ -249,7 +254,7 @@ class _WatchedJob:
             SchedulerError: it will never start.
             Pending: the time to wait is over.
         """
-        log, since = _log_path(self.run, self.id), time.monotonic()
+        log, since = _get_log_path(self.run, self.id), time.monotonic()
         started, over, pause, hopeless = since - self.age, None, POLL_INTERVALS[0], 0
         while over is None or time.monotonic() - over < LAG:
             if over is not None and len(read_text(log).splitlines()) > 1:

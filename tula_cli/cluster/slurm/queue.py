@@ -42,12 +42,12 @@ class StoredAnswer:
     complaint: str
 
 
-def shared_answer(ask: Callable[[], StoredAnswer], environ: Mapping[str, str] = os.environ) -> StoredAnswer:
+def ask_shared(ask: Callable[[], StoredAnswer], environ: Mapping[str, str] = os.environ) -> StoredAnswer:
     """Return an answer of the last minute; where none is kept `ask` gives one, once for all who want it now.
 
     Where nothing can be kept, each asks for itself.
     """
-    path = _answer_path(environ)
+    path = _get_answer_path(environ)
     with contextlib.ExitStack() as stack:
         lock, deadline = _open_lock(path.with_suffix(".lock")), time.monotonic() + COMMAND_TIMEOUT
         if lock is not None:
@@ -62,13 +62,13 @@ def shared_answer(ask: Callable[[], StoredAnswer], environ: Mapping[str, str] = 
         return answer
 
 
-def _answer_path(environ: Mapping[str, str]) -> Path:
+def _get_answer_path(environ: Mapping[str, str]) -> Path:
     """Return the file of this user and cluster."""
     home = environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", "/nonexistent")) / ".cache"
-    return Path(home) / "tula" / f"squeue-{_cluster_key(environ)}.json"
+    return Path(home) / "tula" / f"squeue-{_make_cluster_key(environ)}.json"
 
 
-def _cluster_key(environ: Mapping[str, str]) -> str:
+def _make_cluster_key(environ: Mapping[str, str]) -> str:
     """Return what tells clusters apart that share a home: SLURM's settings, the machine where they cannot be read."""
     for path in (environ.get("SLURM_CONF"), *_CONFIGURATIONS):
         with contextlib.suppress(OSError):
@@ -214,7 +214,7 @@ OUTCOMES: dict[str, OutcomeClass] = {
     "CANCELLED": "cancelled",
     "OUT_OF_MEMORY": "host_oom",
 }
-"""What took an allocation away, by SLURM's state. COMPLETED and FAILED are the job's own doing."""
+"""Outcomes of an allocation by SLURM's state. COMPLETED and FAILED follow from the job itself."""
 
 
 OOM_KILLED = "0:125"
@@ -264,7 +264,7 @@ def ask_states(ids: Sequence[str], *, patient: bool = False) -> dict[str, Schedu
 def _add_maintenance(states: Mapping[str, SchedulerState]) -> dict[str, SchedulerState]:
     """Add to jobs that wait for a maintenance window which time limit would let them start before it."""
     answer, now = call_slurm(*RESERVATIONS), time.time()
-    coming = [begin for begin, _ in maintenance_windows(answer.text if answer.ok else "") if begin > now]
+    coming = [begin for begin, _ in parse_maintenance_windows(answer.text if answer.ok else "") if begin > now]
     if not coming:
         return dict(states)
     advice = (
@@ -276,7 +276,7 @@ def _add_maintenance(states: Mapping[str, SchedulerState]) -> dict[str, Schedule
     }
 
 
-def maintenance_windows(text: str) -> list[tuple[float, float]]:
+def parse_maintenance_windows(text: str) -> list[tuple[float, float]]:
     """Return the begin and the end (Unix times) of the maintenance windows in what `RESERVATIONS` printed."""
     rows = [parse_record(line) for line in text.splitlines()]
     windows = [
@@ -310,7 +310,7 @@ def _ask_squeue(ids: Sequence[str]) -> tuple[dict[str, SchedulerState], str]:
 def _ask_shared_squeue(ids: Sequence[str]) -> tuple[dict[str, SchedulerState], str]:
     """Return the same from the one answer that all waiting commands of this user share."""
     now = time.time()
-    stored = shared_answer(_ask_all_jobs)
+    stored = ask_shared(_ask_all_jobs)
     if stored.complaint:
         return {}, f"{NO_ANSWER}: {stored.complaint}"
     rows = _parse_rows(stored.text)
@@ -335,7 +335,7 @@ def _parse_state(
     state_text: str, reason: str = "", starts_at: float | None = None, comment: str = "", *, id_: str = ""
 ) -> SchedulerState:
     """Return what a state of SLURM means; an unknown one is not over."""
-    name, without_log = _state_name(state_text), comment.startswith((WAITS, GAVE_UP, DELAYED))
+    name, without_log = _parse_state_name(state_text), comment.startswith((WAITS, GAVE_UP, DELAYED))
     if name in PENDING:
         why = explain_hopeless(reason, id_)
         explained = "" if reason == "None" else f"{reason}: will not start, {why}" if why else reason
@@ -377,7 +377,7 @@ def explain_hopeless(reason: str, id_: str = "") -> str:
     return ""
 
 
-def _state_name(state_text: str) -> str:
+def _parse_state_name(state_text: str) -> str:
     """Return the state at the head of what SLURM wrote: "CANCELLED by 1000", "CANCELLED+", "OUT_OF_ME+"."""
     head = state_text.split()[0] if state_text.split() else ""
     start = head.rstrip("+")
@@ -404,13 +404,13 @@ def _ask_sacct(ids: Iterable[str]) -> dict[str, str]:
 
 def _is_due(id_: str, now: float) -> bool:
     at, state_text = _asked.get(id_, (float("-inf"), ""))
-    return _state_name(state_text) not in ENDED and now - at >= ACCOUNTING_PAUSE
+    return _parse_state_name(state_text) not in ENDED and now - at >= ACCOUNTING_PAUSE
 
 
 # --- how one allocation ends
 
 
-def ends_at(job_id: str, environ: Mapping[str, str]) -> float | None:
+def find_end_time(job_id: str, environ: Mapping[str, str]) -> float | None:
     """Return the Unix time at which an allocation ends, None where that is unknown or never.
 
     Args:
@@ -435,7 +435,7 @@ def parse_time(text: str) -> float | None:
         return None
 
 
-def end_outcome(job_id: str, *, restart: int | None = None) -> OutcomeClass | None:
+def find_outcome(job_id: str, *, restart: int | None = None) -> OutcomeClass | None:
     """Return what ended an allocation; None where it lives, is not known, or ended by itself.
 
     Args:
@@ -443,13 +443,13 @@ def end_outcome(job_id: str, *, restart: int | None = None) -> OutcomeClass | No
         restart: how often it had been requeued when the allocation in question ran; None for the job's last one. An
             administrator may requeue a job, which then goes on under its old number.
     """
-    record = _controller_record(job_id)
+    record = _read_controller_record(job_id)
     restart_count = record.get("Restarts", "")
     restarts = int(restart_count) if restart_count.isdigit() else 0
     if restart is not None and restart < restarts:
         # Requeued since: whatever took that allocation away, it was not the job itself.
-        return _outcome_of_rows(_rows_of_run(job_id, restart)) or "preempted"
-    state = _state_name(record.get("JobState", ""))
+        return _find_outcome_of_rows(_list_rows_of_run(job_id, restart)) or "preempted"
+    state = _parse_state_name(record.get("JobState", ""))
     if state in PENDING or (state in RUNNING and state != "COMPLETING"):
         return None
     if state in OUTCOMES or state == "COMPLETED":
@@ -459,10 +459,10 @@ def end_outcome(job_id: str, *, restart: int | None = None) -> OutcomeClass | No
     # The exit code of an earlier run stays when a job is requeued.
     if record.get("DerivedExitCode") == OOM_KILLED and not restarts:
         return "host_oom"
-    return _outcome_of_rows(_rows_of_run(job_id, restart))
+    return _find_outcome_of_rows(_list_rows_of_run(job_id, restart))
 
 
-def _controller_record(job_id: str) -> dict[str, str]:
+def _read_controller_record(job_id: str) -> dict[str, str]:
     """Return what the controller knows of a job, for some minutes after its end too."""
     answer = call_slurm("scontrol", "--details", "--oneliner", "show", "job", job_id)
     lines = [line for line in answer.text.splitlines() if line.startswith(f"JobId={job_id} ")] if answer.ok else []
@@ -470,7 +470,7 @@ def _controller_record(job_id: str) -> dict[str, str]:
     return parse_record(lines[-1]) if lines else {}
 
 
-def _rows_of_run(job_id: str, restart: int | None) -> list[list[str]]:
+def _list_rows_of_run(job_id: str, restart: int | None) -> list[list[str]]:
     """Return sacct's rows (id, state, derived exit code) of one run of a job and of its steps; None is the last run."""
     form = "--format=JobID,State,DerivedExitCode"
     answer = call_slurm("sacct", "--noheader", "--parsable2", "--duplicates", f"--jobs={job_id}", form)
@@ -484,23 +484,23 @@ def _rows_of_run(job_id: str, restart: int | None) -> list[list[str]]:
     return runs[run_index] if 0 <= run_index < len(runs) else []
 
 
-def _outcome_of_rows(rows: list[list[str]]) -> OutcomeClass | None:
+def _find_outcome_of_rows(rows: list[list[str]]) -> OutcomeClass | None:
     """Return what ended a job; where it failed by itself its steps tell whether memory was the reason."""
     if not rows:
         return None
-    state_name = _state_name(rows[0][1])
+    state_name = _parse_state_name(rows[0][1])
     if state_name in OUTCOMES:
         return OUTCOMES[state_name]
     if state_name == "FAILED" and rows[0][2] == STORAGE_FAILED:
         return "storage"
-    killed = any(_state_name(state) == "OUT_OF_MEMORY" or code == OOM_KILLED for _, state, code in rows)
+    killed = any(_parse_state_name(state) == "OUT_OF_MEMORY" or code == OOM_KILLED for _, state, code in rows)
     return "host_oom" if killed and state_name == "FAILED" else None
 
 
 # --- finding and ending jobs
 
 
-def live_jobs(names: Sequence[str]) -> list[Queued]:
+def list_live_jobs(names: Sequence[str]) -> list[Queued]:
     """Return this user's jobs of these names that wait or run; one that is being ended does not count.
 
     Raises:
@@ -517,14 +517,14 @@ def live_jobs(names: Sequence[str]) -> list[Queued]:
     return [
         Queued(row[0], row[2], row[3])
         for row in rows
-        if len(row) == 4 and row[2] in names and _state_name(row[1]) not in over
+        if len(row) == 4 and row[2] in names and _parse_state_name(row[1]) not in over
     ]
 
 
-def live_ids(job_name: str) -> list[str]:
+def list_live_ids(job_name: str) -> list[str]:
     """Return the ids of this user's jobs of exactly this name that wait or run; none where squeue does not answer."""
     try:
-        return [job.id for job in live_jobs([job_name])]
+        return [job.id for job in list_live_jobs([job_name])]
     except SchedulerError:
         return []
 

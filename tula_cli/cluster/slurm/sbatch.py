@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tula_cli.assets import site_asset
-from tula_cli.cluster.chains import time_limit
+from tula_cli.assets import find_site_asset
+from tula_cli.cluster.chains import get_time_limit
 from tula_cli.errors import SpecError
 from tula_cli.run import package
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import CheckTask, Task, TrainTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import FEWEST_WORKERS
-from tula_cli.spec.signature import cluster_signature
-from tula_cli.spec.slurm_options import Slurm, option_name
+from tula_cli.spec.signature import compute_cluster_signature
+from tula_cli.spec.slurm_options import Slurm, normalize_option_name
 
 SETUP, WRAPPER = "slurm-setup.sh", "slurm-wrapper.sh"
 """Files of the user's or the site's that are taken where the spec has none of its own."""
@@ -28,7 +28,7 @@ _INHERITED = (
     "# With `extra: {export: NONE}` srun would keep from the ranks what the set-up has made.",
     "export SLURM_EXPORT_ENV=ALL",
 )
-"""What every job's script begins with."""
+"""The first lines of every job's script."""
 FAULT_SECONDS = 86400.0
 """Seconds for which a node with a fault is left alone; by then it is repaired, or drained."""
 _SIGNAL_SECONDS = 90  # seconds before its end at which a job is told so; less where it is short
@@ -36,7 +36,7 @@ _WRAPPER = "TULA_WRAPPER"
 _WRAPPER_END = "END_OF_TULA_WRAPPER"
 
 
-def submitit_parameters(
+def make_submitit_parameters(
     run: RunDir, task: Task, *, name: str | None = None, dependency: str | None = None
 ) -> dict[str, Any]:
     """Return what submitit is given for a job.
@@ -50,29 +50,29 @@ def submitit_parameters(
     Raises:
         SpecError: a file that the spec names cannot be read.
     """
-    slurm = _slurm_section(task.spec)
-    minutes = time_limit(task)
+    slurm = _get_slurm_section(task.spec)
+    minutes = get_time_limit(task)
     names = ("partition", "account", "qos", "constraint")
     options = {key: value for key in names if (value := getattr(slurm, key))}
-    if nodes := excluded_nodes(run, task):
+    if nodes := list_excluded_nodes(run, task):
         options["exclude"] = nodes
     if dependency:
         options["dependency"] = dependency
     return {
         **options,
-        **_size_options(task, slurm),
+        **_make_size_options(task, slurm),
         "job_name": name or f"tula-{run.id}-{task.job}",
         "time": minutes,
         "signal_delay_s": min(_SIGNAL_SECONDS, minutes * 60 // 4),
         "exclusive": True if slurm.exclusive else None,
         "wckey": None,
-        "setup": [*_setup_lines(task, slurm), *package.shell_lines(run.path)],
-        "srun_args": [*_srun_options(task, slurm), *_single_log(run, task)],
-        "additional_parameters": _extra_options(task, slurm),
+        "setup": [*_make_setup_lines(task, slurm), *package.make_shell_lines(run.path)],
+        "srun_args": [*_list_srun_options(task, slurm), *_make_single_log_options(run, task)],
+        "additional_parameters": _list_extra_options(task, slurm),
     }
 
 
-def excluded_nodes(run: RunDir, task: Task, *, also: str = "") -> str:
+def list_excluded_nodes(run: RunDir, task: Task, *, also: str = "") -> str:
     """Return the nodes that a job must not run on: the spec's, and those that were faulty under it in the last day.
 
     What jobs with another cluster section met is left out: the GPUs that a node gives are those that a job asks for.
@@ -84,24 +84,24 @@ def excluded_nodes(run: RunDir, task: Task, *, also: str = "") -> str:
     """
     attempts = run.training(task.signature).attempts() if isinstance(task, TrainTask) else run.attempts(task.id)
     recent = [attempt for attempt in attempts if attempt.started_at > time.time() - FAULT_SECONDS]
-    section = cluster_signature(task.spec.cluster)
+    section = compute_cluster_signature(task.spec.cluster)
     faulty = [attempt.host for attempt in recent if attempt.outcome == "device_fault" and attempt.cluster == section]
-    return ",".join(dict.fromkeys(filter(None, [_slurm_section(task.spec).exclude, *faulty, also])))
+    return ",".join(dict.fromkeys(filter(None, [_get_slurm_section(task.spec).exclude, *faulty, also])))
 
 
-def job_python(task: Task) -> str | None:
+def get_job_python(task: Task) -> str | None:
     """Return the shell's command that starts python in the job; None for the python that runs now."""
-    return _slurm_section(task.spec).python
+    return _get_slurm_section(task.spec).python
 
 
-def wrapper_words(spec: JobSpec, *, environ: Mapping[str, str]) -> list[str]:
+def get_wrapper_words(spec: JobSpec, *, environ: Mapping[str, str]) -> list[str]:
     """Return the words before a rank's command: the spec's, or those that run the script which came with the job.
 
     Args:
         spec: the job.
         environ: the job's environment, which holds the script as it was at submission.
     """
-    words, script = _slurm_section(spec).wrapper, environ.get(_WRAPPER)
+    words, script = _get_slurm_section(spec).wrapper, environ.get(_WRAPPER)
     if isinstance(words, list):
         return words
     return ["bash", "-c", script, "tula-wrapper"] if script else []
@@ -109,7 +109,7 @@ def wrapper_words(spec: JobSpec, *, environ: Mapping[str, str]) -> list[str]:
 
 def describe_doubts(spec: JobSpec) -> tuple[str, ...]:
     """Return what is allowed and yet probably not meant."""
-    slurm, ranks = _slurm_section(spec), spec.cluster.gpus_per_node
+    slurm, ranks = _get_slurm_section(spec), spec.cluster.gpus_per_node
     if spec.script is not None and "workers" not in spec.script.placeholders:
         return ()  # how many there are is the script's own matter
     workers = FEWEST_WORKERS if spec.train.workers == "auto" else spec.train.workers
@@ -134,15 +134,15 @@ def describe_doubts(spec: JobSpec) -> tuple[str, ...]:
     )
 
 
-def _slurm_section(spec: JobSpec) -> Slurm:
+def _get_slurm_section(spec: JobSpec) -> Slurm:
     return spec.cluster.slurm or Slurm()
 
 
-def _size_options(task: Task, slurm: Slurm) -> dict[str, Any]:
+def _make_size_options(task: Task, slurm: Slurm) -> dict[str, Any]:
     """Return nodes, tasks, CPUs and GPUs; GPUs in one form only: SLURM 24.11 refuses two."""
     ranks = task.spec.cluster.gpus_per_node
     size: dict[str, Any] = {"nodes": task.nodes, "ntasks_per_node": 1 if task.spec.task_per_node else ranks}
-    if cpus := _cpus_per_task(task, slurm):
+    if cpus := _count_cpus_per_task(task, slurm):
         size["cpus_per_task"] = cpus
     kind = f"{slurm.gpu_type}:" if slurm.gpu_type else ""
     if task.spec.cluster.device == "cpu" or slurm.gpus == "none":
@@ -153,18 +153,22 @@ def _size_options(task: Task, slurm: Slurm) -> dict[str, Any]:
         case "gpus_per_task":
             return {**size, "gpus_per_task": f"{kind}1"}
         case "gres":
-            gres = [_option_text(value) for key, value in slurm.extra.items() if option_name(key) == "gres" and value]
+            gres = [
+                _format_option(value)
+                for key, value in slurm.extra.items()
+                if normalize_option_name(key) == "gres" and value
+            ]
             return {**size, "gres": ",".join([f"gpu:{kind}{ranks}", *gres])}
 
 
-def _cpus_per_task(task: Task, slurm: Slurm) -> int | None:
+def _count_cpus_per_task(task: Task, slurm: Slurm) -> int | None:
     """Return the CPUs of one of SLURM's tasks, which may hold all ranks of a node."""
     if slurm.cpus_per_task is None:
         return None
     return slurm.cpus_per_task * (task.spec.cluster.gpus_per_node if task.spec.task_per_node else 1)
 
 
-def _extra_options(task: Task, slurm: Slurm) -> dict[str, Any]:
+def _list_extra_options(task: Task, slurm: Slurm) -> dict[str, Any]:
     """Return the options of sbatch that submitit has no name for."""
     # SLURM's own requeue would start what tula starts itself.
     options: dict[str, Any] = {"no-requeue": True}
@@ -172,38 +176,38 @@ def _extra_options(task: Task, slurm: Slurm) -> dict[str, Any]:
         options["reservation"] = slurm.reservation
     if slurm.memory:
         options["mem"] = slurm.memory
-    extra = _set_options(slurm.extra)
-    if "gres" in _size_options(task, slurm):
+    extra = _format_options(slurm.extra)
+    if "gres" in _make_size_options(task, slurm):
         extra.pop("gres", None)  # it is in there
     return {**options, **extra}
 
 
-def _set_options(extra: Mapping[str, Any]) -> dict[str, Any]:
+def _format_options(extra: Mapping[str, Any]) -> dict[str, Any]:
     """Return options as they are written; false, nothing and the empty text ask for nothing."""
     return {
-        option_name(name): True if value is True else _option_text(value)
+        normalize_option_name(name): True if value is True else _format_option(value)
         for name, value in extra.items()
         if value is not False and value not in (None, "", [])
     }
 
 
-def _option_text(value: Any) -> str:
+def _format_option(value: Any) -> str:
     return ",".join(value) if isinstance(value, list) else str(value)
 
 
-def _srun_options(task: Task, slurm: Slurm) -> list[str]:
+def _list_srun_options(task: Task, slurm: Slurm) -> list[str]:
     """Return the options of srun."""
     # A rank that dies must not leave the others waiting.
     options: dict[str, Any] = {"kill-on-bad-exit": 1}
-    if cpus := _cpus_per_task(task, slurm):
+    if cpus := _count_cpus_per_task(task, slurm):
         options["cpus-per-task"] = cpus  # srun of SLURM 22.05 and later does not take it over from sbatch
-    if ":" in _size_options(task, slurm).get("gpus_per_task", ""):
+    if ":" in _make_size_options(task, slurm).get("gpus_per_task", ""):
         options["gpu-bind"] = "per_task:1"  # implied, but srun of 22.05 stumbles over the type, and hides all GPUs
-    options |= _set_options(slurm.srun_extra)
+    options |= _format_options(slurm.srun_extra)
     return [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
 
 
-def _single_log(run: RunDir, task: Task) -> list[str]:
+def _make_single_log_options(run: RunDir, task: Task) -> list[str]:
     """Let what all supervisors say go into the job's own two files: submitit asks for two a supervisor, 1,024 at 512 ranks.
 
     Of a check each has its own, for these tell which nodes see the run directory.
@@ -214,23 +218,23 @@ def _single_log(run: RunDir, task: Task) -> list[str]:
     return [f"--output={folder}/%j_0_log.out", f"--error={folder}/%j_0_log.err"]
 
 
-def _setup_lines(task: Task, slurm: Slurm) -> list[str]:
+def _make_setup_lines(task: Task, slurm: Slurm) -> list[str]:
     """Return the lines of the shell before the job, as they are now: what was submitted is what runs."""
     workdir = Path(task.workdir)
     outer = (
         []
         if isinstance(slurm.wrapper, list)
-        else _lines_of_file(WRAPPER, slurm.wrapper, setting="wrapper", workdir=workdir)
+        else _read_lines_of_file(WRAPPER, slurm.wrapper, setting="wrapper", workdir=workdir)
     )
     return [
         *_INHERITED,
-        *set_up_lines(slurm, workdir),
-        *export_lines(slurm),  # after the set-up: they hold whatever the modules have set
-        *(_wrapper_variable(outer) if outer else []),
+        *read_setup_lines(slurm, workdir),
+        *make_export_lines(slurm),  # after the set-up: they hold whatever the modules have set
+        *(_make_wrapper_lines(outer) if outer else []),
     ]
 
 
-def set_up_lines(slurm: Slurm, workdir: Path) -> list[str]:
+def read_setup_lines(slurm: Slurm, workdir: Path) -> list[str]:
     """Return the set-up lines of a job: its own, or those of the file that it, the user or the site has.
 
     Args:
@@ -242,20 +246,20 @@ def set_up_lines(slurm: Slurm, workdir: Path) -> list[str]:
     """
     if isinstance(slurm.setup, list):
         return ["# cluster.slurm.setup", *slurm.setup] if slurm.setup else []
-    return _lines_of_file(SETUP, slurm.setup, setting="setup", workdir=workdir)
+    return _read_lines_of_file(SETUP, slurm.setup, setting="setup", workdir=workdir)
 
 
-def export_lines(slurm: Slurm) -> list[str]:
+def make_export_lines(slurm: Slurm) -> list[str]:
     """Return the lines that export the variables of a job."""
     return [f"export {name}={shlex.quote(v)}" for name, v in slurm.environment.items() if v is not None]
 
 
-def _wrapper_variable(lines: Sequence[str]) -> list[str]:
+def _make_wrapper_lines(lines: Sequence[str]) -> list[str]:
     """Hand the wrapper's text to the supervisors, which srun starts with the environment of the script."""
     return [f"IFS= read -r -d '' {_WRAPPER} <<'{_WRAPPER_END}' || true", *lines, _WRAPPER_END, f"export {_WRAPPER}"]
 
 
-def _lines_of_file(name: str, given: str | None, *, setting: str, workdir: Path) -> list[str]:
+def _read_lines_of_file(name: str, given: str | None, *, setting: str, workdir: Path) -> list[str]:
     """Return the lines of the file that the spec gives, else of the user's or the site's, if there is one.
 
     Args:
@@ -267,7 +271,7 @@ def _lines_of_file(name: str, given: str | None, *, setting: str, workdir: Path)
     Raises:
         SpecError: it cannot be read.
     """
-    path = site_asset(name) if given is None else workdir / Path(given).expanduser()
+    path = find_site_asset(name) if given is None else workdir / Path(given).expanduser()
     if path is None:
         return []
     try:

@@ -61,10 +61,10 @@ HINTS = {
     "contact slurm controller": "the controller is down or out of reach; run the same command again later",
     "timed out": "the controller is busy; run the same command again later",
 }
-"""What to do about a refusal, by the words in it; the first that fits."""
+"""Advice about a refusal, by the words in it; the first match counts."""
 
 
-def refusal_error(output: str) -> SchedulerError:
+def make_refusal_error(output: str) -> SchedulerError:
     """Return sbatch's refusal in its own words, and what to do about it."""
     messages = [line.strip().removeprefix("sbatch: error: ") for line in output.splitlines() if "sbatch:" in line]
     text = "; ".join(messages) or output.strip().rpartition("\n")[2] or "it did not say why"
@@ -124,7 +124,7 @@ class SlurmScheduler:
         return submission.id or _find_accepted_job(script, job.name, submission.words)
 
     def queued(self, names: Sequence[str]) -> list[Queued]:
-        return queue.live_jobs(names)
+        return queue.list_live_jobs(names)
 
     def ask(self, ids: Sequence[str]) -> Mapping[str, SchedulerState]:
         return queue.ask_states(ids, patient=self.patient)
@@ -175,10 +175,10 @@ class SlurmScheduler:
         )
 
     def ends_at(self, job_id: str, environ: Mapping[str, str]) -> float | None:
-        return queue.ends_at(job_id, environ)
+        return queue.find_end_time(job_id, environ)
 
     def ended_how(self, job_id: str, *, restart: int | None = None) -> OutcomeClass | None:
-        return queue.end_outcome(job_id, restart=restart)
+        return queue.find_outcome(job_id, restart=restart)
 
 
 # --- submitting
@@ -200,7 +200,7 @@ def _call_sbatch(script: Path) -> _Submission:
     Raises:
         SchedulerError: it refused the job.
     """
-    answer = call_slurm("sbatch", str(script), environ=sbatch_environment(script))
+    answer = call_slurm("sbatch", str(script), environ=make_sbatch_environment(script))
     if answer.end == "hung":
         return _Submission(words=f"no answer within {command.COMMAND_TIMEOUT:g} s")
     if answer.end == "missing":
@@ -211,7 +211,7 @@ def _call_sbatch(script: Path) -> _Submission:
     message = answer.complaint or answer.text
     if answer.ok or any(undecided in message for undecided in UNDECIDED_ERRORS):
         return _Submission(words=message.rpartition("\n")[2].removeprefix("sbatch: error: "))
-    raise refusal_error(message)
+    raise make_refusal_error(message)
 
 
 _OVERRIDES: Mapping[str, tuple[str, ...]] = {
@@ -226,15 +226,17 @@ _OVERRIDES: Mapping[str, tuple[str, ...]] = {
 """Input variables of sbatch that override or contradict an option of the script, by that option; others are named like theirs."""
 
 
-def sbatch_environment(script: Path) -> dict[str, str]:
+def make_sbatch_environment(script: Path) -> dict[str, str]:
     """Return sbatch's environment without the variables that would override what the script says."""
     options = set(re.findall(r"^#SBATCH --([a-z-]+)", script.read_text(encoding="utf-8"), re.MULTILINE))
     overrides = {name for option in options for name in (option.upper().replace("-", "_"), *_OVERRIDES.get(option, ()))}
     set_by_script = {f"SBATCH_{name}" for name in overrides}
-    return {name: value for name, value in command.command_environment(os.environ).items() if name not in set_by_script}
+    return {
+        name: value for name, value in command.make_command_environment(os.environ).items() if name not in set_by_script
+    }
 
 
-def overriding_variables(environ: Mapping[str, str]) -> list[str]:
+def list_overriding_variables(environ: Mapping[str, str]) -> list[str]:
     """Return the input variables of sbatch that contradict any job of tula's, and are not passed on to it."""
     return sorted(environ.keys() & {f"SBATCH_{name}" for name in _OVERRIDES["nodes"]})
 
@@ -250,7 +252,9 @@ def _find_accepted_job(script: Path, name: str, message: str) -> str:
     while True:
         with contextlib.suppress(SchedulerError):  # a controller too busy for sbatch may be too busy for squeue
             job_ids = [
-                job.id for job in queue.live_jobs([name, *names_in_script]) if Path(job.script).resolve() == script_path
+                job.id
+                for job in queue.list_live_jobs([name, *names_in_script])
+                if Path(job.script).resolve() == script_path
             ]
             if job_ids:
                 return job_ids[-1]

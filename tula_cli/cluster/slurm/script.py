@@ -9,7 +9,7 @@ from typing import Any
 import submitit
 
 from tula_cli.cluster.chains import LONGEST_DELAY
-from tula_cli.cluster.scheduler import lines_to_open_log, log_word
+from tula_cli.cluster.scheduler import make_lines_to_open_log, quote_log_path
 from tula_cli.cluster.slurm.queue import DELAYED, GAVE_UP, WAITS
 
 NULL_DEVICE = "/dev/null"
@@ -52,8 +52,8 @@ class ScriptWriter(submitit.SlurmExecutor):
         comment = str(options.get("comment", ""))
         job = 'scontrol update JobId="$SLURM_JOB_ID"'
         pending = 'squeue --noheader --user="$(id -u)" --name="$SLURM_JOB_NAME" --states=PENDING --format=%i'
-        return lines_to_open_log(
-            log_word(Path(self.folder).absolute(), "$SLURM_JOB_ID", "0_log"),
+        return make_lines_to_open_log(
+            quote_log_path(Path(self.folder).absolute(), "$SLURM_JOB_ID", "0_log"),
             folder=shlex.quote(str(options["chdir"])) if "chdir" in options else '"$SLURM_SUBMIT_DIR"',
             patience=self._patience,
             python=self._interpreter,

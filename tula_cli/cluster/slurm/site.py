@@ -12,10 +12,10 @@ from typing import Any
 
 from tula_cli.cluster.slurm.allocations import parse_record
 from tula_cli.cluster.slurm.command import CommandResult, call_slurm
-from tula_cli.cluster.slurm.queue import RESERVATIONS, maintenance_windows
+from tula_cli.cluster.slurm.queue import RESERVATIONS, parse_maintenance_windows
 from tula_cli.spec.sections import FEWEST_WORKERS
 from tula_cli.spec.slurm_options import ROOM
-from tula_cli.words import plural
+from tula_cli.words import format_count
 
 # --- Partitions and accounts
 #
@@ -101,7 +101,7 @@ def ask_site() -> Site | None:
 
 def list_partitions() -> tuple[Partition, ...]:
     """Return the partitions in sinfo's order; none where nothing answers."""
-    return ask_partitions(_output_of)
+    return ask_partitions(_run_command)
 
 
 def ask_partitions(answer: Callable[..., str]) -> tuple[Partition, ...]:
@@ -113,7 +113,7 @@ def ask_partitions(answer: Callable[..., str]) -> tuple[Partition, ...]:
     rows = answer(*SINFO)
     if not rows:
         return ()
-    nodes = sorted({_first_host(names) for *_, names in _split_rows(rows) if names})  # one of each kind
+    nodes = sorted({_find_first_host(names) for *_, names in _split_rows(rows) if names})  # one of each kind
     return parse_partitions(
         rows,
         nodes=_parse_records(answer("scontrol", "--oneliner", "show", "node", ",".join(nodes)) if nodes else ""),
@@ -126,24 +126,24 @@ def list_accounts() -> tuple[str, ...]:
     """Return the accounts that the user may charge; none where there is no accounting."""
     user = pwd.getpwuid(os.getuid()).pw_name
     form = "format=Account"
-    output = _output_of("sacctmgr", "--noheader", "--parsable2", "show", "associations", f"user={user}", form)
+    output = _run_command("sacctmgr", "--noheader", "--parsable2", "show", "associations", f"user={user}", form)
     return tuple(dict.fromkeys(line.split("|")[0] for line in output.splitlines() if line.split("|")[0]))
 
 
-def allocated_hosts(job_id: str) -> tuple[str, ...]:
+def list_allocated_hosts(job_id: str) -> tuple[str, ...]:
     """Return the hosts of a job that runs or has ended lately; none where nothing knows them."""
-    output = _output_of("squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%N")
+    output = _run_command("squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%N")
     if not output:
-        output = _output_of(
+        output = _run_command(
             "sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job_id}", "--format=NodeList"
         )
     names = output.splitlines()[-1].strip() if output else ""
     if not names or names.startswith(("(", "None")):
         return ()
-    return tuple(_output_of("scontrol", "show", "hostnames", names).split())
+    return tuple(_run_command("scontrol", "show", "hostnames", names).split())
 
 
-def _output_of(*command: str) -> str:
+def _run_command(*command: str) -> str:
     """Return what a command printed; nothing where it failed, hangs or is not there."""
     answer = call_slurm(*command, patience=COMMAND_TIMEOUT)
     return answer.text if answer.ok else ""
@@ -174,7 +174,7 @@ def parse_partitions(
     for fields in _split_rows(text):
         rows.setdefault(fields[0], []).append(fields)
     return tuple(
-        _parse_partition(name, fields, nodes, _partition_limits(limits.get(name.rstrip("*"), {}), site))
+        _parse_partition(name, fields, nodes, _read_partition_limits(limits.get(name.rstrip("*"), {}), site))
         for name, fields in rows.items()
     )
 
@@ -190,7 +190,7 @@ def _parse_records(text: str) -> dict[str, Record]:
     return {next(iter(record.values())): record for record in records if record}
 
 
-def _partition_limits(partition: Record, site: Record) -> Record:
+def _read_partition_limits(partition: Record, site: Record) -> Record:
     """Return the limits of a partition that are numbers; those of the site's memory hold where it has none of its own."""
     limits, site_limits = (
         {name: n for name, n in record.items() if n.isdigit() and n != "0"} for record in (partition, site)
@@ -198,7 +198,7 @@ def _partition_limits(partition: Record, site: Record) -> Record:
     return limits if any(name.startswith("MaxMemPer") for name in limits) else {**site_limits, **limits}
 
 
-def _first_host(names: str) -> str:
+def _find_first_host(names: str) -> str:
     """Return node001 of "node[001-004,007],other"."""
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", re.split(r",(?![^\[]*\])", names)[0])
 
@@ -210,9 +210,9 @@ def _parse_partition(name: str, rows: list[list[str]], nodes: Mapping[str, Recor
         default=name.endswith("*"),
         up=available.lower() == "up",
         minutes=parse_minutes(limit),
-        most_nodes=_max_nodes(size),
+        most_nodes=_parse_max_nodes(size),
         kinds=tuple(_parse_kinds(rows, nodes, limits)),
-        least_nodes=max(1, _leading_number(size)) if "-" in size else 1,
+        least_nodes=max(1, _parse_leading_number(size)) if "-" in size else 1,
     )
 
 
@@ -221,14 +221,14 @@ def _parse_kinds(rows: list[list[str]], nodes: Mapping[str, Record], limits: Rec
     counts: dict[NodeKind, int] = {}
     for *_, count, state, cpus, memory, gres, names in rows:
         if _can_run(state):
-            whole = NodeKind(0, _leading_number(cpus), _leading_number(memory), parse_gres(gres))
-            kind = _usable_part(whole, nodes.get(_first_host(names), {}), limits)
+            whole = NodeKind(0, _parse_leading_number(cpus), _parse_leading_number(memory), parse_gres(gres))
+            kind = _subtract_reserved_part(whole, nodes.get(_find_first_host(names), {}), limits)
             counts[kind] = counts.get(kind, 0) + int(count)
     kinds = [replace(kind, nodes=count) for kind, count in counts.items() if count]
     return sorted(kinds, key=lambda kind: (not kind.gpus, -kind.nodes))
 
 
-def _usable_part(kind: NodeKind, node: Record, limits: Record) -> NodeKind:
+def _subtract_reserved_part(kind: NodeKind, node: Record, limits: Record) -> NodeKind:
     """Return what one job can have of a node: without what the system keeps, and within the partition's limits.
 
     Args:
@@ -236,15 +236,16 @@ def _usable_part(kind: NodeKind, node: Record, limits: Record) -> NodeKind:
         node: scontrol's record of it; empty where nothing is known.
         limits: of the partition, as far as there are any.
     """
-    threads = _leading_number(node.get("ThreadsPerCore", "")) or 1
+    threads = _parse_leading_number(node.get("ThreadsPerCore", "")) or 1
     specialised = (
-        len(_expand_ranges(node.get("CPUSpecList", ""))) or _leading_number(node.get("CoreSpecCount", "")) * threads
+        len(_expand_ranges(node.get("CPUSpecList", "")))
+        or _parse_leading_number(node.get("CoreSpecCount", "")) * threads
     )
-    cpus = _leading_number(node.get("CPUEfctv", "")) or kind.cpus - specialised
+    cpus = _parse_leading_number(node.get("CPUEfctv", "")) or kind.cpus - specialised
     cpus = min(cpus, int(limits.get("MaxCPUsPerNode", cpus)))
     if "MaxCPUsPerSocket" in limits:
-        cpus = min(cpus, int(limits["MaxCPUsPerSocket"]) * (_leading_number(node.get("Sockets", "")) or 1))
-    memory = kind.memory - _leading_number(node.get("MemSpecLimit", ""))
+        cpus = min(cpus, int(limits["MaxCPUsPerSocket"]) * (_parse_leading_number(node.get("Sockets", "")) or 1))
+    memory = kind.memory - _parse_leading_number(node.get("MemSpecLimit", ""))
     ranks = max(1, min(kind.gpus[0].count if kind.gpus else 1, cpus))
     asked_cpus = cpus // ranks * ranks
     most = int(limits.get("MaxMemPerNode", 0)) or int(limits.get("MaxMemPerCPU", 0)) * asked_cpus or memory
@@ -263,13 +264,13 @@ def _can_run(state: str) -> bool:
     return state[-1:] not in _STATE_SUFFIXES and not set(state_words) & set(_UNUSABLE)
 
 
-def _leading_number(text: str) -> int:
+def _parse_leading_number(text: str) -> int:
     """Return 16 of "16+", which sinfo writes where nodes differ; 0 of "N/A", "(null)" and the like."""
     match = re.match(r"\d+", text)
     return int(match[0]) if match else 0
 
 
-def _max_nodes(size: str) -> int | None:
+def _parse_max_nodes(size: str) -> int | None:
     """Return the upper end of "1-infinite", "1-2" or "4"."""
     upper = size.rpartition("-")[2]
     return int(upper) if upper.isdigit() else None
@@ -314,7 +315,7 @@ class TemplateLine:
 
 def fill_template(template: str, site: Site) -> str:
     """Return the template with what the scheduler tells in place of its settings, commented out or not."""
-    return write_settings(template, site_settings(site))
+    return write_settings(template, list_site_settings(site))
 
 
 def write_settings(template: str, settings: Iterable[TemplateLine]) -> str:
@@ -349,7 +350,7 @@ def _find(lines: Sequence[str], key: str) -> tuple[int, str]:
     raise AssertionError(f"the template has no line for {key}")
 
 
-def site_settings(site: Site) -> Iterator[TemplateLine]:
+def list_site_settings(site: Site) -> Iterator[TemplateLine]:
     """Yield what a job spec says on this site: for its default partition, with the others as comments."""
     default_partition = site.default
     other_partitions = tuple(
@@ -365,24 +366,24 @@ def site_settings(site: Site) -> Iterator[TemplateLine]:
             f"the default: {_describe_size(default_partition)}",
             below,
         )
-        yield from _size_settings(default_partition)
+        yield from _list_size_settings(default_partition)
     if len(site.accounts) == 1:
         yield TemplateLine("cluster.slurm.account", quote_word(site.accounts[0]), "your only one")
     elif site.accounts:
         yield TemplateLine("cluster.slurm.account", "", below=(f"yours: {', '.join(site.accounts)}",))
 
 
-def _size_settings(partition: Partition) -> Iterator[TemplateLine]:
+def _list_size_settings(partition: Partition) -> Iterator[TemplateLine]:
     if partition.kinds:
-        yield from _node_settings(partition.kinds[0])
-    yield from measuring_settings(suggested_nodes(partition), _measuring_minutes(partition))
+        yield from _list_node_settings(partition.kinds[0])
+    yield from list_measuring_settings(suggest_nodes(partition), _choose_measuring_minutes(partition))
     limit = partition.minutes
     if limit is not None and limit < _MINUTES:
         comment = "time limit of a training job, the most here; a longer training goes on in the next one"
         yield TemplateLine("cluster.slurm.minutes", str(limit), comment)
 
 
-def measuring_settings(nodes: Sequence[int], minutes: int, why: str = "") -> Iterator[TemplateLine]:
+def list_measuring_settings(nodes: Sequence[int], minutes: int, why: str = "") -> Iterator[TemplateLine]:
     """Yield which numbers of nodes are measured, for how many minutes each, and what all of it may cost."""
     yield TemplateLine("search.nodes", f"[{', '.join(map(str, nodes))}]", why)
     yield TemplateLine(
@@ -390,7 +391,7 @@ def measuring_settings(nodes: Sequence[int], minutes: int, why: str = "") -> Ite
     )
     hours = sum(nodes) * (minutes + ROOM) / 60
     cap = math.ceil(12 * hours) / 10 if hours < 5 else math.ceil(1.2 * hours)
-    sum_ = f"({' + '.join(map(str, nodes))}) nodes" if len(nodes) > 1 else plural(nodes[0])
+    sum_ = f"({' + '.join(map(str, nodes))}) nodes" if len(nodes) > 1 else format_count(nodes[0])
     comment = f"of all measuring jobs together: {sum_} x {minutes + ROOM} minutes = {hours:.3g}"
     yield TemplateLine("search.max_node_hours", f"{cap:g}", comment)
 
@@ -400,7 +401,7 @@ _JOB_MINUTES = 20  # of a measuring job, likewise
 _NODES = (2, 4, 8, 16)
 
 
-def suggested_nodes(partition: Partition) -> tuple[int, ...]:
+def suggest_nodes(partition: Partition) -> tuple[int, ...]:
     """Return the numbers of nodes to measure: powers of two up to the partition's size, one node where it is small."""
     alike = partition.kinds[0].nodes if partition.kinds else 1
     most = min(alike, partition.usable or 1)
@@ -409,19 +410,21 @@ def suggested_nodes(partition: Partition) -> tuple[int, ...]:
     return choices if len(choices) > 1 or least > 1 else (1, *choices)
 
 
-def _measuring_minutes(partition: Partition) -> int:
+def _choose_measuring_minutes(partition: Partition) -> int:
     if partition.minutes is None:
         return _JOB_MINUTES
     return max(1, min(_JOB_MINUTES, partition.minutes - ROOM))
 
 
-def _node_settings(kind: NodeKind) -> Iterator[TemplateLine]:
+def _list_node_settings(kind: NodeKind) -> Iterator[TemplateLine]:
     """Yield how a node's GPUs, processors and memory are asked for: all of them, for whole nodes are used."""
     gpus = kind.gpus[0] if kind.gpus else Gpus("", 1)
     ranks = min(gpus.count, kind.cpus or gpus.count)
     cpus = max(1, kind.cpus // ranks)
     if kind.gpus:
-        why = "" if ranks == gpus.count else f"of {gpus.count}: a job can have {plural(kind.cpus, 'CPU')} of a node"
+        why = (
+            "" if ranks == gpus.count else f"of {gpus.count}: a job can have {format_count(kind.cpus, 'CPU')} of a node"
+        )
         yield TemplateLine("cluster.gpus_per_node", str(ranks), why)
     else:
         yield TemplateLine("cluster.device", "cpu", "the partition's nodes have no GPUs")
@@ -453,7 +456,7 @@ def _describe_size(partition: Partition) -> str:
 
 def _describe_kind(kind: NodeKind) -> str:
     gpus = " + ".join(" ".join([str(gpus.count), *filter(None, [gpus.type]), "GPUs"]) for gpus in kind.gpus)
-    return f"{plural(kind.nodes)} ({gpus or 'no GPUs'}, {kind.cpus} CPUs)"
+    return f"{format_count(kind.nodes)} ({gpus or 'no GPUs'}, {kind.cpus} CPUs)"
 
 
 def _describe_minutes(minutes: int) -> str:
@@ -470,7 +473,7 @@ def quote_word(text: str) -> str:
     return text if plain and text.lower() not in reserved else json.dumps(text)
 
 
-def partitions_with_gpus(partitions: Iterable[Partition]) -> list[Partition]:
+def list_partitions_with_gpus(partitions: Iterable[Partition]) -> list[Partition]:
     """Return the partitions that have a GPU and are up."""
     return [partition for partition in partitions if partition.up and any(kind.gpus for kind in partition.kinds)]
 
@@ -479,9 +482,9 @@ def partitions_with_gpus(partitions: Iterable[Partition]) -> list[Partition]:
 
 Call = Callable[..., CommandResult]
 ALL_QOS = ("sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=Name,MaxWall")
-"""What tells the QOS of a site, a line each, the name first."""
+"""The command that lists the QOS of a site, one per line, the name first."""
 ALL_PARTITIONS = ("sinfo", "--all", "--noheader", "--format=%R")
-"""What tells the names of all partitions, also of those that are hidden, or not for this user."""
+"""The command that lists all partitions, also those that are hidden, or not for this user."""
 
 
 @dataclass(frozen=True)
@@ -528,11 +531,11 @@ def ask_site_facts(ask: Call = call_slurm) -> SiteFacts:
         partitions,
         silent,
         qos=_parse_qos(told(*ALL_QOS)),
-        accounts=first_fields(told("sacctmgr", "--noheader", "--parsable2", "show", "account", "format=Account")),
+        accounts=parse_first_fields(told("sacctmgr", "--noheader", "--parsable2", "show", "account", "format=Account")),
         features=_parse_features(told("sinfo", "--noheader", "--exact", "--format=%P|%f") or ""),
         reservations=_parse_reservations(reservations := told(*RESERVATIONS)),
-        maintenance=tuple(maintenance_windows(reservations or "")),
-        all_partitions=first_fields(told(*ALL_PARTITIONS)),
+        maintenance=tuple(parse_maintenance_windows(reservations or "")),
+        all_partitions=parse_first_fields(told(*ALL_PARTITIONS)),
     )
 
 
@@ -541,7 +544,7 @@ def _parse_qos(text: str | None) -> dict[str, int | None] | None:
     return {name: parse_minutes(limit) for name, limit, *_ in rows if name} or None
 
 
-def first_fields(text: str | None) -> tuple[str, ...] | None:
+def parse_first_fields(text: str | None) -> tuple[str, ...] | None:
     """Return the first field of each line, each once; None where there is none."""
     return (
         tuple(dict.fromkeys(name for line in (text or "").splitlines() if (name := line.split("|")[0].strip()))) or None

@@ -4,11 +4,11 @@ import re
 import tempfile
 from pathlib import Path
 
-from tula_cli.cluster.chains import time_limit
+from tula_cli.cluster.chains import get_time_limit
 from tula_cli.cluster.slurm.command import call_slurm
 from tula_cli.cluster.slurm.queue import parse_time
-from tula_cli.cluster.slurm.scheduler import sbatch_environment
-from tula_cli.cluster.slurm.submit import job_script
+from tula_cli.cluster.slurm.scheduler import make_sbatch_environment
+from tula_cli.cluster.slurm.submit import render_job_script
 from tula_cli.errors import TulaError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.recommendations import StartEstimate
@@ -40,14 +40,14 @@ def estimate_start(run: RunDir, spec: JobSpec, *, nodes: int, batch: int, now: f
         id=_JOB, job=_JOB, spec=spec, workdir=str(Path.cwd()), nodes=nodes, signature=_JOB, attempt=1,
         ladder=(Rung(batch=batch),), workers=spec.train.workers,
     )  # fmt: skip
-    minutes = time_limit(task)
+    minutes = get_time_limit(task)
     try:
-        script_text = job_script(run, task)
+        script_text = render_job_script(run, task)
         with tempfile.TemporaryDirectory(prefix="tula-") as folder:
             script = Path(folder) / "job.sh"
             script.write_text(script_text, encoding="utf-8")
             answer = call_slurm(
-                "sbatch", "--test-only", str(script), environ=sbatch_environment(script), patience=_PATIENCE
+                "sbatch", "--test-only", str(script), environ=make_sbatch_environment(script), patience=_PATIENCE
             )
     except (TulaError, OSError) as error:
         reason = error.message if isinstance(error, TulaError) else str(error)

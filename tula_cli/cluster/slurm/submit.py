@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tula_cli.cluster.batch_launcher import BatchLauncher
-from tula_cli.cluster.chains import count_links, folder_patience, start_delay
+from tula_cli.cluster.chains import count_links, get_folder_patience, start_delay
 from tula_cli.cluster.local import run_supervisor
 from tula_cli.cluster.scheduler import JobRequest, Queued
-from tula_cli.cluster.slurm.sbatch import job_python, submitit_parameters
+from tula_cli.cluster.slurm.sbatch import get_job_python, make_submitit_parameters
 from tula_cli.cluster.slurm.scheduler import SlurmScheduler, require_plain_path
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import Task
@@ -48,8 +48,8 @@ class SlurmLauncher(BatchLauncher):
         number = job.name.removeprefix(self.name_of_first_job(run, task)).lstrip(".")
         if number and job.after:
             waits_for.append(f"after:{job.after[-1]}+{start_delay(int(number))}")
-        name = chain_name(run, task) if chained else job.name
-        return job_script(run, task, name=name, dependency=",".join(waits_for) or None)
+        name = make_chain_name(run, task) if chained else job.name
+        return render_job_script(run, task, name=name, dependency=",".join(waits_for) or None)
 
     def prepare(self, run: RunDir, task: Task, id_: str) -> None:
         _write_call(run, task, id_)
@@ -60,33 +60,33 @@ class SlurmLauncher(BatchLauncher):
 
     def queued_jobs(self, run: RunDir, task: Task, names: Sequence[str]) -> dict[str, Queued]:
         folder = run.submitit_dir.resolve()
-        queued = self.scheduler.queued([*names, chain_name(run, task)])
+        queued = self.scheduler.queued([*names, make_chain_name(run, task)])
         scripts = {Path(job.script): job for job in queued}
         own_jobs = {path.stem: job for path, job in scripts.items() if path.parent.resolve() == folder}
         return {name: job for name, job in own_jobs.items() if name in names}
 
     def jobs_to_name(self, run: RunDir, task: Task, there: Mapping[str, Queued], ids: Sequence[str]) -> Sequence[str]:
         """Return the last one, and all that have another name than it: an older tula gave each link its own."""
-        strangers = {job.id for job in there.values() if job.name != chain_name(run, task)}
+        strangers = {job.id for job in there.values() if job.name != make_chain_name(run, task)}
         return [id_ for id_ in ids if id_ in strangers or id_ == ids[-1]]
 
     def jobs_waited_for(self, after: Sequence[str], ids: Sequence[str]) -> Sequence[str]:
         return ids[-1:] or after
 
 
-def chain_name(run: RunDir, task: Task) -> str:
+def make_chain_name(run: RunDir, task: Task) -> str:
     """Return the name that all links of a chain have in the queue; those of a run elsewhere have another."""
     path_digest = hashlib.sha256(os.fsencode(run.path.resolve())).hexdigest()[:8]
     return f"tula-{run.id}-{task.job}-{path_digest}"
 
 
-def job_script(run: RunDir, task: Task, *, name: str | None = None, dependency: str | None = None) -> str:
+def render_job_script(run: RunDir, task: Task, *, name: str | None = None, dependency: str | None = None) -> str:
     """Return the script of one job."""
     from tula_cli.cluster.slurm.script import ScriptWriter  # submitit: of use to those who submit alone
 
     require_plain_path(run.path)
-    writer = ScriptWriter(run.submitit_dir, patience=folder_patience(task), python=job_python(task))
-    writer.update_parameters(**submitit_parameters(run, task, name=name, dependency=dependency))
+    writer = ScriptWriter(run.submitit_dir, patience=get_folder_patience(task), python=get_job_python(task))
+    writer.update_parameters(**make_submitit_parameters(run, task, name=name, dependency=dependency))
     return writer.text()
 
 

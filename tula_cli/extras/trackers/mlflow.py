@@ -44,7 +44,7 @@ class MlflowRun:
     def __init__(self, client: MlflowClient, run_id: str, *, new: bool) -> None:
         self.client, self._id = client, run_id
         self.newest: dict[str, int] = {}  # step of each metric that MLflow was asked for
-        with _told():
+        with _convert_errors():
             existing = client.get_run(run_id)
         self.place: str = existing.info.artifact_uri
         self.given = dict(existing.data.params)  # parameters cannot be changed
@@ -65,34 +65,38 @@ class MlflowRun:
         return self.newest[metric]
 
     def params(self, values: Mapping[str, Scalar]) -> None:
-        words = {_key(name): _words(value) for name, value in values.items()}
+        words = {_make_key(name): _format_value(value) for name, value in values.items()}
         new = [Param(name, value) for name, value in words.items() if name not in self.given]
-        with _told():
-            for some in _chunks(new, _OTHERS):
+        with _convert_errors():
+            for some in _split_into_chunks(new, _OTHERS):
                 self.client.log_batch(self._id, params=some)
         self.given |= {param.key: param.value for param in new}
         self.tags({f"param.{name}": value for name, value in words.items() if self.given[name] != value})
 
     def tags(self, values: Mapping[str, str]) -> None:
-        with _told():
-            for some in _chunks([RunTag(_key(name), value[:_LONGEST]) for name, value in values.items()], _OTHERS):
+        with _convert_errors():
+            for some in _split_into_chunks(
+                [RunTag(_make_key(name), value[:_LONGEST]) for name, value in values.items()], _OTHERS
+            ):
                 self.client.log_batch(self._id, tags=some)
 
     def points(self, points: Sequence[Point]) -> None:
         metrics = (
-            Metric(_key(name), value, round(1000 * point.time), point.samples)
+            Metric(_make_key(name), value, round(1000 * point.time), point.samples)
             for point in points
             for name, value in point.values.items()
-            if point.samples > self._newest_step(_key(name))
+            if point.samples > self._newest_step(_make_key(name))
         )
-        with _told():
-            for some in _chunks(metrics, _METRICS):
+        with _convert_errors():
+            for some in _split_into_chunks(metrics, _METRICS):
                 self.client.log_batch(self._id, metrics=some)
 
     def summary(self, values: Mapping[str, float], *, at: Point | None) -> None:
         step, now = at.samples if at else 0, round(1000 * time.time())
-        with _told():
-            for some in _chunks([Metric(_key(name), value, now, step) for name, value in values.items()], _METRICS):
+        with _convert_errors():
+            for some in _split_into_chunks(
+                [Metric(_make_key(name), value, now, step) for name, value in values.items()], _METRICS
+            ):
                 self.client.log_batch(self._id, metrics=some)
 
     def rewind(self, samples: int) -> bool:
@@ -100,7 +104,7 @@ class MlflowRun:
         return False
 
     def artifact(self, path: Path) -> None:
-        with _told():
+        with _convert_errors():
             if self.place.startswith("file:"):  # the client takes a copied run, whose ids are the same, for the first
                 files: Any = get_artifact_repository(self.place)
                 files.log_artifact(str(path))
@@ -108,7 +112,7 @@ class MlflowRun:
                 self.client.log_artifact(self._id, str(path))
 
     def close(self, state: State, *, at: float) -> None:
-        with _told():
+        with _convert_errors():
             if state == "running":
                 self.client.update_run(self._id, status=_STATES[state])
             else:
@@ -119,14 +123,14 @@ class MlflowExporter:
     """A tracking server, a database or a folder (the URI), and an experiment there (the project)."""
 
     def __init__(self, *, uri: str, project: str) -> None:
-        local = _local_folder(uri)
-        with _told():
+        local = _get_local_folder(uri)
+        with _convert_errors():
             if local is not None:
                 local.mkdir(parents=True, exist_ok=True)
             self.client = MlflowClient(tracking_uri=uri)
             existing = self.client.get_experiment_by_name(project)
             # A local store would put files below the folder that the command happens to run in.
-            place = None if local is None else (local / FILES / _key(project)).as_uri()
+            place = None if local is None else (local / FILES / _make_key(project)).as_uri()
             self.experiment = existing.experiment_id if existing else self.client.create_experiment(project, place)
         if existing and place is not None:
             _require_unmoved(uri, before=existing.artifact_location, now=place)
@@ -138,7 +142,7 @@ class MlflowExporter:
         tags = {"tula.run": run.group, "tula.kind": run.kind, "tula.key": run.key}
         if run.parent is not None:
             tags["mlflow.parentRunId"] = run.parent
-        with _told():
+        with _convert_errors():
             began = round(1000 * run.started)
             made = self.client.create_run(self.experiment, start_time=began, tags=tags, run_name=run.name)
         return MlflowRun(self.client, made.info.run_id, new=True)
@@ -148,13 +152,13 @@ exporter = MlflowExporter
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
+def _convert_errors() -> Iterator[None]:
     """Raise what MLflow, its database or the network says as an error of the tracker."""
     try:
         yield
     except (MlflowException, OSError) as error:
         raise TrackerError(
-            f"mlflow: {_first(str(error))}", "what was not sent is sent by the next tula export"
+            f"mlflow: {_shorten_message(str(error))}", "what was not sent is sent by the next tula export"
         ) from error
     except ModuleNotFoundError as error:
         raise TrackerError(
@@ -176,40 +180,40 @@ def _require_unmoved(uri: str, *, before: str, now: str) -> None:
     """
     inside = f"/exports/{now.rpartition('/exports/')[2]}"
     is_elsewhere = before.startswith("file://") and before.endswith(inside) and "/exports/" in now
-    if is_elsewhere and _path_of(before).resolve() != _path_of(now).resolve():
+    if is_elsewhere and _get_path(before).resolve() != _get_path(now).resolve():
         raise TrackerError(
             f"mlflow: the run was moved or copied, and its store {uri} still names {before} for files",
             "remove this store: then all is sent again to a new one; or name another place with --uri",
         )
 
 
-def _path_of(uri: str) -> Path:
+def _get_path(uri: str) -> Path:
     return Path(unquote(urlsplit(uri).path))
 
 
-def _first(text: str) -> str:
+def _shorten_message(text: str) -> str:
     """Return what of a message a person reads: its first sentence, without what went on inside of the connection."""
     line = (text.strip().splitlines() or ["no answer"])[0].partition(" with exception ")[0]
     return line if len(line) <= 200 else f"{line[:197]}..."
 
 
-def _chunks(items: Iterator[T] | Sequence[T], size: int) -> Iterator[list[T]]:
+def _split_into_chunks(items: Iterator[T] | Sequence[T], size: int) -> Iterator[list[T]]:
     remaining = iter(items)
     while some := list(islice(remaining, size)):
         yield some
 
 
-def _key(name: str) -> str:
+def _make_key(name: str) -> str:
     """Return a name of the characters that MLflow takes."""
     return re.sub(r"[^\w\-. /]", "_", name)[:250]
 
 
-def _words(value: Any) -> str:
+def _format_value(value: Any) -> str:
     text = value if isinstance(value, str) else str(value)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
-def _local_folder(uri: str) -> Path | None:
+def _get_local_folder(uri: str) -> Path | None:
     """Return the folder of a store on this machine; None of a server."""
     if uri.startswith("sqlite:///"):
         return Path(uri.removeprefix("sqlite:///")).parent

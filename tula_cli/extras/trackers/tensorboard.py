@@ -42,12 +42,12 @@ class BoardRun:
         self.writer.add_event(Event(wall_time=time.time(), step=samples, session_log=mark))
 
     def params(self, values: Mapping[str, Scalar]) -> None:
-        self._text("parameters", _table(values))
+        self._text("parameters", _render_table(values))
         if len(values) <= _TABLED:
             self._summary(hparams.hparams_pb(dict(values), trial_id=self.id, start_time_secs=self.started), at=0)
 
     def tags(self, values: Mapping[str, str]) -> None:
-        self._text("notes", _table(values))
+        self._text("notes", _render_table(values))
 
     def points(self, points: Sequence[Point]) -> None:
         for point in points:
@@ -95,12 +95,12 @@ class BoardRun:
             raise TrackerError(f"tensorboard: cannot write {self.folder}: {error.strerror}") from error
 
 
-def _table(values: Mapping[str, Scalar]) -> str:
-    rows = [f"| {name} | {_cell(value)} |" for name, value in values.items()]
+def _render_table(values: Mapping[str, Scalar]) -> str:
+    rows = [f"| {name} | {_render_cell(value)} |" for name, value in values.items()]
     return "\n".join(["| | |", "|---|---|", *rows])
 
 
-def _cell(value: Scalar) -> str:
+def _render_cell(value: Scalar) -> str:
     return (value if isinstance(value, str) else json.dumps(value)).replace("|", "\\|").replace("\n", " ")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tula_cli.errors import TrackerError
-from tula_cli.services.exporting.destination import Described, Point, Scalar, State, digest
+from tula_cli.services.exporting.destination import Described, Point, Scalar, State, compute_digest
 
 os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
 
@@ -26,21 +26,21 @@ class WandbRun:
         return str(self.run.id)
 
     def params(self, values: Mapping[str, Scalar]) -> None:
-        with _told():
+        with _convert_errors():
             self.run.config.update(dict(values), allow_val_change=True)
 
     def tags(self, values: Mapping[str, str]) -> None:
-        with _told():
+        with _convert_errors():
             self.run.config.update({f"tula/{name}": value for name, value in values.items()}, allow_val_change=True)
 
     def points(self, points: Sequence[Point]) -> None:
-        with _told():
+        with _convert_errors():
             for point in points:
                 self.run.log({**point.values, "_timestamp": point.time}, step=point.samples)
 
     def summary(self, values: Mapping[str, float], *, at: Point | None) -> None:
         del at
-        with _told():
+        with _convert_errors():
             self.run.summary.update({f"summary/{name}": value for name, value in values.items()})
 
     def rewind(self, samples: int) -> bool:
@@ -48,12 +48,12 @@ class WandbRun:
         return False
 
     def artifact(self, path: Path) -> None:
-        with _told():
+        with _convert_errors():
             self.run.save(str(path), base_path=str(path.parent), policy="now")
 
     def close(self, state: State, *, at: float) -> None:
         del at
-        with _told():
+        with _convert_errors():
             self.run.summary.update({"state": state})
             self.run.finish(exit_code=0 if state in ("running", "finished") else 1)
 
@@ -66,7 +66,7 @@ class WandbExporter:
         self.server = uri if "://" in uri else None
         self.folder = None if self.server else Path(uri)
         if self.folder is not None:
-            with _told():
+            with _convert_errors():
                 self.folder.mkdir(parents=True, exist_ok=True)
 
     def open(self, run: Described, *, known: str | None, after: int | None) -> WandbRun:
@@ -80,10 +80,10 @@ class WandbExporter:
             "x_disable_stats": True,
             **({"base_url": self.server} if self.server else {}),
         }
-        run_id = known or digest([run.group, run.key, run.started])
+        run_id = known or compute_digest([run.group, run.key, run.started])
         if self.folder is not None:
             _await_unused_folder(self.folder / "wandb", run_id)
-        with _told():
+        with _convert_errors():
             begun = wandb.init(
                 project=self.project,
                 id=run_id,
@@ -109,7 +109,7 @@ def _await_unused_folder(parent: Path, run_id: str) -> None:
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
+def _convert_errors() -> Iterator[None]:
     """Raise what W&B or the network says as an error of the tracker."""
     try:
         yield

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tula_cli.models.time.noise import Z90
 from tula_cli.models.time.steptime import DEFAULT_REPEAT_SD, StepTimeFit
-from tula_cli.words import place
+from tula_cli.words import describe_probe_place
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -64,7 +64,9 @@ class Proposal:
     words: str  # how certain the decisions are, in one line
 
 
-def first_probes(by_nodes: Iterable[tuple[int, Sequence[int]]], *, whole_steps: bool = False) -> list[tuple[int, int]]:
+def choose_first_probes(
+    by_nodes: Iterable[tuple[int, Sequence[int]]], *, whole_steps: bool = False
+) -> list[tuple[int, int]]:
     """Return the probes (nodes, local batch) to start from: three batches on the fewest nodes, the smallest on the most.
 
     Args:
@@ -171,7 +173,7 @@ class _Problem:
         batches = np.array([c.batch for c in candidates])
         bounds = sorted(set(batches.tolist()))
         decisions = [
-            _Decision(name, weights, batches <= bound, _share(bound, bounds))
+            _Decision(name, weights, batches <= bound, _weigh_bound(bound, bounds))
             for name, weights in (("time", log_steps), ("cost", log_steps + log_price))
             for bound in bounds
         ]
@@ -213,7 +215,7 @@ class _Problem:
         return total
 
 
-def _share(bound: int, bounds: Sequence[int]) -> float:
+def _weigh_bound(bound: int, bounds: Sequence[int]) -> float:
     """Return the weight of a bound on the batch: no bound at all counts as much as all others together."""
     if len(bounds) == 1:
         return 1.0
@@ -264,7 +266,7 @@ def _round(problem: _Problem, belief: _Belief, open_: Flags, tolerance: float, t
     choices = problem.choices(belief.mean)  # what comes out as expected changes none of them
     while remaining:
         worths = np.array([problem.worth(belief, choices, index) for index in remaining])
-        costs = np.array([_node_seconds(problem.candidates[index], started) for index in remaining])
+        costs = np.array([_count_node_seconds(problem.candidates[index], started) for index in remaining])
         pays = (worths >= tolerance * _LEAST) & (_REALISED * worths * training >= costs)
         rates = np.where(pays, worths / costs, 0.0)
         best = int(np.argmax(rates))
@@ -277,7 +279,7 @@ def _round(problem: _Problem, belief: _Belief, open_: Flags, tolerance: float, t
         belief = belief.after(index)
 
 
-def _node_seconds(candidate: Candidate, started: set[tuple[int, int]]) -> float:
+def _count_node_seconds(candidate: Candidate, started: set[tuple[int, int]]) -> float:
     shared = (candidate.nodes, candidate.gpus_per_node) in started
     return candidate.probe_seconds + (0.0 if shared else candidate.job_seconds)
 
@@ -285,6 +287,6 @@ def _node_seconds(candidate: Candidate, started: set[tuple[int, int]]) -> float:
 def describe_pick(candidate: Candidate, belief: _Belief, index: int, worth: float) -> str:
     spread = math.expm1(Z90 * math.sqrt(belief.covariance[index, index]))
     return (
-        f"{place(candidate.nodes, candidate.local_batch)}: its step time is known to {spread:.0%}; measuring it should better"
+        f"{describe_probe_place(candidate.nodes, candidate.local_batch)}: its step time is known to {spread:.0%}; measuring it should better"
         f" the decisions by {worth:.1%}"
     )

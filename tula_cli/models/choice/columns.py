@@ -15,7 +15,7 @@ Flags = NDArray[np.bool_]
 
 def to_columns(configs: Sequence[Config]) -> tuple[Ints, Ints]:
     """Return nodes and batches of configurations as arrays."""
-    return in_columns([(config.nodes, config.batch) for config in configs])
+    return convert_to_columns([(config.nodes, config.batch) for config in configs])
 
 
 def to_configs(nodes: Ints, batch: Ints) -> list[Config]:
@@ -23,7 +23,7 @@ def to_configs(nodes: Ints, batch: Ints) -> list[Config]:
     return [Config(*place) for place in zip(nodes.tolist(), batch.tolist(), strict=True)]
 
 
-def in_columns(pairs: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
+def convert_to_columns(pairs: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
     """Return pairs of nodes and batch as arrays."""
     pairs_array = np.array(pairs, dtype=np.int64).reshape(-1, 2)
     return pairs_array[:, 0], pairs_array[:, 1]
@@ -50,7 +50,7 @@ def find_nearest(*distances: Floats) -> Ints:
     return nearest_index
 
 
-def by_value(of: Callable[[int], float], values: Ints) -> NDArray[Any]:
+def compute_by_value(of: Callable[[int], float], values: Ints) -> NDArray[Any]:
     """Return what a function gives for each value, which it is asked once for: shape (n,)."""
     distinct, where = np.unique(values, return_inverse=True)
     values_by_position: NDArray[Any] = np.array([of(value) for value in distinct.tolist()])[where]

@@ -6,7 +6,7 @@ from typing import Any
 
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.spec.sections import BestCheckpoint, Train
-from tula_cli.words import number, plural
+from tula_cli.words import format_count, format_number
 
 # --- Stopping
 
@@ -54,11 +54,11 @@ def describe_stop(values: Values, kept: Mapping[str, float], train: Train, *, ep
         value, target = values.get(best.metric, math.nan), convert_to_unit(best.metric, stopping.target)
         if value <= target if best.falls else value >= target:
             bound = "at most" if best.falls else "at least"
-            return f"{best.metric} is {number(value, 4)}, {bound} {number(target, 4)}"
+            return f"{best.metric} is {format_number(value, 4)}, {bound} {format_number(target, 4)}"
     if stopping.epochs is not None and epoch >= stopping.epochs:
         return f"train.early_stopping.epochs is {stopping.epochs}"
     if stopping.patience is not None and epoch - kept["epoch"] >= stopping.patience:
-        return f"no better epoch than {int(kept['epoch'])} in {plural(stopping.patience, 'epoch')}"
+        return f"no better epoch than {int(kept['epoch'])} in {format_count(stopping.patience, 'epoch')}"
     return ""
 
 
@@ -70,7 +70,7 @@ def convert_to_unit(metric: str, bound: float) -> float:
 # --- Expected end
 
 
-def end_of(rows: Iterable[Mapping[str, Any]], train: Train) -> int | None:
+def find_end_epoch(rows: Iterable[Mapping[str, Any]], train: Train) -> int | None:
     """Return the epoch after which a training with these rows would have ended; None where it would have gone on.
 
     Args:
@@ -79,7 +79,7 @@ def end_of(rows: Iterable[Mapping[str, Any]], train: Train) -> int | None:
     """
     kept: dict[str, float] = {}
     for row in rows:
-        values, epoch = _metric_values(row), int(row["epoch"])
+        values, epoch = _read_metric_values(row), int(row["epoch"])
         if is_better(values, kept, train.best_checkpoint):
             kept = remember_best(values, train.best_checkpoint, epoch=epoch)
         if describe_stop(values, kept, train, epoch=epoch):
@@ -90,10 +90,10 @@ def end_of(rows: Iterable[Mapping[str, Any]], train: Train) -> int | None:
 def has_metrics(rows: Iterable[Mapping[str, Any]], train: Train) -> bool:
     """Return whether rows have the metrics that `best_checkpoint` asks for; a metric may have come later."""
     metric = train.best_checkpoint.metric
-    return metric == "auto" or any(not math.isnan(_metric_values(row).get(metric, math.nan)) for row in rows)
+    return metric == "auto" or any(not math.isnan(_read_metric_values(row).get(metric, math.nan)) for row in rows)
 
 
-def _metric_values(row: Mapping[str, Any]) -> dict[str, float]:
+def _read_metric_values(row: Mapping[str, Any]) -> dict[str, float]:
     known = {"loss": row["eval_loss"], **{name: row.get(name) for name in ("top1", "top5", "perplexity")}}
     return {name: math.nan if value is None else value for name, value in {**known, **row.get("metrics", {})}.items()}
 
@@ -111,7 +111,7 @@ def shorten_prediction(prediction: Prediction, *, epochs: int, of: int) -> Predi
         ratio = share
     else:
         update = {name: share * getattr(parts, name) for name in ("evaluation", "checkpoints")}
-        update["steps"] = steps = parts.steps * share_of_steps(prediction, share)
+        update["steps"] = steps = parts.steps * compute_share_of_steps(prediction, share)
         data = None if parts.data is None else parts.data * steps / parts.steps if parts.steps else 0.0
         parts = parts.model_copy(update={**update, "data": data})
         ratio = parts.total / prediction.parts.total if prediction.parts and prediction.parts.total else share
@@ -120,7 +120,7 @@ def shorten_prediction(prediction: Prediction, *, epochs: int, of: int) -> Predi
     return prediction.model_copy(update={**shortened_values, "parts": parts})
 
 
-def share_of_steps(prediction: Prediction, share: float) -> float:
+def compute_share_of_steps(prediction: Prediction, share: float) -> float:
     """Return the share of the steps' time in the first epochs; a batch that grows has its shortest steps there, and most."""
     assert prediction.parts is not None
     smaller = sum(stage.steps * stage.step_time for stage in prediction.stages)
@@ -135,10 +135,10 @@ def share_of_steps(prediction: Prediction, share: float) -> float:
     return seconds / prediction.parts.steps
 
 
-def share_left(prediction: Prediction, share: float) -> float:
+def compute_remaining_share(prediction: Prediction, share: float) -> float:
     """Return the share of a training's time that the last `left` of its epochs take: those of a grown batch take less."""
     parts = prediction.parts
     if parts is None or not prediction.stages or not parts.total:
         return share
-    stepping = parts.steps * (1 - share_of_steps(prediction, 1 - share))
+    stepping = parts.steps * (1 - compute_share_of_steps(prediction, 1 - share))
     return (stepping + share * (parts.total - parts.steps)) / parts.total

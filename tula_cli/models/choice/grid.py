@@ -10,12 +10,12 @@ Limit = int | Mapping[int, int | None] | None
 """The largest local batch that fits one GPU, by number of nodes where they share a model; None where nothing bounds it."""
 
 
-def on_nodes(limit: Limit, nodes: int) -> int | None:
+def get_limit_on_nodes(limit: Limit, nodes: int) -> int | None:
     """Return the limit on a number of nodes."""
     return limit.get(nodes) if isinstance(limit, Mapping) else limit
 
 
-def highest_limit(limit: Limit) -> int | None:
+def get_highest_limit(limit: Limit) -> int | None:
     """Return the limit where it is highest."""
     if not isinstance(limit, Mapping):
         return limit
@@ -83,7 +83,7 @@ def list_places(
     """
     feasible, sizes = [], list_batches(min_batch, max_batch)
     for count in sorted(set(nodes)):
-        world, most = count * gpus_per_node, on_nodes(max_local_batch, count)
+        world, most = count * gpus_per_node, get_limit_on_nodes(max_local_batch, count)
         for batch in sizes:
             if batch % (world * accumulate):
                 continue

@@ -19,7 +19,7 @@ from tula_cli.models.choice.offers import Offers
 from tula_cli.models.time.noise import Z90
 from tula_cli.models.time.steptime import StepTimeFit
 from tula_cli.run.records.recommendations import Prediction
-from tula_cli.words import plural
+from tula_cli.words import format_count
 
 # --- The knee
 
@@ -29,7 +29,7 @@ FEWEST = 5  # points that a knee is looked for in
 _BEYOND = 100  # doublings by which a curve is continued: many more than it has itself
 
 
-def knee(batches: Sequence[int], values: Sequence[float]) -> int | None:
+def find_knee(batches: Sequence[int], values: Sequence[float]) -> int | None:
     """Return the knee of a falling curve by Kneedle [32] with S = 1; None where it does not lie between the ends.
 
     Kneedle takes the point farthest below the chord, so its answer depends on the axes and on where the curve is cut
@@ -41,11 +41,11 @@ def knee(batches: Sequence[int], values: Sequence[float]) -> int | None:
     if len(batches) < FEWEST or max(values) <= min(values) * (1 + ALIKE):
         return None
     x, y = _continue_curve(*_lower_hull(np.log2(batches), np.log2(values)))
-    nearest = _nearest_batch(batches, _locate_knee(x, y))
+    nearest = _find_nearest_batch(batches, _locate_knee(x, y))
     return nearest if batches[0] < nearest < batches[-1] else None
 
 
-def kneedle(batches: Sequence[int], values: Sequence[float]) -> int | None:
+def run_kneedle(batches: Sequence[int], values: Sequence[float]) -> int | None:
     """Return what Kneedle [32] says of the same curve where it is not continued; None where it finds none.
 
     It depends on where the search has cut the curve off, so it is told and not chosen.
@@ -55,18 +55,18 @@ def kneedle(batches: Sequence[int], values: Sequence[float]) -> int | None:
     hull_x, hull_y = _lower_hull(np.log2(batches), np.log2(values))
     x = np.arange(hull_x[0], hull_x[-1] + 0.5)
     knee = _locate_knee(x, np.interp(x, hull_x, hull_y))
-    return None if knee is None else _nearest_batch(batches, knee)
+    return None if knee is None else _find_nearest_batch(batches, knee)
 
 
 def _locate_knee(x: Floats, y: Floats) -> float | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # kneed warns where it finds none; None says the same
-        knee = _knee_locator()(x, y, S=1.0, curve="convex", direction="decreasing", online=False).knee
+        knee = _import_knee_locator()(x, y, S=1.0, curve="convex", direction="decreasing", online=False).knee
     return None if knee is None else float(knee)
 
 
 @functools.cache
-def _knee_locator() -> Any:
+def _import_knee_locator() -> Any:
     """Import kneed without matplotlib, which it only draws with: half a second and 30 MB less.
 
     What a program has imported itself remains as it is, and its own import of kneed later comes with matplotlib.
@@ -85,7 +85,7 @@ def _knee_locator() -> Any:
     return KneeLocator
 
 
-def _nearest_batch(batches: Sequence[int], log_batch: float | None) -> int:
+def _find_nearest_batch(batches: Sequence[int], log_batch: float | None) -> int:
     return min(batches, key=lambda batch: abs(math.log2(batch) - (math.inf if log_batch is None else log_batch)))
 
 
@@ -115,7 +115,7 @@ def _continue_curve(x: Floats, y: Floats) -> tuple[Floats, Floats]:
     )
 
 
-def knee_shares(batches: NDArray[np.int_], log_values: Floats) -> dict[int, float]:
+def count_knee_shares(batches: NDArray[np.int_], log_values: Floats) -> dict[int, float]:
     """Return how often each batch is the knee in draws of what is believed; ends, where there is none, are left out.
 
     The least of value x sqrt(batch) is where the curve falls as fast as half of ideal scaling, which is `knee`'s rule.
@@ -223,31 +223,31 @@ def choose(
     return _choose_knee(rows, curve) if objective == "knee" else _choose_least(rows, objective, among)
 
 
-def envelope(predictions: Offers | Iterable[Prediction], *, curve: Quantity = "time") -> tuple[Prediction, ...]:
+def find_envelope(predictions: Offers | Iterable[Prediction], *, curve: Quantity = "time") -> tuple[Prediction, ...]:
     """Return the best configuration (fastest, cheapest ...) of each batch, ascending by batch."""
     rows = predictions if isinstance(predictions, Offers) else Offers.of(predictions)
-    return rows.take(best_of_each_batch(rows, curve)).records()
+    return rows.take(find_best_of_each_batch(rows, curve)).records()
 
 
-def best_of_each_batch(rows: Offers, curve: Quantity) -> Ints:
+def find_best_of_each_batch(rows: Offers, curve: Quantity) -> Ints:
     """Return the indices of the envelope, ascending by batch."""
-    order = _order(rows, curve)
+    order = _sort_rows(rows, curve)
     indices: Ints = order[np.unique(rows.batch[order], return_index=True)[1]]
     return indices
 
 
-def best_few(rows: Offers, curve: Quantity, *, most: int) -> Ints:
+def find_best_few(rows: Offers, curve: Quantity, *, most: int) -> Ints:
     """Return the indices of at most so many rows, of each batch as many of the best, in their order."""
     if len(rows) <= most:
         return np.arange(len(rows))
-    order = _order(rows, curve)
+    order = _sort_rows(rows, curve)
     by_batch = order[np.argsort(rows.batch[order], kind="stable")]
     first = np.unique(rows.batch[by_batch], return_index=True, return_inverse=True)
     rank = np.arange(len(rows)) - first[1][first[2]]
     return np.sort(by_batch[rank < max(1, most // len(first[1]))])
 
 
-def knees_left_open(steps: StepTimeFit, line: Offers, *, gpus_per_node: int, curve: Curve) -> str:
+def describe_open_knees(steps: StepTimeFit, line: Offers, *, gpus_per_node: int, curve: Curve) -> str:
     """Say in how many of the curves that may be, by all that the probes leave open, each batch is the knee; empty of few batches.
 
     Args:
@@ -258,42 +258,44 @@ def knees_left_open(steps: StepTimeFit, line: Offers, *, gpus_per_node: int, cur
     """
     if len(np.unique(line.batch)) < FEWEST:
         return ""
-    line = line.take(best_few(line, curve, most=_MOST_DRAWN))
+    line = line.take(find_best_few(line, curve, most=_MOST_DRAWN))
     drawn = steps.draws(line.nodes, np.full(len(line), gpus_per_node), line.local_batch)
-    share_by_batch = knee_shares(line.batch, drawn + np.log(_value_on_curve(line, curve)) - np.log(line.step_time))
+    share_by_batch = count_knee_shares(
+        line.batch, drawn + np.log(_get_value_on_curve(line, curve)) - np.log(line.step_time)
+    )
     shares_in_words = ", ".join(f"{batch} in {share:.0%}" for batch, share in share_by_batch.items() if share >= _RARE)
     return f"; of the curves that the probes leave open the knee is {shares_in_words}" if shares_in_words else ""
 
 
-def _order(rows: Offers, curve: Quantity) -> Ints:
+def _sort_rows(rows: Offers, curve: Quantity) -> Ints:
     """Sort by cautious value; where values are equal, by the other value, then fewer nodes and a smaller batch.
 
     Returns:
         Indices.
     """
     other = rows.hours if curve == "cost" else rows.cost
-    return np.lexsort((rows.batch, rows.nodes, other, _cautious_values(rows, curve)))
+    return np.lexsort((rows.batch, rows.nodes, other, _compute_cautious_values(rows, curve)))
 
 
-def _cautious_values(rows: Offers, curve: Quantity) -> Floats:
+def _compute_cautious_values(rows: Offers, curve: Quantity) -> Floats:
     """Return the values, the larger the less certain they are.
 
     Among many uncertain forecasts the least is more often one that errs low than the best. A factor exp(variance of ln
     time) makes up for that: nothing within 5 %, 6 % where the interval is +-50 %.
     """
-    low, _, high = _value_interval(rows, curve)
+    low, _, high = _get_value_interval(rows, curve)
     known = (low > 0) & (high > 0)  # not where they are nan
     sd = np.log(np.where(known, high, 1.0) / np.where(known, low, 1.0)) / INTERVAL
-    cautious: Floats = _value_on_curve(rows, curve) * np.exp(np.minimum(sd**2, _MOST_CAUTIOUS))
+    cautious: Floats = _get_value_on_curve(rows, curve) * np.exp(np.minimum(sd**2, _MOST_CAUTIOUS))
     return cautious
 
 
-def _value_interval(row: Any, curve: Quantity) -> tuple[Any, Any, Any]:
+def _get_value_interval(row: Any, curve: Quantity) -> tuple[Any, Any, Any]:
     """Return the value with the ends of its interval; all values but kWh are as uncertain as the hours are."""
     return (row.kwh_low, row.kwh, row.kwh_high) if curve == "energy" else (row.hours_low, row.hours, row.hours_high)
 
 
-def _value_on_curve(row: Any, curve: Quantity) -> Any:
+def _get_value_on_curve(row: Any, curve: Quantity) -> Any:
     """Return the value of a record, or those of columns."""
     if curve == "energy":
         assert row.kwh is not None, "choose by energy where it is known"
@@ -313,7 +315,7 @@ _LEAST = {
 
 
 def _choose_least(rows: Offers, curve: Quantity, among: str) -> Choice:
-    best, *others = rows.take(_order(rows, curve)[: 1 + _RUNNERS_UP]).records()
+    best, *others = rows.take(_sort_rows(rows, curve)[: 1 + _RUNNERS_UP]).records()
     what = _LEAST[curve]
     count = f"the only {among} configuration" if len(rows) == 1 else f"of {len(rows)} {among} configurations"
     reason = f"the {what} {count}{_describe_noise_range(rows, curve)}" if len(rows) > 1 else count
@@ -323,14 +325,16 @@ def _choose_least(rows: Offers, curve: Quantity, among: str) -> Choice:
 
 def _describe_passed_over(chosen: Prediction, rows: Offers, curve: Quantity) -> str:
     """Name what is forecast to be better than the chosen one, but too uncertain to rely on."""
-    least = rows.record(int(np.lexsort((rows.batch, rows.nodes, _value_on_curve(rows, curve)))[0]))
+    least = rows.record(int(np.lexsort((rows.batch, rows.nodes, _get_value_on_curve(rows, curve)))[0]))
     saved = (
-        1 - _value_on_curve(least, curve) / _value_on_curve(chosen, curve) if _value_on_curve(chosen, curve) else 0.0
+        1 - _get_value_on_curve(least, curve) / _get_value_on_curve(chosen, curve)
+        if _get_value_on_curve(chosen, curve)
+        else 0.0
     )
     if saved < ALIKE / 2:
         return ""
     return (
-        f", apart from batch {least.batch} on {plural(least.nodes)}, which is forecast to be"
+        f", apart from batch {least.batch} on {format_count(least.nodes)}, which is forecast to be"
         f" {saved:.0%} below but too uncertain to rely on (measuring it would tell)"
     )
 
@@ -347,27 +351,25 @@ def _describe_noise_range(rows: Offers, curve: Quantity) -> str:
     return f" (over the range of the noise the best batch runs from {min(lossy, alike)} to {max(lossy, alike)})"
 
 
-def knee_batch(rows: Offers, curve: Curve) -> int | None:
+def find_knee_batch(rows: Offers, curve: Curve) -> int | None:
     """Return the batch at the knee of a curve, that `choose` takes by objective knee; None where the curve has none."""
-    best = rows.take(best_of_each_batch(rows, curve))
-    return knee(best.batch.tolist(), _fitted_line(rows, best, curve)) if len(rows) else None
+    best = rows.take(find_best_of_each_batch(rows, curve))
+    return find_knee(best.batch.tolist(), _fit_envelope(rows, best, curve)) if len(rows) else None
 
 
 def _choose_knee(rows: Offers, curve: Curve) -> Choice:
-    best = rows.take(best_of_each_batch(rows, curve))
-    line, values = best.records(), _fitted_line(rows, best, curve)
+    best = rows.take(find_best_of_each_batch(rows, curve))
+    line, values = best.records(), _fit_envelope(rows, best, curve)
     batches = [row.batch for row in line]
-    batch = knee(batches, values)
+    batch = find_knee(batches, values)
     if batch is None:
         chosen, reason = _without_knee(line, curve)
     else:
         chosen = next(row for row in line if row.batch == batch)
-        reason = (
-            f"the knee of {curve} against batch{_describe_gain(chosen, line, curve)}{_bends_too(chosen, line, curve)}"
-        )
-        other = kneedle(batches, values)
+        reason = f"the knee of {curve} against batch{_describe_gain(chosen, line, curve)}{_describe_other_knees(chosen, line, curve)}"
+        other = run_kneedle(batches, values)
         reason += f"; Kneedle on the curve as far as it was searched says {other}" if other not in (None, batch) else ""
-    worth = np.argsort(_order(best, curve))
+    worth = np.argsort(_sort_rows(best, curve))
     others = sorted(
         (place for place, row in enumerate(line) if row != chosen),
         key=lambda place: (abs(math.log2(line[place].batch / chosen.batch)), worth[place]),
@@ -376,13 +378,13 @@ def _choose_knee(rows: Offers, curve: Curve) -> Choice:
     return Choice(chosen, reason, tuple(line[place] for place in others[:_RUNNERS_UP]))
 
 
-def _fitted_line(rows: Offers, best: Offers, curve: Curve) -> list[float]:
+def _fit_envelope(rows: Offers, best: Offers, curve: Curve) -> list[float]:
     """Return the least fitted value of each batch: measured ones have the noise of a single job, which moves a knee."""
-    values = _value_on_curve(rows, curve) * _fitted_over_forecast(rows)
+    values = _get_value_on_curve(rows, curve) * _compute_fitted_over_forecast(rows)
     return [float(values[rows.batch == batch].min()) for batch in best.batch]
 
 
-def _fitted_over_forecast(rows: Offers) -> Floats:
+def _compute_fitted_over_forecast(rows: Offers) -> Floats:
     """Return the fitted step times over those that are forecast."""
     return np.where(np.isnan(rows.step_fitted), 1.0, rows.step_fitted / rows.step_time)
 
@@ -393,26 +395,26 @@ def _describe_better(chosen: Prediction, rows: Offers, curve: Curve) -> str:
     better = rows.take(less & (rows.batch != chosen.batch))
     if not len(better):
         return ""
-    best = better.record(int(_order(better, curve)[0]))
+    best = better.record(int(_sort_rows(better, curve)[0]))
     return (
-        f"; batch {best.batch} on {plural(best.nodes)} takes {1 - best.hours / chosen.hours:.0%} less time and"
+        f"; batch {best.batch} on {format_count(best.nodes)} takes {1 - best.hours / chosen.hours:.0%} less time and"
         f" {1 - best.cost / chosen.cost:.0%} less cost, where the accuracy bears that batch"
     )
 
 
 def _without_knee(line: Sequence[Prediction], curve: Curve) -> tuple[Prediction, str]:
-    best = min(_value_on_curve(row, curve) for row in line)
-    chosen = next(row for row in line if _value_on_curve(row, curve) <= best * (1 + FALLBACK))
-    few = f"there {'is' if len(line) == 1 else 'are'} only {plural(len(line), 'batch')}"
+    best = min(_get_value_on_curve(row, curve) for row in line)
+    chosen = next(row for row in line if _get_value_on_curve(row, curve) <= best * (1 + FALLBACK))
+    few = f"there {'is' if len(line) == 1 else 'are'} only {format_count(len(line), 'batch')}"
     why = few if len(line) < FEWEST else f"the curve has none: {_describe_shape(line, curve)}"
     return chosen, f"no knee of {curve} against batch ({why}), so the smallest batch within {FALLBACK:.0%} of the best"
 
 
 def _describe_shape(line: Sequence[Prediction], curve: Curve) -> str:
     """Say what a curve without a knee looks like."""
-    first, before, last = (_value_on_curve(line[place], curve) for place in (0, -2, -1))
+    first, before, last = (_get_value_on_curve(line[place], curve) for place in (0, -2, -1))
     if last <= before * (1 - KNEE_SAVES):
-        return f"{curve} still falls by {1 - last / before:.0%} at the largest batch{_bends_too(line[-1], line, curve)}"
+        return f"{curve} still falls by {1 - last / before:.0%} at the largest batch{_describe_other_knees(line[-1], line, curve)}"
     change = (last / first) ** (1 / (len(line) - 1)) - 1
     return f"a doubling of the batch changes {curve} by {change:+.0%} on average, without a bend"
 
@@ -422,15 +424,15 @@ def _describe_gain(chosen: Prediction, line: Sequence[Prediction], curve: Curve)
     place = line.index(chosen)
     if not 0 < place < len(line) - 1:
         return ""
-    before, here, after = (_value_on_curve(row, curve) for row in line[place - 1 : place + 2])
+    before, here, after = (_get_value_on_curve(row, curve) for row in line[place - 1 : place + 2])
     return f": the batch before takes {before / here - 1:+.0%} of {curve}, the one after {after / here - 1:+.0%}"
 
 
-def _bends_too(chosen: Prediction, line: Sequence[Prediction], curve: Curve) -> str:
+def _describe_other_knees(chosen: Prediction, line: Sequence[Prediction], curve: Curve) -> str:
     """Name the neighbouring batches that a little noise would make the knee instead."""
 
     def below_chord(row: Prediction) -> float:
-        return float(_value_on_curve(row, curve)) * math.sqrt(row.batch)
+        return float(_get_value_on_curve(row, curve)) * math.sqrt(row.batch)
 
     place = line.index(chosen)
     around = [line[i] for i in (place - 1, place + 1) if 0 <= i < len(line)]
@@ -440,20 +442,20 @@ def _bends_too(chosen: Prediction, line: Sequence[Prediction], curve: Curve) -> 
 
 def _as_good(chosen: Prediction, rows: Offers, curve: Quantity) -> str:
     """Name the neighbouring batches that cannot be told from the chosen one; the resolution is one step of the batch."""
-    line = envelope(rows, curve=curve)
+    line = find_envelope(rows, curve=curve)
     larger = [row for row in line if row.batch > chosen.batch][:1]
     smaller = [row for row in line if row.batch < chosen.batch][-1:]
     alike = [row for row in smaller + larger if _are_alike(chosen, row, curve)]
     if not alike:
         return ""
-    named = " and ".join(f"batch {row.batch} on {plural(row.nodes)}" for row in alike)
+    named = " and ".join(f"batch {row.batch} on {format_count(row.nodes)}" for row in alike)
     return f"; {named} {'is' if len(alike) == 1 else 'are'} as good within the accuracy of the forecast"
 
 
 def _are_alike(chosen: Prediction, other: Prediction, curve: Quantity) -> bool:
-    here, there = _value_on_curve(chosen, curve), _value_on_curve(other, curve)
+    here, there = _get_value_on_curve(chosen, curve), _get_value_on_curve(other, curve)
     low = high = here
-    least, middle, most = _value_interval(chosen, curve)
+    least, middle, most = _get_value_interval(chosen, curve)
     if least is not None and most is not None and middle:
         low, high = here * least / middle, here * most / middle
     return bool(min(low, here * (1 - ALIKE)) <= there <= max(high, here * (1 + ALIKE)))

@@ -89,15 +89,15 @@ class Offers:
         """Return records as columns; what only some of them tell beside their own fields is left out."""
         records = list(rows)
         columns_by_name: dict[str, Any] = {
-            field.name: np.array([getattr(row, field.name) for row in records], dtype=_dtype(field.name))
+            field.name: np.array([getattr(row, field.name) for row in records], dtype=_get_dtype(field.name))
             for field in fields(cls)
             if field.name not in ("stages", *_NESTED)
         }
         return cls(
             **columns_by_name,
             stages=to_object_column([row.stages or None for row in records]),
-            parts=_nested_columns(PartsColumns, [row.parts for row in records]),
-            same_progress=_nested_columns(ProgressColumns, [row.same_progress for row in records]),
+            parts=_make_nested_columns(PartsColumns, [row.parts for row in records]),
+            same_progress=_make_nested_columns(ProgressColumns, [row.same_progress for row in records]),
         )
 
     @classmethod
@@ -132,14 +132,14 @@ class Offers:
     def records(self) -> tuple[Prediction, ...]:
         """Return all rows as records, in their order."""
         values_by_name = {
-            field.name: _column_values(field.name, getattr(self, field.name))
+            field.name: _list_column_values(field.name, getattr(self, field.name))
             for field in fields(self)
             if field.name not in _NESTED
         }
         if self.parts is not None:
-            values_by_name["parts"] = [TimeParts(**row) for row in _table_rows(self.parts, optional=("data",))]
+            values_by_name["parts"] = [TimeParts(**row) for row in _list_table_rows(self.parts, optional=("data",))]
         if self.same_progress is not None:
-            values_by_name["same_progress"] = [SameProgress(**row) for row in _table_rows(self.same_progress)]
+            values_by_name["same_progress"] = [SameProgress(**row) for row in _list_table_rows(self.same_progress)]
         return tuple(
             Prediction(**dict(zip(values_by_name, row, strict=True)))
             for row in zip(*values_by_name.values(), strict=True)
@@ -169,7 +169,7 @@ def to_object_column(values: Sequence[object]) -> NDArray[np.object_]:
     return column
 
 
-def _dtype(name: str) -> type:
+def _get_dtype(name: str) -> type:
     if name in ("nodes", "batch", "local_batch"):
         return np.int64
     if name in ("measured", "further", "pareto"):
@@ -177,14 +177,14 @@ def _dtype(name: str) -> type:
     return np.str_ if name in ("type", "market", "trained") else np.float64
 
 
-def _nested_columns(kind: Any, rows: Sequence[Any]) -> Any:
+def _make_nested_columns(kind: Any, rows: Sequence[Any]) -> Any:
     """Return records within rows as columns; None where some row has none."""
     if not rows or any(row is None for row in rows):
         return None
     return kind(**{f.name: np.array([getattr(row, f.name) for row in rows], dtype=float) for f in fields(kind)})
 
 
-def _column_values(name: str, column: NDArray[Any]) -> list[Any]:
+def _list_column_values(name: str, column: NDArray[Any]) -> list[Any]:
     """Return a column as the values of records."""
     values = column.tolist()
     if name == "stages":
@@ -194,7 +194,7 @@ def _column_values(name: str, column: NDArray[Any]) -> list[Any]:
     return [value if value is None else int(value) for value in values] if name in _WHOLE else values
 
 
-def _table_rows(table: PartsColumns | ProgressColumns, *, optional: Sequence[str] = ()) -> list[dict[str, Any]]:
+def _list_table_rows(table: PartsColumns | ProgressColumns, *, optional: Sequence[str] = ()) -> list[dict[str, Any]]:
     columns = {field.name: getattr(table, field.name).tolist() for field in fields(table)}
     for name in optional:
         columns[name] = [None if value != value else value for value in columns[name]]

@@ -105,7 +105,9 @@ class Trainings:
             hours=hours,
             hours_low=np.maximum(0.0, hours - np.hypot(hours - time.hours(steps.low), startup)),
             hours_high=hours + np.hypot(time.hours(steps.high) - hours, startup),
-            cost=cost.cost(self.known.spec.pricing, hours=paid, nodes=nodes, gpus_per_node=gpus, reserved=reserved),
+            cost=cost.compute_cost(
+                self.known.spec.pricing, hours=paid, nodes=nodes, gpus_per_node=gpus, reserved=reserved
+            ),
             node_hours=paid * nodes,
             peak_memory=reserved,
             headroom=headroom,
@@ -121,7 +123,7 @@ class Trainings:
             market=np.full(len(nodes), "on_demand"),
             pareto=np.zeros(len(nodes), dtype=bool),
             stages=self.stages.stages_column(nodes, batch),
-            parts=None if self.known.spec.script else _parts_columns(time, steps.seconds, probes),
+            parts=None if self.known.spec.script else _make_parts_columns(time, steps.seconds, probes),
         )
         return offers if self.known.power is None else self._with_energy(offers, probes, self.known.power)
 
@@ -156,8 +158,8 @@ class Trainings:
             offers,
             energy=1000 * kilowatts * offers.step_time,
             kwh=kwh,
-            kwh_low=power.interval_end(kwh, drawn, offers.hours_low, offers.hours, sign=-1),
-            kwh_high=power.interval_end(kwh, drawn, offers.hours_high, offers.hours, sign=1),
+            kwh_low=power.compute_interval_end(kwh, drawn, offers.hours_low, offers.hours, sign=-1),
+            kwh_high=power.compute_interval_end(kwh, drawn, offers.hours_high, offers.hours, sign=1),
         )
 
     def on_spot(self, here: Offers) -> Offers:
@@ -175,7 +177,7 @@ class Trainings:
         running = self._training(here.nodes, here.batch, pricing.spot.model_copy(update={"wait_minutes": 0.0}))(
             here.step_time
         )
-        paid = cost.cost(
+        paid = cost.compute_cost(
             pricing,
             hours=running * here.node_hours / (here.nodes * here.hours),
             nodes=here.nodes,
@@ -187,8 +189,8 @@ class Trainings:
         offers = replace(
             here,
             hours=hours,
-            hours_low=_finite_or_nan(low),
-            hours_high=_finite_or_nan(high),
+            hours_low=_replace_infinite(low),
+            hours_high=_replace_infinite(high),
             cost=paid,
             node_hours=here.node_hours * share,
             market=np.full(len(here), "spot"),
@@ -217,9 +219,9 @@ class Trainings:
             eval_batch_size=overheads.eval_batch_size,
         )
         work = self.stages.count_equivalent_work(nodes, batch, work)
-        rate = cost.interruption_rate(self.known.spec.pricing, nodes)
+        rate = cost.compute_interruption_rate(self.known.spec.pricing, nodes)
         # As the ranks do it, who do not know which nodes they are on.
-        interval = cost.checkpoint_interval(overheads.checkpoint, rate=rate) if every == "auto" else every
+        interval = cost.compute_checkpoint_interval(overheads.checkpoint, rate=rate) if every == "auto" else every
         if spot is None:
             return cost.TrainingTime(work, overheads, interval)
         return cost.TrainingTime(work, overheads, interval, rate, 60 * spot.wait_minutes)
@@ -234,7 +236,7 @@ def index_probes(places: Iterable[Probe], nodes: Ints, local_batch: Ints) -> dic
     }
 
 
-def _parts_columns(time: cost.TrainingTime, step_time: Floats, probes: Mapping[int, Measured]) -> PartsColumns:
+def _make_parts_columns(time: cost.TrainingTime, step_time: Floats, probes: Mapping[int, Measured]) -> PartsColumns:
     waits = np.full(len(step_time), np.nan)
     for index, probe in probes.items():
         waits[index] = np.nan if probe.data_wait is None else probe.data_wait
@@ -242,5 +244,5 @@ def _parts_columns(time: cost.TrainingTime, step_time: Floats, probes: Mapping[i
     return PartsColumns(**{name: seconds + np.zeros(len(step_time)) for name, seconds in seconds_by_part.items()})
 
 
-def _finite_or_nan(hours: Floats) -> Floats:
+def _replace_infinite(hours: Floats) -> Floats:
     return np.where(np.isfinite(hours), hours, np.nan)

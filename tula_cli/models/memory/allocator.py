@@ -203,10 +203,10 @@ def _settle(allocator: CachingAllocator, stays: Sequence[int], replaced: Sequenc
             allocator.release(number)
 
 
-def peak_without_allocator(setup: Sequence[int], step: Sequence[int], sizes: Sequence[float]) -> int:
+def compute_peak_without_allocator(setup: Sequence[int], step: Sequence[int], sizes: Sequence[float]) -> int:
     """Return the peak of a step where the system hands out just what is asked for. Bytes."""
     bytes_held = sum(sizes[number] for number in setup)
-    return round(max(itertools.accumulate(_size_changes(step, sizes), initial=bytes_held)))
+    return round(max(itertools.accumulate(_list_size_changes(step, sizes), initial=bytes_held)))
 
 
 def _run_events(allocator: CachingAllocator, events: Iterable[int], sizes: Sequence[float]) -> None:
@@ -217,6 +217,6 @@ def _run_events(allocator: CachingAllocator, events: Iterable[int], sizes: Seque
             allocator.release(-event - 1)
 
 
-def _size_changes(events: Iterable[int], sizes: Sequence[float]) -> Iterator[float]:
+def _list_size_changes(events: Iterable[int], sizes: Sequence[float]) -> Iterator[float]:
     for event in events:
         yield sizes[event - 1] if event > 0 else -sizes[-event - 1]

@@ -28,12 +28,14 @@ class DataMemory:
         return self.shared + self.pinned + self.samples
 
 
-def max_ready_batches(workers: int) -> int:
+def count_max_ready_batches(workers: int) -> int:
     """Return the most batches of a rank that are ready or in use: what its processes make ahead, and one more."""
     return LOADERS_AT_A_TIME * (PREFETCH_FACTOR * workers + 1)
 
 
-def data_memory(micro_batches: Sequence[int], *, sample: int, ranks: int, workers: int, on_gpu: bool) -> DataMemory:
+def estimate_data_memory(
+    micro_batches: Sequence[int], *, sample: int, ranks: int, workers: int, on_gpu: bool
+) -> DataMemory:
     """Return what data may come to at the last of the micro-batches.
 
     Args:
@@ -45,14 +47,14 @@ def data_memory(micro_batches: Sequence[int], *, sample: int, ranks: int, worker
         on_gpu: whether batches are pinned.
     """
     batch = micro_batches[-1] * sample
-    blocks = {_power_of_two(size * sample) for size in micro_batches} if on_gpu else set()
+    blocks = {_round_up_to_power_of_two(size * sample) for size in micro_batches} if on_gpu else set()
     return DataMemory(
         batches=ranks * batch,
-        shared=ranks * max_ready_batches(workers) * batch if workers else 0,
-        pinned=ranks * max_ready_batches(workers) * sum(blocks),
+        shared=ranks * count_max_ready_batches(workers) * batch if workers else 0,
+        pinned=ranks * count_max_ready_batches(workers) * sum(blocks),
         samples=ranks * max(1, workers) * batch,
     )
 
 
-def _power_of_two(size: int) -> int:
+def _round_up_to_power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()

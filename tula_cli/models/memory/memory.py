@@ -226,13 +226,13 @@ def fit_memory_model(
         BadMeasurements: there is no point.
     """
     points_ = list(points)
-    measured = [_point_of_probe(point, sharded=sharded) for point in points_ if isinstance(point, Measured)]
-    estimated = [_point_of_footprint(point, accumulate) for point in points_ if isinstance(point, Footprint)]
+    measured = [_make_point_of_probe(point, sharded=sharded) for point in points_ if isinstance(point, Measured)]
+    estimated = [_make_point_of_footprint(point, accumulate) for point in points_ if isinstance(point, Footprint)]
     if not measured and not estimated:
         raise BadMeasurements("nothing tells how much memory a batch takes", "run tula profile first")
     believed = measured or estimated
-    states = _largest_states(believed, estimated)
-    slopes = _batch_slopes(believed) or _batch_slopes(estimated)
+    states = _find_largest_states(believed, estimated)
+    slopes = _fit_batch_slopes(believed) or _fit_batch_slopes(estimated)
     batch_slope = float(np.median(slopes)) if slopes else 0.0
     split_points = [[point.split(states, batch_slope) for point in points] for points in (measured, estimated)]
     activations, doubt = _fit_activations(*split_points)
@@ -249,10 +249,10 @@ def fit_memory_model(
         sharded=sharded,
         doubt=doubt,
     )
-    return replace(model, error=_median_error(model, believed))
+    return replace(model, error=_compute_median_error(model, believed))
 
 
-def _point_of_probe(probe: Measured, *, sharded: bool) -> _Point:
+def _make_point_of_probe(probe: Measured, *, sharded: bool) -> _Point:
     memory = probe.memory
     if sharded and isinstance(memory, Components):
         memory = _undivide(memory, probe.nodes * probe.gpus_per_node)
@@ -269,12 +269,12 @@ def _undivide(memory: Components, ranks: int) -> Components:
     return memory.model_copy(update={**states, "peak": memory.peak + extra, "reserved": memory.reserved + extra})
 
 
-def _point_of_footprint(footprint: Footprint, accumulate: int) -> _Point:
+def _make_point_of_footprint(footprint: Footprint, accumulate: int) -> _Point:
     room = max(1.0, footprint.room / max(footprint.memory.peak, 1)) if footprint.room else None
     return _Point(footprint.local_batch / accumulate, footprint.memory, room)
 
 
-def _largest_states(believed: Sequence[_Point], estimated: Sequence[_Point]) -> ModelStates:
+def _find_largest_states(believed: Sequence[_Point], estimated: Sequence[_Point]) -> ModelStates:
     """Return the largest that was seen of each; 0 where nothing tells, or more was counted than a peak had room for."""
     measured_states = [states for point in believed if (states := point.states) is not None]
     if not measured_states:
@@ -294,15 +294,15 @@ def _largest_states(believed: Sequence[_Point], estimated: Sequence[_Point]) -> 
 _NONE = ModelStates(parameters=0, gradients=0, optimizer=0, factors=0)
 
 
-def _batch_slopes(points: Sequence[_Point]) -> list[float]:
+def _fit_batch_slopes(points: Sequence[_Point]) -> list[float]:
     return [point.memory.batch / point.micro_batch for point in points if isinstance(point.memory, Components)]
 
 
 def _fit_activations(measured: Sequence[_Point], estimated: Sequence[_Point]) -> tuple[PiecewiseLinear, str]:
     """Return the curve of the activations, and what is doubtful in it; it never falls, and is nowhere below what was measured."""
     if not measured:
-        return _non_decreasing({point.micro_batch: point.activations for point in estimated}), ""
-    shape = _non_decreasing({point.micro_batch: point.activations for point in estimated}) if estimated else _LINE
+        return _make_non_decreasing({point.micro_batch: point.activations for point in estimated}), ""
+    shape = _make_non_decreasing({point.micro_batch: point.activations for point in estimated}) if estimated else _LINE
     level, scale = _fit_correction(measured, shape, proportional=not estimated)
     doubt = ""
     if estimated and not 1 / FAR_RATIO <= scale <= FAR_RATIO:
@@ -317,13 +317,13 @@ def _fit_activations(measured: Sequence[_Point], estimated: Sequence[_Point]) ->
     if len(points) < 2 or max(points) <= max(point.micro_batch for point in measured):
         beyond = 2 * max(points)  # beyond an outlier the curve goes on as the fit does
         points[beyond] = max(0.0, level + scale * shape(beyond))
-    return _non_decreasing(points), doubt
+    return _make_non_decreasing(points), doubt
 
 
 _LINE = PiecewiseLinear((0.0, 1.0), (0.0, 1.0))
 
 
-def _non_decreasing(points: dict[float, float]) -> PiecewiseLinear:
+def _make_non_decreasing(points: dict[float, float]) -> PiecewiseLinear:
     xs = sorted(points)
     return PiecewiseLinear(tuple(xs), tuple(np.maximum.accumulate([points[x] for x in xs]).tolist()))
 
@@ -345,34 +345,34 @@ def _fit_correction(measured: Sequence[_Point], shape: PiecewiseLinear, *, propo
         share = min(HEAP_GROWTH if on_heap else 1.0, float((activations / np.maximum(expected, 1)).max()))
         return max(0.0, float((activations - share * expected).max())), share
     if on_heap:
-        return _line_on_heap(expected, activations, 1 / peaks)
+        return _fit_line_on_heap(expected, activations, 1 / peaks)
     if not proportional and np.ptp(expected) < MIN_PROBE_DISTANCE * peaks.max():
         return max(0.0, float((activations - expected).max())), 1.0
-    level, scale = _weighted_line(expected, activations, 1 / peaks)
+    level, scale = _fit_weighted_line(expected, activations, 1 / peaks)
     if scale < 0:
         return float(activations.max()), 0.0
     # More may be counted than is there at the peak (gradients that the backward pass has yet to make): no reason to bend it.
     if level < 0 and proportional and all(isinstance(point.memory, Components) for point in measured):
-        return 0.0, _weighted_ratio(expected, activations, 1 / peaks)
+        return 0.0, _fit_weighted_ratio(expected, activations, 1 / peaks)
     return level, scale
 
 
-def _line_on_heap(xs: np.ndarray, ys: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
+def _fit_line_on_heap(xs: np.ndarray, ys: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
     """Return level and slope by which ys follow xs, the slope shrunk towards HEAP_GROWTH by the noise of the peaks."""
-    slope = _weighted_line(xs, ys, weights)[1]
+    slope = _fit_weighted_line(xs, ys, weights)[1]
     measured, believed = float(np.sum((xs - xs.mean()) ** 2)) / HEAP_NOISE**2, 1 / HEAP_GROWTH_SD**2
     slope = max(0.0, (measured * slope + believed * HEAP_GROWTH) / (measured + believed))
     return float(np.average(ys - slope * xs, weights=weights**2)), slope
 
 
-def _weighted_line(xs: np.ndarray, ys: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
+def _fit_weighted_line(xs: np.ndarray, ys: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
     design = np.column_stack([np.ones_like(xs), xs]) * weights[:, None]
     scale = np.linalg.norm(design, axis=0)
     level, slope = np.linalg.lstsq(design / scale, ys * weights, rcond=None)[0] / scale
     return float(level), float(slope)
 
 
-def _weighted_ratio(xs: np.ndarray, ys: np.ndarray, weights: np.ndarray) -> float:
+def _fit_weighted_ratio(xs: np.ndarray, ys: np.ndarray, weights: np.ndarray) -> float:
     return float(np.sum(xs * ys * weights**2) / np.sum((xs * weights) ** 2))
 
 
@@ -402,7 +402,7 @@ def _fit_min_ratio(measured: Sequence[_Point], estimated: Sequence[_Point]) -> f
     return float(np.median(ratios or [point.reserved_ratio for point in measured] or [1.0]))
 
 
-def _median_error(model: MemoryModel, points: Sequence[_Point]) -> float | None:
+def _compute_median_error(model: MemoryModel, points: Sequence[_Point]) -> float | None:
     """Return the median relative residual of the peak; None where two coefficients go through everything there is."""
     if len({point.micro_batch for point in points}) < 3:
         return None

@@ -15,7 +15,7 @@ from tula_cli.run.records.recommendations import Stage
 from tula_cli.run.records.results import StageDecision
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import MIN_STAGE_SHARE
-from tula_cli.words import number
+from tula_cli.words import format_number
 
 GROWTH = 0.65
 """Exponent of the noise scale over the epochs, found on six applications (benchmarks/replay/efficiency.py fits it with each of
@@ -81,7 +81,7 @@ class NoisePath:
         return max(0.0, math.exp(y) - self.reference)
 
 
-def stages_by_noise(path: NoisePath, *, batch: int, factor: float, size: int, epochs: int) -> tuple[Stage, ...]:
+def plan_stages_by_noise(path: NoisePath, *, batch: int, factor: float, size: int, epochs: int) -> tuple[Stage, ...]:
     """Return the stages of a training, its own batch last; one that it never comes to begins at its end.
 
     Args:
@@ -166,7 +166,7 @@ def apply_decisions(
     return with_epochs(stages, size)
 
 
-def next_stage(stages: Sequence[Stage], *, passed: int, end: int) -> Stage | None:
+def find_next_stage(stages: Sequence[Stage], *, passed: int, end: int) -> Stage | None:
     """Return the first stage that begins after `passed` samples and no later than at `until`; None where none does."""
     return next((stage for stage in stages if passed < stage.begin <= end), None)
 
@@ -226,8 +226,8 @@ def describe_stages(stages: Sequence[Stage]) -> str:
 def _describe_stage(stage: Stage, *, by_noise: bool) -> str:
     if stage.noise is None:
         never = f"batch {stage.batch} never: the noise scale stays below it"
-        return never if by_noise else f"batch {stage.batch} from epoch {number(stage.epoch)}"
-    return f"batch {stage.batch} from epoch {number(stage.epoch)}: noise scale {number(stage.noise)}"
+        return never if by_noise else f"batch {stage.batch} from epoch {format_number(stage.epoch)}"
+    return f"batch {stage.batch} from epoch {format_number(stage.epoch)}: noise scale {format_number(stage.noise)}"
 
 
 def describe_not_delayed(stages: Sequence[Stage]) -> str:
@@ -238,11 +238,11 @@ def describe_not_delayed(stages: Sequence[Stage]) -> str:
 
 def describe_decision(decision: StageDecision) -> str:
     """Return what was decided of a coming stage, and by which measurement."""
-    bound = "" if decision.high is None else f" (at most {number(decision.high)})"
-    noise = "not told" if decision.scale is None else f"scale {number(decision.scale)}{bound}"
+    bound = "" if decision.high is None else f" (at most {format_number(decision.high)})"
+    noise = "not told" if decision.scale is None else f"scale {format_number(decision.scale)}{bound}"
     end = {
-        "begins": f"begins at epoch {number(decision.epoch)} as planned",
-        "put off": f"is put off to epoch {number(decision.epoch)}",
+        "begins": f"begins at epoch {format_number(decision.epoch)} as planned",
+        "put off": f"is put off to epoch {format_number(decision.epoch)}",
         "stopped": "never begins",
     }
-    return f"batch {decision.batch} {end[decision.verdict]}: gradient noise {noise} at epoch {number(decision.measured_at)}"
+    return f"batch {decision.batch} {end[decision.verdict]}: gradient noise {noise} at epoch {format_number(decision.measured_at)}"

@@ -12,9 +12,9 @@ from tula_cli.models.ramp.by_noise import NoisePath
 from tula_cli.models.ramp.stages import Ramp, build_ramp
 from tula_cli.run.records.recommendations import Prediction, Recommendation, Stage
 from tula_cli.run.records.tasks import TrainTask
-from tula_cli.spec.job import JobSpec, max_decay_growth
+from tula_cli.spec.job import JobSpec, compute_max_decay_growth
 from tula_cli.spec.sections import RampStage
-from tula_cli.words import number, plural
+from tula_cli.words import format_count, format_number
 
 # --- Nodes
 #
@@ -23,21 +23,21 @@ from tula_cli.words import number, plural
 # stage begins and which samples it trains is the same on any nodes.
 
 Worth = Literal["time", "cost"]
-"""What the least is taken of: hours, or node-hours."""
+"""The quantity that is minimised: hours, or node-hours."""
 
 MAX_CHANGES = 3
 """Of the nodes of one training: each is a job more in the queue."""
 
 
-def stage_objective(objective: str, curve: str) -> Worth:
+def choose_stage_objective(objective: str, curve: str) -> Worth:
     """Return by what the nodes of stages are chosen: by cost where that, or energy, is the objective, or the knee is one of cost."""
     by_cost = objective in ("cost", "energy") or (objective == "knee" and curve == "cost")
     return "cost" if by_cost else "time"
 
 
-def stage_objective_of(recommended: Recommendation | None) -> Worth:
+def choose_stage_objective_of(recommended: Recommendation | None) -> Worth:
     """Return the same of what was recommended; without that by time."""
-    return "time" if recommended is None else stage_objective(recommended.objective, recommended.curve)
+    return "time" if recommended is None else choose_stage_objective(recommended.objective, recommended.curve)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def choose_stage_nodes(options: Sequence[Mapping[int, float]], change: Change, *
     return min((lowest, changes, path) for (_, changes), (lowest, path) in best.items())[2]
 
 
-def allowed_stage_nodes(spec: JobSpec, batch: int, *, nodes: int) -> tuple[int, ...]:
+def list_allowed_stage_nodes(spec: JobSpec, batch: int, *, nodes: int) -> tuple[int, ...]:
     """Return the numbers of nodes that a stage may run on, ascending: those of the search up to the training's own.
 
     A batch divides among their GPUs, and each of these takes at least as many samples at a time as BatchNorm needs for its
@@ -96,18 +96,20 @@ def allowed_stage_nodes(spec: JobSpec, batch: int, *, nodes: int) -> tuple[int, 
         nodes: of the training.
     """
     counts = sorted({count for count in spec.search.nodes if count < nodes})
-    fewer = [count for count in counts if batch % batch_divisor(spec, count) == 0]
-    roomy = [count for count in fewer if batch // batch_divisor(spec, count) >= MIN_NORMALISED]
-    own_nodes = [nodes] if batch % batch_divisor(spec, nodes) == 0 else []
+    fewer = [count for count in counts if batch % compute_batch_divisor(spec, count) == 0]
+    roomy = [count for count in fewer if batch // compute_batch_divisor(spec, count) >= MIN_NORMALISED]
+    own_nodes = [nodes] if batch % compute_batch_divisor(spec, nodes) == 0 else []
     return (*(roomy or fewer[:1] * (not own_nodes)), *own_nodes)
 
 
-def batch_divisor(spec: JobSpec, nodes: int) -> int:
+def compute_batch_divisor(spec: JobSpec, nodes: int) -> int:
     """Return the parts that a batch is divided into: GPUs x micro-batches of a step."""
     return nodes * spec.cluster.gpus_per_node * spec.train.accumulate
 
 
-def ramp_on_nodes(spec: JobSpec, *, batch: int, nodes: int, dataset_size: int, noise: NoisePath | None = None) -> Ramp:
+def build_ramp_on_nodes(
+    spec: JobSpec, *, batch: int, nodes: int, dataset_size: int, noise: NoisePath | None = None
+) -> Ramp:
     """Return the stages of a training that ends on so many nodes, as `build_ramp` has them.
 
     Raises:
@@ -115,14 +117,18 @@ def ramp_on_nodes(spec: JobSpec, *, batch: int, nodes: int, dataset_size: int, n
     """
     fewer: list[int] = []
     if spec.train.ramp_nodes == "auto":
-        fewer = [batch_divisor(spec, count) for count in sorted(set(spec.search.nodes), reverse=True) if count < nodes]
-    for size, count in nodes_named_by_stages(spec).items():
+        fewer = [
+            compute_batch_divisor(spec, count)
+            for count in sorted(set(spec.search.nodes), reverse=True)
+            if count < nodes
+        ]
+    for size, count in list_nodes_named_by_stages(spec).items():
         if count > nodes and size < batch:
             raise SpecError(
-                f"train.ramp: batch {size} names {plural(count)}, more than the {nodes} of the training",
+                f"train.ramp: batch {size} names {format_count(count)}, more than the {nodes} of the training",
                 "nodes become more with the batch, not fewer",
             )
-    divisor = batch_divisor(spec, nodes)
+    divisor = compute_batch_divisor(spec, nodes)
     return build_ramp(spec, batch=batch, divisor=divisor, dataset_size=dataset_size, noise=noise, fewer=fewer)
 
 
@@ -132,20 +138,22 @@ def check_stages(spec: JobSpec, *, batch: int, nodes: int, dataset_size: int) ->
     One that goes on at a smaller batch after an out-of-memory keeps those that are below it.
 
     Raises:
-        SpecError: a batch that is not below the training's, or as `ramp_on_nodes` and `stages_on_nodes` say.
+        SpecError: a batch that is not below the training's, or as `build_ramp_on_nodes` and `assign_nodes_to_stages` say.
     """
     if spec.train.stages == "decay":
-        _check_decay(spec, batch=batch, ramp=ramp_on_nodes(spec, batch=batch, nodes=nodes, dataset_size=dataset_size))
-    stages = _stages_naming_nodes(spec)
+        _check_decay(
+            spec, batch=batch, ramp=build_ramp_on_nodes(spec, batch=batch, nodes=nodes, dataset_size=dataset_size)
+        )
+    stages = _list_stages_naming_nodes(spec)
     above = [stage.batch for stage in stages if stage.batch >= batch]
     if above:
         raise SpecError(
             f"train.ramp: batch {above[0]} is not below the training's own, {batch}",
-            f"leave it out: after its stages a training has its own batch ({plural(len(stages), 'stage')} named)",
+            f"leave it out: after its stages a training has its own batch ({format_count(len(stages), 'stage')} named)",
         )
     if stages:
-        ramp = ramp_on_nodes(spec, batch=batch, nodes=nodes, dataset_size=dataset_size)
-        stages_on_nodes(ramp.stages, nodes_named_by_stages(spec), spec=spec, nodes=nodes)
+        ramp = build_ramp_on_nodes(spec, batch=batch, nodes=nodes, dataset_size=dataset_size)
+        assign_nodes_to_stages(ramp.stages, list_nodes_named_by_stages(spec), spec=spec, nodes=nodes)
 
 
 def _check_decay(spec: JobSpec, *, batch: int, ramp: Ramp) -> None:
@@ -154,7 +162,7 @@ def _check_decay(spec: JobSpec, *, batch: int, ramp: Ramp) -> None:
     Raises:
         SpecError: it is one.
     """
-    reference, growth = spec.train.reference_batch, max_decay_growth(spec)
+    reference, growth = spec.train.reference_batch, compute_max_decay_growth(spec)
     if ramp.stages[0].batch > reference:
         raise SpecError(
             f"train.ramp: decay begins at train.reference_batch {reference}, which has less than one sample for each GPU and"
@@ -163,7 +171,7 @@ def _check_decay(spec: JobSpec, *, batch: int, ramp: Ramp) -> None:
         )
     if batch > reference * growth:
         raise SpecError(
-            f"train.ramp: decay never comes to batch {batch}: the schedule leaves 1/{number(growth)} of the learning rate by the"
+            f"train.ramp: decay never comes to batch {batch}: the schedule leaves 1/{format_number(growth)} of the learning rate by the"
             f" last 2 % of the training, so that train.reference_batch {reference} grows to {int(reference * growth)} at most",
             "train with a smaller batch (search.max_batch, or --batch), or with a schedule that ends lower",
         )
@@ -180,7 +188,7 @@ def describe_unusable_stages(spec: JobSpec, *, dataset_size: int | None) -> tupl
         Problems: no batch on any nodes; and warnings: none on some of them, which are left out.
     """
     size, most = dataset_size or sys.maxsize, spec.search.max_batch
-    if not (_stages_naming_nodes(spec) or spec.train.stages == "decay") or (dataset_size is None and most is None):
+    if not (_list_stages_naming_nodes(spec) or spec.train.stages == "decay") or (dataset_size is None and most is None):
         return [], []
     grid = list_places(
         spec.search.nodes,
@@ -192,7 +200,7 @@ def describe_unusable_stages(spec: JobSpec, *, dataset_size: int | None) -> tupl
     whys: dict[int, str] = {}
     for nodes, batch in grid:  # ascending: what is said is why not at the largest
         if whys.get(nodes) != "":
-            whys[nodes] = stage_refusal(spec, batch=batch, nodes=nodes, dataset_size=size)
+            whys[nodes] = describe_stage_refusal(spec, batch=batch, nodes=nodes, dataset_size=size)
     by_why = {why: [nodes for nodes in whys if whys[nodes] == why] for why in whys.values() if why}
     none = [
         f"no training on {', '.join(map(str, counts))} node{'s' * (counts != [1])}: {why}"
@@ -201,7 +209,7 @@ def describe_unusable_stages(spec: JobSpec, *, dataset_size: int | None) -> tupl
     return (none, []) if all(whys.values()) else ([], none)
 
 
-def stage_refusal(spec: JobSpec, *, batch: int, nodes: int, dataset_size: int) -> str:
+def describe_stage_refusal(spec: JobSpec, *, batch: int, nodes: int, dataset_size: int) -> str:
     """Return why `check_stages` refuses a training; empty where it does not."""
     try:
         check_stages(spec, batch=batch, nodes=nodes, dataset_size=dataset_size)
@@ -215,16 +223,16 @@ def describe_error(error: SpecError) -> str:
     return f"{error.message} ({error.hint})" if error.hint else error.message
 
 
-def nodes_named_by_stages(spec: JobSpec) -> dict[int, int]:
+def list_nodes_named_by_stages(spec: JobSpec) -> dict[int, int]:
     """Return the nodes that stages name, by their batches."""
-    return {stage.batch: stage.nodes for stage in _stages_naming_nodes(spec) if stage.nodes is not None}
+    return {stage.batch: stage.nodes for stage in _list_stages_naming_nodes(spec) if stage.nodes is not None}
 
 
-def _stages_naming_nodes(spec: JobSpec) -> list[RampStage]:
+def _list_stages_naming_nodes(spec: JobSpec) -> list[RampStage]:
     return spec.train.stages if isinstance(spec.train.stages, list) else []
 
 
-def stages_on_nodes(
+def assign_nodes_to_stages(
     stages: Sequence[Stage], chosen: Mapping[int, int], *, spec: JobSpec, nodes: int
 ) -> tuple[Stage, ...]:
     """Return the stages of a training with their nodes, as its jobs take them; without where all have its own.
@@ -244,19 +252,19 @@ def stages_on_nodes(
         for later, stage_nodes in zip(stages[index:], counts[index:], strict=True):
             if stage_nodes < count:
                 raise SpecError(
-                    f"train.ramp: batch {later.batch} would have {plural(stage_nodes)}, fewer than batch {stage.batch} before it"
+                    f"train.ramp: batch {later.batch} would have {format_count(stage_nodes)}, fewer than batch {stage.batch} before it"
                 )
-            divisor = batch_divisor(spec, count)
+            divisor = compute_batch_divisor(spec, count)
             if later.batch % divisor:
                 raise SpecError(
                     f"train.ramp: batch {later.batch} does not divide by {divisor} (GPUs x micro-batches of a step on the"
-                    f" {plural(count)} of batch {stage.batch}); samples stay in order at a change if it does",
+                    f" {format_count(count)} of batch {stage.batch}); samples stay in order at a change if it does",
                     f"the nearest are {later.batch // divisor * divisor or divisor} and {(later.batch // divisor + 1) * divisor}",
                 )
     return stages_with_nodes if len(set(counts)) > 1 else tuple(stages)
 
 
-def task_on_stage_nodes(task: TrainTask, *, samples: int) -> TrainTask:
+def move_task_to_stage_nodes(task: TrainTask, *, samples: int) -> TrainTask:
     """Return a task on the nodes of the stage that it begins in; itself where all stages have those of the training.
 
     Where the job names none, they are those that its prediction was made for.
@@ -269,10 +277,10 @@ def task_on_stage_nodes(task: TrainTask, *, samples: int) -> TrainTask:
         SpecError: stages do not divide among the nodes that they name.
     """
     predicted = task.prediction.stages if task.prediction is not None else ()
-    chosen = {stage.batch: stage.nodes for stage in predicted if stage.nodes is not None} | nodes_named_by_stages(
+    chosen = {stage.batch: stage.nodes for stage in predicted if stage.nodes is not None} | list_nodes_named_by_stages(
         task.spec
     )
-    stages = stages_on_nodes(task.stages, chosen, spec=task.spec, nodes=task.nodes)
+    stages = assign_nodes_to_stages(task.stages, chosen, spec=task.spec, nodes=task.nodes)
     begun_stage_nodes = [stage.nodes for stage in stages if stage.begin <= samples and stage.nodes is not None]
     return task.model_copy(update={"stages": stages, "nodes": begun_stage_nodes[-1]}) if begun_stage_nodes else task
 

@@ -16,13 +16,13 @@ from tula_cli.models.ramp.by_noise import NoisePath
 from tula_cli.models.ramp.stage_nodes import (
     Change,
     Worth,
-    allowed_stage_nodes,
+    assign_nodes_to_stages,
+    build_ramp_on_nodes,
     choose_stage_nodes,
     describe_error,
-    nodes_named_by_stages,
-    ramp_on_nodes,
-    stage_refusal,
-    stages_on_nodes,
+    describe_stage_refusal,
+    list_allowed_stage_nodes,
+    list_nodes_named_by_stages,
 )
 from tula_cli.models.ramp.stages import Ramp
 from tula_cli.models.time.steptime import Estimate
@@ -30,7 +30,7 @@ from tula_cli.run.records.recommendations import Stage, StageSteps
 from tula_cli.spec.job import JobSpec
 
 
-def change_costs(overheads: OverheadModel, gpus_per_node: int, queue: float) -> Callable[[Config], Change]:
+def make_change_costs(overheads: OverheadModel, gpus_per_node: int, queue: float) -> Callable[[Config], Change]:
     """Return what gives for a configuration what going on with its nodes takes: a start, and the wait for them (seconds)."""
 
     @functools.cache
@@ -62,8 +62,8 @@ class StageTimes:
     def why_not(self, config: Config) -> str:
         """Return why a configuration cannot be trained with the stages that the job names; empty where it can."""
         try:
-            stages_on_nodes(
-                self._ramp(config).stages, nodes_named_by_stages(self.spec), spec=self.spec, nodes=config.nodes
+            assign_nodes_to_stages(
+                self._ramp(config).stages, list_nodes_named_by_stages(self.spec), spec=self.spec, nodes=config.nodes
             )
         except SpecError as error:
             return describe_error(error)
@@ -71,7 +71,7 @@ class StageTimes:
 
     def why_not_begun(self, config: Config) -> str:
         """Return why a training cannot begin at a configuration; one after an out-of-memory may still come to it."""
-        return stage_refusal(self.spec, batch=config.batch, nodes=config.nodes, dataset_size=self.dataset_size)
+        return describe_stage_refusal(self.spec, batch=config.batch, nodes=config.nodes, dataset_size=self.dataset_size)
 
     def stages_at(self, config: Config) -> tuple[StageSteps, ...]:
         """Return the stages of a configuration before it has its own batch, ascending; none where it always has."""
@@ -110,10 +110,10 @@ class StageTimes:
         ]
 
     def _nodes_of_stage(self, config: Config, batch: int) -> Sequence[int]:
-        named_nodes = nodes_named_by_stages(self.spec).get(batch)
+        named_nodes = list_nodes_named_by_stages(self.spec).get(batch)
         if batch == config.batch or self.spec.train.ramp_nodes == "same" or named_nodes is not None:
             return [named_nodes or config.nodes]
-        counts = allowed_stage_nodes(self.spec, batch, nodes=config.nodes)
+        counts = list_allowed_stage_nodes(self.spec, batch, nodes=config.nodes)
         if config.nodes in counts and self.why_unknown(Config(config.nodes, batch)):
             return [config.nodes]  # what other nodes would save is not known
         fitting = [
@@ -156,13 +156,13 @@ class StageTimes:
         return times[config if self.why_unknown(option) else option]
 
     def fits_mask(self, nodes: Ints, batch: Ints) -> Flags:
-        """Return of which configurations, shape (n,), `why_not_a_row` has nothing to say."""
+        """Return of which configurations, shape (n,), `describe_why_not_a_row` has nothing to say."""
         if not isinstance(self.spec.train.stages, list):
             return np.ones(len(nodes), dtype=bool)
         return np.array([not self.why_not(config) for config in to_configs(nodes, batch)], dtype=bool)
 
     def can_begin_mask(self, nodes: Ints, batch: Ints) -> Flags:
-        """Return of which configurations, shape (n,), `stage_refusal` has nothing to say."""
+        """Return of which configurations, shape (n,), `describe_stage_refusal` has nothing to say."""
         if self.spec.train.stages in (None, "auto", "noise"):
             return np.ones(len(nodes), dtype=bool)
         return np.array([not self.why_not_begun(config) for config in to_configs(nodes, batch)], dtype=bool)
@@ -219,4 +219,6 @@ class StageTimes:
 
     def _ramp(self, config: Config) -> Ramp:
         size = self.dataset_size
-        return ramp_on_nodes(self.spec, batch=config.batch, nodes=config.nodes, dataset_size=size, noise=self.noise)
+        return build_ramp_on_nodes(
+            self.spec, batch=config.batch, nodes=config.nodes, dataset_size=size, noise=self.noise
+        )

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from math import ceil
 
 from tula_cli.errors import SpecError
-from tula_cli.models.ramp.by_noise import NoisePath, stages_by_noise
+from tula_cli.models.ramp.by_noise import NoisePath, plan_stages_by_noise
 from tula_cli.run.records.recommendations import Stage
 from tula_cli.spec.ags import Arm
-from tula_cli.spec.job import JobSpec, warmup_epochs
+from tula_cli.spec.job import JobSpec, get_warmup_epochs
 from tula_cli.spec.methods import METHODS
-from tula_cli.spec.schedules import ROUNDING, decayed_share
+from tula_cli.spec.schedules import ROUNDING, compute_decayed_share
 from tula_cli.spec.sections import MIN_STAGE_SHARE, RampStage, Schedule
 
 # --- Stages
@@ -128,26 +128,26 @@ def build_ramp(
     if stages_setting is None:
         return Ramp.constant(batch)
     if decided and not isinstance(stages_setting, list):
-        return _fit_stages([*stages_below(decided, batch)], [divisor])
+        return _fit_stages([*list_stages_below(decided, batch)], [divisor])
     if stages_setting == "noise" and noise is not None:
-        planned = stages_by_noise(
-            noise, batch=batch, factor=noise_factor(spec), size=dataset_size, epochs=spec.train.epochs
+        planned = plan_stages_by_noise(
+            noise, batch=batch, factor=get_noise_factor(spec), size=dataset_size, epochs=spec.train.epochs
         )
         return _fit_stages(planned, [divisor, *fewer])
     if stages_setting == "decay":
-        planned = stages_by_decay(spec, batch=batch, size=dataset_size)
+        planned = plan_stages_by_decay(spec, batch=batch, size=dataset_size)
         return _fit_stages(planned, [divisor, *fewer])
     if not isinstance(stages_setting, list):
-        return _auto_stages(spec, batch, [divisor, *fewer], dataset_size)
-    return _named_stages(spec, stages_setting, batch, divisor, dataset_size)
+        return _plan_auto_stages(spec, batch, [divisor, *fewer], dataset_size)
+    return _plan_named_stages(spec, stages_setting, batch, divisor, dataset_size)
 
 
-def stages_by_decay(spec: JobSpec, *, batch: int, size: int) -> tuple[Stage, ...]:
+def plan_stages_by_decay(spec: JobSpec, *, batch: int, size: int) -> tuple[Stage, ...]:
     """Return the stages of a training whose decay is spent as batch, its own batch last; one it never comes to begins at its end.
 
     The batch is the reference batch x 2^k from where the schedule leaves 2^-k of the full learning rate (Meterez et al. 2025,
     arXiv 2510.14717, Algorithm 1). In between the rate follows the schedule, so that rate and batch are worth that of the
-    reference batch at every point (`job._noise_rule`).
+    reference batch at every point (`job._get_noise_rule`).
 
     Args:
         spec: the job, with `ramp: decay`.
@@ -157,10 +157,10 @@ def stages_by_decay(spec: JobSpec, *, batch: int, size: int) -> tuple[Stage, ...
     reference, total = spec.train.reference_batch, spec.train.epochs * size
     doubled = [reference << k for k in range(1, batch.bit_length()) if reference << k < batch]
     begins = {0: min(reference, batch)}  # of stages that begin at once the last one stays
-    schedule, warmup = spec.schedule.model_dump_json(), warmup_epochs(spec)
+    schedule, warmup = spec.schedule.model_dump_json(), get_warmup_epochs(spec)
     for following in [*doubled, *([batch] if batch > reference else [])]:
         share = reference / following
-        begin = _samples_until_decay(
+        begin = _count_samples_until_decay(
             share, schedule, spec.optimizer.lr, warmup=warmup, epochs=spec.train.epochs, size=size
         )
         begins[begin if begin <= (1 - MIN_STAGE_SHARE) * total else total] = following
@@ -168,7 +168,7 @@ def stages_by_decay(spec: JobSpec, *, batch: int, size: int) -> tuple[Stage, ...
 
 
 @functools.lru_cache(maxsize=1024)  # the same for all nodes of a search
-def _samples_until_decay(share: float, schedule: str, lr: float, *, warmup: float, epochs: int, size: int) -> int:
+def _count_samples_until_decay(share: float, schedule: str, lr: float, *, warmup: float, epochs: int, size: int) -> int:
     """Return the samples passed from which on a schedule leaves at most a share of the full learning rate.
 
     Args:
@@ -182,18 +182,18 @@ def _samples_until_decay(share: float, schedule: str, lr: float, *, warmup: floa
     rule = Schedule.model_validate_json(schedule)
 
     def has_decayed(passed: int) -> bool:
-        remaining_share = decayed_share(rule, lr, epoch=passed / size, warmup=warmup, epochs=epochs)
+        remaining_share = compute_decayed_share(rule, lr, epoch=passed / size, warmup=warmup, epochs=epochs)
         return remaining_share <= share * (1 + ROUNDING)
 
     return bisect_left(range(epochs * size), True, key=has_decayed)
 
 
-def noise_factor(spec: JobSpec) -> float:
+def get_noise_factor(spec: JobSpec) -> float:
     """Return how many times the gradient noise scale a batch may be (`train.ramp_noise`)."""
     return 1.0 if spec.train.ramp_noise is None else spec.train.ramp_noise
 
 
-def stages_below(stages: Sequence[Stage], batch: int) -> Iterator[Stage]:
+def list_stages_below(stages: Sequence[Stage], batch: int) -> Iterator[Stage]:
     """Yield the stages below a batch, and it where the first of those begins that are not below, or else the last one does."""
     yield from (stage for stage in stages if stage.batch < batch)
     own_stage = next((stage for stage in stages if stage.batch >= batch), stages[-1])
@@ -203,7 +203,7 @@ def stages_below(stages: Sequence[Stage], batch: int) -> Iterator[Stage]:
 def _fit_stages(stages: Sequence[Stage], divisors: Sequence[int]) -> Ramp:
     """Return stages as they divide among the parts on the most nodes on which none is without a sample; else they are left out."""
     *smaller, own_stage = stages
-    sizes = [_fitting_batch(stage.batch, divisors) for stage in smaller]
+    sizes = [_find_fitting_batch(stage.batch, divisors) for stage in smaller]
     fitting_stages = [
         stage.model_copy(update={"batch": size}) for stage, size in zip(smaller, sizes, strict=True) if size
     ]
@@ -216,7 +216,7 @@ def _fit_stages(stages: Sequence[Stage], divisors: Sequence[int]) -> Ramp:
     return Ramp((first_stage.model_copy(update={"begin": 0}), *later), remarks)
 
 
-def _named_stages(
+def _plan_named_stages(
     spec: JobSpec, named_stages: Sequence[RampStage], batch: int, divisor: int, dataset_size: int
 ) -> Ramp:
     begin, stages = 0, []
@@ -245,10 +245,10 @@ def _named_stages(
     return Ramp((*stages, Stage(begin=begin, batch=batch)))
 
 
-def _auto_stages(spec: JobSpec, batch: int, divisors: Sequence[int], dataset_size: int) -> Ramp:
+def _plan_auto_stages(spec: JobSpec, batch: int, divisors: Sequence[int], dataset_size: int) -> Ramp:
     reference = spec.train.reference_batch
     doubled = [reference << k for k in range(batch.bit_length()) if reference << k < batch]
-    fitting = {doubled_batch: _fitting_batch(doubled_batch, divisors) for doubled_batch in doubled}
+    fitting = {doubled_batch: _find_fitting_batch(doubled_batch, divisors) for doubled_batch in doubled}
     fitting_batches = [fitting_batch for fitting_batch in fitting.values() if fitting_batch]
     length = min(EPOCH_SHARE, MAX_SHARE / max(1, len(fitting_batches))) * spec.train.epochs * dataset_size
     remarks = [
@@ -265,7 +265,7 @@ def _auto_stages(spec: JobSpec, batch: int, divisors: Sequence[int], dataset_siz
     return Ramp(tuple(stages), tuple(remarks))
 
 
-def _fitting_batch(batch: int, divisors: Sequence[int]) -> int:
+def _find_fitting_batch(batch: int, divisors: Sequence[int]) -> int:
     """Return the largest batch up to this one that divides among the first of the parts that each have a sample, else 0."""
     return next((batch // divisor * divisor for divisor in divisors if batch >= divisor), 0)
 
@@ -278,7 +278,7 @@ def _fitting_batch(batch: int, divisors: Sequence[int]) -> int:
 Stages = tuple[Stage, ...]
 
 
-def stages_of_training(spec: JobSpec, arm: Arm, *, batch: int, size: int) -> Stages:
+def plan_stages_of_training(spec: JobSpec, arm: Arm, *, batch: int, size: int) -> Stages:
     """Return the stages of the whole training as an arm, that of its own batch last.
 
     Args:
@@ -288,13 +288,13 @@ def stages_of_training(spec: JobSpec, arm: Arm, *, batch: int, size: int) -> Sta
         size: samples of an epoch.
     """
     parting = spec.auto.after * size
-    doubled = _batches_between(spec, arm, batch)
+    doubled = _list_batches_between(spec, arm, batch)
     length = min(EPOCH_SHARE, MAX_SHARE / (1 + len(doubled))) * spec.train.epochs * size
     begins = [max(parting, round(number * length)) for number in range(1, len(doubled) + 2)]
     return _build_stages(spec, [*doubled, batch], begins)
 
 
-def stages_of_branch(spec: JobSpec, arm: Arm, *, batch: int, start: int, length: int) -> Stages:
+def plan_stages_of_branch(spec: JobSpec, arm: Arm, *, batch: int, start: int, length: int) -> Stages:
     """Return the stages of a branch: a ramp goes through all of its own in the first half, as short as that makes them.
 
     Args:
@@ -304,13 +304,13 @@ def stages_of_branch(spec: JobSpec, arm: Arm, *, batch: int, start: int, length:
         start: samples passed where the arms part.
         length: samples of the branch.
     """
-    doubled = _batches_between(spec, arm, batch)
+    doubled = _list_batches_between(spec, arm, batch)
     samples_per_stage = MAX_SHARE * length / max(1, len(doubled))
     begins = [start + round(number * samples_per_stage) for number in range(len(doubled) + 1)]
     return _build_stages(spec, [*doubled, batch], begins)
 
 
-def _batches_between(spec: JobSpec, arm: Arm, batch: int) -> list[int]:
+def _list_batches_between(spec: JobSpec, arm: Arm, batch: int) -> list[int]:
     """Return the batches between the reference and the training's own that an arm goes through."""
     reference = spec.train.reference_batch
     ramps = METHODS[arm.method].ramps

@@ -10,20 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from tula_cli.models.cost import cost
-from tula_cli.models.time.noise import Floats, standard_error, trimmed_mean
+from tula_cli.models.cost import compute_cost
+from tula_cli.models.time.noise import Floats, compute_standard_error, compute_trimmed_mean
 from tula_cli.run.records.recommendations import Prediction, StageSteps
 from tula_cli.run.records.results import StepChange, StepPart, StepParts
 from tula_cli.run.records.scripts import Heartbeat
 from tula_cli.run.records.tasks import TrainTask
-from tula_cli.words import format_duration, number
+from tula_cli.words import format_duration, format_number
 
 # --- Change points
 
 MIN_VALUES = 10
 """Values that a new level has to last for, and that have to be known of the level before."""
 MAX_VALUES = 8 * MIN_VALUES
-"""What a new level has to last for after others that did not."""
+"""How long a new level has to last after others that did not."""
 WINDOW = 8
 """Values that are remembered, in multiples of what a level has to last for."""
 THRESHOLD = 5.0
@@ -63,7 +63,7 @@ class ChangePointTest:
         split = int(np.argmax(np.abs(statistics[MIN_VALUES - 1 : len(values) - MIN_VALUES]))) + MIN_VALUES
         if len(values) - split < self.least:
             return None
-        certainty = abs(statistics[split - 1]) / math.sqrt(_variance_inflation(values, split))
+        certainty = abs(statistics[split - 1]) / math.sqrt(_compute_variance_inflation(values, split))
         median_before, after = np.median(values[:split]), np.median(values[split:])
         if certainty < THRESHOLD or abs(math.log(after / median_before)) < math.log(MIN_RATIO):
             return None
@@ -89,7 +89,7 @@ def split_statistics(values: Floats) -> Floats:
     return between / np.sqrt(sizes * (count - sizes) * (count + 1) / 3)
 
 
-def _variance_inflation(values: Floats, split: int) -> float:
+def _compute_variance_inflation(values: Floats, split: int) -> float:
     """Return by how much the variance of a level's mean rank is larger than with independent values.
 
     By the autocorrelation of successive ranks within the two levels, as of an autoregressive series; where neighbours are
@@ -196,8 +196,8 @@ def compare_step_times(times_before: Sequence[float], after: Sequence[float]) ->
         before: step times of the one, seconds.
         after: those of the other.
     """
-    middles = trimmed_mean(times_before), trimmed_mean(after)
-    errors = standard_error(times_before) / middles[0], standard_error(after) / middles[1]
+    middles = compute_trimmed_mean(times_before), compute_trimmed_mean(after)
+    errors = compute_standard_error(times_before) / middles[0], compute_standard_error(after) / middles[1]
     return StepRatio(*middles, error=math.hypot(*errors))
 
 
@@ -301,7 +301,7 @@ _SLOWER: dict[StepPart, str] = {"compute": "the nodes compute more slowly", "net
 _FASTER: dict[StepPart, str] = {"compute": "the nodes compute faster", "network": "the network is faster", "input": "the data come faster"}  # fmt: skip
 
 
-def median_parts(samples: Sequence[StepParts]) -> StepParts:
+def compute_median_parts(samples: Sequence[StepParts]) -> StepParts:
     """Return the median of each part over some looks, of which there is at least one."""
 
     def of(name: str) -> float | None:
@@ -323,19 +323,19 @@ def describe_level_change(level: "Level", task: TrainTask, seconds_left: Callabl
     """
     first_after, pricing, prediction = level.after[0], task.spec.pricing, task.prediction
     parts_before, after = (
-        median_parts([sample.parts for sample in samples]) for samples in (level.before, level.after)
+        compute_median_parts([sample.parts for sample in samples]) for samples in (level.before, level.after)
     )
     remaining, at_first = seconds_left(after.step), seconds_left(parts_before.step)
     return StepChange(
         samples=first_after.samples,
         epoch=first_after.epoch,
         began_at=first_after.at,
-        parts=changed_parts(parts_before, after),
+        parts=find_changed_parts(parts_before, after),
         before=parts_before,
         after=after,
         seconds_left=remaining,
         seconds_left_before=at_first,
-        cost_more=cost(
+        cost_more=compute_cost(
             pricing,
             hours=0.0 if remaining is None or at_first is None else (remaining - at_first) / 3600,
             nodes=task.nodes,
@@ -347,7 +347,7 @@ def describe_level_change(level: "Level", task: TrainTask, seconds_left: Callabl
     )
 
 
-def changed_parts(parts_before: StepParts, after: StepParts) -> tuple[StepPart, ...]:
+def find_changed_parts(parts_before: StepParts, after: StepParts) -> tuple[StepPart, ...]:
     """Return the parts that make a notable share of a change of the step time, the most first."""
     difference = after.step - parts_before.step
     shares: dict[StepPart, float] = {}
@@ -366,7 +366,7 @@ def describe_step_change(change: StepChange) -> str:
     causes = _SLOWER if slower else _FASTER
     named = {"compute": "computing", "sync": "synchronisation", "data": "waiting for data"}
     sentences = [
-        f"{text} {number(1000 * new)} ({number(1000 * old)})"
+        f"{text} {format_number(1000 * new)} ({format_number(1000 * old)})"
         for name, text in named.items()
         if (old := getattr(parts_before, name)) is not None and (new := getattr(after, name)) is not None
     ]
@@ -376,13 +376,15 @@ def describe_step_change(change: StepChange) -> str:
     why = ", ".join(causes[part] for part in change.parts) or unknown
     extra_cost = change.cost_more
     price = (
-        f", {number(abs(extra_cost))} {change.currency} {'more' if extra_cost > 0 else 'less'}" if extra_cost else ""
+        f", {format_number(abs(extra_cost))} {change.currency} {'more' if extra_cost > 0 else 'less'}"
+        if extra_cost
+        else ""
     )
     end = f"{format_duration(change.seconds_left)} to the end, not {format_duration(change.seconds_left_before)}{price}"
     ends = [", ".join(sentences)] * bool(sentences) + [end] * (change.seconds_left is not None)
     position = f"{since}, {change.samples} samples"
     return (
         f"since {position if change.epoch is None else f'epoch {change.epoch:.2f} ({position})'} a step takes"
-        f" {number(1000 * after.step)} ms, before {number(1000 * parts_before.step)} ms"
+        f" {format_number(1000 * after.step)} ms, before {format_number(1000 * parts_before.step)} ms"
         f" ({100 * (after.step / parts_before.step - 1):+.0f} %): {'; '.join([why, *ends])}"
     )

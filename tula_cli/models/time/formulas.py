@@ -202,9 +202,13 @@ class Rows:
             np.subtract.outer(np.log(a), np.log(b))
             for a, b in ((self.batch, others.batch), (self.replicas, others.replicas), (self.gpus, others.gpus))
         ]
-        step = np.outer(self.by_step, others.by_step) * _local_covariance(priors.local_step, *off)
-        compute = np.outer(self.by_compute, others.by_compute) * _local_covariance(priors.local_compute, *off)
-        return step + compute + np.outer(self.by_across, others.by_across) * _local_covariance(priors.local_sync, *off)
+        step = np.outer(self.by_step, others.by_step) * _compute_local_covariance(priors.local_step, *off)
+        compute = np.outer(self.by_compute, others.by_compute) * _compute_local_covariance(priors.local_compute, *off)
+        return (
+            step
+            + compute
+            + np.outer(self.by_across, others.by_across) * _compute_local_covariance(priors.local_sync, *off)
+        )
 
     def variance(self, priors: Priors) -> Floats:
         """Return the diagonal of their own covariance, shape (n,)."""
@@ -214,7 +218,7 @@ class Rows:
         return np.asarray(np.sum(contributions, axis=0), dtype=float)
 
 
-def _local_covariance(residual: Local, batch: Floats, replicas: Floats, gpus: Floats) -> Floats:
+def _compute_local_covariance(residual: Local, batch: Floats, replicas: Floats, gpus: Floats) -> Floats:
     off = (batch / residual.batch) ** 2 + (replicas / residual.replicas) ** 2 + (gpus / residual.replicas) ** 2
     return np.asarray(residual.sd**2 * np.exp(-0.5 * off))
 
@@ -357,7 +361,7 @@ class Parts:
         return np.asarray(np.logaddexp(self.p * self.log_backward, self.p * self.log_sync) / self.p)
 
 
-def step_parts_at(z: Floats, at: FeaturePoints) -> Parts:
+def predict_step_parts(z: Floats, at: FeaturePoints) -> Parts:
     """Return what the steps at points consist of.
 
     Args:
@@ -395,7 +399,7 @@ def step_parts_at(z: Floats, at: FeaturePoints) -> Parts:
 def evaluate(z: Floats, at: FeaturePoints) -> ModelValues:
     """Evaluate the model and its derivatives."""
     frame, priors, parameter_count = at.frame, at.frame.priors, PARAMETERS
-    step_parts = step_parts_at(z, at)
+    step_parts = predict_step_parts(z, at)
     phi, tau = float(step_parts.forward[0]), float(step_parts.exposed[0])
     log_longer, log_step = step_parts.log_longer, step_parts.log_step()
     compute, sync, longer, step = (
@@ -434,10 +438,10 @@ def fit_additive(replicas: Floats, local_batch: Floats, seconds: Floats) -> Floa
         return None
     from scipy.optimize import nnls
 
-    coefficients, _ = nnls(additive_design(replicas, local_batch) / seconds[:, None], np.ones_like(seconds))
+    coefficients, _ = nnls(make_additive_design(replicas, local_batch) / seconds[:, None], np.ones_like(seconds))
     return np.asarray(coefficients)
 
 
-def additive_design(replicas: Sequence[int] | Floats, local_batch: Sequence[int] | Floats) -> Floats:
+def make_additive_design(replicas: Sequence[int] | Floats, local_batch: Sequence[int] | Floats) -> Floats:
     count, size = np.asarray(replicas, dtype=float), np.asarray(local_batch, dtype=float)
     return np.column_stack([np.ones_like(count), size, 1 - 1 / count, count, np.log2(count)])

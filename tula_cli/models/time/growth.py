@@ -41,12 +41,12 @@ def fit_length_growth(points: Sequence[Point]) -> LengthGrowth | None:
     if len(set(lengths.tolist())) < 2 or len(points) < 3:
         return None
     design = np.column_stack([np.ones_like(lengths), samples * lengths, samples * lengths**2]) / values[:, None]
-    fixed, linear, square = _non_negative_least_squares(design, np.ones_like(values))
+    fixed, linear, square = _solve_non_negative_least_squares(design, np.ones_like(values))
     off = np.abs(design @ [fixed, linear, square] - 1)
     return LengthGrowth(fixed, linear, square, float(np.median(off)) if len(points) > 3 else None)
 
 
-def _non_negative_least_squares(design: np.ndarray, target: np.ndarray) -> tuple[float, float, float]:
+def _solve_non_negative_least_squares(design: np.ndarray, target: np.ndarray) -> tuple[float, float, float]:
     """Return the least squares among coefficients that are not negative: the best of all choices of columns."""
     best, least = np.zeros(3), float("inf")
     scale = np.linalg.norm(design, axis=0)

@@ -93,14 +93,14 @@ class Overlap:
         by_z = self._remaining_derivatives(values, whitened)
         variance = np.einsum("ij,jk,ik->i", by_z, self._fitted.covariance, by_z)
         variance += self._unseen_variance(at, values) + self._noise_variance(values)
-        variance += _step_rows(at, values).variance(self._frame.priors) - np.square(whitened).sum(axis=0)
+        variance += _make_step_rows(at, values).variance(self._frame.priors) - np.square(whitened).sum(axis=0)
         return values.log_step + whitened.T @ self._fitted.residuals, np.sqrt(variance)
 
     def joint(self, points: Points) -> tuple[Floats, Floats]:
         """Return ln t, shape (n,), and its covariance without the noise of a measurement, shape (n, n)."""
         at = self._frame.at(points)
         values, whitened = self._whitened_at(at)
-        by_z, rows = self._remaining_derivatives(values, whitened), _step_rows(at, values)
+        by_z, rows = self._remaining_derivatives(values, whitened), _make_step_rows(at, values)
         covariance = by_z @ self._fitted.covariance @ by_z.T
         u = self._frame.u.unseen_covariance(np.log(points.local_batch))
         v = self._frame.v.unseen_covariance(np.log(points.replicas))
@@ -112,7 +112,7 @@ class Overlap:
     def _whitened_at(self, at: FeaturePoints) -> tuple[ModelValues, Floats]:
         """Return the model at points, and what the whitened probes tell of its local residuals there, shape (rows, n)."""
         values, spread = evaluate(self._fitted.z, at), self._fitted.spread
-        return values, spread.whitener @ spread.rows.covariance(_step_rows(at, values), self._frame.priors)
+        return values, spread.whitener @ spread.rows.covariance(_make_step_rows(at, values), self._frame.priors)
 
     def _remaining_derivatives(self, values: ModelValues, whitened: Floats) -> Floats:
         """Return derivatives of ln t by z beside those of the local residuals, which follow from what z leaves."""
@@ -194,7 +194,7 @@ def fit_overlap(
     z, noise = np.zeros(frame.size), 1.0
     for attempt in range(_ROUNDS):
         spread_as = data.spread_as(evaluate(z, data.at), noise)
-        starts = _starting_points(z, data) if attempt == 0 else [z]
+        starts = _list_starting_points(z, data) if attempt == 0 else [z]
         fitted = min(
             (_maximize_posterior(start, data, spread_as) for start in starts), key=lambda fit: fit.improbability
         )
@@ -204,7 +204,7 @@ def fit_overlap(
     return Overlap(noise, frame, fitted, data)
 
 
-def _step_rows(at: FeaturePoints, values: ModelValues) -> Rows:
+def _make_step_rows(at: FeaturePoints, values: ModelValues) -> Rows:
     """Return ln t at points."""
     points = at.points
     by = np.ones(len(points)), values.by_compute, values.by_across * (at.frame.gpus is not None)
@@ -324,7 +324,7 @@ class _Fitted:
         return np.linalg.solve(self.precision + np.diag(weight), target)
 
 
-def _starting_points(z: Floats, data: _Data) -> list[Floats]:
+def _list_starting_points(z: Floats, data: _Data) -> list[Floats]:
     """Return where to begin.
 
     Whole steps alone can be explained by a floor of the compute or by synchronisation. Both may be maxima, and a climb

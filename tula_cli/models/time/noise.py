@@ -14,7 +14,7 @@ Z90 = 1.645
 """Standard deviations from the middle of a 90 % interval to its ends."""
 
 
-def trimmed_mean(step_times: Sequence[float]) -> float:
+def compute_trimmed_mean(step_times: Sequence[float]) -> float:
     """Return the mean step time without the fastest and the slowest tenth. Seconds.
 
     Training time is the sum of its steps, so the mean is wanted: a median would leave out a slow step that comes every
@@ -23,7 +23,7 @@ def trimmed_mean(step_times: Sequence[float]) -> float:
     return float(np.mean(_clip_outliers(step_times)))
 
 
-def block_deviation(step_times: Sequence[float]) -> float | None:
+def compute_block_deviation(step_times: Sequence[float]) -> float | None:
     """Return the standard deviation of the means of five successive blocks of steps; None below five steps. Seconds.
 
     Noise between single steps averages out over an epoch; what lasts for a block (a neighbour on the network, a clock
@@ -36,14 +36,14 @@ def block_deviation(step_times: Sequence[float]) -> float | None:
     return float(np.std([block.mean() for block in blocks], ddof=1))
 
 
-def standard_error(step_times: Sequence[float]) -> float:
+def compute_standard_error(step_times: Sequence[float]) -> float:
     """Return the standard error of `centre`; inf below five steps. Seconds.
 
     Two are known, and the larger counts. One is that of a trimmed mean of independent values (Tukey and McLaughlin 1963: by
     the variance where outliers are pulled in). The other is that of the means of five successive blocks (batch means),
     which also holds where neighbouring steps are alike; by itself it is too often small by chance.
     """
-    spread = block_deviation(step_times)
+    spread = compute_block_deviation(step_times)
     if spread is None:
         return math.inf
     trimmed, count = _clip_outliers(step_times), len(step_times)

@@ -7,10 +7,10 @@ have changed alike in all others: nothing else is known of them, and that is sai
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tula_cli.models.time.noise import trimmed_mean
+from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.results import StepParts
-from tula_cli.words import place
+from tula_cli.words import describe_probe_place
 
 MIN_CHANGE = 0.05
 """Share of a step below which a difference to the probes is no change."""
@@ -32,7 +32,7 @@ class TrainingPace:
 
     @property
     def step(self) -> float:
-        return trimmed_mean(self.step_times)
+        return compute_trimmed_mean(self.step_times)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class _Change:
         return step_time, min(step_time, max(compute_time, least))
 
 
-def results_at_pace(
+def scale_results_to_pace(
     results: Sequence[Result],
     pace: TrainingPace,
     *,
@@ -77,7 +77,7 @@ def results_at_pace(
     """
     at = pace.nodes, pace.local_batch
     probe = next((r for r in results if isinstance(r, Measured) and (r.nodes, r.local_batch) == at), None)
-    step = trimmed_mean(probe.step_times) if probe else step_of(*at)
+    step = compute_trimmed_mean(probe.step_times) if probe else step_of(*at)
     compute_time = (probe and probe.compute_time) or compute_of(*at)
     change = _estimate_change(pace, step, min(compute_time, step))
     scaled = (_scale_probe(r, change, compute_of, pace) if isinstance(r, Measured) else r for r in results)
@@ -118,7 +118,7 @@ def _scale_probe(
             "data_wait": observed.data,
         }
         return probe.model_copy(update=update)
-    mean_step = trimmed_mean(probe.step_times)
+    mean_step = compute_trimmed_mean(probe.step_times)
     compute_time = min(mean_step, probe.compute_time or compute_of(probe.nodes, probe.local_batch))
     alone = probe.nodes * probe.gpus_per_node == 1
     step, compute = change.scaled_times(mean_step, compute_time, local_batch=probe.local_batch, alone=alone)
@@ -130,7 +130,7 @@ def _scale_probe(
 
 def _describe_pace(pace: TrainingPace, change: _Change, step: float) -> list[str]:
     """Say what was seen, and what is assumed of all other configurations."""
-    observed, where = pace.parts, place(pace.nodes, pace.local_batch)
+    observed, where = pace.parts, describe_probe_place(pace.nodes, pace.local_batch)
     sentences = [f"a step takes {pace.step / step:.2f} times what the probes tell"]
     if observed.compute is None:
         sentences.append("computing and synchronisation, which are not told apart, are taken to have changed alike")

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from tula_cli.errors import BadMeasurements
 from tula_cli.models.time import mixture
-from tula_cli.models.time.formulas import PRIORS, Points, Priors, additive_design, fit_additive
+from tula_cli.models.time.formulas import PRIORS, Points, Priors, fit_additive, make_additive_design
 from tula_cli.models.time.mixture import Mixture, StepModel
-from tula_cli.models.time.noise import BLOCKS, Z90, block_deviation, trimmed_mean
-from tula_cli.words import place, plural
+from tula_cli.models.time.noise import BLOCKS, Z90, compute_block_deviation, compute_trimmed_mean
+from tula_cli.words import describe_probe_place, format_count
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -46,18 +46,18 @@ class Observation:
 
     @property
     def seconds(self) -> float:
-        return trimmed_mean(self.step_times)
+        return compute_trimmed_mean(self.step_times)
 
     @property
     def noise(self) -> float | None:
         """How much the step time drifts within the probe, as a share of it; None where there are too few steps."""
         if self.doubt is not None:
             return self.doubt
-        spread = block_deviation(self.step_times)
+        spread = compute_block_deviation(self.step_times)
         return None if spread is None else spread / self.seconds
 
     def __str__(self) -> str:
-        return place(self.nodes, self.local_batch)
+        return describe_probe_place(self.nodes, self.local_batch)
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def estimate_measured(step_times: Sequence[float], repeats: float) -> Estimate:
         step_times: of one job.
         repeats: standard deviation of one job from what all take on average, as a share; two differ by that of both.
     """
-    seconds, spread = trimmed_mean(step_times), block_deviation(step_times)
+    seconds, spread = compute_trimmed_mean(step_times), compute_block_deviation(step_times)
     if spread is None:
         return Estimate(seconds)
     half = math.hypot(T_BLOCKS * spread * math.sqrt(1 + 1 / BLOCKS), Z90 * math.sqrt(2) * repeats * seconds)
@@ -189,7 +189,7 @@ class StepTimeFit:
             BadMeasurements: the probes do not determine it.
         """
         if why := self.refusal(nodes, gpus_per_node, local_batch):
-            raise prediction_error(place(nodes, local_batch), why)
+            raise make_prediction_error(describe_probe_place(nodes, local_batch), why)
         seconds, low, high = self.predict_all([nodes], [gpus_per_node], [local_batch])
         return Estimate(float(seconds[0]), float(low[0]), float(high[0]))
 
@@ -247,10 +247,12 @@ class StepTimeFit:
         measured, seconds = self.measured_points()
         coefficients = fit_additive(measured.replicas, measured.local_batch, seconds)
         replicas = nodes if self._scope.across else gpus_per_node
-        return None if coefficients is None else float((additive_design([replicas], [local_batch]) @ coefficients)[0])
+        return (
+            None if coefficients is None else float((make_additive_design([replicas], [local_batch]) @ coefficients)[0])
+        )
 
 
-def prediction_error(configuration: str, why: str) -> BadMeasurements:
+def make_prediction_error(configuration: str, why: str) -> BadMeasurements:
     """Return the error that says why the probes do not tell a step time."""
     return BadMeasurements(f"cannot predict {configuration}: {why}", "measure more configurations with tula profile")
 
@@ -267,7 +269,7 @@ def fit_step_time(observations: Iterable[Observation], *, collective: str, prior
         BadMeasurements: there is no observation, or a step time is not positive.
     """
     sorted_observations = sorted(observations, key=lambda o: (o.nodes, o.gpus_per_node, o.local_batch))
-    seconds = _checked_seconds(sorted_observations)
+    seconds = _check_seconds(sorted_observations)
     scope = _Scope.from_observations(sorted_observations)
     points = scope.points(
         np.array([o.nodes for o in sorted_observations], dtype=float),
@@ -300,7 +302,7 @@ def fit_step_time(observations: Iterable[Observation], *, collective: str, prior
     )
 
 
-def _checked_seconds(observations: Sequence[Observation]) -> Floats:
+def _check_seconds(observations: Sequence[Observation]) -> Floats:
     if not observations:
         raise BadMeasurements("no probe was measured", "run tula profile first")
     for observation in observations:
@@ -365,7 +367,9 @@ def _warn_missed(observations: Sequence[Observation], seconds: Floats, residuals
     descriptions_by_kind: dict[str, list[str]] = {}
     for o, measured, off in zip(observations, seconds, residuals, strict=True):
         if abs(off) > _MAX_RELATIVE_MISS:
-            description = f"{o} ({_duration(measured)} measured, {_duration(measured * (1 + off))} fitted)"
+            description = (
+                f"{o} ({_format_duration(measured)} measured, {_format_duration(measured * (1 + off))} fitted)"
+            )
             descriptions_by_kind.setdefault("probe" if o.doubt is None else "training", []).append(description)
     return [
         f"the fit misses the {kind} at {'; '.join(descriptions)}" for kind, descriptions in descriptions_by_kind.items()
@@ -392,7 +396,7 @@ def _describe_fit(
         inside = np.array([bool(points.inside[points.replicas == count].all()) for count in counts])
         sync = model.parts(Points(counts, np.full(2, batches[0]), np.full(2, False), inside, most))[2]
         of = "" if most is None else f" of {round(most[0])} GPUs"
-        ranges.append(_describe_range(sync, [f"{plural(round(count), scope.noun)}{of}" for count in counts]))
+        ranges.append(_describe_range(sync, [f"{format_count(round(count), scope.noun)}{of}" for count in counts]))
     quality = "exactly determined, no residual" if error is None else f"median residual {error:.1%}"
     parts_text = ", overlapped with synchronisation ".join(ranges)
     alone = ""
@@ -400,16 +404,18 @@ def _describe_fit(
         by_steps = " by their whole steps alone, that" if model.whole_steps_alone else ", that"
         alone = f"{by_steps} compute hides synchronisation is {model.overlapped:.0%} likely"
     trained = sum(o.doubt is not None for o in observations)
-    sources = plural(len(points) - trained, "probe") + f" and {plural(trained, 'training')}" * bool(trained)
+    sources = format_count(len(points) - trained, "probe") + f" and {format_count(trained, 'training')}" * bool(trained)
     return f"step = compute {parts_text} ({sources}{alone}, {quality})"
 
 
 def _describe_range(seconds: Floats, positions: Sequence[str]) -> str:
-    first_text, last_text = (f"{_duration(time)} at {where}" for time, where in zip(seconds, positions, strict=True))
+    first_text, last_text = (
+        f"{_format_duration(time)} at {where}" for time, where in zip(seconds, positions, strict=True)
+    )
     return first_text if positions[0] == positions[1] else f"{first_text} to {last_text}"
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 

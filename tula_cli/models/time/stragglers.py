@@ -20,7 +20,7 @@ from tula_cli.run.records.base import Components
 from tula_cli.run.records.probes import Measured, RankPace
 from tula_cli.run.records.recommendations import TrainedSteps
 from tula_cli.spec.job import JobSpec
-from tula_cli.words import plural
+from tula_cli.words import format_count
 
 SLOW = 1.2
 """A rank that takes so many times as long as the median one is slow: those of one cluster differ by a few per cent."""
@@ -53,7 +53,7 @@ class Straggler:
         leave = "" if node else f", or leave it out (cluster.slurm.exclude: {self.name})"
         return (
             f"straggler: {self.name} {does} {self.factor:.2g} times as slowly as the others (in {self.probes} of"
-            f" {plural(self.of, 'probe')}), and every step waits for it: look at {advice}{leave}, and measure again"
+            f" {format_count(self.of, 'probe')}), and every step waits for it: look at {advice}{leave}, and measure again"
         )
 
 
@@ -136,7 +136,7 @@ def find_stragglers(measured: Iterable[Measured]) -> list[Straggler]:
     """Return who was slow in most of the probes that it took part in, the slowest first."""
     ratios_by_name: dict[str, list[tuple[float, bool]]] = {}
     for probe in measured:
-        for name, ratio in _relative_to_median(probe.ranks).items():
+        for name, ratio in _compare_to_median(probe.ranks).items():
             ratios_by_name.setdefault(name, []).append(ratio)
     slow_ranks: list[Straggler] = []
     for name, ratios in ratios_by_name.items():
@@ -147,7 +147,7 @@ def find_stragglers(measured: Iterable[Measured]) -> list[Straggler]:
     return sorted(slow_ranks, key=lambda straggler: -straggler.factor)
 
 
-def _relative_to_median(ranks: Sequence[RankPace]) -> Mapping[str, tuple[float, bool]]:
+def _compare_to_median(ranks: Sequence[RankPace]) -> Mapping[str, tuple[float, bool]]:
     """Return by node (by rank, where there is one node) its time over the median one's, and whether it is its data's."""
     if len(ranks) < 2:
         return {}
@@ -185,7 +185,7 @@ def describe_unexplained_waits(observations: Sequence[Observation], model: StepM
     if grown <= GROWTH * large.compute_time:
         return ""
     return (
-        f"input- or straggler-bound: on {plural(most[0])} a step waits for other ranks the longer the larger its batch is"
+        f"input- or straggler-bound: on {format_count(most[0])} a step waits for other ranks the longer the larger its batch is"
         f" ({1e3 * grown:.3g} ms more at local batch {large.local_batch} than at {small.local_batch}), which gradients do not"
         " explain: stage the data on each node, raise train.workers, or find the slow node; what was not measured is hardly"
         " known, and the choice is among what was (search.strategy: full measures all)"

@@ -15,7 +15,13 @@ import numpy as np
 
 from tula_cli.models import refresh
 from tula_cli.models.time.changes import SETTLING_SAMPLES
-from tula_cli.models.time.noise import BLOCKS, Z90, block_deviation, standard_error, trimmed_mean
+from tula_cli.models.time.noise import (
+    BLOCKS,
+    Z90,
+    compute_block_deviation,
+    compute_standard_error,
+    compute_trimmed_mean,
+)
 from tula_cli.models.time.steptime import DEFAULT_REPEAT_SD, T_BLOCKS, Estimate, Observation, estimate_measured
 from tula_cli.run.records.recommendations import TrainedSteps
 from tula_cli.run.records.tasks import TrainTask
@@ -27,7 +33,7 @@ STRETCHES = 40
 
 Row = Mapping[str, Any]
 Refused = Callable[[TrainTask, Row | None], str]
-"""What says why steps of an attempt do not count that were made in an environment (None: not told); empty where they do."""
+"""Returns why steps of an attempt in this environment (None: unknown) do not count; empty if they do."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,7 @@ class _Timed:
     seconds: float
 
 
-def observations_from_training(
+def list_observations_from_training(
     tasks: Sequence[TrainTask], rows: Iterable[Row], refused: Refused
 ) -> TrainingObservations:
     """Return what a training took at each configuration that it ran at.
@@ -75,7 +81,7 @@ def observations_from_training(
         task = task_by_attempt.get(start.attempt)
         if task is None or not start.steps:
             continue
-        if why := _why_unlike_probes(task) or refused(task, start.environment):
+        if why := _describe_difference_from_probes(task) or refused(task, start.environment):
             left_out.append(why)
         else:
             starts.setdefault((task.nodes, task.batch), []).append((task, start))
@@ -94,7 +100,7 @@ def as_observation(steps: TrainedSteps) -> Observation:
     )
 
 
-def group_by_configuration(trained: Iterable[TrainedSteps]) -> dict[tuple[int, int], list[TrainedSteps]]:
+def group_trainings_by_configuration(trained: Iterable[TrainedSteps]) -> dict[tuple[int, int], list[TrainedSteps]]:
     """Return trainings by nodes and local batch, oldest first."""
     groups: dict[tuple[int, int], list[TrainedSteps]] = {}
     for steps in sorted(trained, key=lambda steps: steps.until):
@@ -118,9 +124,11 @@ def estimate_from_measurements(
     if not trained:
         return None if probe is None else estimate_measured(probe, repeats)
     between = repeats**2
-    estimates = [(trimmed_mean(steps.step_times), max(0.0, steps.noise**2 - DEFAULT_REPEAT_SD**2)) for steps in trained]
-    if probe is not None and (spread := block_deviation(probe)) is not None:
-        seconds = trimmed_mean(probe)
+    estimates = [
+        (compute_trimmed_mean(steps.step_times), max(0.0, steps.noise**2 - DEFAULT_REPEAT_SD**2)) for steps in trained
+    ]
+    if probe is not None and (spread := compute_block_deviation(probe)) is not None:
+        seconds = compute_trimmed_mean(probe)
         estimates.append((seconds, (T_BLOCKS / Z90 * spread / seconds) ** 2 * (1 + 1 / BLOCKS)))
     logs, weights = (
         np.log([seconds for seconds, _ in estimates]),
@@ -152,7 +160,7 @@ def _split_into_starts(rows: Iterable[Row]) -> Iterator[_Start]:
         yield start
 
 
-def _why_unlike_probes(task: TrainTask) -> str:
+def _describe_difference_from_probes(task: TrainTask) -> str:
     """Say why the steps of an attempt are not such as a probe measures; empty where they are."""
     if task.splits > 1:
         return f"its micro-batches were cut into {task.splits}"
@@ -164,22 +172,22 @@ def _why_unlike_probes(task: TrainTask) -> str:
 def _join_starts(starts: Sequence[tuple[TrainTask, _Start]]) -> TrainedSteps | None:
     """Return what the starts at one configuration tell together; None where that is too little."""
     task = starts[0][0]
-    timed = [timed_ for task_, start in starts for timed_ in _timed_steps(task_, start)]
-    times = _stretch_means(timed)
+    timed = [timed_ for task_, start in starts for timed_ in _list_timed_steps(task_, start)]
+    times = _compute_stretch_means(timed)
     if len(timed) < MIN_STEPS or len(times) < BLOCKS:
         return None
     changed = max(start.changed for _, start in starts)
     # Whether the next training meets the pace before a change or the one after it nobody knows: 90 % reach back to it.
-    noise = math.hypot(standard_error(times) / trimmed_mean(times), DEFAULT_REPEAT_SD, changed / Z90)
-    medians = {name: _median_of(timed, name) for name in ("compute", "sync", "data_wait")}
+    noise = math.hypot(compute_standard_error(times) / compute_trimmed_mean(times), DEFAULT_REPEAT_SD, changed / Z90)
+    medians = {name: _compute_median(timed, name) for name in ("compute", "sync", "data_wait")}
     if medians["compute"] is not None:  # that of a probe holds its wait; the longest of either may be of two ranks
-        medians["compute"] = min(trimmed_mean(times), medians["compute"] + (medians["data_wait"] or 0.0))
+        medians["compute"] = min(compute_trimmed_mean(times), medians["compute"] + (medians["data_wait"] or 0.0))
     return TrainedSteps(
         signature=task.signature,
         nodes=task.nodes,
         gpus_per_node=task.spec.cluster.gpus_per_node,
         batch=task.batch,
-        step_time=trimmed_mean(times),
+        step_time=compute_trimmed_mean(times),
         step_times=times,
         **medians,
         steps=sum(timed_.count for timed_ in timed),
@@ -190,7 +198,7 @@ def _join_starts(starts: Sequence[tuple[TrainTask, _Start]]) -> TrainedSteps | N
     )
 
 
-def _timed_steps(task: TrainTask, start: _Start) -> Iterator[_Timed]:
+def _list_timed_steps(task: TrainTask, start: _Start) -> Iterator[_Timed]:
     """Yield the steps of a start since its pace changed, without its first ones, in which caches fill and loaders start.
 
     Of an older log, which does not tell refreshes from other steps, those of a method that refreshes now and then do not
@@ -211,7 +219,7 @@ def _timed_steps(task: TrainTask, start: _Start) -> Iterator[_Timed]:
             yield _Timed(row, count, row["step_time"])
 
 
-def _stretch_means(timed: Sequence[_Timed]) -> tuple[float, ...]:
+def _compute_stretch_means(timed: Sequence[_Timed]) -> tuple[float, ...]:
     """Return the mean step time of successive stretches of about as many steps. Seconds."""
     if not timed:
         return ()
@@ -222,6 +230,6 @@ def _stretch_means(timed: Sequence[_Timed]) -> tuple[float, ...]:
     return tuple(float(seconds) for seconds in took[steps > 0] / steps[steps > 0])
 
 
-def _median_of(timed: Iterable[_Timed], name: str) -> float | None:
+def _compute_median(timed: Iterable[_Timed], name: str) -> float | None:
     values = [value for timed_ in timed if (value := timed_.row.get(name)) is not None]
     return statistics.median(values) if values else None

@@ -83,7 +83,7 @@ class Attempt(Record):
     hosts: str = ""  # the allocation's nodes as the scheduler writes them, "node[1-4]"
     samples: int | None = None  # of the newest checkpoint when it started; None for probes
     reached: int | None = None  # samples trained when it ended, as far as its ranks have told; None before a first step
-    cluster: str = ""  # digest of the cluster section that it ran under (`cluster_signature`)
+    cluster: str = ""  # digest of the cluster section that it ran under (`compute_cluster_signature`)
     tuned: int = 0  # samples of finished branches when it started (train.method: auto)
     shortage: Shortage | None = None  # of a full disk that it ended of
     disturbed_by: tuple[str, ...] = ()  # of a probe: trainings of the same user on the same GPUs or cores

@@ -131,7 +131,7 @@ class Caveats:
     """
 
     def __init__(self, choice: Prediction, steps: Iterable[tuple[str, int, int, int, float]]) -> None:
-        self._choice, self._intervals = choice, _quantity_intervals(choice)
+        self._choice, self._intervals = choice, _list_quantity_intervals(choice)
         self._fewest: dict[tuple[str, str, int], tuple[int, float]] = {}  # nodes, samples a second of each node
         for type_, nodes, batch, local_batch, step_time in steps:
             for key in (type_, "batch", batch), (type_, "local batch", local_batch):
@@ -145,8 +145,8 @@ class Caveats:
     def caveats_of(self, row: Prediction) -> tuple[str, ...]:
         """Return the caveats of a configuration, by the keys of `CAVEATS`."""
         names = ["wide_interval"] * is_too_wide(row.hours_low, row.hours_high)
-        if _configuration_fields(row) != _configuration_fields(self._choice):
-            intervals = _quantity_intervals(row)
+        if _list_configuration_fields(row) != _list_configuration_fields(self._choice):
+            intervals = _list_quantity_intervals(row)
             names += [
                 f"{name}_within_noise"
                 for name in intervals
@@ -170,7 +170,7 @@ CAVEATS = {
 """The meaning of caveats; those of a quantity (time, cost, energy, progress) are `QUANTITY_within_noise`."""
 
 
-def caveat_kind(name: str) -> str:
+def get_caveat_kind(name: str) -> str:
     """Return the key of a caveat in `CAVEATS`."""
     return "within_noise" if name.endswith("_within_noise") else name
 
@@ -178,7 +178,7 @@ def caveat_kind(name: str) -> str:
 Interval = tuple[float | None, float | None]
 
 
-def _quantity_intervals(row: Prediction) -> dict[str, Interval]:
+def _list_quantity_intervals(row: Prediction) -> dict[str, Interval]:
     """Return the 90 % interval of each quantity of a configuration; cost is as uncertain as time is."""
     low, high = row.hours_low, row.hours_high
     cost = row.cost / row.hours if row.hours else 0.0
@@ -197,7 +197,7 @@ def _intervals_overlap(a: Interval, b: Interval) -> bool:
     return a[0] <= b[1] and b[0] <= a[1]
 
 
-def _configuration_fields(row: Prediction) -> tuple[str, int, int, str]:
+def _list_configuration_fields(row: Prediction) -> tuple[str, int, int, str]:
     return row.type, row.nodes, row.batch, row.market
 
 

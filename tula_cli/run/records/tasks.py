@@ -34,14 +34,14 @@ class ProbeTask(Record):
     code: str = ""  # the snapshot of the user's code that runs; empty where the spec names none
 
 
-def probe_id(nodes: int, local_batch: int) -> str:
+def make_probe_id(nodes: int, local_batch: int) -> str:
     return f"probe-n{nodes:03d}-l{local_batch:06d}"
 
 
-def probe_identity(task: ProbeTask, local_batch: int) -> dict[str, Any]:
+def make_probe_identity(task: ProbeTask, local_batch: int) -> dict[str, Any]:
     """Return what every result of a probe begins with."""
     return {
-        "id": probe_id(task.nodes, local_batch),
+        "id": make_probe_id(task.nodes, local_batch),
         "nodes": task.nodes,
         "gpus_per_node": task.spec.cluster.gpus_per_node,
         "local_batch": local_batch,
@@ -154,8 +154,8 @@ class CodeSnapshot(Record):
 
 
 LoopTask = ProbeTask | TrainTask | EvaluateTask
-"""What a model and its trainer are built for."""
+"""Tasks that build a model and its trainer."""
 JobTask = ProbeTask | TrainTask | RehearsalTask | EvaluateTask
-"""What a user sees as a job of a run; a check looks at nodes."""
+"""Tasks that a user sees as jobs of a run; a check is none."""
 Task = JobTask | CheckTask
 TASK: TypeAdapter[Task] = TypeAdapter(Annotated[Task, Field(discriminator="kind")])

@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from tula_cli.cluster.scripts.training import is_lower_better
-from tula_cli.models.out_of_memory import statistics_in_cause
+from tula_cli.models.out_of_memory import parse_statistics_in_cause
 from tula_cli.models.time.noise import Z90
 from tula_cli.run.directory import RunDir
 from tula_cli.run.frames import make_frame
 from tula_cli.run.records.recommendations import Accuracy
 from tula_cli.run.records.results import Cell, Comparison
 from tula_cli.run.training_run import TrainingRun
-from tula_cli.services.compare import ENDED, FINISHED, State, expected_hours, mean_hours_by_row, total_hours
+from tula_cli.services.compare import ENDED, FINISHED, State, compute_mean_hours_by_row, estimate_hours, sum_hours
 from tula_cli.services.comparison import rounds
 from tula_cli.services.comparison.rows import REFERENCE
 from tula_cli.services.status import JobStatus
 from tula_cli.spec.job import JobSpec
-from tula_cli.words import number, plural
+from tula_cli.words import format_count, format_number
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -134,7 +134,7 @@ class CompareReport:
         metric_names = dict.fromkeys(("top1", "top5", "loss", *self.columns))
         return make_frame(
             [
-                {**{name: getattr(row, name) for name in columns}, **_metric_columns(row, metric_names)}
+                {**{name: getattr(row, name) for name in columns}, **_list_metric_columns(row, metric_names)}
                 for row in self.rows
             ]
         )
@@ -153,7 +153,7 @@ class CompareReport:
         return self.finished == self.total
 
 
-def _metric_columns(row: ComparisonRow, metrics: Iterable[str]) -> dict[str, float | None]:
+def _list_metric_columns(row: ComparisonRow, metrics: Iterable[str]) -> dict[str, float | None]:
     stats = {name: row.stat(name) for name in metrics}
     return {
         f"{name}_{of}": None if stat is None else getattr(stat, of)
@@ -174,14 +174,14 @@ def build_compare_report(
         jobs: what is known of the run's jobs, for the cells that are not finished.
     """
     states, snapshot = {job.id: job for job in jobs}, run.read(skip_damaged=True)
-    took = mean_hours_by_row(snapshot, comparison)
-    hours = {row: expected_hours(row, took, {}) for row in {(cell.method, cell.batch) for cell in comparison.cells}}
+    took = compute_mean_hours_by_row(snapshot, comparison)
+    hours = {row: estimate_hours(row, took, {}) for row in {(cell.method, cell.batch) for cell in comparison.cells}}
     standing = rounds.decide_standing(snapshot, comparison, spec, hours=hours)
     cells = [
-        _cell_report(snapshot.training(cell.signature), cell, states.get(f"train-{cell.signature}"), spec)
+        _make_cell_report(snapshot.training(cell.signature), cell, states.get(f"train-{cell.signature}"), spec)
         for cell in standing.wanted
     ]
-    columns = _metric_names(cells, spec)
+    columns = _list_metric_names(cells, spec)
     metric = columns[0]
     full, short = ([report for report in cells if bool(report.cell.short) is of] for of in (False, True))
     rows = [_mark_dropped(row, standing.reasons) for row in _compare_with_reference(_group_rows(full), metric)]
@@ -197,8 +197,8 @@ def build_compare_report(
         nodes=comparison.nodes,
         total=standing.at_most,
         finished=sum(cell.finished for cell in cells),
-        hours_left=total_hours([*(c.cell for c in cells if not c.finished), *standing.undecided], hours),
-        warnings=(*_comparison_warnings([*rows, *first_round], metric), *snapshot.training_warnings),
+        hours_left=sum_hours([*(c.cell for c in cells if not c.finished), *standing.undecided], hours),
+        warnings=(*_list_comparison_warnings([*rows, *first_round], metric), *snapshot.training_warnings),
         undecided=len(standing.undecided),
         first_round=tuple(first_round),
         epochs=next((report.cell.short for report in short), None),
@@ -210,7 +210,7 @@ def _mark_dropped(row: ComparisonRow, reasons: Mapping[tuple[str, int], str]) ->
     return dataclasses.replace(row, dropped=reasons.get((row.method, row.batch), ""))
 
 
-def _metric_names(cells: Sequence[CellReport], spec: JobSpec) -> tuple[str, ...]:
+def _list_metric_names(cells: Sequence[CellReport], spec: JobSpec) -> tuple[str, ...]:
     """Return the metrics that the table tells, the one that is compared first."""
     if spec.script is not None:
         return tuple(column for name in spec.script.metric for column in (name, f"best_{name}"))
@@ -223,7 +223,7 @@ def _metric_names(cells: Sequence[CellReport], spec: JobSpec) -> tuple[str, ...]
     return (*names, *spec.train.metrics)
 
 
-def _cell_report(training: TrainingRun, cell: Cell, job: JobStatus | None, spec: JobSpec) -> CellReport:
+def _make_cell_report(training: TrainingRun, cell: Cell, job: JobStatus | None, spec: JobSpec) -> CellReport:
     summary = training.summary()
     if summary is None:
         if attempt := training.diverged():
@@ -239,7 +239,7 @@ def _cell_report(training: TrainingRun, cell: Cell, job: JobStatus | None, spec:
         samples=None if result is None else result.samples + (tuning.samples if tuning is not None else 0),
         hours=summary.actual_hours,
         normalised=next(
-            (statistics for cause in reversed(summary.causes) if (statistics := statistics_in_cause(cause))), ""
+            (statistics for cause in reversed(summary.causes) if (statistics := parse_statistics_in_cause(cause))), ""
         ),
     )
     if spec.script is not None:
@@ -289,8 +289,8 @@ def _build_row(reports: Sequence[CellReport]) -> ComparisonRow:
             for name in names
             if (metric_stat := seed_statistics(report.value(name) for report in finished))
         },
-        samples=_mean(report.samples for report in finished),
-        hours=_mean(report.hours for report in finished),
+        samples=_compute_mean(report.samples for report in finished),
+        hours=_compute_mean(report.hours for report in finished),
     )
 
 
@@ -302,7 +302,7 @@ def seed_statistics(values: Iterable[float | None]) -> SeedStatistics | None:
     return SeedStatistics(statistics.fmean(finite), statistics.stdev(finite) if len(finite) > 1 else None, len(finite))
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
+def _compute_mean(values: Iterable[float | None]) -> float | None:
     stat = seed_statistics(values)
     return None if stat is None else stat.mean
 
@@ -317,15 +317,15 @@ def _compare_with_reference(rows: Sequence[ComparisonRow], metric: str) -> list[
 def _with_gap(
     row: ComparisonRow, reference: ComparisonRow | None, plain: ComparisonRow | None, metric: str
 ) -> ComparisonRow:
-    small, row_stat = _stats_over_common_seeds(metric, reference, row)
-    lost = metric_gap(small, row_stat, metric)
+    small, row_stat = _compute_stats_over_common_seeds(metric, reference, row)
+    lost = compute_metric_gap(small, row_stat, metric)
     if row.method == REFERENCE:
         return dataclasses.replace(row, gap=lost)
-    small, large, row_stat = _stats_over_common_seeds(metric, reference, plain, row)
-    return dataclasses.replace(row, gap=lost, recovered=recovered_share(small, large, row_stat, metric))
+    small, large, row_stat = _compute_stats_over_common_seeds(metric, reference, plain, row)
+    return dataclasses.replace(row, gap=lost, recovered=compute_recovered_share(small, large, row_stat, metric))
 
 
-def _stats_over_common_seeds(metric: str, *rows: ComparisonRow | None) -> list[SeedStatistics | None]:
+def _compute_stats_over_common_seeds(metric: str, *rows: ComparisonRow | None) -> list[SeedStatistics | None]:
     """Return each row's metric over the seeds that all of them have, so that no seed stands on one side alone.
 
     A seed that diverged has no loss; of the others alone nothing is said.
@@ -342,14 +342,14 @@ def _stats_over_common_seeds(metric: str, *rows: ComparisonRow | None) -> list[S
     ]
 
 
-def metric_gap(reference: SeedStatistics | None, stat: SeedStatistics | None, metric: str) -> float | None:
+def compute_metric_gap(reference: SeedStatistics | None, stat: SeedStatistics | None, metric: str) -> float | None:
     """Return how much worse than the reference something is: above 0 is worse, whatever the metric."""
     if reference is None or stat is None:
         return None
     return stat.mean - reference.mean if is_lower_better(metric) else reference.mean - stat.mean
 
 
-def recovered_share(
+def compute_recovered_share(
     reference: SeedStatistics | None, plain: SeedStatistics | None, stat: SeedStatistics | None, metric: str
 ) -> float | None:
     """Return the share of the plain large batch's gap that a method wins back; 1 is all of it, below 0 is worse.
@@ -357,21 +357,21 @@ def recovered_share(
     None where the plain large batch has no gap that stands out of the seeds' noise (one standard error of the
     difference), or where one seed tells of no noise: a share of nothing says nothing.
     """
-    lost, remaining_gap = metric_gap(reference, plain, metric), metric_gap(reference, stat, metric)
+    lost, remaining_gap = compute_metric_gap(reference, plain, metric), compute_metric_gap(reference, stat, metric)
     if reference is None or plain is None or lost is None or remaining_gap is None:
         return None
-    error = standard_error(reference, plain)
+    error = compute_standard_error(reference, plain)
     return None if error is None or lost <= error else (lost - remaining_gap) / lost
 
 
-def standard_error(*stats: SeedStatistics) -> float | None:
+def compute_standard_error(*stats: SeedStatistics) -> float | None:
     """Return the standard error of a difference of means over seeds; None where one of them has no spread."""
     if any(stat.sd is None for stat in stats):
         return None
     return math.hypot(*((stat.sd or 0.0) / math.sqrt(stat.n) for stat in stats))
 
 
-def _comparison_warnings(rows: Iterable[ComparisonRow], metric: str) -> Iterator[str]:
+def _list_comparison_warnings(rows: Iterable[ComparisonRow], metric: str) -> Iterator[str]:
     for row in rows:
         smaller = sorted({cell.batch for cell in row.cells if cell.batch is not None and cell.batch != row.batch})
         if smaller:
@@ -395,10 +395,10 @@ def describe_best(report: CompareReport) -> str:
     batch = max((row.batch for row in report.rows if not row.reference and row.stat(report.metric)), default=0)
     candidates = [row for row in report.rows if row.batch == batch and not row.reference and row.stat(report.metric)]
     if small is None or not candidates:
-        return f"Nothing tells yet: {report.finished} of {plural(report.total, 'training')} done; tula compare trains the others."
-    first = best_row(candidates, report)
+        return f"Nothing tells yet: {report.finished} of {format_count(report.total, 'training')} done; tula compare trains the others."
+    first = find_best_row(candidates, report)
     result = f"{report.metric} {describe_spread(first.stat(report.metric))}, where batch {report.reference_batch} has {describe_spread(small)}"
-    progress = "" if report.complete else f" ({report.finished} of {plural(report.total, 'training')} done)"
+    progress = "" if report.complete else f" ({report.finished} of {format_count(report.total, 'training')} done)"
     alike = [
         row
         for row in candidates
@@ -440,7 +440,7 @@ def _interpolate_t_95(freedom: float) -> float:
     return weight * _T_95[whole_degrees - 1] + (1 - weight) * _T_95[whole_degrees]
 
 
-def best_row(rows: Sequence[ComparisonRow], report: CompareReport) -> ComparisonRow:
+def find_best_row(rows: Sequence[ComparisonRow], report: CompareReport) -> ComparisonRow:
     def value(row: ComparisonRow) -> float:
         stat = row.stat(report.metric)
         assert stat is not None  # of rows that have it
@@ -452,7 +452,7 @@ def best_row(rows: Sequence[ComparisonRow], report: CompareReport) -> Comparison
 def describe_spread(value: SeedStatistics | None) -> str:
     if value is None:
         return "-"
-    return number(value.mean, 4) + (f" ± {number(value.sd, 2)}" if value.sd is not None else "")
+    return format_number(value.mean, 4) + (f" ± {format_number(value.sd, 2)}" if value.sd is not None else "")
 
 
 # --- what it was like on the way, for the plots
@@ -467,7 +467,7 @@ class TrainingCurve:
     curvature: tuple[Mapping[str, Any], ...] = ()  # with train.diagnostics: [hessian]
 
 
-def training_curves(run: RunDir, comparison: Comparison) -> list[TrainingCurve]:
+def read_training_curves(run: RunDir, comparison: Comparison) -> list[TrainingCurve]:
     """Return what every training of a comparison has logged on its way."""
     curves = []
     for cell in (cell for cell in comparison.cells if cell.short is None):
@@ -487,7 +487,7 @@ MAX_SHARE_LOST = 0.02
 """The same of any other metric, as a share of the small batch's value."""
 
 
-def accuracy_evidence(run: RunDir, spec: JobSpec, *, batch: int) -> Accuracy | None:
+def find_accuracy_evidence(run: RunDir, spec: JobSpec, *, batch: int) -> Accuracy | None:
     """Return what a run's comparison tells of the job's method at a batch; None where it has trained nothing like it.
 
     A batch that was not trained is judged by the next larger one that was. It keeps the accuracy where even the upper end of
@@ -501,11 +501,13 @@ def accuracy_evidence(run: RunDir, spec: JobSpec, *, batch: int) -> Accuracy | N
     comparison = run.comparison()
     if comparison is None:
         return None
-    from tula_cli.services.comparison.rows import row_of_job
+    from tula_cli.services.comparison.rows import make_row_of_job
 
     table = build_compare_report(run, comparison, spec)
     reference = next((row for row in table.rows if row.reference), None)
-    rows = [row for row in table.rows if row.method == row_of_job(spec) and row.batch >= batch and row.gap is not None]
+    rows = [
+        row for row in table.rows if row.method == make_row_of_job(spec) and row.batch >= batch and row.gap is not None
+    ]
     if reference is None or not rows:
         return None
     return _judge_accuracy(reference, min(rows, key=lambda row: row.batch), table.metric)
@@ -515,12 +517,12 @@ def _judge_accuracy(reference: "ComparisonRow", row: "ComparisonRow", metric: st
 
     small, large = reference.stat(metric), row.stat(metric)
     assert small is not None and large is not None and row.gap is not None  # of which the gap is
-    error, percent = standard_error(small, large), metric in ("top1", "top5")
+    error, percent = compute_standard_error(small, large), metric in ("top1", "top5")
     within = MAX_POINTS_LOST if percent else MAX_SHARE_LOST * abs(small.mean)
     keeps = row.gap + (Z90 * error if error is not None else 0.0) <= within
     unit = " points of" if percent else " of"
-    spread = f" +- {number(error)}" if error is not None else ""
-    description = f"{number(abs(row.gap))}{spread}{unit} {metric} {'worse' if row.gap > 0 else 'better'} than batch {reference.batch}"
+    spread = f" +- {format_number(error)}" if error is not None else ""
+    description = f"{format_number(abs(row.gap))}{spread}{unit} {metric} {'worse' if row.gap > 0 else 'better'} than batch {reference.batch}"
     seeds = min(small.n, large.n)
     outcome: Literal["keeps", "may lose"] = "keeps" if keeps else "may lose"
     return Accuracy(
@@ -531,5 +533,5 @@ def _judge_accuracy(reference: "ComparisonRow", row: "ComparisonRow", metric: st
         gap=row.gap,
         error=error,
         seeds=seeds,
-        words=f"{outcome} it: {row.method} at batch {row.batch} came out {description} (tula compare, {plural(seeds, 'seed')})",
+        words=f"{outcome} it: {row.method} at batch {row.batch} came out {description} (tula compare, {format_count(seeds, 'seed')})",
     )

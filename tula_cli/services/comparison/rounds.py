@@ -22,7 +22,7 @@ from tula_cli.run.snapshot import Snapshot
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
 from tula_cli.spec.scripts.placeholders import find_placeholders
-from tula_cli.words import number
+from tula_cli.words import format_number
 
 SHORT_EPOCH_DIVISOR = 4
 """A short training has one epoch for so many of the job's."""
@@ -90,7 +90,7 @@ class Outcome:
             return f"no {self.metric} to compare" if self.metric else "diverged"
         if self.loss == best.loss:
             return f"as {best.cell.method} in {self.metric}, with a larger loss"
-        return f"{number(self.loss - best.loss)} behind {best.cell.method} in {self.metric}"
+        return f"{format_number(self.loss - best.loss)} behind {best.cell.method} in {self.metric}"
 
 
 def read_outcome(run: RunDir | Snapshot, cell: Cell, spec: JobSpec) -> Outcome | None:
@@ -211,7 +211,7 @@ def _decide_batch(
     for method in rivals:
         first = outcomes_by_signature.get(full[method][0].signature)
         if first is not None and _is_far_behind(first, leader, deviation):
-            spread = "" if deviation is None else f" (standard deviation {number(deviation)})"
+            spread = "" if deviation is None else f" (standard deviation {format_number(deviation)})"
             reasons[method, batch] = f"dropped after a seed: {first.describe_gap(leader)}{spread}"
         else:
             wanted_cells += list_cells([method])

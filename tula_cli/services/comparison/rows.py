@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tula_cli.errors import SpecError
-from tula_cli.plugins import nearest
+from tula_cli.plugins import suggest_nearest
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.merge import override
-from tula_cli.spec.methods import METHODS, Facts, facts_of
+from tula_cli.spec.merge import apply_overrides
+from tula_cli.spec.methods import METHODS, Facts, get_facts
 from tula_cli.spec.scripts.placeholders import find_placeholders
 from tula_cli.spec.scripts.script import Script
 from tula_cli.spec.yaml_text import parse_yaml
-from tula_cli.words import plural
+from tula_cli.words import format_count
 
 # --- Requirements on a script
 
@@ -44,7 +44,7 @@ def require_comparable_script(script: Script, *, seeds: int) -> None:
         )
     if seeds > 1 and not takes_seed(script):
         raise SpecError(
-            f"{plural(seeds, 'seed')} of a script whose command has no {{seed}}: its runs would differ by nothing that is told",
+            f"{format_count(seeds, 'seed')} of a script whose command has no {{seed}}: its runs would differ by nothing that is told",
             "add {seed} to script.command, for example --seed {seed}, or compare with --seeds 1",
         )
 
@@ -58,12 +58,12 @@ def takes_lr(script: Script | None) -> bool:
     return script is None or "lr" in find_placeholders(script.command)
 
 
-def default_seeds(script: Script | None) -> int:
+def choose_default_seeds(script: Script | None) -> int:
     """Return how many seeds tell something, unless something else is asked for; None is tula's own loop."""
     return SEEDS if script is None or takes_seed(script) else 1
 
 
-def script_with_lr(section: Mapping[str, Any], script: Script, *, factor: float) -> dict[str, Any]:
+def scale_lr_of_script(section: Mapping[str, Any], script: Script, *, factor: float) -> dict[str, Any]:
     """Return a section `script` whose learning rate is raised by a factor.
 
     Raises:
@@ -113,14 +113,14 @@ class Variant:
 
     @property
     def facts(self) -> Facts:
-        return facts_of(self.method)
+        return get_facts(self.method)
 
     def content(self, content: Mapping[str, Any]) -> dict[str, Any]:
         """Return the content of a job with the row's settings."""
         content_ = {
             name: dict(section) if isinstance(section, Mapping) else section for name, section in content.items()
         }
-        override(content_, self.settings, {})
+        apply_overrides(content_, self.settings, {})
         return content_
 
 
@@ -133,7 +133,7 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
-def row_of_job(spec: JobSpec) -> str:
+def make_row_of_job(spec: JobSpec) -> str:
     """Return the row that trains the job as it is: its method, with what other rows of that method leave out."""
     train = spec.train
     retained = train.model_dump(mode="json", include={"ramp", "ramp_noise"}, exclude_none=True)
@@ -143,7 +143,7 @@ def row_of_job(spec: JobSpec) -> str:
     return ":".join([train.method, *(f"train.{name}={json.dumps(value)}" for name, value in settings.items())])
 
 
-def known_methods() -> tuple[str, ...]:
+def list_known_methods() -> tuple[str, ...]:
     """Return what a row may begin with: every train.method, and the variants; or an import string."""
     return (*METHODS, *VARIANTS)
 
@@ -170,9 +170,9 @@ def parse_row(row: str) -> Variant:
         else:
             name += f":{setting}"
     method = name.strip()
-    is_user_method = name.partition(":")[0] not in known_methods() and _IMPORTED.fullmatch(method)
-    if method not in known_methods() and not is_user_method:
-        raise _unknown_method(method, row)
+    is_user_method = name.partition(":")[0] not in list_known_methods() and _IMPORTED.fullmatch(method)
+    if method not in list_known_methods() and not is_user_method:
+        raise _make_unknown_method_error(method, row)
     variant = VARIANTS.get(method, Variant(method))
     paths = tuple(_parse_setting(row, variant, text) for text in settings)
     keys = [text.partition("=")[0] for text in paths]
@@ -181,14 +181,14 @@ def parse_row(row: str) -> Variant:
     return dataclasses.replace(variant, settings=paths)
 
 
-def _unknown_method(method: str, row: str) -> SpecError:
+def _make_unknown_method_error(method: str, row: str) -> SpecError:
     method_name = method.partition(":")[0]
-    if method_name in known_methods():
+    if method_name in list_known_methods():
         wrong = method.partition(":")[2]
         return SpecError(
             f"methods: {row!r}: {wrong!r} is no setting", f"write {method_name}:KEY=VALUE, as in ags:delta=0.1"
         )
-    hint = nearest(method, known_methods()) or f"there are: {', '.join(known_methods())}"
+    hint = suggest_nearest(method, list_known_methods()) or f"there are: {', '.join(list_known_methods())}"
     return SpecError(
         f"methods: {method!r} is no method", f"{hint}; one of your own is written package.module:attribute"
     )

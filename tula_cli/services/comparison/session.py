@@ -17,7 +17,7 @@ from tula_cli.services.comparison.accuracy import CompareReport
 from tula_cli.services.events import ComparePlanned, ComparisonProgress, Note, WarningEvent, Work
 from tula_cli.services.exporting.background import send_beside
 from tula_cli.services.site_charges import with_site_billing
-from tula_cli.services.train import part_to_train as part_to_train
+from tula_cli.services.train import choose_part_to_train as part_to_train
 from tula_cli.services.waiting import Dependencies, WaitPolicy, require_confirmed, warn_new_jobs
 from tula_cli.spec.job import JobSpec
 
@@ -40,16 +40,25 @@ class GridRequest:
             SpecError: a method that is none, or a number below 1.
         """
         nodes = (
-            self.nodes if self.nodes is not None else previous.nodes if previous else compare.default_nodes(run, spec)
+            self.nodes
+            if self.nodes is not None
+            else previous.nodes
+            if previous
+            else compare.choose_default_nodes(run, spec)
         )
-        batches = self.batches or (previous.batches if previous else compare.default_batches(run))
-        by_default = True if self.methods else compare.default_control(spec, batches)
+        batches = self.batches or (previous.batches if previous else compare.list_default_batches(run))
+        by_default = True if self.methods else compare.choose_default_control(spec, batches)
         controls = self.controls if self.controls is not None else previous.controls if previous else by_default
         seeds = (
-            self.seeds if self.seeds is not None else previous.seeds if previous else rows.default_seeds(spec.script)
+            self.seeds
+            if self.seeds is not None
+            else previous.seeds
+            if previous
+            else rows.choose_default_seeds(spec.script)
         )
         return Grid(
-            methods=self.methods or (previous.methods if previous else compare.default_rows(spec, nodes=nodes).methods),
+            methods=self.methods
+            or (previous.methods if previous else compare.list_default_rows(spec, nodes=nodes).methods),
             batches=batches,
             seeds=seeds,
             nodes=nodes,
@@ -85,7 +94,7 @@ class ComparisonResult:
         failed = sum(row.count(*compare.ENDED) for row in (*report.rows, *report.first_round))
         if failed and not report.complete and not self.active:
             raise JobFailed(
-                f"{failed} of {words.plural(report.total, 'training')} failed",
+                f"{failed} of {words.format_count(report.total, 'training')} failed",
                 "tula logs shows what they said; the same command tries them again",
             )
 
@@ -113,7 +122,7 @@ def prepare(
     previous = part.run.comparison()
     grid = request.grid(part.run, part.spec, previous)
     if request.methods is None and previous is None:
-        yield Note(compare.default_rows(part.spec, nodes=grid.nodes).words)
+        yield Note(compare.list_default_rows(part.spec, nodes=grid.nodes).words)
     plan = compare.plan_comparison(part.run, part.spec, grid, inspect=dependencies.inspect, now=time.time())
     for text in plan.warnings:
         yield WarningEvent(text)
@@ -133,7 +142,7 @@ def load_comparison(run: RunDir, spec: JobSpec, *, node_type: str | None = None)
     return part, comparison
 
 
-def comparison_result(part: Part, comparison: Comparison, launcher: Launcher) -> ComparisonResult:
+def read_comparison_result(part: Part, comparison: Comparison, launcher: Launcher) -> ComparisonResult:
     """Return the table as it is now."""
     run_status = status.run_status(part.run, launcher, now=time.time())
     return ComparisonResult(
@@ -171,8 +180,8 @@ def run_comparison(
     save_job(prepared.run, prepared.spec, [part], file)
     part.run.write_comparison(plan.comparison)
     if plan.missing:
-        yield from _train(part, plan, launcher, dependencies, wait_policy)
-    return comparison_result(part, plan.comparison, launcher)
+        yield from _train_missing(part, plan, launcher, dependencies, wait_policy)
+    return read_comparison_result(part, plan.comparison, launcher)
 
 
 def _require_waiting(spec: JobSpec, wait_policy: WaitPolicy) -> None:
@@ -188,14 +197,14 @@ def _require_waiting(spec: JobSpec, wait_policy: WaitPolicy) -> None:
         )
 
 
-def _train(
+def _train_missing(
     part: Part, plan: ComparePlan, launcher: Launcher, dependencies: Dependencies, wait_policy: WaitPolicy
 ) -> Work[None]:
     """Train what is missing: here one after the other, on a cluster side by side."""
     run = part.run
     try:
         if part.spec.cluster.kind == "local":
-            one_by_one = trainings.train_one_by_one(run, plan, launcher, inspect=dependencies.inspect)
+            one_by_one = trainings.train_cells_one_by_one(run, plan, launcher, inspect=dependencies.inspect)
             yield from send_beside(run, None, map(ComparisonProgress, one_by_one))
             return
         tried: set[str] = set()
@@ -210,14 +219,14 @@ def _train(
             tried |= {cell.signature for cell in plan.missing}
             plan = trainings.advance_plan(run, plan, tried)
     except KeyboardInterrupt:
-        hint = f"the same command attaches to it and goes on; tula cancel {words.relative_path(run.path)} ends it"
+        hint = f"the same command attaches to it and goes on; tula cancel {words.make_relative_path(run.path)} ends it"
         message = "interrupted; what is trained stays, and what runs goes on"
         raise wait_policy.interruption([(part, launcher)], hint=hint, message=message) from None
 
 
 def _submit(run: RunDir, plan: ComparePlan, launcher: Launcher, dependencies: Dependencies) -> Work[Sequence[str]]:
-    yield Note(f"submitting {words.plural(len(plan.missing), 'training')}")
+    yield Note(f"submitting {words.format_count(len(plan.missing), 'training')}")
     jobs = trainings.submit_cells(run, plan, launcher, inspect=dependencies.inspect)
     yield from warn_new_jobs(run, launcher, jobs, [], plan.spec)
-    yield Note(f"{words.plural(len(jobs), 'training')} under way")
+    yield Note(f"{words.format_count(len(jobs), 'training')} under way")
     return jobs

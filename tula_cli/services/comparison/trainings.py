@@ -17,12 +17,12 @@ from tula_cli.services.compare import (
     START_SECONDS,
     ComparePlan,
     Inspect,
-    expected_hours,
+    compute_mean_hours_by_row,
+    estimate_hours,
     inspect_once,
     is_cell_ended,
-    mean_hours_by_row,
     plan_cell,
-    total_hours,
+    sum_hours,
 )
 from tula_cli.services.comparison import rounds
 from tula_cli.services.status import JobStatus, RunStatus, TrainingStatus, load_summary
@@ -73,7 +73,7 @@ def submit_cells(run: RunDir, plan: ComparePlan, launcher: Launcher, *, inspect:
     return [submit_cell(run, plan, cell, launcher, inspect=inspect) for cell in plan.missing]
 
 
-def train_one_by_one(
+def train_cells_one_by_one(
     run: RunDir,
     plan: ComparePlan,
     launcher: Launcher,
@@ -99,19 +99,19 @@ def train_one_by_one(
     began, waiting, failed, tried = clock(), list(plan.missing), 0, set[str]()
     ended_before = len(plan.standing.wanted) - len(waiting)
     while waiting:
-        hours = _expected_hours_now(run, plan)
-        expected = total_hours(waiting[:1], hours)
+        hours = _estimate_hours_now(run, plan)
+        expected = sum_hours(waiting[:1], hours)
         if seconds is not None and clock() - began + 3600 * (expected or 0.0) > seconds:
             return
         cell = waiting.pop(0)
         tried.add(cell.signature)
-        other_hours = total_hours((*waiting, *plan.standing.undecided), hours)
+        other_hours = sum_hours((*waiting, *plan.standing.undecided), hours)
         job, submitted = submit_cell(run, plan, cell, launcher, inspect=inspect), clock()
         finished = ended_before + len(tried) - 1 - failed
         describe = _describe_progress(plan)
         for run_status in services_status.watch_jobs(run, launcher, [job]):
             waits = _describe_waiting(run_status, job) if clock() - submitted > START_SECONDS else ""
-            remaining = _remaining_seconds(run_status, job, expected, other_hours)
+            remaining = _estimate_remaining_seconds(run_status, job, expected, other_hours)
             yield describe(finished, failed, cell, run_status.training, remaining, running=1, waits=waits)
         problem = _describe_failure(run, cell)
         failed += bool(problem)
@@ -122,9 +122,15 @@ def train_one_by_one(
         if plan.comparison.has_rounds:
             plan = advance_plan(run, plan, tried)
             waiting = list(plan.missing)
-            other_hours = total_hours((*waiting, *plan.standing.undecided), _expected_hours_now(run, plan))
+            other_hours = sum_hours((*waiting, *plan.standing.undecided), _estimate_hours_now(run, plan))
         yield _describe_progress(plan)(
-            finished + (not problem), failed, None, None, _hours_to_seconds(other_hours), ended=cell, problem=problem
+            finished + (not problem),
+            failed,
+            None,
+            None,
+            _convert_hours_to_seconds(other_hours),
+            ended=cell,
+            problem=problem,
         )
         if run.is_cancelled(job):  # the user wants an end, not the next one
             return
@@ -135,7 +141,7 @@ def advance_plan(run: RunDir, plan: ComparePlan, tried: Collection[str]) -> Comp
     unfinished = [cell for cell in plan.comparison.cells if not is_cell_ended(run, cell)]
     failed = {cell.signature for cell in unfinished} & set(tried)
     standing = rounds.decide_standing(
-        run, plan.comparison, plan.spec, failed=failed, hours=_expected_hours_now(run, plan)
+        run, plan.comparison, plan.spec, failed=failed, hours=_estimate_hours_now(run, plan)
     )
     missing = tuple(cell for cell in standing.wanted if cell in unfinished and cell.signature not in tried)
     return dataclasses.replace(plan, standing=standing, missing=missing)
@@ -155,16 +161,16 @@ def _describe_waiting(run_status: RunStatus, job: str) -> str:
     )
 
 
-def _expected_hours_now(run: RunDir, plan: ComparePlan) -> dict[tuple[str, int], float | None]:
+def _estimate_hours_now(run: RunDir, plan: ComparePlan) -> dict[tuple[str, int], float | None]:
     """Return the expected hours of each row by what has been trained since the plan was made."""
-    took = mean_hours_by_row(run, plan.comparison)
+    took = compute_mean_hours_by_row(run, plan.comparison)
     known_hours = {row: hours for row, hours in plan.hours.items() if hours is not None}
     return {
-        row: took.get(row) or (expected_hours(row, took, {}) if took else known_hours.get(row)) for row in plan.hours
+        row: took.get(row) or (estimate_hours(row, took, {}) if took else known_hours.get(row)) for row in plan.hours
     }
 
 
-def _remaining_seconds(
+def _estimate_remaining_seconds(
     run_status: RunStatus, job: str, expected: float | None, other_hours: float | None
 ) -> float | None:
     """Return the seconds left of all: what the training says of itself, and what is expected of the others."""
@@ -177,7 +183,7 @@ def _remaining_seconds(
     return None if own_seconds is None or other_hours is None else own_seconds + 3600 * other_hours
 
 
-def _hours_to_seconds(hours: float | None) -> float | None:
+def _convert_hours_to_seconds(hours: float | None) -> float | None:
     return None if hours is None else 3600 * hours
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from tula_cli.errors import TulaError
 from tula_cli.run.directory import RunDir
 from tula_cli.services.events import WarningEvent
-from tula_cli.services.exporting.export import export, requested_trackers
+from tula_cli.services.exporting.export import export_run, list_requested_trackers
 
 
 def main(path: str, by: str, *how: str) -> int:
@@ -26,8 +26,8 @@ def main(path: str, by: str, *how: str) -> int:
         signal.signal(number, signal.SIG_IGN)
     try:
         run = RunDir.open(Path(path))
-        trackers = requested_trackers(run.spec(), (), uri=None, project=None, by=by)
-        work = export(
+        trackers = list_requested_trackers(run.spec(), (), uri=None, project=None, by=by)
+        work = export_run(
             run,
             trackers,
             follow="once" not in how,

@@ -31,7 +31,7 @@ class Beside:
         self.process: subprocess.Popen[bytes] | None = None
         spec = run.spec()
         self.wanted = any(section.by == "command" for section in spec.export)
-        self.later = self.wanted and spec.cluster.kind == "local" and not _train(run, jobs)
+        self.later = self.wanted and spec.cluster.kind == "local" and not _has_training(run, jobs)
         self.told = b""
         if self.wanted and not self.later:
             self._start()
@@ -83,7 +83,7 @@ class Beside:
             )
 
 
-def _train(run: RunDir, jobs: Sequence[str] | None) -> bool:
+def _has_training(run: RunDir, jobs: Sequence[str] | None) -> bool:
     """Return whether one of the jobs trains."""
     return jobs is None or any(isinstance(task, TrainTask) and task.job in jobs for task in run.tasks())
 

@@ -161,13 +161,13 @@ def write(path: Path, sent: Sent) -> None:
     write_record(path, sent)
 
 
-def digest(content: Any) -> str:
+def compute_digest(content: Any) -> str:
     """Return 16 hex digits over plain values, or over bytes."""
     data = content if isinstance(content, bytes) else json.dumps(content, sort_keys=True, default=str).encode()
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-def rows_to_send(path: Path, *, whole: bool) -> list[dict[str, Any]]:
+def list_rows_to_send(path: Path, *, whole: bool) -> list[dict[str, Any]]:
     """Return the rows of a training's metrics.jsonl whose positions are complete.
 
     Args:
@@ -188,7 +188,7 @@ def rows_to_send(path: Path, *, whole: bool) -> list[dict[str, Any]]:
     if lines and not lines[-1].endswith(b"\n"):  # still being written
         lines.pop()
     rows = [row for row in map(_parse_row, lines) if row]
-    return rows if whole else rows[: _newest_position(rows)]
+    return rows if whole else rows[: _find_newest_position(rows)]
 
 
 def _parse_row(line: bytes) -> dict[str, Any]:
@@ -206,7 +206,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e18
 
 
-def _newest_position(rows: Sequence[dict[str, Any]]) -> int:
+def _find_newest_position(rows: Sequence[dict[str, Any]]) -> int:
     """Return the index of the first of the rows at the newest position."""
     begin = len(rows)
     while begin and rows[begin - 1]["samples"] == rows[-1]["samples"]:
@@ -240,7 +240,7 @@ class Destination:
         """Return the name of the files that record what was sent."""
         word = self.to if self.to in TRACKERS else re.sub(r"\W+", "_", self.to)
         place = self.uri.replace(f"{self.home}/", f"{FOLDER}/") if self.home else self.uri
-        return f"{word}-{digest([self.to, place, self.project])[:8]}"
+        return f"{word}-{compute_digest([self.to, place, self.project])[:8]}"
 
     @property
     def gone(self) -> bool:
@@ -269,7 +269,7 @@ class Destination:
             SpecError: there is no such module or callable of the user's own.
         """
         if self.to not in _BUILTINS:
-            return call_exporter(load(self.to, {}, kind="exporter"), self)
+            return make_exporter(load(self.to, {}, kind="exporter"), self)
         module, _, attribute = _BUILTINS[self.to].partition(":")
         try:
             make = getattr(importlib.import_module(module), attribute)
@@ -281,10 +281,10 @@ class Destination:
             ) from error
         except ImportError as error:  # it is there, and what it needs is of another version
             raise TrackerError(f"{self.to}: its package cannot be imported: {error}", "install it anew") from error
-        return call_exporter(make, self)
+        return make_exporter(make, self)
 
 
-def call_exporter(make: Callable[..., Exporter], destination: Destination) -> Exporter:
+def make_exporter(make: Callable[..., Exporter], destination: Destination) -> Exporter:
     """Return the exporter that a callable makes of a place and a project.
 
     Raises:
@@ -304,7 +304,7 @@ def call_exporter(make: Callable[..., Exporter], destination: Destination) -> Ex
     return from_command
 
 
-def destination(
+def resolve_destination(
     to: str, *, uri: str | None, project: str | None, run: Path, job: str, environ: Mapping[str, str] = os.environ
 ) -> Destination:
     """Return where to send a run.
@@ -321,13 +321,13 @@ def destination(
         SpecError: the place holds a password.
     """
     try:
-        place = without_password(uri) if uri else _default_place(to, run / FOLDER, environ)
+        place = without_password(uri) if uri else _get_default_place(to, run / FOLDER, environ)
     except ValueError as error:
         raise SpecError(f"--uri: {error}") from None
     return Destination(to, _make_absolute(to, place), project or job, home=str(run / FOLDER))
 
 
-def _default_place(to: str, folder: Path, environ: Mapping[str, str]) -> str:
+def _get_default_place(to: str, folder: Path, environ: Mapping[str, str]) -> str:
     if to == "mlflow":
         return without_password(environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}")
     return str(folder / to) if to in TRACKERS else ""

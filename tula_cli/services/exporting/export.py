@@ -14,10 +14,10 @@ from tula_cli.cluster import launcher
 from tula_cli.errors import Interruption, SpecError, TrackerError
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.files import write_atomic
-from tula_cli.run.jobfile import parts_with_data
+from tula_cli.run.jobfile import list_parts_with_data
 from tula_cli.services import status
 from tula_cli.services.events import Event, Note, WarningEvent, Work
-from tula_cli.services.exporting.destination import Destination, destination
+from tula_cli.services.exporting.destination import Destination, resolve_destination
 from tula_cli.services.exporting.tracker_sync import Counted, Session
 from tula_cli.services.reporting.document import Document
 from tula_cli.spec.job import JobSpec
@@ -28,7 +28,7 @@ from tula_cli.spec.sections import Export
 _TOLD_FROM = ("recommendation.json", "results/*.json", "train/*/result.json", "train/*/summary.json", "comparison.json")
 
 
-def report_files(part: Part, *, page: Callable[[Document], str] | None = None) -> tuple[Path, ...]:
+def write_report_files(part: Part, *, page: Callable[[Document], str] | None = None) -> tuple[Path, ...]:
     """Write the report where something in the run is newer than it, and return its files; none of a run without results.
 
     Args:
@@ -40,21 +40,23 @@ def report_files(part: Part, *, page: Callable[[Document], str] | None = None) -
     """
     folder = part.run.path / "exports"
     wanted = [folder / "report.md", *([folder / "report.html"] if page else [])]
-    newest = max(_source_times(part.run.path), default=None)
+    newest = max(_list_source_times(part.run.path), default=None)
     if newest is None:
         return ()
     if any(not path.is_file() or path.stat().st_mtime < newest for path in wanted):
-        from tula_cli.services.reporting.formats import markdown_text
+        from tula_cli.services.reporting.formats import render_markdown
         from tula_cli.services.reporting.run_report import build_run_report
 
-        document = build_run_report(part.run, part.spec, partial(launcher.launcher_for, submits=False), now=time.time())
-        for path, form in zip(wanted, (markdown_text, page), strict=False):
+        document = build_run_report(
+            part.run, part.spec, partial(launcher.make_launcher, submits=False), now=time.time()
+        )
+        for path, form in zip(wanted, (render_markdown, page), strict=False):
             if form is not None:
                 write_atomic(path, form(document))
     return tuple(wanted)
 
 
-def _source_times(run: Path) -> Iterator[float]:
+def _list_source_times(run: Path) -> Iterator[float]:
     for pattern in _TOLD_FROM:
         yield from (path.stat().st_mtime for path in run.glob(pattern))
 
@@ -137,7 +139,7 @@ def require_sent(exporteds: Iterable[Exported]) -> None:
         )
 
 
-def requested_trackers(
+def list_requested_trackers(
     spec: JobSpec, to: Sequence[str], *, uri: str | None, project: str | None, by: str | None = None
 ) -> tuple[Export, ...]:
     """Return the trackers that are meant: those named, else those of the job file.
@@ -170,7 +172,7 @@ def requested_trackers(
         raise SpecError(f"--to or --uri: {reason.removeprefix('to: ')}") from None
 
 
-def export(
+def export_run(
     run: RunDir,
     trackers: Iterable[Export],
     *,
@@ -178,7 +180,7 @@ def export(
     every: float | None = None,
     active: Callable[[Part], bool] | None = None,
     stop: Callable[[], bool] = lambda: False,
-    reports: Callable[[Part], tuple[Path, ...]] = report_files,
+    reports: Callable[[Part], tuple[Path, ...]] = write_report_files,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Work[tuple[Exported, ...]]:
     """Send what is new of a run, and its parts, to trackers.
@@ -198,8 +200,8 @@ def export(
         Interruption: Ctrl-C while it follows.
     """
     spec = run.spec()
-    parts = parts_with_data(run, spec)
-    asks = active or _ask_seldom(status_of)
+    parts = list_parts_with_data(run, spec)
+    asks = active or _ask_seldom(get_status)
     targets = [_open_target(run, spec, parts, tracker, every, reports) for tracker in trackers]
     with ExitStack() as stack:
         for target in targets:
@@ -244,7 +246,7 @@ def _follow_looks(
         if last:
             yield from (WarningEvent(damage) for part in parts for damage in part.run.read().training_warnings)
             return
-        if now - last_word >= words.log_pause(now - began):
+        if now - last_word >= words.compute_log_pause(now - began):
             last_word = now
             yield Note(_describe_counts(targets))
         _sleep_until(min(target.again for target in targets), stop, sleep)
@@ -267,7 +269,7 @@ def _close_targets(targets: Sequence[_Target]) -> Iterator[Event]:
 
 def _describe_counts(targets: Sequence[_Target]) -> str:
     return "; ".join(
-        f"{words.plural(target.counted.points, 'point')} {'written for' if target.place.offline else 'sent to'} {target.place.to}"
+        f"{words.format_count(target.counted.points, 'point')} {'written for' if target.place.offline else 'sent to'} {target.place.to}"
         for target in targets
     )
 
@@ -280,18 +282,20 @@ def _open_target(
     every: float | None,
     reports: Callable[[Part], tuple[Path, ...]],
 ) -> _Target:
-    place = destination(export.to, uri=export.uri, project=export.project, run=run.path.absolute(), job=spec.name)
-    sessions = [Session(part, _name(run, part), place, reports) for part in parts]
+    place = resolve_destination(
+        export.to, uri=export.uri, project=export.project, run=run.path.absolute(), job=spec.name
+    )
+    sessions = [Session(part, _make_name(run, part), place, reports) for part in parts]
     return _Target(place, sessions, every or POLL_INTERVAL, Counted())
 
 
-def _name(run: RunDir, part: Part) -> str:
+def _make_name(run: RunDir, part: Part) -> str:
     return run.id if part.name is None else f"{run.id}-{part.name}"
 
 
-def status_of(part: Part) -> bool:
+def get_status(part: Part) -> bool:
     """Return whether a job of a part is queued or running; the scheduler is asked."""
-    own_launcher = launcher.launcher_for(part.spec, submits=False)
+    own_launcher = launcher.make_launcher(part.spec, submits=False)
     return status.run_status(part.run, own_launcher, now=time.time()).active()
 
 
@@ -301,7 +305,7 @@ def _ask_seldom(ask: Callable[[Part], bool]) -> Callable[[Part], bool]:
 
     def asked_of(part: Part) -> bool:
         at, answer = known.get(part.run.path, (float("-inf"), False))
-        pause = status.poll_interval(part.spec.cluster.kind)[0]
+        pause = status.get_poll_interval(part.spec.cluster.kind)[0]
         if time.monotonic() - at >= pause:
             at, answer = time.monotonic(), ask(part)
             known[part.run.path] = at, answer

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tula_cli.models.time.noise import trimmed_mean
+from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.run.directory import Part
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Environment, Measured
@@ -20,11 +20,11 @@ from tula_cli.run.secrets import may_be_secret, without_secrets
 from tula_cli.run.snapshot import Result, Snapshot
 from tula_cli.run.step_series import StepSeries
 from tula_cli.run.training_run import TrainingRun
-from tula_cli.services.exporting.destination import Described, Point, Scalar, State, digest
+from tula_cli.services.exporting.destination import Described, Point, Scalar, State, compute_digest
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.merge import flatten
-from tula_cli.words import configuration, first_line, plural
-from tula_cli.words import number as number_word
+from tula_cli.words import describe_configuration, format_count, get_first_line
+from tula_cli.words import format_number as number_word
 
 # --- A run and its probes
 
@@ -49,16 +49,16 @@ class Told:
             "numbers": dict(self.numbers),
             "state": self.state,
         }
-        return {name: digest(part) for name, part in parts.items()}
+        return {name: compute_digest(part) for name, part in parts.items()}
 
 
-def export_settings(spec: JobSpec) -> dict[str, Scalar]:
+def list_settings(spec: JobSpec) -> dict[str, Scalar]:
     """Return a job's settings by their keys, `a.b.c`, those that say something; without what may be a secret."""
     content = spec.model_dump(mode="json", exclude={"export"})
-    return {key: value for key, given in flatten(content) if (value := _setting_value(key, given)) is not None}
+    return {key: value for key, given in flatten(content) if (value := _format_setting(key, given)) is not None}
 
 
-def _setting_value(key: str, value: Any) -> Scalar | None:
+def _format_setting(key: str, value: Any) -> Scalar | None:
     if isinstance(value, bool | int | float):
         return value if not isinstance(value, float) or math.isfinite(value) else None
     if value is None or value in ("", [], {}):
@@ -69,7 +69,7 @@ def _setting_value(key: str, value: Any) -> Scalar | None:
     return None if may_be_secret(name, str(value)) else str(value)
 
 
-def export_environment(environment: Environment | None) -> dict[str, Scalar]:
+def list_environment(environment: Environment | None) -> dict[str, Scalar]:
     """Return what something ran on; nothing where that is not known."""
     if environment is None:
         return {}
@@ -95,15 +95,15 @@ def export_environment(environment: Environment | None) -> dict[str, Scalar]:
     return {**environment_values, "env.hosts": " ".join(environment.hosts), **variables}
 
 
-def environment_in(row: Mapping[str, Any]) -> dict[str, Scalar]:
+def read_environment(row: Mapping[str, Any]) -> dict[str, Scalar]:
     """Return what a row of metrics.jsonl says that a training runs on; nothing where it was damaged."""
     try:
-        return export_environment(Environment.model_validate(row))
+        return list_environment(Environment.model_validate(row))
     except ValidationError:
         return {}
 
 
-def of_run(part: Part, look: Snapshot, name: str, *, active: bool, artifacts: tuple[Path, ...]) -> Told:
+def make_run_payload(part: Part, look: Snapshot, name: str, *, active: bool, artifacts: tuple[Path, ...]) -> Told:
     """Return what is sent of a whole run: its settings, what it ran on, and the recommendation.
 
     Args:
@@ -121,18 +121,18 @@ def of_run(part: Part, look: Snapshot, name: str, *, active: bool, artifacts: tu
         Described("run", "run", name, min(moments, default=0.0)),
         "running" if active else "finished",
         max([*moments, *([answer.created_at] if answer else [])], default=0.0),
-        {**export_settings(part.spec), **export_environment(ran_on)},
-        _answer_words(answer),
-        {"probes/measured": len(measured), "probes/in_all": len(results), **_answer_numbers(answer)},
+        {**list_settings(part.spec), **list_environment(ran_on)},
+        _list_answer_words(answer),
+        {"probes/measured": len(measured), "probes/in_all": len(results), **_list_answer_numbers(answer)},
         artifacts,
     )
 
 
-def _answer_words(answer: Recommendation | None) -> dict[str, str]:
+def _list_answer_words(answer: Recommendation | None) -> dict[str, str]:
     if answer is None:
         return {}
     texts = {
-        "recommended": configuration(answer.choice.nodes, answer.choice.batch, answer.choice.local_batch),
+        "recommended": describe_configuration(answer.choice.nodes, answer.choice.batch, answer.choice.local_batch),
         "objective": answer.objective,
         "reason": answer.reason,
         "price": answer.price,
@@ -143,7 +143,7 @@ def _answer_words(answer: Recommendation | None) -> dict[str, str]:
     return {f"recommendation.{key}": text for key, text in {**texts, **warnings}.items() if text}
 
 
-def _answer_numbers(answer: Recommendation | None) -> dict[str, float]:
+def _list_answer_numbers(answer: Recommendation | None) -> dict[str, float]:
     if answer is None:
         return {}
     names = (
@@ -158,16 +158,16 @@ def _answer_numbers(answer: Recommendation | None) -> dict[str, float]:
         "kwh",
         "peak_memory",
     )
-    return {f"recommended/{name}": value for name, value in _numbers_of(answer.choice, names)}
+    return {f"recommended/{name}": value for name, value in _select_numbers(answer.choice, names)}
 
 
-def _numbers_of(row: Prediction, names: tuple[str, ...]) -> Iterator[tuple[str, float]]:
+def _select_numbers(row: Prediction, names: tuple[str, ...]) -> Iterator[tuple[str, float]]:
     for name in names:
         if (value := getattr(row, name)) is not None and math.isfinite(value):
             yield name, float(value)
 
 
-def of_probe(result: Result, name: str, parent: str, *, at: float) -> Told:
+def make_probe_payload(result: Result, name: str, parent: str, *, at: float) -> Told:
     """Return what is sent of a probe: its configuration, and what a step took there.
 
     Args:
@@ -180,17 +180,17 @@ def of_probe(result: Result, name: str, parent: str, *, at: float) -> Told:
     sizes = {"nodes": nodes, "gpus_per_node": gpus, "batch": nodes * gpus * local, "local_batch": local}
     if isinstance(result, Measured):
         run = Described(result.id, "probe", name, result.measured_at - sum(result.step_times), parent)
-        params = {**sizes, "accumulate": result.accumulate, **export_environment(result.environment)}
-        return Told(run, "finished", result.measured_at, params, {"outcome": result.kind}, probe_numbers(result))
+        params = {**sizes, "accumulate": result.accumulate, **list_environment(result.environment)}
+        return Told(run, "finished", result.measured_at, params, {"outcome": result.kind}, list_probe_numbers(result))
     run = Described(result.id, "probe", name, at, parent)
     state: State = "failed" if result.kind == "failed" else "finished"
-    words = {"outcome": result.kind, "message": without_secrets(first_line(result.message))}
+    words = {"outcome": result.kind, "message": without_secrets(get_first_line(result.message))}
     return Told(run, state, at, sizes, {key: value for key, value in words.items() if value})
 
 
-def probe_numbers(probe: Measured) -> dict[str, float]:
+def list_probe_numbers(probe: Measured) -> dict[str, float]:
     """Return what a step of a probe took: seconds, samples a second, bytes of one GPU, joules; what is not known is absent."""
-    step, gradients = trimmed_mean(probe.step_times), probe.gradients
+    step, gradients = compute_trimmed_mean(probe.step_times), probe.gradients
     numbers = {
         "step_time": step,
         "samples_per_second": probe.batch / step,
@@ -216,7 +216,7 @@ _PLACE = ("kind", "time", "samples")
 _OF_PREDICTION = ("step_time", "predicted_step", "step_low", "step_high", "eval_seconds", "within")
 
 
-def state_of(training: TrainingRun, *, active: bool, cancelled: bool) -> State:
+def get_training_state(training: TrainingRun, *, active: bool, cancelled: bool) -> State:
     """Return how far a training is, by its files.
 
     Args:
@@ -232,7 +232,7 @@ def state_of(training: TrainingRun, *, active: bool, cancelled: bool) -> State:
     return "killed" if cancelled or (attempts and attempts[-1].outcome in ("cancelled", "signal")) else "failed"
 
 
-def of_training(look: Snapshot, tasks: Sequence[TrainTask], name: str, parent: str, *, active: bool) -> Told:
+def make_training_payload(look: Snapshot, tasks: Sequence[TrainTask], name: str, parent: str, *, active: bool) -> Told:
     """Return what is sent of a training, but for its curves.
 
     Args:
@@ -250,37 +250,37 @@ def of_training(look: Snapshot, tasks: Sequence[TrainTask], name: str, parent: s
     sizes = {"nodes": first.nodes, "batch": first.batch, "gpus_per_node": first.spec.cluster.gpus_per_node}
     return Told(
         Described(task.job, "training", name, began, parent),
-        state_of(training, active=active, cancelled=bool(look.cancelled_by(task.job))),
+        get_training_state(training, active=active, cancelled=bool(look.cancelled_by(task.job))),
         ended,
-        {**export_settings(first.spec), **sizes, **_predicted_values(first)},
-        {**_attempt_words(attempts, tasks), **_tuning_words(training.tuning()), **_end_words(summary)},
-        dict(_finite_numbers(_end_numbers(summary, result, training.energy(), training.evaluations()))),
+        {**list_settings(first.spec), **sizes, **_list_predicted_values(first)},
+        {**_list_attempt_words(attempts, tasks), **_list_tuning_words(training.tuning()), **_list_end_words(summary)},
+        dict(_select_finite_numbers(_list_end_numbers(summary, result, training.energy(), training.evaluations()))),
     )
 
 
-def _predicted_values(task: TrainTask) -> dict[str, float]:
+def _list_predicted_values(task: TrainTask) -> dict[str, float]:
     names = ("hours", "hours_low", "hours_high", "cost", "step_time", "kwh")
     prediction = task.prediction
     predicted_values = {} if prediction is None else {f"predicted.{name}": getattr(prediction, name) for name in names}
     return {name: value for name, value in predicted_values.items() if value is not None}
 
 
-def _attempt_words(attempts: Iterable[Attempt], tasks: Sequence[TrainTask]) -> dict[str, str]:
+def _list_attempt_words(attempts: Iterable[Attempt], tasks: Sequence[TrainTask]) -> dict[str, str]:
     """Return how each start of the ranks ended, one a tag."""
     by_id = {task.id: task for task in tasks}
     texts = {}
     for number, attempt in enumerate(attempts, 1):
         task = by_id.get(attempt.task)
-        where = f"{plural(task.nodes)}, batch {task.batch}" if task else attempt.task
+        where = f"{format_count(task.nodes)}, batch {task.batch}" if task else attempt.task
         goes_on = f", from sample {attempt.samples}" if attempt.samples else ""
         why = f" ({task.cause})" if task and task.cause and attempt.number == 1 else ""
         ended = attempt.outcome or "running"
-        words = without_secrets(first_line(attempt.message)) if attempt.message else ""
+        words = without_secrets(get_first_line(attempt.message)) if attempt.message else ""
         texts[f"attempt.{number:02d}"] = f"{where}{goes_on}{why}: {ended}" + f": {words}" * bool(words)
     return texts
 
 
-def _tuning_words(tuning: Tuning | None) -> dict[str, str]:
+def _list_tuning_words(tuning: Tuning | None) -> dict[str, str]:
     """Return what the branches of a self-tuning training came to."""
     if tuning is None:
         return {}
@@ -292,14 +292,14 @@ def _tuning_words(tuning: Tuning | None) -> dict[str, str]:
     return {**texts, **({"branch.chosen": tuning.chosen.name} if tuning.chosen else {})}
 
 
-def _end_words(summary: Summary | None) -> dict[str, str]:
+def _list_end_words(summary: Summary | None) -> dict[str, str]:
     if summary is None:
         return {}
     texts = {"ended": summary.ended, "relaunches": "; ".join(summary.causes), "currency": summary.currency}
     return {key: without_secrets(text) for key, text in texts.items() if text}
 
 
-def _end_numbers(
+def _list_end_numbers(
     summary: Summary | None,
     result: TrainResult | None,
     energy: CountedEnergy | None,
@@ -347,7 +347,7 @@ def collect_points(rows: Iterable[Mapping[str, Any]], *, batch: int) -> Iterator
         if row["kind"] == "start":
             yield int(row["samples"])
         samples, time, batch = int(row["samples"]), float(row["time"]), row.get("batch") or batch
-        values |= _finite_numbers(_row_values({"batch": batch, **row}))
+        values |= _select_finite_numbers(_list_row_values({"batch": batch, **row}))
     if values:
         yield Point(samples, time, values)
 
@@ -372,23 +372,27 @@ def with_steps(points: Sequence[Point], kept: StepSeries, *, after: int) -> list
         if after < samples <= places[-1]:
             nearest = points[bisect_left(places, samples)]
             existing = points_by_samples.get(samples, Point(samples, nearest.time, {}))
-            values = _finite_numbers({name: getattr(kept, column)[at] for column, name in _KEPT.items()})
+            values = _select_finite_numbers({name: getattr(kept, column)[at] for column, name in _KEPT.items()})
             points_by_samples[samples] = Point(samples, existing.time, {**values, **existing.values})
     return [points_by_samples[samples] for samples in sorted(points_by_samples) if points_by_samples[samples].values]
 
 
-def _row_values(row: Mapping[str, Any]) -> dict[str, Any]:
+def _list_row_values(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers of a row by the names that they have at a tracker."""
     kind = row["kind"]
     values: dict[str, Any] = {"epoch": row.get("epoch")}
     if kind == "step":
-        values |= {f"train/{name}": row.get(name) for name in _STEP} | _samples_per_second(row) | _ags_values(row)
+        values |= (
+            {f"train/{name}": row.get(name) for name in _STEP}
+            | _compute_samples_per_second(row)
+            | _list_ags_values(row)
+        )
     elif kind == "epoch":
         values |= {f"eval/{name}": row.get(key) for key, name in _EVALUATED.items()}
         values |= {f"eval/{name}": value for name, value in (row.get("metrics") or {}).items()}
         values |= {f"per_epoch/{name}": row.get(name) for name in _OF_PREDICTION}
         values |= {"train/loss": row.get("loss"), "train/lr": row.get("lr"), "train/batch": row.get("batch")}
-        values |= _ags_values(row) | _gradient_quantiles(row.get("diagnostics")) | _of_method(row)
+        values |= _list_ags_values(row) | _list_gradient_quantiles(row.get("diagnostics")) | _list_method_values(row)
     elif kind in ("start", "stage"):
         values |= {f"train/{name}": row.get(name) for name in ("batch", "lr", "beta2", "nodes")}
         values |= {"attempt": row.get("attempt"), "stage": row.get("stage")}
@@ -397,18 +401,18 @@ def _row_values(row: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _samples_per_second(row: Mapping[str, Any]) -> dict[str, float | None]:
+def _compute_samples_per_second(row: Mapping[str, Any]) -> dict[str, float | None]:
     step, batch = row.get("step_time"), row.get("batch")
     return {"train/samples_per_second": batch / step if batch and step else None}
 
 
-def _ags_values(row: Mapping[str, Any]) -> dict[str, Any]:
+def _list_ags_values(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return what gradient scaling did: mean factor, share of steps scaled, shares of factors at their bounds."""
     ags_row = row.get("ags") or {}
     return {f"ags/{name}": value for name, value in ags_row.items() if name not in ("so_far", "factors")}
 
 
-def _gradient_quantiles(gradients: Mapping[str, Any] | None) -> dict[str, Any]:
+def _list_gradient_quantiles(gradients: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the quantiles of |G| and of Delta(G) over the steps of an epoch."""
     parts = {name: (gradients or {}).get(name) or {} for name in ("norm", "delta")}
     return {f"gradients/{name}_{which}": value for name, part in parts.items() for which, value in part.items()}
@@ -417,7 +421,7 @@ def _gradient_quantiles(gradients: Mapping[str, Any] | None) -> dict[str, Any]:
 _EPOCH = {*_PLACE, *_EVALUATED, *_OF_PREDICTION, "epoch", "loss", "lr", "batch", "ags", "diagnostics", "metrics"}
 
 
-def _of_method(row: Mapping[str, Any]) -> dict[str, Any]:
+def _list_method_values(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a training method of its own tells of an epoch."""
     return {f"method/{name}": value for name, value in _flatten_numbers(row) if name.partition(".")[0] not in _EPOCH}
 
@@ -430,7 +434,7 @@ def _flatten_numbers(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple
             yield f"{prefix}{name}", value
 
 
-def _finite_numbers(values: Mapping[str, Any]) -> dict[str, float]:
+def _select_finite_numbers(values: Mapping[str, Any]) -> dict[str, float]:
     """Return the values that are numbers and finite; a truth is 1 or 0."""
     return {
         name: float(value) for name, value in values.items() if isinstance(value, int | float) and math.isfinite(value)

@@ -19,10 +19,10 @@ from tula_cli.services.exporting.destination import Destination, Exporter, Point
 from tula_cli.services.exporting.payload import (
     Told,
     collect_points,
-    environment_in,
-    of_probe,
-    of_run,
-    of_training,
+    make_probe_payload,
+    make_run_payload,
+    make_training_payload,
+    read_environment,
     with_steps,
 )
 
@@ -129,17 +129,17 @@ class Session:
         files = tuple(path for name in FILES if (path := look.path / name).is_file())
         if not active:  # a report on what goes on would be another one at each look
             files += self.reports(self.part)
-        whole = of_run(self.part, look, self.name, active=active, artifacts=files)
+        whole = make_run_payload(self.part, look, self.name, active=active, artifacts=files)
         if self._exporter is None:
             self._exporter = self.destination.exporter()
         self._lock.heartbeat()
         counted = self._settle(whole)
         parent = self._sent.runs["run"].id
         for result in look.results:
-            counted += self._settle(of_probe(result, self.name, parent, at=whole.ended))
+            counted += self._settle(make_probe_payload(result, self.name, parent, at=whole.ended))
             self._close_ended()
-        for tasks in _trainings(look):
-            facts = of_training(look, tasks, self.name, parent, active=active and _is_moving(look, tasks))
+        for tasks in _list_trainings(look):
+            facts = make_training_payload(look, tasks, self.name, parent, active=active and _is_moving(look, tasks))
             if facts.run.started:  # else it waits for its nodes
                 counted += self._curves(look, facts, tasks[-1])  # first: what goes back takes away what comes after it
                 counted += self._settle(facts)
@@ -176,7 +176,7 @@ class Session:
         """Send settings, words, single numbers and files, where any of them is new."""
         key = facts.run.key
         known, settled = self._sent.runs.get(key), facts.digests()
-        files = {path.name: state.digest(path.read_bytes()) for path in facts.artifacts}
+        files = {path.name: state.compute_digest(path.read_bytes()) for path in facts.artifacts}
         self._ended[key] = (facts.state, facts.ended)
         if known is not None and known.settled == settled and known.artifacts == files:
             return Counted()
@@ -206,7 +206,7 @@ class Session:
         key, files = facts.run.key, look.training(task.signature)
         known, whole = self._sent.runs.get(key) or SentRun(id=""), facts.state != "running"
         self._ended[key] = (facts.state, facts.ended)
-        rows = state.rows_to_send(files.metrics_path, whole=whole)
+        rows = state.list_rows_to_send(files.metrics_path, whole=whole)
         starts = {float(row["time"]): int(row["samples"]) for row in rows if row["kind"] == "start"}
         went_back = min((samples for at, samples in starts.items() if at not in known.starts), default=known.samples)
         points = [item for item in collect_points(rows, batch=task.batch) if isinstance(item, Point)]
@@ -215,7 +215,7 @@ class Session:
         run, newest = self._opened(facts), known.samples
         for row in rows:
             if row["kind"] == "environment":
-                run.params(environment_in(row))
+                run.params(read_environment(row))
         if went_back < newest and run.rewind(went_back):
             newest = went_back
         # a tracker that keeps what it has is sent what goes beyond that; steps are read after the rows, which come after them
@@ -236,7 +236,7 @@ class Session:
         state.write(self.record, self._sent)
 
 
-def _trainings(look: Snapshot) -> list[list[TrainTask]]:
+def _list_trainings(look: Snapshot) -> list[list[TrainTask]]:
     """Return the tasks of each training, first attempt first."""
     tasks_by_signature = defaultdict[str, list[TrainTask]](list)
     for task in look.tasks:

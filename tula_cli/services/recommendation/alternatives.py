@@ -7,15 +7,15 @@ from typing import Any
 from tula_cli.models import refresh
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.forecast import Forecast
-from tula_cli.models.out_of_memory import MIN_NORMALISED, cannot_accumulate, splits_of
-from tula_cli.models.ramp.stage_nodes import nodes_named_by_stages
+from tula_cli.models.out_of_memory import MIN_NORMALISED, cannot_accumulate, list_splits
+from tula_cli.models.ramp.stage_nodes import list_nodes_named_by_stages
 from tula_cli.models.ramp.stages import Ramp
 from tula_cli.run.records.recommendations import Beside, Fallback, Prediction
 from tula_cli.spec.job import JobSpec
-from tula_cli.words import format_duration, number, plural
+from tula_cli.words import format_count, format_duration, format_number
 
 
-def ramp_alternatives(forecast: Forecast, choice: Prediction) -> tuple[Beside, ...]:
+def predict_ramp_alternatives(forecast: Forecast, choice: Prediction) -> tuple[Beside, ...]:
     """Return what a choice takes whose batch grows, and beside it what it would without that; none where its batch stays.
 
     Nodes of the reference batch are those where it takes the least by what stages go by, time or cost. That a fixed batch may lose
@@ -29,7 +29,7 @@ def ramp_alternatives(forecast: Forecast, choice: Prediction) -> tuple[Beside, .
     if not choice.stages:
         return ()
     predictions: dict[str, Prediction | None] = {"as chosen": choice}
-    if any(stage.nodes is not None for stage in choice.stages) and not nodes_named_by_stages(spec):
+    if any(stage.nodes is not None for stage in choice.stages) and not list_nodes_named_by_stages(spec):
         predictions["its nodes throughout"] = _predict_batch(
             _with_train_settings(forecast, ramp_nodes="same"), choice, choice.batch
         )
@@ -88,7 +88,7 @@ def _predict_batch(forecast: Forecast, choice: Prediction, batch: int) -> Predic
 def describe_alternatives(alternatives: tuple[Beside, ...]) -> str:
     """Say it in words: hours, node-hours of each."""
     descriptions = [
-        f"{alternative.what} (batch {alternative.batch} on {plural(alternative.nodes)}) {format_duration(3600 * alternative.hours)}, {number(alternative.node_hours)} node-h"
+        f"{alternative.what} (batch {alternative.batch} on {format_count(alternative.nodes)}) {format_duration(3600 * alternative.hours)}, {format_number(alternative.node_hours)} node-h"
         for alternative in alternatives
     ]
     return "; ".join(descriptions)
@@ -112,17 +112,22 @@ def describe_decay_savings(spec: JobSpec, alternatives: tuple[Beside, ...]) -> s
                 chosen.hours,
                 reference.hours,
             ),
-            (f"{number(chosen.cost)} {spec.pricing.currency}", number(reference.cost), chosen.cost, reference.cost),
+            (
+                f"{format_number(chosen.cost)} {spec.pricing.currency}",
+                format_number(reference.cost),
+                chosen.cost,
+                reference.cost,
+            ),
         )
     ]
-    where = f"batch {reference.batch} throughout on {plural(reference.nodes)}"
+    where = f"batch {reference.batch} throughout on {format_count(reference.nodes)}"
     return f"decay spent as batch, compared with {where}: {', '.join(changes)}"
 
 
 # --- The fallback
 
 
-def first_fallback(forecast: Forecast, choice: Prediction) -> Fallback | None:
+def predict_first_fallback(forecast: Forecast, choice: Prediction) -> Fallback | None:
     """Return the first out-of-memory fallback of a configuration, or None if there is none or its step time is unknown.
 
     Whether the model has a BatchNorm, which sets a bound to it, only the training knows.
@@ -134,13 +139,13 @@ def first_fallback(forecast: Forecast, choice: Prediction) -> Fallback | None:
     spec = forecast.spec
     world, accumulate = choice.nodes * spec.cluster.gpus_per_node, spec.train.accumulate
     micro_batch = choice.local_batch // accumulate
-    fewest = refresh.max_samples_drawn(spec, choice.batch, available=micro_batch, world=world)
+    fewest = refresh.compute_max_samples_drawn(spec, choice.batch, available=micro_batch, world=world)
     limits = [(lambda samples: samples >= fewest, "AGS's small batch")]
-    splits = splits_of(choice.batch, micro_batch=micro_batch, micro_batches=accumulate, limits=limits)
+    splits = list_splits(choice.batch, micro_batch=micro_batch, micro_batches=accumulate, limits=limits)
     if cannot_accumulate(spec) or not splits.into:
-        return _smaller_batch(forecast, choice)
+        return _find_smaller_batch(forecast, choice)
     split = splits.into[0]
-    row = _on_market(forecast, choice, forecast.predict_split(Config(choice.nodes, choice.batch), split))
+    row = _make_forecast_on_market(forecast, choice, forecast.predict_split(Config(choice.nodes, choice.batch), split))
     local_batch = choice.local_batch // split
     measured = (choice.nodes, local_batch) in forecast.probes
     bound = ", unless its BatchNorm forbids it" if micro_batch // split < MIN_NORMALISED else ""
@@ -156,13 +161,13 @@ def first_fallback(forecast: Forecast, choice: Prediction) -> Fallback | None:
     )
 
 
-def _smaller_batch(forecast: Forecast, choice: Prediction) -> Fallback | None:
+def _find_smaller_batch(forecast: Forecast, choice: Prediction) -> Fallback | None:
     """Return the next smaller batch."""
     below = [config for config in forecast.feasible([choice.nodes]) if config.batch < choice.batch]
     config = max(below, key=lambda config: config.batch, default=None)
     if config is None or forecast.why_unknown(config):
         return None
-    row = _on_market(forecast, choice, forecast.predict(config))
+    row = _make_forecast_on_market(forecast, choice, forecast.predict(config))
     if row is None:
         return None
     accumulate = forecast.spec.train.accumulate
@@ -176,6 +181,6 @@ def _smaller_batch(forecast: Forecast, choice: Prediction) -> Fallback | None:
     )
 
 
-def _on_market(forecast: Forecast, choice: Prediction, row: Prediction | None) -> Prediction | None:
+def _make_forecast_on_market(forecast: Forecast, choice: Prediction, row: Prediction | None) -> Prediction | None:
     """Return a forecast on the kind of nodes that the choice is on."""
     return row if row is None or choice.market == "on_demand" else forecast.on_spot(row)

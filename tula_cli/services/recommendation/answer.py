@@ -48,24 +48,24 @@ class Answer:
         """Yield rows with their caveats as JSON texts: those that are listed, or all, which are made in blocks."""
         if not every:
             caveats = self.recommendation.caveats
-            yield from (_row_as_json(row, caveats) for row in self.recommendation.rows)
+            yield from (_convert_row_to_json(row, caveats) for row in self.recommendation.rows)
             return
         steps = (getattr(self.offers, name).tolist() for name in ("type", "nodes", "batch", "local_batch", "step_time"))
         caveats = Caveats(self.recommendation.choice, zip(*steps, strict=True))
         for at in range(0, len(self.offers), _BLOCK):
             block = self.offers.take(np.arange(at, min(at + _BLOCK, len(self.offers))))
-            yield from (_row_as_json(row, caveats) for row in block.records())
+            yield from (_convert_row_to_json(row, caveats) for row in block.records())
 
     def with_drawn_rows(self) -> Recommendation:
         """Return the recommendation with the rows of its plots: every one of some hundreds, else those that are listed."""
         return self.with_all_rows() if len(self.offers) <= _MAX_ROWS_DRAWN else self.recommendation
 
 
-def _row_as_json(row: Prediction, caveats: Caveats) -> str:
+def _convert_row_to_json(row: Prediction, caveats: Caveats) -> str:
     return f'{row.model_dump_json()[:-1]}, "caveats": {json.dumps(caveats.caveats_of(row))}}}'
 
 
-def training_command(run: RunDir, spec: JobSpec, choice: Prediction) -> str:
+def make_training_command(run: RunDir, spec: JobSpec, choice: Prediction) -> str:
     """Return the command line that trains the choice from this run, wherever it is typed.
 
     It goes to the folder of the probes first: relative paths of the spec and the user's code are found there.
@@ -94,14 +94,14 @@ def write_answer(
         recommendation: what was chosen.
         every: all feasible configurations, for a table of all candidates; None for one of what is listed and was measured.
     """
-    run.write_text("results.csv", _results_table(all_measurements, recommendation, every))
-    train = training_command(run, spec, recommendation.choice)
-    run.write_text("recommended.yaml", _recommended_yaml(spec, recommendation, train=train))
+    run.write_text("results.csv", _make_results_table(all_measurements, recommendation, every))
+    train = make_training_command(run, spec, recommendation.choice)
+    run.write_text("recommended.yaml", _render_recommended_yaml(spec, recommendation, train=train))
     run.write_text("cmd.txt", f"{train}\n")
     run.write_recommendation(recommendation)
 
 
-def _recommended_yaml(spec: JobSpec, recommendation: Recommendation, *, train: str) -> str:
+def _render_recommended_yaml(spec: JobSpec, recommendation: Recommendation, *, train: str) -> str:
     """Return the spec, unchanged, below the choice.
 
     It stays unchanged so that it names the same run: its probes and this recommendation are found again.
@@ -116,7 +116,7 @@ def _recommended_yaml(spec: JobSpec, recommendation: Recommendation, *, train: s
     )
 
 
-def _results_table(
+def _make_results_table(
     all_measurements: Sequence[TypeMeasurements], recommendation: Recommendation, every: Offers | None
 ) -> str:
     """Return candidates and every result as CSV, ordered by node type, nodes and local batch.
@@ -125,10 +125,12 @@ def _results_table(
     """
     rows = recommendation.rows if every is None else every
     within: dict[tuple[str, Config], list[int]] = {}
-    for index, (kind, config) in enumerate(_row_keys(rows)):
+    for index, (kind, config) in enumerate(_list_row_keys(rows)):
         within.setdefault((kind, config), []).append(index)
     lines = (
-        line for measurements in all_measurements for line in _table_lines(measurements, recommendation, rows, within)
+        line
+        for measurements in all_measurements
+        for line in _list_table_lines(measurements, recommendation, rows, within)
     )
     text, first_line = io.StringIO(), next(lines)
     table = csv.DictWriter(text, first_line, lineterminator="\n")
@@ -138,7 +140,7 @@ def _results_table(
     return text.getvalue()
 
 
-def _row_keys(rows: Sequence[Prediction] | Offers) -> Iterator[tuple[str, Config]]:
+def _list_row_keys(rows: Sequence[Prediction] | Offers) -> Iterator[tuple[str, Config]]:
     """Yield the node type and the configuration of each forecast."""
     if isinstance(rows, Offers):
         columns = zip(rows.type.tolist(), rows.nodes.tolist(), rows.batch.tolist(), strict=True)
@@ -151,7 +153,7 @@ def _take_rows(rows: Sequence[Prediction] | Offers, indices: Sequence[int]) -> S
     return rows.take(indices).records() if isinstance(rows, Offers) else [rows[index] for index in indices]
 
 
-def _table_lines(
+def _list_table_lines(
     measurements: TypeMeasurements,
     recommendation: Recommendation,
     rows: Sequence[Prediction] | Offers,
@@ -162,23 +164,23 @@ def _table_lines(
     `rows`: the forecasts within the limits; `within`: the indices of those of a configuration.
     """
     listed = [config for kind, config in within if kind == measurements.type]
-    configs = _configs_listed(measurements, listed, every=isinstance(rows, Offers))
+    configs = _select_listed_configs(measurements, listed, every=isinstance(rows, Offers))
     names = list(configs)
     for at in range(0, len(names), _BLOCK):
         block = names[at : at + _BLOCK]
-        on_demand, on_spot, whys = _forecast_configs(measurements, block)
+        on_demand, on_spot, whys = _make_forecasts_of_configs(measurements, block)
         indices = [within.get((measurements.type, config), ()) for config in block]
         records = iter(_take_rows(rows, list(itertools.chain.from_iterable(indices))))
         for config, indices_here in zip(block, indices, strict=True):
             result, records_here = configs[config], list(itertools.islice(records, len(indices_here)))
-            cells = _table_row(
+            cells = _make_table_row(
                 measurements, config, result, recommendation, on_demand.get(config), on_spot.get(config), records_here
             )
             cells["note"] = result.message if isinstance(result, OutOfMemory | Failed) else whys[config]
             yield {name: None if cell != cell else cell for name, cell in cells.items()}  # nan is written as nothing
 
 
-def _configs_listed(
+def _select_listed_configs(
     measurements: TypeMeasurements, listed: Collection[Config], *, every: bool
 ) -> dict[Config, Measured | OutOfMemory | Failed | None]:
     """Return the candidates of a node type that have a line and what was asked for besides, each with its probe."""
@@ -189,7 +191,7 @@ def _configs_listed(
     return {config: probes.get(config) for config in sorted(configurations)}
 
 
-def _forecast_configs(
+def _make_forecasts_of_configs(
     measurements: TypeMeasurements, configs: Sequence[Config]
 ) -> tuple[dict[Config, Prediction], dict[Config, Prediction], dict[Config, str]]:
     """Return the forecasts of configurations on demand and on spot nodes, and why others have none."""
@@ -203,7 +205,7 @@ def _forecast_configs(
     return on_demand, on_spot, whys
 
 
-def _table_row(
+def _make_table_row(
     measurements: TypeMeasurements,
     config: Config,
     result: Measured | OutOfMemory | Failed | None,
@@ -232,12 +234,12 @@ def _table_row(
         "step_time_low_s": row and row.step_low,
         "step_time_high_s": row and row.step_high,
         "training": row and row.trained,
-        **_measured_cells(probe),
+        **_list_measured_cells(probe),
         "training_hours": row and row.hours,
         "training_hours_low": row and row.hours_low,
         "training_hours_high": row and row.hours_high,
         f"cost_{recommendation.currency}": row and row.cost,
-        **_progress_cells(within, recommendation.currency),
+        **_list_progress_cells(within, recommendation.currency),
         "step_energy_joules": row and row.energy,
         "energy_kwh": row and row.kwh,
         "energy_kwh_low": row and row.kwh_low,
@@ -249,7 +251,7 @@ def _table_row(
     }
 
 
-def _measured_cells(probe: Measured | None) -> dict[str, Any]:
+def _list_measured_cells(probe: Measured | None) -> dict[str, Any]:
     return {
         "sync_time_s": probe and probe.sync_time,
         "compute_time_s": probe and probe.compute_time,
@@ -259,7 +261,7 @@ def _measured_cells(probe: Measured | None) -> dict[str, Any]:
     }
 
 
-def _progress_cells(within: Sequence[Prediction], currency: str) -> dict[str, float | None]:
+def _list_progress_cells(within: Sequence[Prediction], currency: str) -> dict[str, float | None]:
     """Return the columns of the same progress, of the first forecast within the limits."""
     progress = within[0].same_progress if within else None
     names = {name: name for name in ("epochs", "hours", "hours_low", "hours_high")} | {"cost": f"cost_{currency}"}

@@ -10,7 +10,7 @@ from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.services.recommendation.limits import Limits
 from tula_cli.spec.sections import MEMORY_MARGIN
-from tula_cli.words import format_duration, is_too_wide, plural
+from tula_cli.words import format_count, format_duration, is_too_wide
 
 _MAX_REASONS = 5  # for which configurations are left out that are told one by one
 _MAX_DISAGREEMENT = 0.15  # a second opinion that is further off than this share, and outside the interval, is told
@@ -32,13 +32,13 @@ def describe_pending(pending: int) -> str:
     return "1 probe is still under way" if pending == 1 else f"{pending} probes are still under way"
 
 
-def probe_warnings(results: Results, unknown: Sequence[UnknownConfigurations], *, pending: int) -> list[str]:
+def list_probe_warnings(results: Results, unknown: Sequence[UnknownConfigurations], *, pending: int) -> list[str]:
     """Say what is missing: probes under way, probes that failed, configurations left out of the table."""
     warnings = []
     if pending:
         warnings.append(f"{describe_pending(pending)}: the answer may change when they are done")
     warnings += [
-        f"the probe with {plural(result.nodes)} and local batch {result.local_batch} failed ({result.message});"
+        f"the probe with {format_count(result.nodes)} and local batch {result.local_batch} failed ({result.message});"
         " tula profile runs it again"
         for result in results
         if isinstance(result, Failed)
@@ -65,7 +65,7 @@ def warn_disturbed_probes(attempts: Sequence[Attempt]) -> list[str]:
     ]
 
 
-def choice_warnings(forecast: Forecast, choice: Choice, limits: Limits) -> list[str]:
+def list_choice_warnings(forecast: Forecast, choice: Choice, limits: Limits) -> list[str]:
     """Say why the choice may be less than it seems."""
     chosen, warnings = choice.prediction, []
     if forecast.steps.determined_exactly and not all(row.measured for row in (chosen, *choice.runners_up)):
@@ -85,7 +85,7 @@ def choice_warnings(forecast: Forecast, choice: Choice, limits: Limits) -> list[
     if late:
         warnings.append(f"the choice may miss the deadline: up to {limits.latest(chosen):.3g} hours (90 % interval)")
     if chosen.market == "on_demand" and forecast.spec.pricing.spot is not None and forecast.on_spot(chosen) is None:
-        warnings.append(f"no spot nodes for {plural(chosen.nodes)}: {_why_no_spot(forecast)}")
+        warnings.append(f"no spot nodes for {format_count(chosen.nodes)}: {_describe_why_no_spot(forecast)}")
     if chosen.market == "spot" and limits.deadline_hours is not None:
         warnings.append("the time on spot nodes is an expected one: a run with more interruptions takes longer")
     return warnings
@@ -102,17 +102,20 @@ def _warn_wide_interval(chosen: Prediction) -> list[str]:
 
 
 def _warn_extrapolated(forecast: Forecast, chosen: Prediction) -> str:
-    most, gpus = plural(max(nodes for nodes, _ in forecast.probes)), forecast.spec.cluster.gpus_per_node
+    most, gpus = format_count(max(nodes for nodes, _ in forecast.probes)), forecast.spec.cluster.gpus_per_node
     had, follows = f"more than {most}", "how synchronisation has grown up to there"
     if forecast.steps.levels:
-        had, follows = f"{plural(gpus, 'GPU')} a node on more than {most}", "probes with other numbers of GPUs a node"
+        had, follows = (
+            f"{format_count(gpus, 'GPU')} a node on more than {most}",
+            "probes with other numbers of GPUs a node",
+        )
     return (
-        f"no probe had {had}: what {plural(chosen.nodes)} take follows from {follows}; a probe on as many would tell"
+        f"no probe had {had}: what {format_count(chosen.nodes)} take follows from {follows}; a probe on as many would tell"
         " (search.nodes)"
     )
 
 
-def _why_no_spot(forecast: Forecast) -> str:
+def _describe_why_no_spot(forecast: Forecast) -> str:
     if forecast.saving is not None and not forecast.saving.is_known:
         return "how often the script saves is not known until it trains (or say script.resume.checkpoint_interval)"
     return "interruptions would leave no time to get anywhere"

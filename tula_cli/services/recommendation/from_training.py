@@ -7,21 +7,21 @@ from typing import Any
 import numpy as np
 
 from tula_cli.errors import BadMeasurements, SchedulerError, SpecError
-from tula_cli.models.choice.early_stopping import share_left
+from tula_cli.models.choice.early_stopping import compute_remaining_share
 from tula_cli.models.choice.offers import Offers
-from tula_cli.models.cost import cost
+from tula_cli.models.cost import compute_cost
 from tula_cli.models.forecast import Forecast
-from tula_cli.models.time.changes import median_parts
-from tula_cli.models.time.pace import TrainingPace, results_at_pace
+from tula_cli.models.time.changes import compute_median_parts
+from tula_cli.models.time.pace import TrainingPace, scale_results_to_pace
 from tula_cli.run.directory import Part, RunDir
-from tula_cli.run.jobfile import job_changes
+from tula_cli.run.jobfile import compare_jobs
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Continuation, Prediction, Recommendation
 from tula_cli.run.records.results import StepParts
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.services.recommendation.doubts import Results
-from tula_cli.spec.signature import train_signature
-from tula_cli.words import plural, relative_path
+from tula_cli.spec.signature import compute_train_signature
+from tula_cli.words import format_count, make_relative_path
 
 MIN_ROWS = 5
 """Rows of steps, of a second each, from which on a pace is known."""
@@ -47,7 +47,9 @@ def find_unfinished_training(parts: Sequence[Part]) -> UnfinishedTraining:
         BadMeasurements: there is none, it has ended, or it has told too few steps since they changed.
         SpecError: it is one by a script, which tells whole steps alone.
     """
-    trainings = [(rows[-1]["time"], part, task, rows) for part in parts for task, rows in _unfinished_trainings(part)]
+    trainings = [
+        (rows[-1]["time"], part, task, rows) for part in parts for task, rows in _list_unfinished_trainings(part)
+    ]
     if not trainings:
         raise BadMeasurements("no training of this run is under way", "tula train starts one")
     _, part, task, rows = max(trainings, key=lambda training: training[0])
@@ -57,10 +59,10 @@ def find_unfinished_training(parts: Sequence[Part]) -> UnfinishedTraining:
         raise BadMeasurements("nothing was measured for this job", "run tula profile first")
     samples = int(rows[-1]["samples"])
     remaining_share = max(0.0, 1 - float(rows[-1]["epoch"]) / task.spec.train.epochs_at_most)
-    return UnfinishedTraining(part, task, _training_pace(task, rows), samples, remaining_share)
+    return UnfinishedTraining(part, task, _measure_training_pace(task, rows), samples, remaining_share)
 
 
-def _unfinished_trainings(part: Part) -> list[tuple[TrainTask, list[dict[str, Any]]]]:
+def _list_unfinished_trainings(part: Part) -> list[tuple[TrainTask, list[dict[str, Any]]]]:
     """Return the newest task of each training that has not ended, with its rows of progress."""
     signatures = dict.fromkeys(task.signature for task in part.run.tasks() if isinstance(task, TrainTask))
     trainings = []
@@ -76,7 +78,7 @@ def _unfinished_trainings(part: Part) -> list[tuple[TrainTask, list[dict[str, An
     return trainings
 
 
-def _training_pace(task: TrainTask, rows: Sequence[Mapping[str, Any]]) -> TrainingPace:
+def _measure_training_pace(task: TrainTask, rows: Sequence[Mapping[str, Any]]) -> TrainingPace:
     """Return what the steps take since the newest start, and since they changed."""
     start = max((at for at, row in enumerate(rows) if row["kind"] == "start"), default=0)
     since = max((row["change"]["began_at"] for row in rows[start:] if row["kind"] == "change"), default=0.0)
@@ -102,11 +104,15 @@ def _training_pace(task: TrainTask, rows: Sequence[Mapping[str, Any]]) -> Traini
     gpus = task.spec.cluster.gpus_per_node
     local_batch = batch // (task.nodes * gpus)
     return TrainingPace(
-        task.nodes, gpus, local_batch, tuple(step_parts.step for step_parts in parts_by_row), median_parts(parts_by_row)
+        task.nodes,
+        gpus,
+        local_batch,
+        tuple(step_parts.step for step_parts in parts_by_row),
+        compute_median_parts(parts_by_row),
     )
 
 
-def results_now(
+def scale_results_now(
     training: UnfinishedTraining, results: Sequence[Measured | OutOfMemory | Failed]
 ) -> tuple[tuple[Measured | OutOfMemory | Failed, ...], tuple[str, ...]]:
     """Return the results of the probes at the training's pace, and what that rests on in words.
@@ -115,7 +121,7 @@ def results_now(
         BadMeasurements, Infeasible: the probes cannot be fitted.
     """
     steps, gpus = Forecast.from_results(training.part.spec, results).steps, training.pace.gpus_per_node
-    paced_results = results_at_pace(
+    paced_results = scale_results_to_pace(
         results,
         training.pace,
         step_of=lambda nodes, local: float(steps.predict_all([nodes], [gpus], [local])[0][0]),
@@ -124,7 +130,7 @@ def results_now(
     return paced_results.results, paced_results.told
 
 
-def continuation(training: UnfinishedTraining, choice: Prediction, stay: Prediction | None) -> Continuation:
+def predict_continuation(training: UnfinishedTraining, choice: Prediction, stay: Prediction | None) -> Continuation:
     """Return what the rest of a training takes where it is, and where it would go on.
 
     Args:
@@ -136,7 +142,7 @@ def continuation(training: UnfinishedTraining, choice: Prediction, stay: Predict
     moves = (choice.nodes, choice.batch) != (task.nodes, task.batch)
     restart = choice.parts.rest / 3600 if choice.parts and moves else 0.0
     spec = training.part.spec
-    price = cost(
+    price = compute_cost(
         spec.pricing,
         hours=restart,
         nodes=choice.nodes,
@@ -152,10 +158,10 @@ def continuation(training: UnfinishedTraining, choice: Prediction, stay: Predict
         samples=training.samples,
         left=remaining_share,
         moves=moves,
-        hours=share_left(choice, remaining_share) * choice.hours + restart,
-        cost=share_left(choice, remaining_share) * choice.cost + price,
-        hours_as_it_is=None if stay is None else share_left(stay, remaining_share) * stay.hours,
-        cost_as_it_is=None if stay is None else share_left(stay, remaining_share) * stay.cost,
+        hours=compute_remaining_share(choice, remaining_share) * choice.hours + restart,
+        cost=compute_remaining_share(choice, remaining_share) * choice.cost + price,
+        hours_as_it_is=None if stay is None else compute_remaining_share(stay, remaining_share) * stay.hours,
+        cost_as_it_is=None if stay is None else compute_remaining_share(stay, remaining_share) * stay.cost,
     )
 
 
@@ -170,10 +176,12 @@ def with_continuation(
         is_here & (rows.type == (training.part.type or "")) & (rows.market == recommendation.choice.market)
     )
     stay = rows.record(int(positions[0])) if len(positions) else None
-    return recommendation.model_copy(update={"continuation": continuation(training, recommendation.choice, stay)})
+    return recommendation.model_copy(
+        update={"continuation": predict_continuation(training, recommendation.choice, stay)}
+    )
 
 
-def results_by_type(
+def list_results_by_type(
     parts: Sequence[Part], training: UnfinishedTraining | None
 ) -> tuple[dict[str | None, Results], list[str]]:
     """Return the results of each type of node, at the pace of a training where one is given, and what that rests on."""
@@ -181,7 +189,7 @@ def results_by_type(
     if training is None:
         return results_by_type, []
     training_type = training.part.type
-    results_by_type[training_type], explanations = results_now(training, results_by_type[training_type])
+    results_by_type[training_type], explanations = scale_results_now(training, results_by_type[training_type])
     return results_by_type, list(explanations)
 
 
@@ -208,7 +216,10 @@ def continue_training(run: RunDir, task: TrainTask, recommendation: Recommendati
     tasks = training.tasks() if training is not None and training.result() is None else []
     if recommendation is None or continuation is None or not tasks:
         return task
-    if train_signature(task.spec, nodes=tasks[0].own_nodes, batch=tasks[0].batch, code=code) != continuation.signature:
+    if (
+        compute_train_signature(task.spec, nodes=tasks[0].own_nodes, batch=tasks[0].batch, code=code)
+        != continuation.signature
+    ):
         raise SpecError(
             f"training {continuation.signature}, by which this was recommended, has other settings or code",
             "undo what was changed, or let tula recommend choose without --from-training",
@@ -221,7 +232,7 @@ def continue_training(run: RunDir, task: TrainTask, recommendation: Recommendati
     rungs = (first_batch.model_copy(update={"prediction": recommendation.choice}), *smaller)
     attempt = newest_task.attempt + 1
     cause = (
-        f"goes on with {plural(task.own_nodes)} at batch {task.batch} instead of {plural(newest_task.nodes)} at {newest_task.batch}, as its own"
+        f"goes on with {format_count(task.own_nodes)} at batch {task.batch} instead of {format_count(newest_task.nodes)} at {newest_task.batch}, as its own"
         " steps recommend"
     )
     return task.model_copy(
@@ -243,7 +254,7 @@ def describe_interrupted_training(run: RunDir, task: TrainTask) -> str:
             or (newest.own_nodes, newest.batch) != (task.own_nodes, task.batch)
         ):
             continue
-        keys = [key for key in job_changes(newest.spec, task.spec) if key.split(".")[0] not in _NOT_TRAINED_BY]
+        keys = [key for key in compare_jobs(newest.spec, task.spec) if key.split(".")[0] not in _NOT_TRAINED_BY]
         if keys:
             return (
                 f"training {signature} stands at {samples} samples, with another {' and '.join(keys)}: this is a training of"
@@ -264,6 +275,6 @@ def require_stopped(run: RunDir, task: TrainTask) -> None:
     newest = run.training(task.signature).newest_task()
     if newest is not None and task.attempt > newest.attempt:
         raise SchedulerError(
-            f"training {task.signature} is under way on {plural(newest.nodes)} at batch {newest.batch}",
-            f"tula cancel {relative_path(run.path)} has it save and end; then the same command goes on from there",
+            f"training {task.signature} is under way on {format_count(newest.nodes)} at batch {newest.batch}",
+            f"tula cancel {make_relative_path(run.path)} has it save and end; then the same command goes on from there",
         )

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 
 from tula_cli.errors import BadMeasurements, Infeasible
 from tula_cli.models.forecast import Forecast
-from tula_cli.models.out_of_memory import smallest_ruled_out
+from tula_cli.models.out_of_memory import find_smallest_ruled_out
 from tula_cli.models.time import growth
 from tula_cli.models.time.growth import LengthGrowth, Point
-from tula_cli.models.time.noise import trimmed_mean
+from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.run.records.base import Components
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import SequenceLength
-from tula_cli.services.recommendation.doubts import probe_warnings
+from tula_cli.services.recommendation.doubts import list_probe_warnings
 from tula_cli.services.recommendation.measured import TypeMeasurements
 
 
@@ -46,7 +46,7 @@ def predict_lengths(measurements: TypeMeasurements) -> tuple[tuple[SequenceLengt
             rows.append(SequenceLength(length=other_part.length, own=False, nodes=nodes, note=error.message))
         else:
             forecasts[other_part.length] = forecast
-            failed = "; ".join(probe_warnings(results, (), pending=0))
+            failed = "; ".join(list_probe_warnings(results, (), pending=0))
             rows.append(_predict_length(other_part.length, forecast, nodes=nodes, is_own_length=False, note=failed))
     return tuple(sorted(rows, key=lambda row: row.length)), _describe_growth(forecasts, nodes)
 
@@ -63,16 +63,16 @@ def _predict_length(
         note=note,
         tokens=statistics.fmean(probe_tokens.real for probe_tokens in tokens) if tokens else float(length),
         padding=statistics.fmean(probe_tokens.padding for probe_tokens in tokens) if tokens else 0.0,
-        largest_batch=_largest_batch(forecast, nodes),
+        largest_batch=_find_largest_batch(forecast, nodes),
         rows=tuple(sorted(forecast.predictions([nodes]), key=lambda row: row.batch)),
     )
 
 
-def _largest_batch(forecast: Forecast, nodes: int) -> int | None:
+def _find_largest_batch(forecast: Forecast, nodes: int) -> int | None:
     """Return the largest global batch that memory holds, whether it is a candidate or not; None where it sets no bound."""
     accumulate, ran = forecast.spec.train.accumulate, max(size for _, size in forecast.probes)
     bounds = [forecast.largest_local_batch(nodes)]
-    oom = smallest_ruled_out(forecast.ooms, nodes, sys.maxsize, sharded=forecast.spec.train.sharded)
+    oom = find_smallest_ruled_out(forecast.ooms, nodes, sys.maxsize, sharded=forecast.spec.train.sharded)
     if oom is not None:
         bounds.append((oom - 1) // accumulate * accumulate)
     known_bounds = [bound for bound in bounds if bound is not None]
@@ -90,7 +90,7 @@ def _describe_growth(forecasts: dict[int, Forecast], nodes: int) -> str:
     time = growth.fit_length_growth(
         [(length, float(probe.local_batch), _compute_seconds(probe)) for length, probe in probes]
     )
-    memory = growth.fit_length_growth(_memory_points(probes))
+    memory = growth.fit_length_growth(_list_memory_points(probes))
     longest = max(forecasts)
     sentences = [
         _describe_length_growth(quantity, fitted, longest)
@@ -102,10 +102,10 @@ def _describe_growth(forecasts: dict[int, Forecast], nodes: int) -> str:
 
 def _compute_seconds(probe: Measured) -> float:
     """Return what a step computes: with its data there, and without synchronisation where that is told."""
-    return probe.compute_time or probe.cached_time or trimmed_mean(probe.step_times)
+    return probe.compute_time or probe.cached_time or compute_trimmed_mean(probe.step_times)
 
 
-def _memory_points(probes: Sequence[tuple[int, Measured]]) -> list[Point]:
+def _list_memory_points(probes: Sequence[tuple[int, Measured]]) -> list[Point]:
     """Return what grows with the batch: activations and the batch itself. Bytes."""
     probes_with_components = [
         (length, probe, probe.memory) for length, probe in probes if isinstance(probe.memory, Components)

@@ -10,9 +10,9 @@ from tula_cli.errors import SpecError, require_number, require_positive
 from tula_cli.models.choice.columns import Flags, Floats, Ints
 from tula_cli.models.choice.objective import Curve, Objective
 from tula_cli.models.choice.offers import Offers
-from tula_cli.plugins import nearest
+from tula_cli.plugins import suggest_nearest
 from tula_cli.run.records.recommendations import Prediction
-from tula_cli.words import format_duration, plural
+from tula_cli.words import format_count, format_duration
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Criteria:
             if value not in get_args(allowed):
                 raise SpecError(
                     f"{name} {value!r} is none of {', '.join(get_args(allowed))}",
-                    nearest(str(value), get_args(allowed)),
+                    suggest_nearest(str(value), get_args(allowed)),
                 )
 
     @property
@@ -128,6 +128,6 @@ class _Bound:
 def describe_limits(row: Prediction, currency: str) -> str:
     kind = f" of type {row.type}" * bool(row.type) + " on spot" * (row.market == "spot")
     return (
-        f"{plural(row.nodes)}{kind}, batch {row.batch} (local batch {row.local_batch}): {format_duration(3600 * row.hours)},"
+        f"{format_count(row.nodes)}{kind}, batch {row.batch} (local batch {row.local_batch}): {format_duration(3600 * row.hours)},"
         f" {row.cost:.4g} {currency}"
     )

@@ -10,7 +10,7 @@ from tula_cli.cluster.chains import MAX_LINKS, SPARE_LINKS
 from tula_cli.errors import Infeasible
 from tula_cli.models import efficiency
 from tula_cli.models.choice.columns import Flags, Floats
-from tula_cli.models.choice.objective import Choice, Quantity, best_of_each_batch
+from tula_cli.models.choice.objective import Choice, Quantity, find_best_of_each_batch
 from tula_cli.models.choice.offers import Offers
 from tula_cli.models.efficiency import Noise
 from tula_cli.models.forecast import Forecast
@@ -18,9 +18,9 @@ from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.services.allowed_nodes import describe_bins
 from tula_cli.services.recommendation.limits import Limits, describe_limits
-from tula_cli.services.recommendation.measured import TypeMeasurements, trained_epochs
+from tula_cli.services.recommendation.measured import TypeMeasurements, count_trained_epochs
 from tula_cli.spec.slurm_options import Slurm
-from tula_cli.words import format_duration, number, plural
+from tula_cli.words import format_count, format_duration, format_number
 
 MAX_ROWS_LISTED = 40
 """Configurations that are all listed unasked."""
@@ -45,7 +45,7 @@ def select_rows(rows: Offers, choice: Choice, quantity: Quantity) -> Flags:
     worth = rows.measured.copy()
     (front,) = np.nonzero(rows.pareto)
     worth[front[np.unique(np.linspace(0, len(front) - 1, _MAX_FRONT_ROWS).round().astype(int))]] = True
-    worth[best_of_each_batch(rows, quantity)] = True
+    worth[find_best_of_each_batch(rows, quantity)] = True
     for row in (choice.prediction, *choice.runners_up):
         worth |= (rows.nodes == row.nodes) & (rows.batch == row.batch) & (rows.type == row.type)
     return np.isin(numbers, numbers[worth])
@@ -56,12 +56,12 @@ def _with_progress(rows: Offers, measurements: TypeMeasurements, noise: Noise | 
     if noise is None:
         return rows
     spec = measurements.part.spec
-    epochs = trained_epochs(spec, measurements.forecast.dataset_size)
-    progress = efficiency.same_progress(rows, epochs=epochs, reference=spec.train.reference_batch, noise=noise)
+    epochs = count_trained_epochs(spec, measurements.forecast.dataset_size)
+    progress = efficiency.predict_same_progress(rows, epochs=epochs, reference=spec.train.reference_batch, noise=noise)
     return replace(rows, same_progress=progress)
 
 
-def offers_within_limits(
+def select_offers_within_limits(
     all_measurements: Sequence[TypeMeasurements], limits: Limits, noise: Noise | None = None
 ) -> Offers:
     """Return the forecasts within the limits, fastest first.
@@ -74,7 +74,7 @@ def offers_within_limits(
     )
     if not len(remaining):
         raise _describe_nothing_fits(all_measurements[0].forecast, limits)
-    remaining = within_bins(remaining, all_measurements)
+    remaining = select_within_bins(remaining, all_measurements)
     for bound in limits:
         values = bound.value(remaining)
         if not (values <= bound.most).any():
@@ -91,7 +91,7 @@ def offers_within_limits(
 
 def _describe_nothing_fits(forecast: Forecast, limits: Limits) -> Infeasible:
     """Say of the smallest batch on the wanted nodes why it cannot run, or why nothing is known of it."""
-    on = f" on {plural(limits.nodes)}" if limits.nodes is not None else ""
+    on = f" on {format_count(limits.nodes)}" if limits.nodes is not None else ""
     tried = forecast.candidates(limits.wanted)
     whys = (forecast.why_not_begun(config) or forecast.why_unknown(config) for config in tried)
     why = next(filter(None, whys), "no batch divides among its GPUs")
@@ -109,7 +109,7 @@ _MARGIN = 1.5
 """Minutes at the end of a job in which it is told to save and leave."""
 
 
-def restart_seconds(measurements: TypeMeasurements) -> tuple[float, float]:
+def find_restart_seconds(measurements: TypeMeasurements) -> tuple[float, float]:
     """Return the seconds of a start and of a checkpoint, the longest that were measured."""
     overheads = [result.overheads for result in measurements.results if isinstance(result, Measured)]
     return max((overhead.startup for overhead in overheads), default=0.0), max(
@@ -126,7 +126,7 @@ def fits_wall_time(rows: Offers, measurements: TypeMeasurements) -> Flags:
     slurm = measurements.part.spec.cluster.slurm or Slurm()
     if not slurm.limits:
         return np.ones(len(rows), dtype=bool)
-    start, save = (seconds / 60 for seconds in restart_seconds(measurements))
+    start, save = (seconds / 60 for seconds in find_restart_seconds(measurements))
     limits: Floats = np.array([slurm.job_minutes(int(nodes)) for nodes in rows.nodes], dtype=float)
     minutes = 60 * rows.hours
     useful = limits - start - save - _MARGIN
@@ -135,7 +135,7 @@ def fits_wall_time(rows: Offers, measurements: TypeMeasurements) -> Flags:
     return fits
 
 
-def within_bins(rows: Offers, measurements: Sequence[TypeMeasurements]) -> Offers:
+def select_within_bins(rows: Offers, measurements: Sequence[TypeMeasurements]) -> Offers:
     """Return what the bins of its type of nodes let train.
 
     Raises:
@@ -151,12 +151,12 @@ def within_bins(rows: Offers, measurements: Sequence[TypeMeasurements]) -> Offer
     spec = next(measurements_.part.spec for measurements_ in measurements if measurements_.type == fastest.type)
     raise Infeasible(
         f"no configuration can be trained within the site's bins of wall time (cluster.slurm.limits: {describe_bins(spec)}): the"
-        f" fastest takes {format_duration(3600 * fastest.hours)} on {plural(fastest.nodes)}, and a training has at most {LINKS} jobs",
+        f" fastest takes {format_duration(3600 * fastest.hours)} on {format_count(fastest.nodes)}, and a training has at most {LINKS} jobs",
         "search numbers of nodes with longer bins, or train fewer epochs",
     )
 
 
-def chain_links(minutes: float, limit: float, *, restart: float = 0.0) -> int:
+def count_chain_links(minutes: float, limit: float, *, restart: float = 0.0) -> int:
     """Return how many jobs of a time limit a training takes.
 
     Args:
@@ -176,12 +176,12 @@ def describe_chain(choice: Prediction, measurements: TypeMeasurements) -> str:
     if not slurm.limits:
         return ""
     limit, most = slurm.job_minutes(choice.nodes), slurm.longest(choice.nodes)
-    allowed = f"the site allows {plural(choice.nodes)} {number(most)} min (cluster.slurm.limits)"
+    allowed = f"the site allows {format_count(choice.nodes)} {format_number(most)} min (cluster.slurm.limits)"
     if 60 * choice.hours <= limit:
         return f"; one job of {limit} min: {allowed}"
-    start, save = restart_seconds(measurements)
+    start, save = find_restart_seconds(measurements)
     restart_minutes = (start + save) / 60 + _MARGIN
-    jobs = chain_links(60 * choice.hours, limit, restart=restart_minutes)
+    jobs = count_chain_links(60 * choice.hours, limit, restart=restart_minutes)
     limit_text = "" if slurm.minutes >= most else f", and cluster.slurm.minutes asks for {slurm.minutes}"
     return (
         f"; a chain of {jobs} jobs of {limit} min: {allowed}{limit_text}; their further starts, saves and ends add some"

@@ -15,15 +15,15 @@ from tula_cli.models import efficiency
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.choice.objective import Objective
 from tula_cli.models.choice.offers import Offers
-from tula_cli.models.efficiency import EARLY_SHARE, Noise, noise_scale
+from tula_cli.models.efficiency import EARLY_SHARE, Noise, estimate_noise_scale
 from tula_cli.models.forecast import Forecast
 from tula_cli.models.observations import NO_OTHER_SIZES, OtherSizes, TooFew
 from tula_cli.models.ramp.by_noise import HOW_TO_MEASURE, NOISE_NOT_MEASURED, NoisePath, with_epochs
-from tula_cli.models.ramp.stage_nodes import ramp_on_nodes
+from tula_cli.models.ramp.stage_nodes import build_ramp_on_nodes
 from tula_cli.models.time import stretches
-from tula_cli.models.time.noise import trimmed_mean
+from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.models.time.stretches import TrainingObservations
-from tula_cli.run.code import measured_snapshot
+from tula_cli.run.code import find_measured_snapshot
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.records.probes import Failed, GradientStats, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, Recommendation, Stage, TrainedSteps
@@ -31,11 +31,11 @@ from tula_cli.run.records.tasks import ProbeTask, TrainTask
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.services.recommendation.doubts import Results, UnknownConfigurations, describe_pending
 from tula_cli.services.recommendation.limits import Limits
-from tula_cli.services.recommendation.saves import newest_saves
-from tula_cli.services.recommendation.validation import Validation, cross_validate_strategies
-from tula_cli.spec.job import JobSpec, train_length
-from tula_cli.spec.scripts.script import script_samples
-from tula_cli.spec.signature import measurement_signature
+from tula_cli.services.recommendation.saves import find_newest_saves
+from tula_cli.services.recommendation.validation import Validation, validate_strategies
+from tula_cli.spec.job import JobSpec, describe_train_length
+from tula_cli.spec.scripts.script import count_script_samples
+from tula_cli.spec.signature import compute_measurement_signature
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,11 @@ class TypeMeasurements:
         probes = self.forecast.probes
         return tuple(
             steps.model_copy(
-                update={"probed": trimmed_mean(probes[configuration].step_times) if configuration in probes else None}
+                update={
+                    "probed": compute_trimmed_mean(probes[configuration].step_times)
+                    if configuration in probes
+                    else None
+                }
             )
             for configuration, steps_here in self.forecast.trained.items()
             for steps in steps_here
@@ -85,7 +89,7 @@ class TypeMeasurements:
         trained = [steps for steps_here in self.forecast.trained.values() for steps in steps_here]
         probes = self.forecast.probes.values()
         priors = self.forecast.steps.priors
-        return cross_validate_strategies(self.part.spec, probes, trained=trained, others=self.others, priors=priors)
+        return validate_strategies(self.part.spec, probes, trained=trained, others=self.others, priors=priors)
 
     def other_market(self, row: Prediction) -> Prediction | None:
         """Return a forecast on the market that it is not for."""
@@ -116,14 +120,14 @@ def gather_measurements(
     """
     all_measurements, errors = [], []
     all_results = [result for results in results_of.values() for result in results]
-    noise, trainings = noise_path([part.run for part in parts], parts[0].spec, all_results), CachedTrainings()
+    noise, trainings = make_noise_path([part.run for part in parts], parts[0].spec, all_results), CachedTrainings()
     for part in parts:
         try:
             results, pending_here = results_of[part.type], pending.get(part.type, 0)
             observations = TrainingObservations() if at_a_pace else trainings(part)
-            sizes = NO_OTHER_SIZES if at_a_pace else measurements_of_other_sizes(part, trainings)
+            sizes = NO_OTHER_SIZES if at_a_pace else read_measurements_of_other_sizes(part, trainings)
             forecast = _fit_forecast(part, results, observations.found, others=sizes, noise=noise, pending=pending_here)
-            measurements = _type_measurements(part, results, forecast, limits, observations, pending=pending_here)
+            measurements = _make_type_measurements(part, results, forecast, limits, observations, pending=pending_here)
             all_measurements.append(replace(measurements, others=sizes))
         except (Pending, BadMeasurements, Infeasible) as error:
             errors.append((part, error))
@@ -132,7 +136,7 @@ def gather_measurements(
     return all_measurements, [f"node type {part.type} is left out: {error.message}" for part, error in errors]
 
 
-def _type_measurements(
+def _make_type_measurements(
     part: Part,
     results: Results,
     forecast: Forecast,
@@ -141,12 +145,12 @@ def _type_measurements(
     *,
     pending: int,
 ) -> TypeMeasurements:
-    unknown = _group_unknown(forecast, limits)
+    unknown = _list_unknown_configurations(forecast, limits)
     _require_enough(forecast, unknown, pending=pending)
     return TypeMeasurements(part, results, forecast, unknown, pending, observations.left_out)
 
 
-def gradient_noise_of_job(all_measurements: Sequence[TypeMeasurements], *, needed: bool) -> Noise | None:
+def find_gradient_noise_of_job(all_measurements: Sequence[TypeMeasurements], *, needed: bool) -> Noise | None:
     """Return the gradient noise scale that a training has measured on its way, else the probes of all node types at its start.
 
     It is the job's, not the hardware's.
@@ -159,14 +163,16 @@ def gradient_noise_of_job(all_measurements: Sequence[TypeMeasurements], *, neede
     ]
     gradient_stats = [probe.gradients for probe in probes if probe.gradients is not None]
     runs = [measurements.part.run for measurements in all_measurements]
-    noise = noise_from_trainings(runs, all_measurements[0].part.spec) or efficiency.noise_scale(gradient_stats)
+    noise = read_noise_from_trainings(runs, all_measurements[0].part.spec) or efficiency.estimate_noise_scale(
+        gradient_stats
+    )
     if noise is not None or not needed:
         return noise
     hint = (
         "it takes a probe on two or more GPUs (or, on one, a local batch of 2 or more) whose gradients are finite; where the"
         " results are older than this objective, delete some in results/ and run tula profile again"
     )
-    raise _not_told_error(
+    raise _make_unknown_error(
         all_measurements,
         f"no probe ({len(probes)} measured) tells the gradient noise that time to accuracy follows from",
         hint if gradient_stats else f"of a script that takes {_DDP}; choose by another objective",
@@ -199,7 +205,7 @@ def require_energy(
             *(f"node type {name} is left out: no probe tells its energy" for name in unknown),
         ]
     count = sum(len(measurements.forecast.probes) for measurements in all_measurements)
-    raise _not_told_error(
+    raise _make_unknown_error(
         all_measurements,
         f"no probe ({count} measured) tells the energy of its steps",
         "it takes NVIDIA GPUs that have an energy counter, and pip install 'tula-cli[nvml]' in the jobs' environment; probes"
@@ -207,7 +213,7 @@ def require_energy(
     )
 
 
-def trained_epochs(spec: JobSpec, dataset_size: int) -> int:
+def count_trained_epochs(spec: JobSpec, dataset_size: int) -> int:
     """Return the epochs that a job trains; of a script whose length is in samples or steps, to a whole one.
 
     Args:
@@ -216,13 +222,13 @@ def trained_epochs(spec: JobSpec, dataset_size: int) -> int:
     """
     if spec.script is None:
         return spec.train.epochs
-    return max(1, round(script_samples(spec.script, dataset_size) / dataset_size))
+    return max(1, round(count_script_samples(spec.script, dataset_size) / dataset_size))
 
 
 def describe_epochs(chosen: Prediction, measurements: TypeMeasurements, objective: Objective) -> str:
     """Say how many epochs the times are for."""
     spec, same_progress = measurements.part.spec, chosen.same_progress
-    length = train_length(spec)
+    length = describe_train_length(spec)
     if objective != "accuracy-time" or same_progress is None:
         return f"every time is for {length}, whatever the batch"
     key = "train.epochs" if spec.script is None else "script.length.epochs"
@@ -231,7 +237,7 @@ def describe_epochs(chosen: Prediction, measurements: TypeMeasurements, objectiv
         f" the progress of {length} at batch {spec.train.reference_batch}; tula train runs {length}"
     )
     needed = math.ceil(same_progress.epochs)
-    if needed == trained_epochs(spec, measurements.forecast.dataset_size):
+    if needed == count_trained_epochs(spec, measurements.forecast.dataset_size):
         return description
     if spec.script is not None and spec.script.length.epochs is None:
         return f"{description} as it is: script.length says how long"
@@ -240,11 +246,11 @@ def describe_epochs(chosen: Prediction, measurements: TypeMeasurements, objectiv
 
 def describe_noise_basis(noise: Noise, measurements: TypeMeasurements) -> str:
     spec = measurements.part.spec
-    epochs = trained_epochs(spec, measurements.forecast.dataset_size)
+    epochs = count_trained_epochs(spec, measurements.forecast.dataset_size)
     return efficiency.describe_noise(noise, epochs=epochs, reference=spec.train.reference_batch)
 
 
-def forecast_of_recommendation(run: RunDir, spec: JobSpec, others: OtherSizes = NO_OTHER_SIZES) -> Forecast:
+def make_forecast_of_recommendation(run: RunDir, spec: JobSpec, others: OtherSizes = NO_OTHER_SIZES) -> Forecast:
     """Return the forecast that a recommendation is made from.
 
     Args:
@@ -256,8 +262,8 @@ def forecast_of_recommendation(run: RunDir, spec: JobSpec, others: OtherSizes = 
         BadMeasurements, Infeasible: as `Forecast.from_results`.
     """
     results = run.results()
-    observations = observations_from_trainings(run, spec, results)
-    noise = noise_path([run], spec, results)
+    observations = list_observations_from_trainings(run, spec, results)
+    noise = make_noise_path([run], spec, results)
     return _fit_forecast(Part(None, run, spec), results, observations.found, others=others, noise=noise, pending=0)
 
 
@@ -270,30 +276,30 @@ def _fit_forecast(
     noise: NoisePath | None,
     pending: int,
 ) -> Forecast:
-    attempts, saves = part.run.attempts(), newest_saves(part.run)
+    attempts, saves = part.run.attempts(), find_newest_saves(part.run)
     fit_with = functools.partial(Forecast.from_results, attempts=attempts, saves=saves, trained=trained)
     try:
         return fit_with(part.spec, results, other_sizes=others, noise=noise)
     except (TooFew, Infeasible) as error:
         if pending:
-            raise _pending_error(pending, error.message) from error
+            raise _make_pending_error(pending, error.message) from error
         raise
 
 
-def _not_told_error(all_measurements: Sequence[TypeMeasurements], why: str, hint: str) -> Pending | BadMeasurements:
+def _make_unknown_error(all_measurements: Sequence[TypeMeasurements], why: str, hint: str) -> Pending | BadMeasurements:
     """Return what is wrong where no probe tells something: those under way may yet."""
     pending = sum(measurements.pending for measurements in all_measurements)
-    return _pending_error(pending, why) if pending else BadMeasurements(why, hint)
+    return _make_pending_error(pending, why) if pending else BadMeasurements(why, hint)
 
 
-def _pending_error(pending: int, why: str) -> Pending:
+def _make_pending_error(pending: int, why: str) -> Pending:
     return Pending(
         f"{describe_pending(pending)}, and those done do not tell enough: {why}",
         "tula status shows how far they are; run tula recommend again when they are done",
     )
 
 
-def _group_unknown(forecast: Forecast, limits: Limits) -> tuple[UnknownConfigurations, ...]:
+def _list_unknown_configurations(forecast: Forecast, limits: Limits) -> tuple[UnknownConfigurations, ...]:
     """Return the configurations within the limits whose step time the probes do not tell, by the reason."""
     nodes, batch = forecast.unknown_candidates(limits.wanted)
     nodes, batch = (column[limits.reach(nodes, batch)] for column in (nodes, batch))
@@ -311,7 +317,7 @@ def _require_enough(forecast: Forecast, unknown: Sequence[UnknownConfigurations]
         return
     why = unknown[0].why
     if pending:
-        raise _pending_error(pending, why)
+        raise _make_pending_error(pending, why)
     if len(forecast.probes) < 2:
         raise BadMeasurements(
             f"one probe is too few to choose by: {why}", "run tula profile again; it measures what is missing"
@@ -324,7 +330,7 @@ MAX_TRAININGS = 5
 """Trainings of one configuration that count: more tell next to nothing beside them, of days longer ago."""
 
 
-def observations_from_trainings(
+def list_observations_from_trainings(
     run: RunDir, spec: JobSpec, results: Sequence[Measured | OutOfMemory | Failed]
 ) -> TrainingObservations:
     """Return what the steps of a run's trainings say, ended or not, and why those of some do not count.
@@ -342,7 +348,7 @@ def observations_from_trainings(
         return TrainingObservations()
     tasks = run.tasks()
     probed_job = next((task.spec for task in tasks if isinstance(task, ProbeTask)), spec)
-    snapshot = measured_snapshot(run)
+    snapshot = find_measured_snapshot(run)
     observations: list[TrainedSteps] = []
     left_out: list[str] = []
     for name in sorted(names):
@@ -351,14 +357,14 @@ def observations_from_trainings(
             run, steps_here[-1], probed_job, code="" if snapshot is None else snapshot.digest
         ):
             continue
-        training_observations = stretches.observations_from_training(
-            steps_here, run.training(name).sampled_metrics(), functools.partial(_why_not_counted, measured)
+        training_observations = stretches.list_observations_from_training(
+            steps_here, run.training(name).sampled_metrics(), functools.partial(_describe_why_not_counted, measured)
         )
         observations += training_observations.found
         left_out += [f"training {name}: {why}" for why in training_observations.left_out]
     newest = [
         steps
-        for steps_here in stretches.group_by_configuration(observations).values()
+        for steps_here in stretches.group_trainings_by_configuration(observations).values()
         for steps in steps_here[-MAX_TRAININGS:]
     ]
     return TrainingObservations(
@@ -372,12 +378,14 @@ def _trains_alike(run: RunDir, task: TrainTask, probed_job: JobSpec, *, code: st
     if facts.tunes or facts.measured_as or ("gradient_norms" in train.diagnostics and not facts.scales):
         return False
     snapshot = run.code(task.code)
-    return (snapshot.digest if snapshot is not None else "") == code and measurement_signature(
+    return (snapshot.digest if snapshot is not None else "") == code and compute_measurement_signature(
         task.spec
-    ) == measurement_signature(probed_job)
+    ) == compute_measurement_signature(probed_job)
 
 
-def _why_not_counted(measured: Sequence[Measured], task: TrainTask, environment: Mapping[str, Any] | None) -> str:
+def _describe_why_not_counted(
+    measured: Sequence[Measured], task: TrainTask, environment: Mapping[str, Any] | None
+) -> str:
     """Say why steps of an attempt do not belong to the probes' fit; where a script's ran is not told."""
     if environment is None:
         return ""
@@ -404,11 +412,11 @@ class CachedTrainings:
 
     def __call__(self, part: Part) -> TrainingObservations:
         if part.run.path not in self._known:
-            self._known[part.run.path] = observations_from_trainings(part.run, part.spec, part.run.results())
+            self._known[part.run.path] = list_observations_from_trainings(part.run, part.spec, part.run.results())
         return self._known[part.run.path]
 
 
-def measurements_of_other_sizes(part: Part, trainings: CachedTrainings) -> OtherSizes:
+def read_measurements_of_other_sizes(part: Part, trainings: CachedTrainings) -> OtherSizes:
     """Return the measurements on the nodes of a part with other numbers of their GPUs."""
     probes = [
         result for other_part in part.sizes for result in other_part.run.results() if isinstance(result, Measured)
@@ -419,21 +427,21 @@ def measurements_of_other_sizes(part: Part, trainings: CachedTrainings) -> Other
 # --- Gradient noise
 
 
-def noisy_trainings(run: RunDir) -> list[TrainingRun]:
+def list_trainings_with_noise(run: RunDir) -> list[TrainingRun]:
     """Return the trainings of a run that measure their gradient noise."""
     trainings = [run.training(signature) for signature in run.train_signatures()]
     return [training for training in trainings if (task := training.newest_task()) and task.spec.train.measures_noise]
 
 
-def noise_from_trainings(runs: Iterable[RunDir], spec: JobSpec) -> Noise | None:
-    """Return what trainings of runs have measured, as `noise_near_tenth` has it; None of a script."""
+def read_noise_from_trainings(runs: Iterable[RunDir], spec: JobSpec) -> Noise | None:
+    """Return what trainings of runs have measured, as `find_noise_near_tenth` has it; None of a script."""
     if spec.script is not None:
         return None
-    trainings = [training for run in runs for training in noisy_trainings(run)]
-    return noise_near_tenth(trainings, reference=spec.train.reference_batch, epochs=spec.train.epochs)
+    trainings = [training for run in runs for training in list_trainings_with_noise(run)]
+    return find_noise_near_tenth(trainings, reference=spec.train.reference_batch, epochs=spec.train.epochs)
 
 
-def noise_near_tenth(trainings: Iterable[TrainingRun], *, reference: int, epochs: int) -> Noise | None:
+def find_noise_near_tenth(trainings: Iterable[TrainingRun], *, reference: int, epochs: int) -> Noise | None:
     """Return the noise that was measured nearest to a tenth of the epochs, at the reference batch if there is one.
 
     Args:
@@ -444,23 +452,23 @@ def noise_near_tenth(trainings: Iterable[TrainingRun], *, reference: int, epochs
     Returns:
         None where none has measured it yet, or what was measured does not tell it.
     """
-    rows = [row for row in _noise_rows(trainings) if row["epoch"] > 0]
+    rows = [row for row in _list_noise_rows(trainings) if row["epoch"] > 0]
 
     def off(row: dict[str, Any]) -> tuple[bool, float]:
         return row["batch"] != reference, abs(math.log(row["epoch"] / (EARLY_SHARE * epochs)))
 
     for row in sorted(rows, key=off):
-        noise = noise_scale([GradientStats.model_validate(row["stats"])])
+        noise = estimate_noise_scale([GradientStats.model_validate(row["stats"])])
         if noise is not None:
             return replace(noise, epoch=float(row["epoch"]))
     return None
 
 
-def _noise_rows(trainings: Iterable[TrainingRun]) -> list[dict[str, Any]]:
+def _list_noise_rows(trainings: Iterable[TrainingRun]) -> list[dict[str, Any]]:
     return [row for training in trainings for row in training.sampled_metrics() if row["kind"] == "noise"]
 
 
-def noise_path(
+def make_noise_path(
     runs: Iterable[RunDir], spec: JobSpec, results: Iterable[Measured | OutOfMemory | Failed]
 ) -> NoisePath | None:
     """Return the noise over a training as it is known: at its start by the probes, later by trainings that measure it.
@@ -482,12 +490,14 @@ def noise_path(
     ]
     stats: dict[float, Sequence[GradientStats]] = {0.0: gradient_stats}
     by_epoch = defaultdict(list)
-    for row in _noise_rows(training for run in runs for training in noisy_trainings(run)):
+    for row in _list_noise_rows(training for run in runs for training in list_trainings_with_noise(run)):
         by_epoch[float(row["epoch"])].append(row)
     for epoch, rows in by_epoch.items():
         reference_rows = [row for row in rows if row["batch"] == spec.train.reference_batch]
         stats[epoch] = [GradientStats.model_validate(row["stats"]) for row in reference_rows or rows]
-    scales = {epoch: noise.scale for epoch, stats_at_epoch in stats.items() if (noise := noise_scale(stats_at_epoch))}
+    scales = {
+        epoch: noise.scale for epoch, stats_at_epoch in stats.items() if (noise := estimate_noise_scale(stats_at_epoch))
+    }
     return NoisePath.from_measurements(scales, reference=spec.train.reference_batch)
 
 
@@ -512,8 +522,8 @@ def plan_stages(
         return ()
     if stages_setting == "noise" and recommended is not None and recommended.choice.type and recommended.stages:
         return recommended.stages
-    noise = noise_path([run], spec, run.results())
+    noise = make_noise_path([run], spec, run.results())
     if stages_setting == "noise" and noise is None:
         raise BadMeasurements(NOISE_NOT_MEASURED, HOW_TO_MEASURE)
-    ramp = ramp_on_nodes(spec, batch=batch, nodes=nodes, dataset_size=dataset_size, noise=noise)
+    ramp = build_ramp_on_nodes(spec, batch=batch, nodes=nodes, dataset_size=dataset_size, noise=noise)
     return with_epochs(ramp.stages, dataset_size)

@@ -1,13 +1,13 @@
 """The expected loss of an interrupted training by a script, from the checkpoints of the run's earlier trainings."""
 
-from tula_cli.models.interruptions import checkpoint_schedule
+from tula_cli.models.interruptions import find_checkpoint_schedule
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.results import Save
 from tula_cli.spec.job import JobSpec
 
 
-def newest_saves(run: RunDir) -> tuple[Save, ...]:
+def find_newest_saves(run: RunDir) -> tuple[Save, ...]:
     """Return the checkpoints of the training of a run that has saved last; empty where none has."""
     saves_by_training = [run.training(signature).script_saves().saves for signature in run.train_signatures()]
     return max(filter(None, saves_by_training), key=lambda saves: saves[-1].saved_at, default=())
@@ -29,5 +29,5 @@ def describe_interruption_cost(
     results = () if run is None else run.results()
     measured = next((result.dataset_size for result in results if isinstance(result, Measured)), None)
     size = spec.script.known_dataset_size or measured
-    schedule = checkpoint_schedule(spec.script, () if run is None else newest_saves(run), dataset_size=size)
+    schedule = find_checkpoint_schedule(spec.script, () if run is None else find_newest_saves(run), dataset_size=size)
     return schedule.describe_loss(step_time, epoch_steps=size // batch if size and batch else None)

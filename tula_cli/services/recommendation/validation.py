@@ -16,12 +16,12 @@ from tula_cli.models.observations import as_observation as of_probe
 from tula_cli.models.time import steptime
 from tula_cli.models.time.formulas import Priors
 from tula_cli.models.time.steptime import Estimate, Observation
-from tula_cli.models.time.stretches import as_observation, estimate_from_measurements, group_by_configuration
+from tula_cli.models.time.stretches import as_observation, estimate_from_measurements, group_trainings_by_configuration
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import TrainedSteps
-from tula_cli.services.search import STRATEGIES, group_by_nodes
+from tula_cli.services.search import STRATEGIES, group_probes_by_nodes
 from tula_cli.spec.job import JobSpec
-from tula_cli.words import plural
+from tula_cli.words import format_count
 
 JUDGED_STRATEGIES = ("partial", "sweep", "full")
 TRAININGS = "all, with trainings"
@@ -76,7 +76,7 @@ class _Measurements:
         return estimate.seconds
 
 
-def cross_validate_strategies(
+def validate_strategies(
     spec: JobSpec,
     probes: Iterable[Measured],
     *,
@@ -101,8 +101,8 @@ def cross_validate_strategies(
     """
     probed = {(probe.nodes, probe.local_batch): of_probe(probe) for probe in probes}
     elsewhere = (*map(of_probe, others.probes), *map(as_observation, others.trained))
-    measurements = _Measurements(spec, priors, probed, group_by_configuration(trained), elsewhere)
-    by_nodes = group_by_nodes(probed)
+    measurements = _Measurements(spec, priors, probed, group_trainings_by_configuration(trained), elsewhere)
+    by_nodes = group_probes_by_nodes(probed)
     validations: list[Validation] = []
     for name in JUDGED_STRATEGIES:
         chosen = [(nodes, local) for nodes, locals_ in STRATEGIES[name](by_nodes).items() for local in locals_]
@@ -112,17 +112,17 @@ def cross_validate_strategies(
         ):
             validations.append(judged)
     if measurements.trained and (pairs := _predict_leave_one_out(measurements, measurements.places, trainings=True)):
-        validations.append(_validation_row(TRAININGS, len(probed), pairs, left_out_once=True))
+        validations.append(_make_validation_row(TRAININGS, len(probed), pairs, left_out_once=True))
     if not validations:
         raise BadMeasurements(
-            f"nothing of each other follows from {plural(len(probed), 'probe')}",
+            f"nothing of each other follows from {format_count(len(probed), 'probe')}",
             "measure more (search.strategy: sweep or full)",
         )
     return tuple(validations)
 
 
 Pairs = list[tuple[float, Estimate]]
-"""What was measured, and what a fit that has not seen it says of it. Seconds."""
+"""A measured time, and the prediction of a fit without it. Seconds."""
 
 
 def _judge_strategy(measurements: _Measurements, name: str, chosen: Sequence[Place]) -> Validation | None:
@@ -133,10 +133,10 @@ def _judge_strategy(measurements: _Measurements, name: str, chosen: Sequence[Pla
     pairs = _predict_pairs(measurements, probes, unseen) + (
         _predict_leave_one_out(measurements, chosen, trainings=False) if takes_all else []
     )
-    return _validation_row(name, len(chosen), pairs, left_out_once=takes_all) if pairs else None
+    return _make_validation_row(name, len(chosen), pairs, left_out_once=takes_all) if pairs else None
 
 
-def _validation_row(name: str, probes: int, pairs: Pairs, *, left_out_once: bool) -> Validation:
+def _make_validation_row(name: str, probes: int, pairs: Pairs, *, left_out_once: bool) -> Validation:
     off = np.array([abs(estimate.seconds / seconds - 1) for seconds, estimate in pairs])
     is_inside = [_is_inside(seconds, estimate) for seconds, estimate in pairs]
     return Validation(

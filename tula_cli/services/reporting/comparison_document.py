@@ -13,28 +13,28 @@ from tula_cli.services.comparison.accuracy import (
     CompareReport,
     ComparisonRow,
     SeedStatistics,
-    best_row,
     differs_beyond_noise,
+    find_best_row,
 )
 from tula_cli.services.comparison.accuracy import TrainingCurve as CellCurve
 from tula_cli.services.reporting.document import Cell, Column, Document, Fact, Figure, Section, Series, Table
 from tula_cli.services.reporting.figures import (
     GradientCurve,
+    build_factor_density,
+    build_gradient_figures,
+    choose_hours_unit,
     convert,
     describe_software,
-    factor_density,
-    gradient_figures,
-    hours_unit,
-    mean_series,
+    make_mean_series,
 )
-from tula_cli.spec.job import JobSpec, train_length
+from tula_cli.spec.job import JobSpec, describe_train_length
 from tula_cli.version import __version__
-from tula_cli.words import format_moment, method_label, plural
+from tula_cli.words import describe_method_label, format_count, format_moment
 
 # --- Sections
 
 
-def comparison_document(
+def build_comparison_document(
     report: CompareReport, curves: Sequence[CellCurve], *, spec: JobSpec, run_id: str, at: float
 ) -> Document:
     """Return a comparison as a report of its own.
@@ -53,8 +53,10 @@ def comparison_document(
         f" beside batch {report.reference_batch}?"
     )
     facts = (
-        Fact("trained", f"{report.finished} of {plural(report.total, 'training')}, on {plural(report.nodes)}"),
-        Fact("length", train_length(spec)),
+        Fact(
+            "trained", f"{report.finished} of {format_count(report.total, 'training')}, on {format_count(report.nodes)}"
+        ),
+        Fact("length", describe_train_length(spec)),
         Fact("run", run_id),
     )
     return Document(
@@ -63,16 +65,16 @@ def comparison_document(
         report.answer,
         f"{format_moment(at)}, tula {__version__}",
         facts,
-        tuple(comparison_sections(report, curves)),
+        tuple(build_comparison_sections(report, curves)),
     )
 
 
 def describe_training_job(spec: JobSpec) -> str:
     """Return what is trained, in words: a model on a dataset, or a script."""
     if spec.script is not None:
-        from tula_cli.spec.scripts.placeholders import program_name
+        from tula_cli.spec.scripts.placeholders import get_program_name
 
-        return program_name(spec.script.command)
+        return get_program_name(spec.script.command)
     assert spec.model is not None and spec.dataset is not None  # where there is no script
     return f"{spec.model.name} on {spec.dataset.name}"
 
@@ -81,32 +83,37 @@ def _list_values(singular: str, many: str, values: Sequence[int]) -> str:
     return f"{singular if len(values) == 1 else many} {', '.join(map(str, values))}"
 
 
-def comparison_sections(report: CompareReport, curves: Sequence[CellCurve]) -> Iterator[Section]:
+def build_comparison_sections(report: CompareReport, curves: Sequence[CellCurve]) -> Iterator[Section]:
     """Yield the table, the metric by batch and on the way, and the diagnostics."""
     notes = tuple(Fact("note", text) for text in report.warnings)
-    by_batch = tuple(figure for metric in _drawn_metrics(report) for figure in _figure_by_batch(report, metric))
-    tables = (comparison_table(report), *([comparison_table(report, first_round=True)] if report.first_round else []))
+    by_batch = tuple(
+        figure for metric in _list_drawn_metrics(report) for figure in _build_figure_by_batch(report, metric)
+    )
+    tables = (
+        build_comparison_table(report),
+        *([build_comparison_table(report, first_round=True)] if report.first_round else []),
+    )
     yield Section("comparison", "Methods and batches", (report.answer,), notes, tables, by_batch)
     figures_on_the_way = tuple(
-        figure for metric in _drawn_metrics(report) for figure in _training_curves(report, metric, curves)
+        figure for metric in _list_drawn_metrics(report) for figure in _build_training_curves(report, metric, curves)
     )
     missing = "no training of the comparison has ended an epoch yet: tula compare trains what is missing"
     yield Section(
         "comparison_way", "On the way", figures=figures_on_the_way, missing="" if figures_on_the_way else missing
     )
-    behind = tuple(_diagnostic_figures(curves))
+    behind = tuple(_build_diagnostic_figures(curves))
     missing = "its trainings have logged no gradients: --set train.diagnostics=[gradient_norms] logs norms, [hessian] the curvature"
     yield Section("comparison_diagnostics", "Behind it", figures=behind, missing="" if behind else missing)
 
 
-def _drawn_metrics(report: CompareReport) -> tuple[str, ...]:
+def _list_drawn_metrics(report: CompareReport) -> tuple[str, ...]:
     """Return the metrics that are drawn: the one that is compared, and of a language model its perplexity."""
     return (report.metric, *(metric for metric in report.columns if metric == "perplexity" and not report.of_script))
 
 
-def comparison_table(report: CompareReport, *, first_round: bool = False) -> Table:
+def build_comparison_table(report: CompareReport, *, first_round: bool = False) -> Table:
     """Return one row a method at a batch, as Table I of the paper; of all epochs, or of the short trainings."""
-    to_unit, unit = hours_unit(row.hours for row in report.rows)
+    to_unit, unit = choose_hours_unit(row.hours for row in report.rows)
     titles = {"top1": ("top-1", "%"), "top5": ("top-5", "%")}
     metrics = [column for name in report.columns for title, metric_unit in [titles.get(name, (name.replace("_", " "), ""))]
                for column in (Column(title, metric_unit, digits=4), Column("sd", metric_unit, digits=2))]  # fmt: skip
@@ -117,7 +124,7 @@ def comparison_table(report: CompareReport, *, first_round: bool = False) -> Tab
     def cells(row: ComparisonRow) -> tuple[Cell, ...]:
         stats = [row.stat(name) for name in report.columns]
         stat_cells = [value for stat in stats for value in ((None, None) if stat is None else (stat.mean, stat.sd))]
-        label = method_label(row.method, reference=row.reference)
+        label = describe_method_label(row.method, reference=row.reference)
         return (
             row.batch,
             label,
@@ -132,7 +139,7 @@ def comparison_table(report: CompareReport, *, first_round: bool = False) -> Tab
 
     known_rows = [row for row in shown if row.stat(report.metric)]
     best_by_batch = {
-        batch: best_row([row for row in known_rows if row.batch == batch], report)
+        batch: find_best_row([row for row in known_rows if row.batch == batch], report)
         for batch in {row.batch for row in known_rows}
     }
     marks = tuple(
@@ -146,7 +153,7 @@ def comparison_table(report: CompareReport, *, first_round: bool = False) -> Tab
     worse = "added" if report.less_is_better else "lost"
     moment_words = "the last and the best that was told" if report.of_script else "after the last epoch"
     caption = (
-        f"Means and sample standard deviations (sd) over seeds, {moment_words}, on {plural(report.nodes)}. Gap: {report.metric}"
+        f"Means and sample standard deviations (sd) over seeds, {moment_words}, on {format_count(report.nodes)}. Gap: {report.metric}"
         f" {worse} against lbt at batch {report.reference_batch}. Recovered: the share of lbt's gap at the same batch that a"
         " method wins back, where that gap stands out of the noise of the seeds. Marked: the best of each batch, and what does not"
         " differ from it beyond noise."
@@ -158,12 +165,12 @@ def comparison_table(report: CompareReport, *, first_round: bool = False) -> Tab
     return Table("methods", "Methods by batch", columns, tuple(map(cells, shown)), caption, marks)
 
 
-def _figure_by_batch(report: CompareReport, metric: str) -> Iterator[Figure]:
+def _build_figure_by_batch(report: CompareReport, metric: str) -> Iterator[Figure]:
     batches = sorted({row.batch for row in report.rows})
     points_by_method: dict[str, list[tuple[float, SeedStatistics]]] = {}
     for row in sorted(report.rows, key=lambda row: row.batch):
         if (value := row.stat(metric)) is not None:
-            label = method_label(row.method, reference=row.reference)
+            label = describe_method_label(row.method, reference=row.reference)
             points_by_method.setdefault(label, []).append((float(batches.index(row.batch)), value))
     if not points_by_method:
         return
@@ -174,48 +181,48 @@ def _figure_by_batch(report: CompareReport, metric: str) -> Iterator[Figure]:
         for name, points in points_by_method.items()
     )  # fmt: skip
     yield Figure(
-        f"{_figure_key(metric)}_by_batch", f"{_metric_title(metric, report)} by batch", "Means over seeds; bars are one standard deviation.",
-        "global batch", _metric_title(metric, report), series, x_scale="category", categories=tuple(map(str, batches)), paper="Figure 2",
+        f"{_make_figure_key(metric)}_by_batch", f"{_make_metric_title(metric, report)} by batch", "Means over seeds; bars are one standard deviation.",
+        "global batch", _make_metric_title(metric, report), series, x_scale="category", categories=tuple(map(str, batches)), paper="Figure 2",
     )  # fmt: skip
 
 
-def _metric_title(metric: str, report: CompareReport) -> str:
+def _make_metric_title(metric: str, report: CompareReport) -> str:
     if report.of_script:
         return metric
     return {"top1": "top-1 (%)"}.get(metric, metric)
 
 
-def _figure_key(text: str) -> str:
+def _make_figure_key(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "_", text).strip("_")
 
 
-def _gradient_curve(curve: CellCurve) -> GradientCurve:
-    name = method_label(curve.cell.method, reference=curve.cell.reference)
+def _make_gradient_curve(curve: CellCurve) -> GradientCurve:
+    name = describe_method_label(curve.cell.method, reference=curve.cell.reference)
     return GradientCurve(name, curve.epochs, curve.curvature)
 
 
-def _training_curves(report: CompareReport, metric: str, curves: Sequence[CellCurve]) -> Iterator[Figure]:
+def _build_training_curves(report: CompareReport, metric: str, curves: Sequence[CellCurve]) -> Iterator[Figure]:
     """Yield a figure a batch: means over seeds against samples, the reference in each."""
     path = metric if metric in ("top1", "perplexity") else "eval_loss"
     for batch in sorted({curve.cell.batch for curve in curves if not curve.cell.reference}):
         curves_of_batch = [
-            _gradient_curve(curve) for curve in curves if curve.cell.reference or curve.cell.batch == batch
+            _make_gradient_curve(curve) for curve in curves if curve.cell.reference or curve.cell.batch == batch
         ]
-        if series := tuple(mean_series(curves_of_batch, lambda curve: curve.epochs, path)):
-            title = f"{_metric_title(metric, report)} on the way, batch {batch}"
-            yield Figure(f"{_figure_key(metric)}_way_{batch}", title, "Means over the seeds that have come so far.", "samples seen", _metric_title(metric, report), series)  # fmt: skip
+        if series := tuple(make_mean_series(curves_of_batch, lambda curve: curve.epochs, path)):
+            title = f"{_make_metric_title(metric, report)} on the way, batch {batch}"
+            yield Figure(f"{_make_figure_key(metric)}_way_{batch}", title, "Means over the seeds that have come so far.", "samples seen", _make_metric_title(metric, report), series)  # fmt: skip
 
 
-def _diagnostic_figures(curves: Sequence[CellCurve]) -> Iterator[Figure]:
+def _build_diagnostic_figures(curves: Sequence[CellCurve]) -> Iterator[Figure]:
     """Yield what lies behind Figures 5 to 8 of the paper, at the largest batch and the reference, as far as it is logged."""
     batch = max((curve.cell.batch for curve in curves), default=0)
     curves_shown = [curve for curve in curves if curve.cell.batch == batch or curve.cell.reference]
-    yield from gradient_figures([_gradient_curve(curve) for curve in curves_shown], prefix="compare_")
+    yield from build_gradient_figures([_make_gradient_curve(curve) for curve in curves_shown], prefix="compare_")
     first_seed = min((curve.cell.seed for curve in curves_shown), default=0)
     for curve in curves_shown:
         if curve.cell.seed == first_seed:
-            key = f"factors_{_figure_key(curve.cell.method)}_{curve.cell.batch}"
-            yield from factor_density(_gradient_curve(curve), key=key, title=f"Scaling factors of {curve.cell.method}, batch {curve.cell.batch}")  # fmt: skip
+            key = f"factors_{_make_figure_key(curve.cell.method)}_{curve.cell.batch}"
+            yield from build_factor_density(_make_gradient_curve(curve), key=key, title=f"Scaling factors of {curve.cell.method}, batch {curve.cell.batch}")  # fmt: skip
 
 
 # --- The document
@@ -224,7 +231,7 @@ Environment = Mapping[str, Any]
 """A row of kind "environment" of a training's log: device, hardware, versions."""
 
 
-def document_of_comparison(part: Part, comparison: Comparison, report: CompareReport, *, at: float) -> Document:
+def build_document_of_comparison(part: Part, comparison: Comparison, report: CompareReport, *, at: float) -> Document:
     """Return the report of a comparison.
 
     Args:
@@ -233,33 +240,33 @@ def document_of_comparison(part: Part, comparison: Comparison, report: CompareRe
         report: its table.
         at: Unix time.
     """
-    curves = accuracy.training_curves(part.run, comparison)
-    document = comparison_document(report, curves, spec=part.spec, run_id=part.run.id, at=at)
-    environments = [row for cell in comparison.cells for row in _environments(part, cell.signature)]
-    facts = [*_job_facts(part.spec), *_seed_facts(comparison), *_machine_facts(environments, part.spec)]
+    curves = accuracy.read_training_curves(part.run, comparison)
+    document = build_comparison_document(report, curves, spec=part.spec, run_id=part.run.id, at=at)
+    environments = [row for cell in comparison.cells for row in _list_environments(part, cell.signature)]
+    facts = [*_list_job_facts(part.spec), *_seed_facts(comparison), *_list_machine_facts(environments, part.spec)]
     fact_names = {fact.name for fact in document.facts}
     return dataclasses.replace(
         document, facts=(*(fact for fact in facts if fact.name not in fact_names), *document.facts)
     )
 
 
-def _environments(part: Part, signature: str) -> Iterator[Environment]:
+def _list_environments(part: Part, signature: str) -> Iterator[Environment]:
     yield from part.run.training(signature).metrics("environment")
 
 
-def _job_facts(spec: JobSpec) -> Iterator[Fact]:
+def _list_job_facts(spec: JobSpec) -> Iterator[Fact]:
     if spec.script is not None:
         command = spec.script.command
         yield Fact("script", without_secrets(command if isinstance(command, str) else " ".join(command)))
         return
-    yield Fact("model", _name_with_arguments(spec.model.name, spec.model.args))
-    yield Fact("data", _name_with_arguments(spec.dataset.name, spec.dataset.args))
+    yield Fact("model", _format_name_with_arguments(spec.model.name, spec.model.args))
+    yield Fact("data", _format_name_with_arguments(spec.dataset.name, spec.dataset.args))
     rule = f", {spec.schedule.kind} schedule" if spec.schedule.kind != "constant" else ""
     lr = f"{spec.optimizer.name}, learning rate {spec.optimizer.lr:g} at batch {spec.train.reference_batch}{rule}"
     yield Fact("optimizer", lr)
 
 
-def _name_with_arguments(name: str, args: Mapping[str, Any]) -> str:
+def _format_name_with_arguments(name: str, args: Mapping[str, Any]) -> str:
     """Return a name with its numbers: a page is shown around, and a text could be a path or a key."""
     arguments = ", ".join(f"{key} {value}" for key, value in args.items() if isinstance(value, int | float))
     return f"{name} ({arguments})" if arguments else name
@@ -270,12 +277,12 @@ def _seed_facts(comparison: Comparison) -> Iterator[Fact]:
         yield Fact("seeds", ", ".join(str(seed) for seed in sorted({cell.seed for cell in comparison.cells})))
 
 
-def _machine_facts(environments: Sequence[Environment], spec: JobSpec) -> Iterator[Fact]:
+def _list_machine_facts(environments: Sequence[Environment], spec: JobSpec) -> Iterator[Fact]:
     """Yield what the trainings ran on and with; those of a comparison may have run on several kinds."""
     devices = {str(row.get("device")) for row in environments} or {spec.cluster.device}
     device = "process" if devices == {"cpu"} else "GPU"
     gpus = spec.cluster.gpus_per_node
-    per_node = f"{gpus} processes" if device == "process" and gpus > 1 else plural(gpus, device)
+    per_node = f"{gpus} processes" if device == "process" and gpus > 1 else format_count(gpus, device)
     names = _join_distinct(str(row.get("hardware", "")) for row in environments)
     yield Fact(
         "hardware", f"{names}; {per_node} a node" if names else f"not told by the trainings so far; {per_node} a node"

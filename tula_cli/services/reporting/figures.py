@@ -8,14 +8,14 @@ from statistics import fmean
 from typing import Any, Literal, TypeVar
 
 from tula_cli.run.records.jobs import Attempt
-from tula_cli.run.records.recommendations import CAVEATS, Prediction, caveat_kind
+from tula_cli.run.records.recommendations import CAVEATS, Prediction, get_caveat_kind
 from tula_cli.run.records.results import Summary
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.step_series import StepSeries
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.services.reporting.document import Density, Figure, Mark, Series
 from tula_cli.services.reporting.material import Material, PartMaterial
-from tula_cli.words import is_cost_in_node_hours, plural, size_unit, time_unit
+from tula_cli.words import choose_size_unit, choose_time_unit, format_count, is_cost_in_node_hours
 
 # --- Units and marks
 
@@ -28,15 +28,15 @@ Scale = Literal["linear", "log"]
 T = TypeVar("T")
 
 
-def hours_unit(hours: Iterable[float | None]) -> tuple[float, str]:
+def choose_hours_unit(hours: Iterable[float | None]) -> tuple[float, str]:
     """Return the factor and name of the unit in which `hours` is displayed."""
-    divisor, unit = time_unit(3600 * max((value for value in hours if value is not None), default=0.0))
+    divisor, unit = choose_time_unit(3600 * max((value for value in hours if value is not None), default=0.0))
     return 3600 / divisor, unit
 
 
-def bytes_unit(sizes: Iterable[float | None]) -> tuple[float, str]:
+def choose_bytes_unit(sizes: Iterable[float | None]) -> tuple[float, str]:
     """Return the factor and name of the unit in which `sizes` are displayed."""
-    divisor, unit = size_unit(max((value for value in sizes if value is not None), default=0.0))
+    divisor, unit = choose_size_unit(max((value for value in sizes if value is not None), default=0.0))
     return 1 / divisor, unit
 
 
@@ -51,7 +51,7 @@ def thin_out(items: Sequence[T]) -> list[T]:
     return [*items[: len(items) - 1 : step], *items[-1:]]
 
 
-def scale_of(values: Iterable[float | None], *, span: float = 10) -> Scale:
+def choose_scale(values: Iterable[float | None], *, span: float = 10) -> Scale:
     """Return a logarithmic scale where values are further apart than a factor, and all above 0."""
     finite = [value for value in values if value is not None and math.isfinite(value)]
     return "log" if finite and min(finite) > 0 and max(finite) > span * min(finite) else "linear"
@@ -69,7 +69,7 @@ def describe_notes(names: Sequence[str]) -> str:
 
 def explain_notes(rows: Iterable[Sequence[str]]) -> str:
     """Return what the caveats of some rows mean, as the end of a caption; empty where there are none."""
-    kinds = {caveat_kind(name) for names in rows for name in names}
+    kinds = {get_caveat_kind(name) for names in rows for name in names}
     return "".join(
         f" {describe_notes([name]).capitalize()}: {explanation}."
         for name, explanation in CAVEATS.items()
@@ -84,10 +84,10 @@ def as_sentence(text: str) -> str:
 
 def describe_nodes(row: Prediction) -> str:
     """Return the nodes of a configuration, in words."""
-    return f"{plural(row.nodes)}{f' of type {row.type}' if row.type else ''}"
+    return f"{format_count(row.nodes)}{f' of type {row.type}' if row.type else ''}"
 
 
-def chosen_mark(row: Prediction, x: float, y: float | None) -> Mark:
+def make_chosen_mark(row: Prediction, x: float, y: float | None) -> Mark:
     """Return the mark of the choice at a place of a figure."""
     return Mark(x, y, f"chosen: {describe_nodes(row)}, batch {row.batch}", "choice")
 
@@ -146,7 +146,7 @@ class TrainingMaterial:
 
     @property
     def metric(self) -> str:
-        """What it is judged by: train.best_checkpoint, top1, perplexity, or the loss on the evaluation set."""
+        """The metric that judges it: train.best_checkpoint, top1, perplexity, or the loss on the evaluation set."""
         requested_metric = self.task.spec.train.best_checkpoint.metric
         epochs = self.rows_of_kind("epoch")
         names = (
@@ -154,7 +154,9 @@ class TrainingMaterial:
             if self.task.spec.script is None
             else [*self.task.spec.script.metric]
         )
-        return next((name for name in names if any(value_of(row, name) is not None for row in epochs)), "eval_loss")
+        return next(
+            (name for name in names if any(get_metric_value(row, name) is not None for row in epochs)), "eval_loss"
+        )
 
 
 def is_placed(row: Row) -> bool:
@@ -162,14 +164,14 @@ def is_placed(row: Row) -> bool:
     return isinstance(row.get("samples"), int | float) and isinstance(row.get("time", 0.0), int | float)
 
 
-def value_of(row: Row, metric: str) -> float | None:
+def get_metric_value(row: Row, metric: str) -> float | None:
     """Return a metric of an epoch's row, the user's own among them; None where it is not there, or no number."""
     user_metrics = row.get("metrics")
     value = row.get(metric, user_metrics.get(metric) if isinstance(user_metrics, Mapping) else None)
     return float(value) if isinstance(value, int | float) and abs(value) < float("inf") else None
 
 
-def value_at(row: Any, path: str) -> Any:
+def get_value_at(row: Any, path: str) -> Any:
     """Return what a row holds under a path like "ags.mean"; None where there is nothing."""
     for key in path.split("."):
         if not isinstance(row, Mapping):
@@ -178,12 +180,12 @@ def value_at(row: Any, path: str) -> Any:
     return row
 
 
-def newest_trainings(material: Material) -> list[TrainingMaterial]:
+def list_newest_trainings(material: Material) -> list[TrainingMaterial]:
     """Return the newest training of each part; one of a comparison only where there is no other."""
-    return [training for part_material in material.own_parts for training in _newest_training(part_material)]
+    return [training for part_material in material.own_parts for training in _find_newest_training(part_material)]
 
 
-def _newest_training(part_material: PartMaterial) -> Iterator[TrainingMaterial]:
+def _find_newest_training(part_material: PartMaterial) -> Iterator[TrainingMaterial]:
     comparison = part_material.part.run.comparison()
     compared = {cell.signature for cell in comparison.cells} if comparison is not None else set()
     tasks = [task for task in part_material.look.tasks if isinstance(task, TrainTask)]
@@ -236,20 +238,20 @@ OF_CURVATURE = (
 )  # fmt: skip
 
 
-def gradient_figures(curves: Sequence[GradientCurve], *, prefix: str = "") -> Iterator[Figure]:
+def build_gradient_figures(curves: Sequence[GradientCurve], *, prefix: str = "") -> Iterator[Figure]:
     """Yield what the curves have logged, over the samples seen; `prefix` is of the figures' keys."""
     for quantity in OF_EPOCHS:
         yield from _draw_quantity(quantity, curves, lambda curve: curve.epochs, prefix)
         if quantity.key == "gradient_change":
-            yield from _accuracy_figure(curves, prefix)
-    yield from _eigenvalue_figure(curves, prefix)
+            yield from _build_accuracy_figure(curves, prefix)
+    yield from _build_eigenvalue_figure(curves, prefix)
     for quantity in OF_CURVATURE:
         yield from _draw_quantity(quantity, curves, lambda curve: curve.curvature, prefix)
 
 
-def _accuracy_figure(curves: Sequence[GradientCurve], prefix: str) -> Iterator[Figure]:
+def _build_accuracy_figure(curves: Sequence[GradientCurve], prefix: str) -> Iterator[Figure]:
     """Yield the accuracy over the same samples, where Delta(G) is drawn above it."""
-    if not any(mean_series(curves, lambda curve: curve.epochs, OF_EPOCHS[1].path)):
+    if not any(make_mean_series(curves, lambda curve: curve.epochs, OF_EPOCHS[1].path)):
         return
     quantity = Quantity("change_accuracy", "top1", "Accuracy beside it", "top-1 (%)", "On the evaluation set, over the same samples as Delta(G).", paper="Figure 6")  # fmt: skip
     yield from _draw_quantity(quantity, curves, lambda curve: curve.epochs, prefix)
@@ -258,11 +260,11 @@ def _accuracy_figure(curves: Sequence[GradientCurve], prefix: str) -> Iterator[F
 def _draw_quantity(
     quantity: Quantity, curves: Sequence[GradientCurve], rows: Callable[[GradientCurve], Sequence[Row]], prefix: str
 ) -> Iterator[Figure]:
-    series = list(mean_series(curves, rows, quantity.path))
+    series = list(make_mean_series(curves, rows, quantity.path))
     if quantity.ends is not None and len(curves) == 1 and series:
         series = [_with_spread(series[0], rows(curves[0]), quantity)]
     if series:
-        scale = scale_of((y for one_series in series for y in one_series.y), span=1) if quantity.log else "linear"
+        scale = choose_scale((y for one_series in series for y in one_series.y), span=1) if quantity.log else "linear"
         yield Figure(f"{prefix}{quantity.key}", quantity.title, quantity.caption, "samples seen", quantity.label, tuple(series), y_scale=scale, paper=quantity.paper)  # fmt: skip
 
 
@@ -270,11 +272,11 @@ def _with_spread(series: Series, rows: Sequence[Row], quantity: Quantity) -> Ser
     assert quantity.ends is not None
     folder = quantity.path.rpartition(".")[0]
     at = {float(row["samples"]): row for row in rows if is_placed(row)}
-    low, high = (tuple(_as_number(value_at(at[x], f"{folder}.{name}")) for x in series.x) for name in quantity.ends)
+    low, high = (tuple(_as_number(get_value_at(at[x], f"{folder}.{name}")) for x in series.x) for name in quantity.ends)
     return replace(series, low=low, high=high)
 
 
-def mean_series(
+def make_mean_series(
     curves: Sequence[GradientCurve], rows: Callable[[GradientCurve], Sequence[Row]], path: str, *, name: str = ""
 ) -> Iterator[Series]:
     """Yield the mean over trainings of one name of what their rows hold under a path, against samples.
@@ -285,7 +287,7 @@ def mean_series(
     for curve in curves:
         values_by_samples = values_by_name.setdefault(name or curve.name, {})
         for row in rows(curve):
-            if is_placed(row) and (value := _as_number(value_at(row, path))) is not None:
+            if is_placed(row) and (value := _as_number(get_value_at(row, path))) is not None:
                 values_by_samples.setdefault(float(row["samples"]), []).append(value)
     for name_, values_by_samples in values_by_name.items():
         points = thin_out(sorted(values_by_samples.items()))
@@ -297,7 +299,7 @@ def _as_number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def _eigenvalue_figure(curves: Sequence[GradientCurve], prefix: str) -> Iterator[Figure]:
+def _build_eigenvalue_figure(curves: Sequence[GradientCurve], prefix: str) -> Iterator[Figure]:
     """Yield the largest eigenvalue of the Hessian beside the gradient norm on the same samples."""
     named = {"largest eigenvalue": "eigenvalue", "gradient norm": "gradient_norm"}
     several = len({curve.name for curve in curves}) > 1
@@ -305,23 +307,25 @@ def _eigenvalue_figure(curves: Sequence[GradientCurve], prefix: str) -> Iterator
         one_series
         for name, path in named.items()
         for curve_name in dict.fromkeys(curve.name for curve in curves)
-        for one_series in mean_series([c for c in curves if c.name == curve_name], lambda c: c.curvature, path, name=f"{curve_name}: {name}" if several else name)
+        for one_series in make_mean_series([c for c in curves if c.name == curve_name], lambda c: c.curvature, path, name=f"{curve_name}: {name}" if several else name)
     ]  # fmt: skip
     if series:
-        scale = scale_of((y for one_series in series for y in one_series.y), span=1)
+        scale = choose_scale((y for one_series in series for y in one_series.y), span=1)
         yield Figure(
             f"{prefix}eigenvalue", "Largest Hessian eigenvalue and gradient norm", "Both on the same training samples (train.diagnostics: hessian).",
             "samples seen", "eigenvalue, norm", tuple(series), y_scale=scale, paper="Figure 5",
         )  # fmt: skip
 
 
-def factor_density(curve: GradientCurve, *, key: str, title: str) -> Iterator[Figure]:
+def build_factor_density(curve: GradientCurve, *, key: str, title: str) -> Iterator[Figure]:
     """Yield how the scaling factors were spread, an epoch a column; nothing where none are logged.
 
     The bins at the ends hold what is beyond all edges. Only the bins between those that hold something are drawn.
     """
     logged = [
-        (float(row["samples"]), counts_) for row in curve.epochs if is_placed(row) and (counts_ := _bin_counts(row))
+        (float(row["samples"]), counts_)
+        for row in curve.epochs
+        if is_placed(row) and (counts_ := _read_bin_counts(row))
     ]
     logged = [
         entry for entry in logged if entry[1][0] == logged[0][1][0]
@@ -342,8 +346,8 @@ def factor_density(curve: GradientCurve, *, key: str, title: str) -> Iterator[Fi
     )  # fmt: skip
 
 
-def _bin_counts(row: Row) -> tuple[tuple[float, ...], tuple[int, ...]] | None:
-    edges, counts = (value_at(row, f"diagnostics.factors.{name}") for name in ("edges", "counts"))
+def _read_bin_counts(row: Row) -> tuple[tuple[float, ...], tuple[int, ...]] | None:
+    edges, counts = (get_value_at(row, f"diagnostics.factors.{name}") for name in ("edges", "counts"))
     if (
         not _are_numbers(edges)
         or not _are_numbers(counts)
@@ -369,7 +373,7 @@ CAPTION = (
 )
 
 
-def step_figures(steps: StepSeries, *, name: str, prefix: str = "") -> Iterator[Figure]:
+def build_step_figures(steps: StepSeries, *, name: str, prefix: str = "") -> Iterator[Figure]:
     """Yield what a training has kept of its steps, over the samples seen; nothing where it has kept nothing.
 
     Args:
@@ -389,7 +393,7 @@ def step_figures(steps: StepSeries, *, name: str, prefix: str = "") -> Iterator[
             if mean is not None and low is not None and high is not None
         ]
         if rows:
-            yield _step_figure(f"{prefix}{key}", title, label, paper, name, join_neighbours(rows))
+            yield _build_step_figure(f"{prefix}{key}", title, label, paper, name, join_neighbours(rows))
 
 
 def join_neighbours(rows: Spreads) -> Spreads:
@@ -399,7 +403,7 @@ def join_neighbours(rows: Spreads) -> Spreads:
     return [(group[-1][0], fmean(row[1] for row in group), min(row[2] for row in group), max(row[3] for row in group)) for group in groups]  # fmt: skip
 
 
-def _step_figure(key: str, title: str, label: str, paper: str, name: str, rows: Spreads) -> Figure:
+def _build_step_figure(key: str, title: str, label: str, paper: str, name: str, rows: Spreads) -> Figure:
     xs, mean, low, high = (tuple(column) for column in zip(*rows, strict=True))
     series = Series(name, xs, mean, low, high, style="line")
-    return Figure(key, title, CAPTION, "samples seen", label, (series,), y_scale=scale_of(low, span=1), paper=paper)
+    return Figure(key, title, CAPTION, "samples seen", label, (series,), y_scale=choose_scale(low, span=1), paper=paper)

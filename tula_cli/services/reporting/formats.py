@@ -8,33 +8,33 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from tula_cli.services.reporting.document import Cell, Column, Document, Fact, Figure, Section, Table
-from tula_cli.words import escape_spreadsheet_cell, number
+from tula_cli.words import escape_spreadsheet_cell, format_number
 
 # --- Cells as text
 
 
-def column_title(column: Column) -> str:
+def format_column_title(column: Column) -> str:
     """Return the title of a column, with its unit."""
     return f"{column.title} ({column.unit})" if column.unit and column.title else column.title or column.unit
 
 
-def cell_text(cell: Cell, column: Column) -> str:
+def format_cell(cell: Cell, column: Column) -> str:
     """Return a cell as text; what is not known is a dash."""
     if cell is None:
         return "-"
     if isinstance(cell, float):
-        return number(cell, column.digits or 4)
+        return format_number(cell, column.digits or 4)
     return str(cell)
 
 
-def text_rows(table: Table) -> Sequence[tuple[str, ...]]:
+def format_rows(table: Table) -> Sequence[tuple[str, ...]]:
     """Return the rows of a table as text."""
     return [
-        tuple(cell_text(cell, column) for cell, column in zip(row, table.columns, strict=True)) for row in table.rows
+        tuple(format_cell(cell, column) for cell, column in zip(row, table.columns, strict=True)) for row in table.rows
     ]
 
 
-def row_signs(table: Table) -> Sequence[str]:
+def list_row_signs(table: Table) -> Sequence[str]:
     """Return the sign of each row: * chosen, + on the front, else nothing; none at all where no row has one."""
     signs = {"chosen": "*", "front": "+"}
     return [signs.get(mark, "") for mark in table.marks] if any(table.marks) else []
@@ -48,24 +48,24 @@ def explain_signs(table: Table) -> str:
 # --- CSV
 
 
-def csv_files(document: Document) -> dict[str, str]:
+def render_csv_files(document: Document) -> dict[str, str]:
     """Return the CSV of each table and figure of a report, by its key."""
     texts: dict[str, str] = {}
     for section in document.sections:
         for table in section.tables:
-            texts[_free_name(f"table_{table.key}", texts)] = _csv_of_rows(table_rows(table))
+            texts[_choose_free_name(f"table_{table.key}", texts)] = _render_csv_rows(list_table_rows(table))
         for figure in section.figures:
-            texts[_free_name(f"figure_{figure.key}", texts)] = _csv_of_rows(figure_rows(figure))
+            texts[_choose_free_name(f"figure_{figure.key}", texts)] = _render_csv_rows(list_figure_rows(figure))
     return texts
 
 
-def _free_name(name: str, taken: Mapping[str, str]) -> str:
+def _choose_free_name(name: str, taken: Mapping[str, str]) -> str:
     """Return a name that is not taken yet."""
     names = (name, *(f"{name}_{number}" for number in range(2, len(taken) + 3)))
     return next(candidate for candidate in names if candidate not in taken)
 
 
-def csv_text(document: Document) -> str:
+def render_csv(document: Document) -> str:
     """Return all of them as one text: a line "# key: title" before each, and an empty one after it."""
     titles = [
         title
@@ -74,33 +74,33 @@ def csv_text(document: Document) -> str:
     ]
     return "\n".join(
         f"# {name}: {' '.join(title.split())}\n{text}"
-        for (name, text), title in zip(csv_files(document).items(), titles, strict=True)
+        for (name, text), title in zip(render_csv_files(document).items(), titles, strict=True)
     )
 
 
-def table_rows(table: Table) -> Iterator[Sequence[Cell]]:
+def list_table_rows(table: Table) -> Iterator[Sequence[Cell]]:
     """Yield the head and the rows of a table; numbers are whole, and what is not known is empty."""
     marks = table.marks if any(table.marks) else ()
-    yield [*(column_title(column) for column in table.columns), *(["mark"] if marks else [])]
+    yield [*(format_column_title(column) for column in table.columns), *(["mark"] if marks else [])]
     for place, row in enumerate(table.rows):
         yield [*row, *([marks[place]] if marks else [])]
 
 
-def figure_rows(figure: Figure) -> Iterator[Sequence[Cell]]:
+def list_figure_rows(figure: Figure) -> Iterator[Sequence[Cell]]:
     """Yield what is drawn: a row a point and a mark, or a row a cell of a density."""
     if figure.density is not None:
-        yield from _density_rows(figure)
+        yield from _list_density_rows(figure)
         return
     yield ["series", figure.x_label, figure.y_label, "low", "high", "measured"]
     for series in figure.series:
         for place, x in enumerate(series.x):
             ends = [None if end is None else end[place] for end in (series.low, series.high)]
             measured = None if series.measured is None else str(series.measured[place]).lower()
-            yield [series.name, _x_cell(figure, x), series.y[place], *ends, measured]
+            yield [series.name, _format_x(figure, x), series.y[place], *ends, measured]
     for mark in figure.marks:
         yield [
             f"{mark.kind}: {mark.text}",
-            None if mark.x is None else _x_cell(figure, mark.x),
+            None if mark.x is None else _format_x(figure, mark.x),
             mark.y,
             None,
             None,
@@ -108,7 +108,7 @@ def figure_rows(figure: Figure) -> Iterator[Sequence[Cell]]:
         ]
 
 
-def _density_rows(figure: Figure) -> Iterator[Sequence[Cell]]:
+def _list_density_rows(figure: Figure) -> Iterator[Sequence[Cell]]:
     density = figure.density
     assert density is not None
     yield ["share", f"{figure.x_label} from", f"{figure.x_label} to", f"{figure.y_label} from", f"{figure.y_label} to"]
@@ -117,11 +117,11 @@ def _density_rows(figure: Figure) -> Iterator[Sequence[Cell]]:
             yield [share, *density.x_edges[column : column + 2], *density.y_edges[row : row + 2]]
 
 
-def _x_cell(figure: Figure, x: float) -> Cell:
+def _format_x(figure: Figure, x: float) -> Cell:
     return figure.categories[int(x)] if figure.x_scale == "category" else x
 
 
-def _csv_of_rows(rows: Iterable[Sequence[Cell]]) -> str:
+def _render_csv_rows(rows: Iterable[Sequence[Cell]]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(map(escape_spreadsheet_cell, row) for row in rows)
     return text.getvalue()
@@ -130,27 +130,27 @@ def _csv_of_rows(rows: Iterable[Sequence[Cell]]) -> str:
 # --- Markdown
 
 
-def markdown_text(document: Document) -> str:
+def render_markdown(document: Document) -> str:
     """Return a report as Markdown (GitHub's, for its tables); a figure is its data, see `--csv` and `--svg`."""
-    return "\n".join(_markdown_lines(document)) + "\n"
+    return "\n".join(_render_markdown_lines(document)) + "\n"
 
 
-def _markdown_lines(document: Document) -> Iterator[str]:
+def _render_markdown_lines(document: Document) -> Iterator[str]:
     yield f"# {_escape_markdown(document.title)}"
     yield ""
     yield f"**{_escape_markdown(document.question)}**"
     yield ""
     yield _escape_markdown(document.answer)
     yield ""
-    yield from _markdown_facts(document.facts)
+    yield from _render_markdown_facts(document.facts)
     yield f"Made {_escape_markdown(document.made)}."
     for section in document.sections:
         yield ""
         yield f"## {_escape_markdown(section.title)}"
-        yield from _markdown_section(section)
+        yield from _render_markdown_section(section)
 
 
-def _markdown_section(section: Section) -> Iterator[str]:
+def _render_markdown_section(section: Section) -> Iterator[str]:
     parts = [
         *map(_escape_markdown, section.text),
         *([f"*Missing: {_escape_markdown(section.missing)}.*"] if section.missing else []),
@@ -160,42 +160,42 @@ def _markdown_section(section: Section) -> Iterator[str]:
         yield paragraph
     if section.facts:
         yield ""
-        yield from _markdown_facts(section.facts)
+        yield from _render_markdown_facts(section.facts)
     for table in section.tables:
         yield ""
-        yield from _markdown_table(table)
+        yield from _render_markdown_table(table)
     for figure in section.figures:
         yield ""
-        yield _markdown_figure(figure)
+        yield _render_markdown_figure(figure)
 
 
-def _markdown_facts(facts: Sequence[Fact]) -> Iterator[str]:
+def _render_markdown_facts(facts: Sequence[Fact]) -> Iterator[str]:
     yield from (f"- {_escape_markdown(fact.name)}: {_escape_markdown(fact.value)}" for fact in facts)
     if facts:
         yield ""
 
 
-def _markdown_table(table: Table) -> Iterator[str]:
+def _render_markdown_table(table: Table) -> Iterator[str]:
     yield f"**{_escape_markdown(table.title)}**"
     yield ""
-    yield from markdown_rows(table)
+    yield from render_markdown_rows(table)
     if words := " ".join(filter(None, [table.caption, explain_signs(table) and f"{explain_signs(table)}."])):
         yield ""
         yield _escape_markdown(words)
 
 
-def markdown_rows(table: Table) -> Iterator[str]:
+def render_markdown_rows(table: Table) -> Iterator[str]:
     """Yield the lines of a table, its head first."""
-    signs = row_signs(table)
-    heads = [*([""] if signs else []), *(column_title(column) for column in table.columns)]
+    signs = list_row_signs(table)
+    heads = [*([""] if signs else []), *(format_column_title(column) for column in table.columns)]
     yield f"| {' | '.join(map(_escape_markdown, heads))} |"
     bars = [*([":--"] if signs else []), *(":--" if column.align == "left" else "--:" for column in table.columns)]
     yield f"| {' | '.join(bars)} |"
-    for place, line in enumerate(text_rows(table)):
+    for place, line in enumerate(format_rows(table)):
         yield f"| {' | '.join(map(_escape_markdown, [*([signs[place]] if signs else []), *line]))} |"
 
 
-def _markdown_figure(figure: Figure) -> str:
+def _render_markdown_figure(figure: Figure) -> str:
     paper = f" ({figure.paper} of the paper)" if figure.paper else ""
     marks = "; ".join(mark.text for mark in figure.marks if mark.kind in ("choice", "knee", "limit"))
     caption = f"{figure.caption} Marked: {marks}." if marks else figure.caption
@@ -219,14 +219,14 @@ LATEX_ESCAPES = {
     '"': r"\textquotedbl{}", "±": r"$\pm$", "×": r"$\times$", "·": r"$\cdot$", "–": "--", "—": "---", "δ": r"$\delta$",
     "Δ": r"$\Delta$", "≤": r"$\le$", "≥": r"$\ge$", "µ": r"$\mu$", "€": "EUR", "…": r"\ldots{}",
 }  # fmt: skip
-"""What LaTeX takes for itself (a star or a bracket that begins a row, too), or its standard fonts lack."""
+"""Characters with a meaning in LaTeX (a star or a bracket that begins a row, too), or that its standard fonts lack."""
 WIDE_TABLE = 9
 """Columns from which on a table is set small, and turned where it has many more."""
 
 
-def latex_text(document: Document) -> str:
+def render_latex(document: Document) -> str:
     """Return a report as a whole LaTeX document: plain tabular, class article."""
-    return "\n".join(_latex_lines(document)) + "\n"
+    return "\n".join(_render_latex_lines(document)) + "\n"
 
 
 def escape_latex(words: str) -> str:
@@ -242,7 +242,7 @@ def _escape_letter(letter: str) -> str:
     return base or "?"
 
 
-def _latex_lines(document: Document) -> Iterator[str]:
+def _render_latex_lines(document: Document) -> Iterator[str]:
     yield r"\documentclass[a4paper]{article}"
     yield r"\setlength{\oddsidemargin}{-5mm}\setlength{\textwidth}{170mm}\setlength{\topmargin}{-10mm}\setlength{\textheight}{240mm}"
     yield r"\begin{document}"
@@ -253,31 +253,31 @@ def _latex_lines(document: Document) -> Iterator[str]:
     yield rf"\noindent\textbf{{{escape_latex(document.question)}}}"
     yield ""
     yield rf"\noindent {escape_latex(document.answer)}"
-    yield from _latex_facts(document.facts)
+    yield from _render_latex_facts(document.facts)
     for section in document.sections:
         yield ""
         yield rf"\section*{{{escape_latex(section.title)}}}"
-        yield from _latex_section(section)
+        yield from _render_latex_section(section)
     yield r"\end{document}"
 
 
-def _latex_section(section: Section) -> Iterator[str]:
+def _render_latex_section(section: Section) -> Iterator[str]:
     for paragraph in section.text:
         yield ""
         yield escape_latex(paragraph)
     if section.missing:
         yield ""
         yield rf"\emph{{Missing: {escape_latex(section.missing)}.}}"
-    yield from _latex_facts(section.facts)
+    yield from _render_latex_facts(section.facts)
     for table in section.tables:
         yield ""
-        yield from latex_table(table)
+        yield from render_latex_table(table)
     for figure in section.figures:
         yield ""
-        yield _latex_figure(figure)
+        yield _render_latex_figure(figure)
 
 
-def _latex_facts(facts: Sequence[Fact]) -> Iterator[str]:
+def _render_latex_facts(facts: Sequence[Fact]) -> Iterator[str]:
     if not facts:
         return
     yield r"\begin{description}"
@@ -285,10 +285,10 @@ def _latex_facts(facts: Sequence[Fact]) -> Iterator[str]:
     yield r"\end{description}"
 
 
-def latex_table(table: Table) -> Iterator[str]:
+def render_latex_table(table: Table) -> Iterator[str]:
     """Yield a table with its caption, as LaTeX."""
-    signs = row_signs(table)
-    heads = [*([""] if signs else []), *(column_title(column) for column in table.columns)]
+    signs = list_row_signs(table)
+    heads = [*([""] if signs else []), *(format_column_title(column) for column in table.columns)]
     bars = "l" * bool(signs) + "".join("l" if column.align == "left" else "r" for column in table.columns)
     size = r"\small" if len(heads) < WIDE_TABLE else r"\scriptsize\setlength{\tabcolsep}{2pt}"
     yield rf"\begin{{table}}[htbp]\centering{size}"
@@ -298,16 +298,16 @@ def latex_table(table: Table) -> Iterator[str]:
     yield rf"\caption{{{escape_latex(words)}}}"
     yield rf"\begin{{tabular}}{{{bars}}}"
     yield r"\hline"
-    yield rf"{' & '.join(_latex_head(words, left=bar == 'l') for words, bar in zip(heads, bars, strict=True))} \\"
+    yield rf"{' & '.join(_render_latex_head(words, left=bar == 'l') for words, bar in zip(heads, bars, strict=True))} \\"
     yield r"\hline"
-    for place, line in enumerate(text_rows(table)):
+    for place, line in enumerate(format_rows(table)):
         yield rf"{' & '.join(escape_latex(cell) for cell in [*([signs[place]] if signs else []), *line])} \\"
     yield r"\hline"
     yield r"\end{tabular}"
     yield r"\end{table}"
 
 
-def _latex_head(words: str, *, left: bool) -> str:
+def _render_latex_head(words: str, *, left: bool) -> str:
     """Return the head of a column, in short lines."""
     lines = [escape_latex(line) for line in textwrap.wrap(words, 10, break_long_words=False, break_on_hyphens=False)]
     broken = r"\\".join(lines)
@@ -318,7 +318,7 @@ def _latex_head(words: str, *, left: bool) -> str:
     )
 
 
-def _latex_figure(figure: Figure) -> str:
+def _render_latex_figure(figure: Figure) -> str:
     paper = f" ({figure.paper} of the paper)" if figure.paper else ""
     marks = "; ".join(mark.text for mark in figure.marks if mark.kind in ("choice", "knee", "limit"))
     caption = f"{figure.caption} Marked: {marks}." if marks else figure.caption

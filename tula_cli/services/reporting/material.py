@@ -9,10 +9,10 @@ import numpy as np
 from tula_cli.cluster.launcher import Launcher
 from tula_cli.errors import BadMeasurements, Infeasible, Pending, SpecError, TulaError
 from tula_cli.models.choice.grid import Config
-from tula_cli.models.choice.objective import knee_batch
+from tula_cli.models.choice.objective import find_knee_batch
 from tula_cli.models.choice.offers import Offers
 from tula_cli.run.directory import Part, RunDir
-from tula_cli.run.jobfile import parts_with_data
+from tula_cli.run.jobfile import list_parts_with_data
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.run.snapshot import Snapshot
@@ -113,7 +113,7 @@ class Material:
         if self.kept is None or self.answer is None or self.has_other_question:
             return None
         current_choice = self.answer.recommendation.choice
-        return None if _configuration(current_choice) == _configuration(self.kept.choice) else current_choice
+        return None if _get_configuration(current_choice) == _get_configuration(self.kept.choice) else current_choice
 
     @cached_property
     def rows(self) -> tuple[Prediction, ...]:
@@ -157,14 +157,14 @@ class Material:
         measured_line = (
             line.take(line.measured) if measurements.forecast.held_up and bool(np.any(line.measured)) else line
         )
-        return knee_batch(measured_line, "time")
+        return find_knee_batch(measured_line, "time")
 
     @property
     def currency(self) -> str:
         return self.spec.pricing.currency
 
 
-def _configuration(row: Prediction) -> tuple[str, int, int, str]:
+def _get_configuration(row: Prediction) -> tuple[str, int, int, str]:
     return row.type, row.nodes, row.batch, row.market
 
 
@@ -184,14 +184,14 @@ def gather_material(run: RunDir, spec: JobSpec, launcher_for: Callable[[JobSpec]
         PartMaterial(
             part, part.run.read(skip_damaged=True), status.run_status(part.run, launcher_for(part.spec), now=now)
         )
-        for part in parts_with_data(run, spec)
+        for part in list_parts_with_data(run, spec)
     ]
     stored = run.recommendation()
-    answer, why = _answer_now(run, spec, parts, stored, now=now)
+    answer, why = _recommend_now(run, spec, parts, stored, now=now)
     return Material(run, spec, tuple(parts), stored, answer, why, now)
 
 
-def _answer_now(
+def _recommend_now(
     run: RunDir, spec: JobSpec, parts: Sequence[PartMaterial], stored: Recommendation | None, *, now: float
 ) -> tuple[Answer | None, str]:
     """Return what the probes say of every configuration, by the kept question's objective; else why they say nothing."""

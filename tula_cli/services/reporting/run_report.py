@@ -11,18 +11,18 @@ from tula_cli.run.secrets import without_secrets
 from tula_cli.services.reporting import sections
 from tula_cli.services.reporting.comparison_document import describe_training_job
 from tula_cli.services.reporting.document import Document, Fact
-from tula_cli.services.reporting.figures import describe_software, is_priced, newest_trainings
+from tula_cli.services.reporting.figures import describe_software, is_priced, list_newest_trainings
 from tula_cli.services.reporting.material import Material, gather_material
-from tula_cli.spec.job import JobSpec, train_length
+from tula_cli.spec.job import JobSpec, describe_train_length
 from tula_cli.version import __version__
 from tula_cli.words import (
-    configuration,
+    describe_configuration,
     format_bytes,
+    format_count,
     format_duration,
+    format_interval_of_hours,
     format_moment,
-    interval_of_hours,
-    number,
-    plural,
+    format_number,
 )
 
 
@@ -46,17 +46,17 @@ def build_run_report(
 def build_document(material: Material) -> Document:
     """Return what was seen of a run as a document; sections of which there is nothing say why."""
     all_sections = (
-        sections.choice_section(material),
-        sections.scaling_section(material),
-        sections.time_and_cost_section(material),
-        sections.measured_section(material),
-        sections.parts_section(material),
-        sections.memory_section(material),
-        sections.cross_validation_section(material),
-        sections.same_progress_section(material),
-        sections.training_section(material),
-        sections.gradients_section(material),
-        *sections.comparison_sections(material),
+        sections.build_choice_section(material),
+        sections.build_scaling_section(material),
+        sections.build_time_and_cost_section(material),
+        sections.build_measured_section(material),
+        sections.build_parts_section(material),
+        sections.build_memory_section(material),
+        sections.build_cross_validation_section(material),
+        sections.build_same_progress_section(material),
+        sections.build_training_section(material),
+        sections.build_gradients_section(material),
+        *sections.build_comparison_sections_of_parts(material),
     )
     made_by = f"{format_moment(material.at)}, tula {__version__}"
     return Document(
@@ -73,14 +73,14 @@ def _describe_question(material: Material) -> str:
     """Return what was asked, in a line."""
     spec, recommendation = material.spec, material.shown_recommendation
     nodes = sorted({count for part_material in material.own_parts for count in part_material.part.spec.search.nodes})
-    counts = f"{', '.join(map(str, nodes))} {'node' if nodes == [1] else 'nodes'}" if len(nodes) <= 8 else f"{nodes[0]} to {plural(nodes[-1])}"  # fmt: skip
+    counts = f"{', '.join(map(str, nodes))} {'node' if nodes == [1] else 'nodes'}" if len(nodes) <= 8 else f"{nodes[0]} to {format_count(nodes[-1])}"  # fmt: skip
     types = sorted(
         {part_material.part.type for part_material in material.own_parts if part_material.part.type is not None}
     )
     of_types = f" of types {', '.join(types)}" if types else ""
     asked_at = "" if material.kept is None else f", asked {format_moment(material.kept.created_at)}"
     by = "" if recommendation is None else f" (by {recommendation.criteria}{asked_at})"
-    return f"On how many of {counts}{of_types}, and with what batch, is {describe_training_job(spec)} trained for {train_length(spec)}{by}?"
+    return f"On how many of {counts}{of_types}, and with what batch, is {describe_training_job(spec)} trained for {describe_train_length(spec)}{by}?"
 
 
 def _describe_answer(material: Material) -> str:
@@ -91,33 +91,33 @@ def _describe_answer(material: Material) -> str:
         if recommendation is None
         else f"{_describe_choice(recommendation.choice, recommendation.currency)}."
     ]
-    for training in newest_trainings(material):
+    for training in list_newest_trainings(material):
         end = training.summary
         if end is None:
             sentences.append(f"Training {training.task.signature}: {training.state}.")
             continue
         predicted = "" if end.predicted_hours is None else f" (predicted {format_duration(3600 * end.predicted_hours)})"
-        best = f", best top-1 {number(end.best_top1, 4)} %" if "top1" in end.metrics else ""
+        best = f", best top-1 {format_number(end.best_top1, 4)} %" if "top1" in end.metrics else ""
         sentences.append(
-            f"Trained on {plural(end.nodes)} at batch {end.batch}: {format_duration(3600 * end.actual_hours)}{predicted},"
-            f" {number(end.actual_cost)} {end.currency}{best}."
+            f"Trained on {format_count(end.nodes)} at batch {end.batch}: {format_duration(3600 * end.actual_hours)}{predicted},"
+            f" {format_number(end.actual_cost)} {end.currency}{best}."
         )
     return " ".join(sentences)
 
 
 def _describe_choice(choice: Prediction, currency: str) -> str:
-    interval = interval_of_hours(choice.hours_low, choice.hours_high)
+    interval = format_interval_of_hours(choice.hours_low, choice.hours_high)
     kind = f" of type {choice.type}" if choice.type else ""
     on_spot = ", on spot nodes" if choice.market == "spot" else ""
-    configuration_text = configuration(choice.nodes, choice.batch, choice.local_batch)
-    cost = f", {number(choice.cost)} {currency}" if is_priced([choice], currency) else ""
-    hours = f"{number(choice.all_node_hours)} node-hours"
+    configuration_text = describe_configuration(choice.nodes, choice.batch, choice.local_batch)
+    cost = f", {format_number(choice.cost)} {currency}" if is_priced([choice], currency) else ""
+    hours = f"{format_number(choice.all_node_hours)} node-hours"
     return f"{configuration_text}{kind}{on_spot}: {format_duration(3600 * choice.hours)}{interval}, {hours}{cost}"
 
 
 def _run_facts(material: Material) -> Iterator[Fact]:
     spec = material.spec
-    yield from _job_facts(spec)
+    yield from _list_job_facts(spec)
     for part_material in material.own_parts:
         prefix = f"{part_material.name}: " if part_material.name else ""
         gpus, probes = part_material.part.spec.cluster.gpus_per_node, part_material.measured
@@ -129,14 +129,16 @@ def _run_facts(material: Material) -> Iterator[Fact]:
             until_text = (
                 f" to {format_moment(dates[-1])}" if format_moment(dates[-1]) != format_moment(dates[0]) else ""
             )
-            yield Fact(f"{prefix}measured", f"{format_moment(dates[0])}{until_text}, {plural(len(probes), 'probe')}")
+            yield Fact(
+                f"{prefix}measured", f"{format_moment(dates[0])}{until_text}, {format_count(len(probes), 'probe')}"
+            )
         yield Fact(f"{prefix}price", describe_price(part_material.part.spec.pricing))
-    if (code := _code_fact(material)) is not None:
+    if (code := _make_code_fact(material)) is not None:
         yield code
     yield Fact("run", material.run.id)
 
 
-def _job_facts(spec: JobSpec) -> Iterator[Fact]:
+def _list_job_facts(spec: JobSpec) -> Iterator[Fact]:
     if spec.script is not None:
         command = spec.script.command
         yield Fact("script", without_secrets(command if isinstance(command, str) else " ".join(command)))
@@ -149,12 +151,12 @@ def _job_facts(spec: JobSpec) -> Iterator[Fact]:
             "optimizer", f"{optimizer.name}, learning rate {optimizer.lr:g} at batch {spec.train.reference_batch}"
         )
     yield Fact("method", spec.train.method)
-    yield Fact("length", train_length(spec))
+    yield Fact("length", describe_train_length(spec))
 
 
 def _describe_hardware(probes: Sequence[Measured], gpus_per_node: int) -> str:
     if not probes:
-        return f"{plural(gpus_per_node, 'GPU')} a node; nothing was measured yet"
+        return f"{format_count(gpus_per_node, 'GPU')} a node; nothing was measured yet"
     names = sorted({probe.environment.hardware for probe in probes})
     device = "GPU" if probes[0].environment.device != "cpu" else "process"
     nodes = sorted({probe.nodes for probe in probes})
@@ -164,7 +166,7 @@ def _describe_hardware(probes: Sequence[Measured], gpus_per_node: int) -> str:
     return f"{', '.join(names)}{per_gpu}; {many}, measured on {', '.join(map(str, nodes))} {'node' if nodes == [1] else 'nodes'}"
 
 
-def _code_fact(material: Material) -> Fact | None:
+def _make_code_fact(material: Material) -> Fact | None:
     """Return the state of the user's own code; None where the job names none, or git knows none."""
     names = [task.code for part_material in material.own_parts for task in part_material.look.tasks if task.code]
     snapshot = material.run.code(names[-1]) if names else None

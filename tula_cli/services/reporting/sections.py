@@ -7,17 +7,17 @@ from typing import Any, Literal
 
 from tula_cli.errors import BadMeasurements
 from tula_cli.models.choice.grid import Config
-from tula_cli.models.choice.objective import envelope
+from tula_cli.models.choice.objective import find_envelope
 from tula_cli.models.efficiency import Noise
 from tula_cli.models.memory.memory import MemoryModel
 from tula_cli.models.observations import as_observation
 from tula_cli.models.time import steptime
-from tula_cli.models.time.noise import Z90, standard_error, trimmed_mean
+from tula_cli.models.time.noise import Z90, compute_standard_error, compute_trimmed_mean
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import HIGHEST_EFFICIENCY, Caveats, Prediction, Recommendation, SameProgress
 from tula_cli.run.records.results import Evaluated, Summary
 from tula_cli.services.comparison import accuracy
-from tula_cli.services.recommendation.measured import TypeMeasurements, gradient_noise_of_job
+from tula_cli.services.recommendation.measured import TypeMeasurements, find_gradient_noise_of_job
 from tula_cli.services.recommendation.validation import Validation
 from tula_cli.services.reporting import comparison_document
 from tula_cli.services.reporting.document import Cell, Column, Fact, Figure, Mark, Section, Series, Table
@@ -27,36 +27,36 @@ from tula_cli.services.reporting.figures import (
     Row,
     TrainingMaterial,
     as_sentence,
-    bytes_unit,
-    chosen_mark,
+    build_factor_density,
+    build_gradient_figures,
+    build_step_figures,
+    choose_bytes_unit,
+    choose_hours_unit,
+    choose_scale,
     convert,
     describe_nodes,
     describe_notes,
     explain_notes,
-    factor_density,
-    gradient_figures,
-    hours_unit,
+    get_metric_value,
     is_priced,
-    newest_trainings,
-    scale_of,
-    step_figures,
+    list_newest_trainings,
+    make_chosen_mark,
     thin_out,
-    value_of,
 )
 from tula_cli.services.reporting.material import Material, PartMaterial, describe_error
-from tula_cli.services.search import STRATEGIES, group_by_nodes
+from tula_cli.services.search import STRATEGIES, group_probes_by_nodes
 from tula_cli.spec.sections import MEMORY_MARGIN
 from tula_cli.words import (
-    configuration,
-    first_line,
+    choose_time_unit,
+    describe_configuration,
+    format_count,
     format_duration,
+    format_interval_of_hours,
     format_moment,
+    format_number,
     format_percent,
-    interval_of_hours,
+    get_first_line,
     is_too_wide,
-    number,
-    plural,
-    time_unit,
 )
 
 # --- The choice
@@ -64,37 +64,37 @@ from tula_cli.words import (
 CHOICE_KEY, CHOICE_TITLE = "choice", "What was chosen"
 
 
-def choice_section(material: Material) -> Section:
+def build_choice_section(material: Material) -> Section:
     """Return the choice with its reason, and the table of what was possible."""
     recommendation, choice = material.shown_recommendation, material.choice
     if recommendation is None or choice is None:
         return Section(CHOICE_KEY, CHOICE_TITLE, missing=f"nothing is chosen: {material.unanswered}")
     rows = recommendation.rows if material.answer is None else material.answer.recommendation.rows
-    text = [as_sentence(recommendation.reason), *_extra_sentences(material, recommendation)]
+    text = [as_sentence(recommendation.reason), *_list_extra_sentences(material, recommendation)]
     if material.has_changed:
         text.append(
             f"By all that was measured and trained up to now that configuration takes {_describe_time(choice)}; tables and figures have it so."
         )
     if (moved := material.changed_choice) is not None:
         text.append(
-            f"Asked again now, the answer would be {configuration(moved.nodes, moved.batch, moved.local_batch)};"
+            f"Asked again now, the answer would be {describe_configuration(moved.nodes, moved.batch, moved.local_batch)};"
             " tula recommend renews it."
         )
     if material.answer is None:
         text.append(f"These are the figures of that answer, and not of now: {material.unanswered}.")
     tables = [
-        _possible_table(rows, choice, recommendation.currency),
-        *_time_parts_tables(recommendation.choice),
-        *_length_tables(recommendation),
+        _build_possible_table(rows, choice, recommendation.currency),
+        *_build_time_parts_tables(recommendation.choice),
+        *_build_length_tables(recommendation),
     ]
-    return Section(CHOICE_KEY, CHOICE_TITLE, tuple(text), tuple(_choice_facts(recommendation)), tuple(tables))
+    return Section(CHOICE_KEY, CHOICE_TITLE, tuple(text), tuple(_list_choice_facts(recommendation)), tuple(tables))
 
 
 def _describe_time(row: Prediction) -> str:
-    return f"{format_duration(3600 * row.hours)}{interval_of_hours(row.hours_low, row.hours_high)}"
+    return f"{format_duration(3600 * row.hours)}{format_interval_of_hours(row.hours_low, row.hours_high)}"
 
 
-def _extra_sentences(material: Material, recommendation: Recommendation) -> Iterator[str]:
+def _list_extra_sentences(material: Material, recommendation: Recommendation) -> Iterator[str]:
     """Yield what else is worth a sentence of a choice."""
     progress, other_market, fallback = (
         recommendation.choice.same_progress,
@@ -108,23 +108,23 @@ def _extra_sentences(material: Material, recommendation: Recommendation) -> Iter
     )
     if progress is not None:
         yield (
-            f"To the progress of the small batch: {number(progress.epochs)} epochs, {format_duration(3600 * progress.hours)}"
-            f"{interval_of_hours(progress.hours_low, progress.hours_high)}, {number(progress.cost)} {recommendation.currency}."
+            f"To the progress of the small batch: {format_number(progress.epochs)} epochs, {format_duration(3600 * progress.hours)}"
+            f"{format_interval_of_hours(progress.hours_low, progress.hours_high)}, {format_number(progress.cost)} {recommendation.currency}."
         )
     if other_market is not None:
         market = "on spot nodes" if other_market.market == "spot" else "on demand"
-        yield f"The same {market}: {format_duration(3600 * other_market.hours)}, {number(other_market.cost)} {recommendation.currency}."
+        yield f"The same {market}: {format_duration(3600 * other_market.hours)}, {format_number(other_market.cost)} {recommendation.currency}."
     if fallback is not None:
         yield (
             f"After an out-of-memory it goes on with batch {fallback.batch} as micro-batch {fallback.micro_batch} x"
-            f" {fallback.micro_batches}: a step {number(1000 * fallback.step_time)} ms,"
+            f" {fallback.micro_batches}: a step {format_number(1000 * fallback.step_time)} ms,"
             f" {format_duration(3600 * fallback.hours)} in all ({fallback.basis})."
         )
     if accuracy is not None:
         yield f"Accuracy: it {accuracy.words}."
 
 
-def _choice_facts(recommendation: Recommendation) -> Iterator[Fact]:
+def _list_choice_facts(recommendation: Recommendation) -> Iterator[Fact]:
     values = {
         "asked by": recommendation.criteria,
         "price": recommendation.price,
@@ -138,10 +138,10 @@ def _choice_facts(recommendation: Recommendation) -> Iterator[Fact]:
     yield from (Fact("note", text) for text in recommendation.warnings)
 
 
-def _possible_table(rows: Sequence[Prediction], choice: Prediction, currency: str) -> Table:
+def _build_possible_table(rows: Sequence[Prediction], choice: Prediction, currency: str) -> Table:
     """Return the table of configurations, fastest first."""
-    to_unit, unit = hours_unit(row.hours for row in rows)
-    to_size, size = bytes_unit(row.peak_memory for row in rows)
+    to_unit, unit = choose_hours_unit(row.hours for row in rows)
+    to_size, size = choose_bytes_unit(row.peak_memory for row in rows)
     caveats = Caveats.among_rows(rows, choice)
     notes = [caveats.caveats_of(row) for row in rows]
     typed, spot = any(row.type for row in rows), any(row.market == "spot" for row in rows)
@@ -185,12 +185,12 @@ def describe_basis(row: Prediction) -> str:
     return "measured" if row.measured else "trained" if row.trained else "predicted"
 
 
-def _time_parts_tables(choice: Prediction) -> Iterator[Table]:
+def _build_time_parts_tables(choice: Prediction) -> Iterator[Table]:
     """Yield where the time of the training goes, as far as that is forecast."""
     parts = choice.parts
     if parts is None:
         return
-    divisor, unit = time_unit(parts.total)
+    divisor, unit = choose_time_unit(parts.total)
     names = {"steps": "steps", "data": "of them waiting for data", "evaluation": "evaluation", "checkpoints": "checkpoints",
              "branches": "branches of self-tuning", "rest": "starts and ends"}  # fmt: skip
     named_parts = [(name, getattr(parts, field_name)) for field_name, name in names.items()]
@@ -200,7 +200,7 @@ def _time_parts_tables(choice: Prediction) -> Iterator[Table]:
     yield Table("training_parts", title, columns, rows)
 
 
-def _length_tables(recommendation: Recommendation) -> Iterator[Table]:
+def _build_length_tables(recommendation: Recommendation) -> Iterator[Table]:
     """Yield what the job takes at other lengths of text."""
     if not recommendation.lengths:
         return
@@ -271,7 +271,7 @@ def build_study(rows: Iterable[Prediction], *, fixed: int, gpus_per_node: int) -
     return ScalingStudy(fixed, tuple(points))
 
 
-def studies_of_choice(material: Material) -> tuple[ScalingStudy, ScalingStudy] | None:
+def build_studies_of_choice(material: Material) -> tuple[ScalingStudy, ScalingStudy] | None:
     """Return the strong and the weak scaling around the choice, over the nodes of the search; None where nothing is known."""
     measurements, choice = material.choice_measurements, material.choice
     if measurements is None or choice is None:
@@ -286,24 +286,24 @@ def studies_of_choice(material: Material) -> tuple[ScalingStudy, ScalingStudy] |
     )
 
 
-def scaling_section(material: Material) -> Section:
+def build_scaling_section(material: Material) -> Section:
     """Return the two tables, and throughput, speed-up and efficiency against nodes."""
-    both_studies, choice = studies_of_choice(material), material.choice
+    both_studies, choice = build_studies_of_choice(material), material.choice
     if both_studies is None or choice is None:
         return Section(SCALING_KEY, SCALING_TITLE, missing=f"no scaling is known: {material.unanswered}")
     strong, weak = both_studies
     tables = (
-        scaling_table(
+        build_scaling_table(
             strong, "strong_scaling", f"Strong scaling: global batch {strong.fixed} on all", choice, material.currency
         ),
-        scaling_table(
+        build_scaling_table(
             weak, "weak_scaling", f"Weak scaling: local batch {weak.fixed} on every GPU", choice, material.currency
         ),
     )
     text = []
     if len(strong.points) < 2:
         text.append(
-            f"Batch {strong.fixed} is known on {plural(len(strong.points), 'number')} of nodes only: there is no strong scaling"
+            f"Batch {strong.fixed} is known on {format_count(len(strong.points), 'number')} of nodes only: there is no strong scaling"
             " to tell; search.nodes names those that are measured."
         )
     impossible = [point for study in both_studies for point in study.points if point.efficiency > HIGHEST_EFFICIENCY]
@@ -312,20 +312,20 @@ def scaling_section(material: Material) -> Section:
             f"An efficiency of {100 * max(point.efficiency for point in impossible):.0f} % is hardly possible: the step time on the"
             " fewest nodes is too uncertain, or was disturbed. Probe it again, and longer (search.min_seconds)."
         )
-    figures = () if len(strong.points) < 2 and len(weak.points) < 2 else _scaling_figures(strong, weak, choice)
+    figures = () if len(strong.points) < 2 and len(weak.points) < 2 else _build_scaling_figures(strong, weak, choice)
     return Section(SCALING_KEY, SCALING_TITLE, tuple(text), tables=tables, figures=figures)
 
 
-def _scaling_caveats(point: ScalingPoint) -> list[str]:
+def _list_scaling_caveats(point: ScalingPoint) -> list[str]:
     """Return what the figures of a point leave open."""
     names = ["wide_interval"] * is_too_wide(point.row.step_low, point.row.step_high)
     return [*names, *["efficiency_above_110"] * (point.efficiency > HIGHEST_EFFICIENCY)]
 
 
-def scaling_table(study: ScalingStudy, key: str, title: str, choice: Prediction, currency: str) -> Table:
+def build_scaling_table(study: ScalingStudy, key: str, title: str, choice: Prediction, currency: str) -> Table:
     """Return a study as a table, one row a number of nodes."""
-    to_unit, unit = hours_unit(point.row.hours for point in study.points)
-    notes = [_scaling_caveats(point) for point in study.points]
+    to_unit, unit = choose_hours_unit(point.row.hours for point in study.points)
+    notes = [_list_scaling_caveats(point) for point in study.points]
     priced = is_priced([point.row for point in study.points], currency)
     columns = (Column("nodes"), Column("GPUs"), Column("batch"), Column("local batch"), Column("step", "ms", digits=3),
                Column("from", "ms", digits=3), Column("to", "ms", digits=3), Column("samples/s", digits=4),
@@ -336,10 +336,10 @@ def scaling_table(study: ScalingStudy, key: str, title: str, choice: Prediction,
         (point.row.nodes, point.gpus, point.row.batch, point.row.local_batch, 1000 * point.row.step_time,
          convert(point.row.step_low, 1000), convert(point.row.step_high, 1000), point.samples, point.speedup,
          100 * point.efficiency, point.row.hours * to_unit, point.row.all_node_hours,
-         *([point.row.cost] if priced else []), describe_basis(point.row), *([describe_notes(_scaling_caveats(point))] if any(notes) else []))
+         *([point.row.cost] if priced else []), describe_basis(point.row), *([describe_notes(_list_scaling_caveats(point))] if any(notes) else []))
         for point in study.points
     )  # fmt: skip
-    fewest = plural(study.points[0].row.nodes) if study.points else "the fewest nodes"
+    fewest = format_count(study.points[0].row.nodes) if study.points else "the fewest nodes"
     caption = (
         f"Speed-up and efficiency are against {fewest}; from and to are the ends of the 90 % interval of the step time; "
         f"{'time, node-hours and cost' if priced else 'time and node-hours'} are those of the whole training.{explain_notes(notes)}"
@@ -349,36 +349,36 @@ def scaling_table(study: ScalingStudy, key: str, title: str, choice: Prediction,
     return Table(key, title, columns, rows, caption, marks)
 
 
-def _scaling_figures(strong: ScalingStudy, weak: ScalingStudy, choice: Prediction) -> tuple[Figure, ...]:
+def _build_scaling_figures(strong: ScalingStudy, weak: ScalingStudy, choice: Prediction) -> tuple[Figure, ...]:
     named = [(study, name) for study, name in ((strong, f"batch {strong.fixed}"), (weak, f"local batch {weak.fixed}"))
              if len(study.points) > 1]  # fmt: skip
-    throughput = [_throughput_series(study, name) for study, name in named]
-    speedup = [_speedup_series(study, name) for study, name in named]
+    throughput = [_make_throughput_series(study, name) for study, name in named]
+    speedup = [_make_speedup_series(study, name) for study, name in named]
     efficiency = [
         Series(
             name,
-            _node_counts(study),
+            _list_node_counts(study),
             tuple(100 * point.efficiency for point in study.points),
-            measured=_measured_flags(study),
+            measured=_list_measured_flags(study),
         )
         for study, name in named
     ]
-    counts = sorted({count for study, _ in named for count in _node_counts(study)})
+    counts = sorted({count for study, _ in named for count in _list_node_counts(study)})
     ideal = [
-        Series(f"ideal, {name}", _node_counts(study), tuple(study.points[0].samples * count / study.points[0].row.nodes for count in _node_counts(study)), style="line")
+        Series(f"ideal, {name}", _list_node_counts(study), tuple(study.points[0].samples * count / study.points[0].row.nodes for count in _list_node_counts(study)), style="line")
         for study, name in named
     ]  # fmt: skip
     straight = Series("ideal", tuple(counts), tuple(count / counts[0] for count in counts), style="line")
     caption = "Filled markers are measured, open ones predicted; bars are 90 % intervals."
     chosen_point = next(point for point in (*strong.points, *weak.points) if point.row.nodes == choice.nodes)
     return (
-        _scaling_figure("throughput", "Throughput against nodes", caption, "samples/s", (*throughput, *ideal), marks=(chosen_mark(choice, choice.nodes, chosen_point.samples),), log=True),
-        _scaling_figure("speedup", "Speed-up against nodes", f"{caption} Each against its own fewest nodes.", "speed-up", (*speedup, straight), log=True),
-        _scaling_figure("efficiency", "Parallel efficiency against nodes", "Share of the throughput that the fewest nodes of each would have on as many.", "efficiency (%)", tuple(efficiency)),
+        _build_scaling_figure("throughput", "Throughput against nodes", caption, "samples/s", (*throughput, *ideal), marks=(make_chosen_mark(choice, choice.nodes, chosen_point.samples),), log=True),
+        _build_scaling_figure("speedup", "Speed-up against nodes", f"{caption} Each against its own fewest nodes.", "speed-up", (*speedup, straight), log=True),
+        _build_scaling_figure("efficiency", "Parallel efficiency against nodes", "Share of the throughput that the fewest nodes of each would have on as many.", "efficiency (%)", tuple(efficiency)),
     )  # fmt: skip
 
 
-def _scaling_figure(
+def _build_scaling_figure(
     key: str,
     title: str,
     caption: str,
@@ -394,34 +394,34 @@ def _scaling_figure(
     )
 
 
-def _node_counts(study: ScalingStudy) -> tuple[float, ...]:
+def _list_node_counts(study: ScalingStudy) -> tuple[float, ...]:
     return tuple(float(point.row.nodes) for point in study.points)
 
 
-def _measured_flags(study: ScalingStudy) -> tuple[bool, ...]:
+def _list_measured_flags(study: ScalingStudy) -> tuple[bool, ...]:
     return tuple(point.row.measured for point in study.points)
 
 
-def _throughput_series(study: ScalingStudy, name: str) -> Series:
+def _make_throughput_series(study: ScalingStudy, name: str) -> Series:
     return Series(
         name,
-        _node_counts(study),
+        _list_node_counts(study),
         tuple(point.samples for point in study.points),
         tuple(point.samples_low for point in study.points),
         tuple(point.samples_high for point in study.points),
-        measured=_measured_flags(study),
+        measured=_list_measured_flags(study),
     )
 
 
-def _speedup_series(study: ScalingStudy, name: str) -> Series:
+def _make_speedup_series(study: ScalingStudy, name: str) -> Series:
     first_throughput = study.points[0].samples
     return Series(
         name,
-        _node_counts(study),
+        _list_node_counts(study),
         tuple(point.speedup for point in study.points),
         tuple(convert(point.samples_low, 1 / first_throughput) for point in study.points),
         tuple(convert(point.samples_high, 1 / first_throughput) for point in study.points),
-        measured=_measured_flags(study),
+        measured=_list_measured_flags(study),
     )
 
 
@@ -431,7 +431,7 @@ TIME_AND_COST_KEY, TIME_AND_COST_TITLE = "time_and_cost", "Time and cost against
 INTERVALS = "Filled markers are measured, open ones predicted; bars are 90 % intervals."
 
 
-def time_and_cost_section(material: Material) -> Section:
+def build_time_and_cost_section(material: Material) -> Section:
     """Return time of the training and of an epoch, and cost, against the batch, and cost against time."""
     choice, rows = material.choice, material.rows
     if choice is None or not rows:
@@ -445,10 +445,10 @@ def time_and_cost_section(material: Material) -> Section:
     else:
         text.append("The curve of time against batch has no knee within the batches that were searched.")
     figures = [
-        _time_figure(material, choice),
-        *_epoch_figure(material, choice),
-        _cost_figure(material, choice),
-        *_front_figure(material, choice),
+        _build_time_figure(material, choice),
+        *_build_epoch_figure(material, choice),
+        _build_cost_figure(material, choice),
+        *_build_front_figure(material, choice),
     ]
     return Section(TIME_AND_COST_KEY, TIME_AND_COST_TITLE, tuple(text), figures=tuple(figures))
 
@@ -457,18 +457,18 @@ Value = Callable[[Prediction], tuple[float, float | None, float | None]]
 """Of a configuration: a value and the ends of its 90 % interval."""
 
 
-def _value_curves(rows: Sequence[Prediction], value: Value, choice: Prediction) -> Iterator[Series]:
+def _build_value_curves(rows: Sequence[Prediction], value: Value, choice: Prediction) -> Iterator[Series]:
     """Yield a curve for each type and number of nodes; of many that of the choice, and one of the best of each batch."""
     kinds = sorted({(row.type, row.nodes) for row in rows})
     if len(kinds) > MAX_CURVES:
         kinds = [(choice.type, choice.nodes)]
-        yield _value_curve("the best of each batch", envelope(rows), value)
+        yield _make_value_curve("the best of each batch", find_envelope(rows), value)
     for kind in kinds:
         rows_of_kind = [row for row in rows if (row.type, row.nodes) == kind]
-        yield _value_curve(describe_nodes(rows_of_kind[0]), sorted(rows_of_kind, key=lambda row: row.batch), value)
+        yield _make_value_curve(describe_nodes(rows_of_kind[0]), sorted(rows_of_kind, key=lambda row: row.batch), value)
 
 
-def _value_curve(name: str, rows: Sequence[Prediction], value: Value) -> Series:
+def _make_value_curve(name: str, rows: Sequence[Prediction], value: Value) -> Series:
     values = [value(row) for row in rows]
     middle, low, high = zip(*values, strict=True)
     return Series(
@@ -481,13 +481,13 @@ def _value_curve(name: str, rows: Sequence[Prediction], value: Value) -> Series:
     )
 
 
-def _choice_marks(material: Material, choice: Prediction, y: float) -> tuple[Mark, ...]:
+def _list_choice_marks(material: Material, choice: Prediction, y: float) -> tuple[Mark, ...]:
     knee = () if material.knee is None else (Mark(float(material.knee), None, f"knee: batch {material.knee}", "knee"),)
-    return (*knee, chosen_mark(choice, choice.batch, y))
+    return (*knee, make_chosen_mark(choice, choice.batch, y))
 
 
-def _time_figure(material: Material, choice: Prediction) -> Figure:
-    factor, unit = hours_unit(row.hours for row in material.rows)
+def _build_time_figure(material: Material, choice: Prediction) -> Figure:
+    factor, unit = choose_hours_unit(row.hours for row in material.rows)
 
     def value(row: Prediction) -> tuple[float, float | None, float | None]:
         return row.hours * factor, convert(row.hours_low, factor), convert(row.hours_high, factor)
@@ -498,15 +498,15 @@ def _time_figure(material: Material, choice: Prediction) -> Figure:
         f"Time of the whole training against the global batch. {INTERVALS}",
         "global batch",
         f"time ({unit})",
-        tuple(_value_curves(material.rows, value, choice)),
-        marks=_choice_marks(material, choice, choice.hours * factor),
+        tuple(_build_value_curves(material.rows, value, choice)),
+        marks=_list_choice_marks(material, choice, choice.hours * factor),
         x_scale="log2",
-        y_scale=scale_of([row.hours for row in material.rows]),
+        y_scale=choose_scale([row.hours for row in material.rows]),
         paper="Figure 9",
     )
 
 
-def _epoch_figure(material: Material, choice: Prediction) -> Iterator[Figure]:
+def _build_epoch_figure(material: Material, choice: Prediction) -> Iterator[Figure]:
     """Yield the time that the steps of an epoch take, without what is beside them."""
     sizes = (
         {measurements.type: measurements.forecast.dataset_size for measurements in material.answer.all_measurements}
@@ -516,7 +516,7 @@ def _epoch_figure(material: Material, choice: Prediction) -> Iterator[Figure]:
     rows = [row for row in material.rows if sizes.get(row.type, 0) >= row.batch]
     if not rows:
         return
-    divisor, unit = time_unit(max(sizes[row.type] // row.batch * row.step_time for row in rows))
+    divisor, unit = choose_time_unit(max(sizes[row.type] // row.batch * row.step_time for row in rows))
 
     def value(row: Prediction) -> tuple[float, float | None, float | None]:
         steps = sizes[row.type] // row.batch / divisor
@@ -528,15 +528,15 @@ def _epoch_figure(material: Material, choice: Prediction) -> Iterator[Figure]:
         f"Time of the steps of one epoch against the global batch, without evaluation and checkpoints. {INTERVALS}",
         "global batch",
         f"time of an epoch ({unit})",
-        tuple(_value_curves(rows, value, choice)),
-        marks=_choice_marks(material, choice, value(choice)[0]),
+        tuple(_build_value_curves(rows, value, choice)),
+        marks=_list_choice_marks(material, choice, value(choice)[0]),
         x_scale="log2",
-        y_scale=scale_of([value(row)[0] for row in rows]),
+        y_scale=choose_scale([value(row)[0] for row in rows]),
         paper="Figure 1",
     )
 
 
-def _cost_figure(material: Material, choice: Prediction) -> Figure:
+def _build_cost_figure(material: Material, choice: Prediction) -> Figure:
     def value(row: Prediction) -> tuple[float, float | None, float | None]:
         low, high = (end and row.cost * end / row.hours for end in (row.hours_low, row.hours_high))
         return row.cost, low, high
@@ -549,19 +549,19 @@ def _cost_figure(material: Material, choice: Prediction) -> Figure:
         f"Cost of the whole training against the global batch.{price} {INTERVALS} Cost is as uncertain as the time is.",
         "global batch",
         f"cost ({material.currency})",
-        tuple(_value_curves(material.rows, value, choice)),
-        marks=_choice_marks(material, choice, choice.cost),
+        tuple(_build_value_curves(material.rows, value, choice)),
+        marks=_list_choice_marks(material, choice, choice.cost),
         x_scale="log2",
-        y_scale=scale_of([row.cost for row in material.rows]),
+        y_scale=choose_scale([row.cost for row in material.rows]),
         paper="Figure 10",
     )
 
 
-def _front_figure(material: Material, choice: Prediction) -> Iterator[Figure]:
+def _build_front_figure(material: Material, choice: Prediction) -> Iterator[Figure]:
     rows = sorted(material.rows, key=lambda row: (row.hours, row.cost))
     if len(rows) < 2:
         return
-    factor, unit = hours_unit(row.hours for row in rows)
+    factor, unit = choose_hours_unit(row.hours for row in rows)
     best = [row for row in rows if row.pareto]
 
     def series(name: str, rows: Sequence[Prediction], style: str) -> Series:
@@ -576,7 +576,7 @@ def _front_figure(material: Material, choice: Prediction) -> Iterator[Figure]:
         f"time ({unit})",
         f"cost ({material.currency})",
         (series("configurations", rows, "points"), *([series("front", best, "line+points")] if best else [])),
-        marks=(chosen_mark(choice, choice.hours * factor, choice.cost),),
+        marks=(make_chosen_mark(choice, choice.hours * factor, choice.cost),),
     )
 
 
@@ -587,12 +587,12 @@ MAX_BARS = 24
 HOW_TO_MEASURE = "tula profile measures"
 
 
-def measured_section(material: Material) -> Section:
+def build_measured_section(material: Material) -> Section:
     """Return every probe, those that did not run among them."""
-    tables = [_probe_table(part_material) for part_material in material.parts if part_material.look.results]
+    tables = [_build_probe_table(part_material) for part_material in material.parts if part_material.look.results]
     if not tables:
         return Section(*MEASURED, missing=f"no probe has a result: {HOW_TO_MEASURE}")
-    counts = f"{plural(len(material.measured), 'probe')} measured"
+    counts = f"{format_count(len(material.measured), 'probe')} measured"
     waiting = [
         job
         for part_material in material.parts
@@ -603,17 +603,17 @@ def measured_section(material: Material) -> Section:
     return Section(*MEASURED, (f"{counts}{remaining_text}.",), tables=tuple(tables))
 
 
-def _probe_table(part_material: PartMaterial) -> Table:
+def _build_probe_table(part_material: PartMaterial) -> Table:
     probes = part_material.measured
-    to_size, size = bytes_unit(probe.memory.peak for probe in probes)
+    to_size, size = choose_bytes_unit(probe.memory.peak for probe in probes)
     columns = (Column("nodes"), Column("batch"), Column("local batch"), Column("step", "ms", digits=3), Column("from", "ms", digits=3),
                Column("to", "ms", digits=3), Column("compute", "ms", digits=3), Column("synchronisation", "ms", digits=3),
                Column("input", "ms", digits=3), Column("samples/s", digits=4), Column("memory of a GPU", size, digits=3),
                Column("steps"), Column("outcome", align="left"))  # fmt: skip
     rows: list[tuple[int, int, tuple[str | float | int | None, ...]]] = []
     for probe in probes:
-        step, (low, high) = trimmed_mean(probe.step_times), _step_interval(probe)
-        milliseconds = [None if seconds is None else 1000 * seconds for seconds in _step_parts(probe)]
+        step, (low, high) = compute_trimmed_mean(probe.step_times), _compute_step_interval(probe)
+        milliseconds = [None if seconds is None else 1000 * seconds for seconds in _list_step_parts(probe)]
         cells = (
             1000 * step,
             low,
@@ -626,7 +626,7 @@ def _probe_table(part_material: PartMaterial) -> Table:
         rows.append((probe.nodes, probe.local_batch, (probe.nodes, probe.batch, probe.local_batch, *cells, "measured")))
     for result in part_material.ended_otherwise:
         batch, outcome = result.nodes * result.gpus_per_node * result.local_batch, result.kind.replace("_", " ")
-        why = "" if result.kind == "out_of_memory" else f": {first_line(result.message)}"
+        why = "" if result.kind == "out_of_memory" else f": {get_first_line(result.message)}"
         assumed = ", as a smaller one was" if result.kind == "out_of_memory" and result.assumed else ""
         configuration = (result.nodes, batch, result.local_batch)
         rows.append((result.nodes, result.local_batch, (*configuration, *[None] * 9, f"{outcome}{assumed}{why}")))
@@ -638,20 +638,20 @@ def _probe_table(part_material: PartMaterial) -> Table:
     return Table(f"probes{f'_{part_material.name}' if part_material.name else ''}", f"Probes{f': {part_material.name}' if part_material.name else ''}", columns, ordered, caption)  # fmt: skip
 
 
-def _step_interval(probe: Measured) -> tuple[float | None, float | None]:
+def _compute_step_interval(probe: Measured) -> tuple[float | None, float | None]:
     """Return the ends of the 90 % interval of a probe's step time (ms); None of a few steps."""
-    middle, error = trimmed_mean(probe.step_times), standard_error(probe.step_times)
+    middle, error = compute_trimmed_mean(probe.step_times), compute_standard_error(probe.step_times)
     if error == float("inf"):
         return None, None
     return 1000 * max(0.0, middle - Z90 * error), 1000 * (middle + Z90 * error)
 
 
-def _step_parts(probe: Measured) -> tuple[float | None, float | None, float | None]:
+def _list_step_parts(probe: Measured) -> tuple[float | None, float | None, float | None]:
     """Return compute, exposed synchronisation and input of a step (seconds), which are the step together; None where not told.
 
     Where a part alone is not told the rest is not told either, but for a job on one GPU, which synchronises with nobody.
     """
-    step, wait = trimmed_mean(probe.step_times), probe.data_wait
+    step, wait = compute_trimmed_mean(probe.step_times), probe.data_wait
     sync = 0.0 if probe.sync_time is None and probe.nodes * probe.gpus_per_node == 1 else probe.sync_time
     if sync is None or wait is None:
         return None, sync, wait
@@ -659,11 +659,13 @@ def _step_parts(probe: Measured) -> tuple[float | None, float | None, float | No
     return step - sync - wait, sync, wait
 
 
-def parts_section(material: Material) -> Section:
+def build_parts_section(material: Material) -> Section:
     """Return the parts of a step by configuration."""
     if not material.measured:
         return Section(*WHERE, missing=f"no step was measured: {HOW_TO_MEASURE}")
-    figures = [figure for part_material in material.own_parts for figure in _parts_figure(material, part_material)]
+    figures = [
+        figure for part_material in material.own_parts for figure in _build_parts_figure(material, part_material)
+    ]
     if not figures:
         return Section(*WHERE, missing=_NO_PARTS)
     return Section(*WHERE, figures=tuple(figures))
@@ -675,12 +677,12 @@ _NO_PARTS = (
 )
 
 
-def _parts_figure(material: Material, part_material: PartMaterial) -> Iterator[Figure]:
-    complete_probes = [probe for probe in part_material.measured if None not in _step_parts(probe)]
+def _build_parts_figure(material: Material, part_material: PartMaterial) -> Iterator[Figure]:
+    complete_probes = [probe for probe in part_material.measured if None not in _list_step_parts(probe)]
     if not complete_probes:
         return
-    shown = _probes_shown(material, complete_probes)
-    parts_by_probe = [_step_parts(probe) for probe in shown]
+    shown = _select_probes_shown(material, complete_probes)
+    parts_by_probe = [_list_step_parts(probe) for probe in shown]
     xs = tuple(float(index) for index in range(len(shown)))
     names = ("compute", "exposed synchronisation", "input")
     drawn_text = f" Of {len(complete_probes)} probes {len(shown)} are drawn." * (len(shown) < len(complete_probes))
@@ -696,7 +698,7 @@ def _parts_figure(material: Material, part_material: PartMaterial) -> Iterator[F
     )  # fmt: skip
 
 
-def _probes_shown(material: Material, probes: Sequence[Measured]) -> list[Measured]:
+def _select_probes_shown(material: Material, probes: Sequence[Measured]) -> list[Measured]:
     """Return what is drawn: all of few probes, else those on the choice's nodes, at its local batch, and the first ones."""
     if len(probes) <= MAX_BARS:
         return list(probes)
@@ -714,7 +716,7 @@ MEMORY_KEY, MEMORY_TITLE = "memory", "Memory"
 MEMORY_COMPONENTS = ("parameters", "gradients", "optimizer", "factors", "batch", "activations")
 
 
-def memory_section(material: Material) -> Section:
+def build_memory_section(material: Material) -> Section:
     """Return memory against the local batch on the choice's nodes."""
     measurements, choice = material.choice_measurements, material.choice
     if measurements is None or choice is None:
@@ -725,18 +727,20 @@ def memory_section(material: Material) -> Section:
             missing=f"memory is not known: {why}; before probes tula check --memory tells what it may be",
         )
     model = measurements.forecast.memory.for_ranks(choice.nodes * measurements.part.spec.cluster.gpus_per_node)
-    sizes = _drawn_sizes(measurements, choice.nodes)
+    sizes = _list_drawn_sizes(measurements, choice.nodes)
     probes = [result for result in measurements.results if isinstance(result, Measured)]
     if measurements.forecast.memory.sharded:  # another number of GPUs holds other shares
         probes = [probe for probe in probes if probe.nodes == choice.nodes]
     text = [_describe_limit(measurements, choice.nodes)]
     if not model.by_component:
         text.append("What the peak consists of is not told by a script; it is told as a whole.")
-    figure = _memory_figure(measurements, model, sizes, probes, choice.local_batch)
-    return Section(MEMORY_KEY, MEMORY_TITLE, tuple(text), tables=tuple(_error_tables(model, probes)), figures=(figure,))
+    figure = _build_memory_figure(measurements, model, sizes, probes, choice.local_batch)
+    return Section(
+        MEMORY_KEY, MEMORY_TITLE, tuple(text), tables=tuple(_build_error_tables(model, probes)), figures=(figure,)
+    )
 
 
-def _drawn_sizes(measurements: TypeMeasurements, nodes: int) -> list[int]:
+def _list_drawn_sizes(measurements: TypeMeasurements, nodes: int) -> list[int]:
     """Return the local batches that are drawn: of the candidates on a number of nodes, and those that were measured."""
     gpus = measurements.part.spec.cluster.gpus_per_node
     sizes = {config.local_batch(gpus) for config in measurements.forecast.candidates([nodes])}
@@ -747,22 +751,22 @@ def _describe_limit(measurements: TypeMeasurements, nodes: int) -> str:
     capacity, largest = measurements.forecast.capacity, measurements.forecast.largest_local_batch(nodes)
     if capacity is None:
         return "Nothing bounds the memory of a rank (cluster.memory_per_gpu sets a limit)."
-    factor, unit = bytes_unit([capacity])
+    factor, unit = choose_bytes_unit([capacity])
     margin = f"{MEMORY_MARGIN:.0%}"
     bound = "every local batch fits" if largest is None else f"a local batch of at most {largest} fits"
-    return f"One GPU has {number(capacity * factor)} {unit}; with {margin} of it left free {bound}."
+    return f"One GPU has {format_number(capacity * factor)} {unit}; with {margin} of it left free {bound}."
 
 
-def _memory_figure(
+def _build_memory_figure(
     measurements: TypeMeasurements, model: MemoryModel, sizes: Sequence[int], probes: Sequence[Measured], chosen: int
 ) -> Figure:
     capacity = measurements.forecast.capacity
     peaks = [model.peak(size) for size in sizes]
-    factor, unit = bytes_unit([*peaks, *(probe.memory.peak for probe in probes)])
+    factor, unit = choose_bytes_unit([*peaks, *(probe.memory.peak for probe in probes)])
     position_by_size = {size: float(at) for at, size in enumerate(sizes)}
     xs = tuple(position_by_size.values())
     libraries = model.libraries > 0
-    series = [*_stacked_series(model, sizes, xs, factor)] if model.by_component else []
+    series = [*_make_stacked_series(model, sizes, xs, factor)] if model.by_component else []
     series.append(Series("peak, model", xs, tuple(peak * factor for peak in peaks), style="line"))
     sorted_probes = sorted(probes, key=lambda probe: probe.local_batch)
     peaked = tuple(probe.memory.peak * factor for probe in sorted_probes)
@@ -790,7 +794,9 @@ def _memory_figure(
     )
 
 
-def _stacked_series(model: MemoryModel, sizes: Sequence[int], xs: tuple[float, ...], factor: float) -> Iterator[Series]:
+def _make_stacked_series(
+    model: MemoryModel, sizes: Sequence[int], xs: tuple[float, ...], factor: float
+) -> Iterator[Series]:
     components = [model.footprint(size).memory for size in sizes]
     for name in MEMORY_COMPONENTS:
         values = tuple(getattr(memory, name) * factor for memory in components)
@@ -799,18 +805,18 @@ def _stacked_series(model: MemoryModel, sizes: Sequence[int], xs: tuple[float, .
             yield Series(title, xs, values, style="stacked")
 
 
-def _error_tables(model: MemoryModel, probes: Sequence[Measured]) -> Iterator[Table]:
+def _build_error_tables(model: MemoryModel, probes: Sequence[Measured]) -> Iterator[Table]:
     """Yield what the model says of each measured peak."""
     if not probes:
         return
-    factor, unit = bytes_unit(probe.memory.peak for probe in probes)
+    factor, unit = choose_bytes_unit(probe.memory.peak for probe in probes)
     columns = (Column("nodes"), Column("local batch"), Column("measured", unit, digits=4), Column("model", unit, digits=4), Column("error", "%", digits=2))  # fmt: skip
     rows = tuple(
         (p.nodes, p.local_batch, p.memory.peak * factor, model.peak(p.local_batch) * factor, 100 * (model.peak(p.local_batch) / max(p.memory.peak, 1) - 1))
         for p in probes
     )  # fmt: skip
-    off = "" if model.error is None else f" The median is {number(100 * model.error, 2)} % away, signs aside."
-    count = plural(len(probes), "probe")
+    off = "" if model.error is None else f" The median is {format_number(100 * model.error, 2)} % away, signs aside."
+    count = format_count(len(probes), "probe")
     yield Table(
         "memory_model",
         "Peak memory, measured and by the model",
@@ -825,7 +831,7 @@ def _error_tables(model: MemoryModel, probes: Sequence[Measured]) -> Iterator[Ta
 VALIDATION_KEY, VALIDATION_TITLE = "predictions", "How well it predicts"
 
 
-def cross_validation_section(material: Material) -> Section:
+def build_cross_validation_section(material: Material) -> Section:
     """Return what each search would have said of the probes that it does not take."""
     measurements = material.choice_measurements
     if measurements is None:
@@ -837,20 +843,20 @@ def cross_validation_section(material: Material) -> Section:
     return Section(
         VALIDATION_KEY,
         VALIDATION_TITLE,
-        tables=(_validation_table(validations),),
-        figures=(_validation_figure(validations), *_fit_figures(material, measurements)),
+        tables=(_build_validation_table(validations),),
+        figures=(_build_validation_figure(validations), *_fit_figures(material, measurements)),
     )
 
 
-def _validation_name(row: Validation) -> str:
+def _make_validation_name(row: Validation) -> str:
     return f"{row.strategy}, each left out once" if row.left_out_once else row.strategy
 
 
-def _validation_table(validations: tuple[Validation, ...]) -> Table:
+def _build_validation_table(validations: tuple[Validation, ...]) -> Table:
     columns = (Column("search", align="left"), Column("probes"), Column("judged by"), Column("median error", "%", digits=3),
                Column("90th percentile", "%", digits=3), Column("inside 90 % interval", "%", digits=3))  # fmt: skip
     rows = tuple(
-        (_validation_name(row), row.probes, row.unseen, 100 * row.median, 100 * row.p90, 100 * row.held)
+        (_make_validation_name(row), row.probes, row.unseen, 100 * row.median, 100 * row.p90, 100 * row.held)
         for row in validations
     )
     caption = (
@@ -860,7 +866,7 @@ def _validation_table(validations: tuple[Validation, ...]) -> Table:
     return Table("validation", "Errors of the step time by search", columns, rows, caption)
 
 
-def _validation_figure(validations: tuple[Validation, ...]) -> Figure:
+def _build_validation_figure(validations: tuple[Validation, ...]) -> Figure:
     xs = tuple(float(place) for place in range(len(validations)))
     return Figure(
         "prediction_errors",
@@ -873,7 +879,7 @@ def _validation_figure(validations: tuple[Validation, ...]) -> Figure:
             Series("90th percentile", xs, tuple(100 * row.p90 for row in validations), style="bars"),
         ),
         x_scale="category",
-        categories=tuple(_validation_name(row) for row in validations),
+        categories=tuple(_make_validation_name(row) for row in validations),
         paper="Figure 11",
     )
 
@@ -884,7 +890,9 @@ def _fit_figures(material: Material, type_measurements: TypeMeasurements) -> Ite
     assert choice is not None  # of which `own` is
     spec, gpus, nodes = type_measurements.part.spec, type_measurements.part.spec.cluster.gpus_per_node, choice.nodes
     probes = forecast.probes
-    partial = {(n, local) for n, locals_ in STRATEGIES["partial"](group_by_nodes(probes)).items() for local in locals_}
+    partial = {
+        (n, local) for n, locals_ in STRATEGIES["partial"](group_probes_by_nodes(probes)).items() for local in locals_
+    }
     here = sorted(local for count, local in probes if count == nodes)
     gaps = [config.local_batch(gpus) for config in forecast.feasible([nodes])]
     known = [size for size in sorted({*here, *gaps}) if not forecast.steps.refusal(nodes, gpus, size)]
@@ -894,7 +902,7 @@ def _fit_figures(material: Material, type_measurements: TypeMeasurements) -> Ite
     if len(partial) < len(probes):
         few = steptime.fit_step_time([as_observation(probes[place]) for place in sorted(partial)], collective=spec.cluster.collective, priors=forecast.steps.priors)  # fmt: skip
         fits["fit to the partial search's"] = few
-    series = [_measured_series(type_measurements, here, nodes)]
+    series = [_make_measured_series(type_measurements, here, nodes)]
     for name, fit in fits.items():
         sizes = [size for size in known if not fit.refusal(nodes, gpus, size)]
         estimates = [fit.predict(nodes, gpus, size) for size in sizes]
@@ -906,7 +914,7 @@ def _fit_figures(material: Material, type_measurements: TypeMeasurements) -> Ite
     trained = ", and to the steps of trainings," * bool(forecast.trained)
     yield Figure(
         "step_time_fits",
-        f"Step time on {plural(nodes)}, measured and by the models",
+        f"Step time on {format_count(nodes)}, measured and by the models",
         f"Probes beside the fit to all {len(probes)} of them{trained} and to the {len(partial)} that the partial search takes;"
         " bands are 90 % intervals.",
         "global batch",
@@ -917,10 +925,10 @@ def _fit_figures(material: Material, type_measurements: TypeMeasurements) -> Ite
     )
 
 
-def _measured_series(type_measurements: TypeMeasurements, sizes: list[int], nodes: int) -> Series:
+def _make_measured_series(type_measurements: TypeMeasurements, sizes: list[int], nodes: int) -> Series:
     gpus, probes = type_measurements.part.spec.cluster.gpus_per_node, type_measurements.forecast.probes
     xs = tuple(float(size * nodes * gpus) for size in sizes)
-    ys = tuple(1000 * trimmed_mean(probes[nodes, size].step_times) for size in sizes)
+    ys = tuple(1000 * compute_trimmed_mean(probes[nodes, size].step_times) for size in sizes)
     return Series("measured", xs, ys, style="points", measured=(True,) * len(sizes))
 
 
@@ -929,13 +937,16 @@ def _measured_series(type_measurements: TypeMeasurements, sizes: list[int], node
 PROGRESS_KEY, PROGRESS_TITLE = "same_progress", "Gradient noise and the same progress"
 
 
-def same_progress_section(material: Material) -> Section:
+def build_same_progress_section(material: Material) -> Section:
     """Return the noise scale, how it went over the training, and the time to the same progress by batch."""
     if material.answer is None or material.choice is None:
         return Section(PROGRESS_KEY, PROGRESS_TITLE, missing=f"no gradient noise is known: {material.unanswered}")
-    noise, trained = gradient_noise_of_job(material.answer.all_measurements, needed=False), _noise_rows(material)
+    noise, trained = (
+        find_gradient_noise_of_job(material.answer.all_measurements, needed=False),
+        _list_noise_rows(material),
+    )
     rows = (
-        [row for row in envelope(material.rows, curve="accuracy-time") if row.same_progress]
+        [row for row in find_envelope(material.rows, curve="accuracy-time") if row.same_progress]
         if _has_progress(material.rows)
         else []
     )
@@ -943,13 +954,13 @@ def same_progress_section(material: Material) -> Section:
         return Section(PROGRESS_KEY, PROGRESS_TITLE, missing=_NO_NOISE)
     facts = [Fact("noise scale", _describe_scale(noise))] if noise is not None else []
     description = material.shown_recommendation.efficiency if material.shown_recommendation is not None else ""
-    figures = [*_noise_figures(trained), *_progress_figures(material, rows, material.choice)]
+    figures = [*_build_noise_figures(trained), *_build_progress_figures(material, rows, material.choice)]
     return Section(
         PROGRESS_KEY,
         PROGRESS_TITLE,
         (as_sentence(description),) if description else (),
         tuple(facts),
-        tuple(_progress_tables(material, rows)),
+        tuple(_build_progress_tables(material, rows)),
         tuple(figures),
     )
 
@@ -965,26 +976,26 @@ def _has_progress(rows: Sequence[Prediction]) -> bool:
 
 
 def _describe_scale(noise: Noise) -> str:
-    high = "more than can be told" if math.isinf(noise.high) else number(noise.high)
+    high = "more than can be told" if math.isinf(noise.high) else format_number(noise.high)
     at = f"after epoch {noise.epoch:g}" if noise.epoch else "at the start of training"
-    return f"{number(noise.scale)} samples ({number(noise.low)} to {high}), {at}"
+    return f"{format_number(noise.scale)} samples ({format_number(noise.low)} to {high}), {at}"
 
 
-def _noise_rows(material: Material) -> list[dict[str, Any]]:
+def _list_noise_rows(material: Material) -> list[dict[str, Any]]:
     """Return what the newest training has measured of its noise, by epoch."""
     for part_material in material.own_parts:
         if part_material.now.training is not None:
             rows = part_material.look.training(part_material.now.training.signature).sampled_metrics()
             noisy = [row for row in rows if row["kind"] == "noise"]
-            if rows_with_scale := [row for row in noisy if (value_of(row, "scale") or 0.0) > 0]:
+            if rows_with_scale := [row for row in noisy if (get_metric_value(row, "scale") or 0.0) > 0]:
                 return rows_with_scale
     return []
 
 
-def _noise_figures(rows: Sequence[dict[str, Any]]) -> Iterator[Figure]:
+def _build_noise_figures(rows: Sequence[dict[str, Any]]) -> Iterator[Figure]:
     if not rows:
         return
-    low, high = (tuple(value_of(row, name) for row in rows) for name in ("low", "high"))
+    low, high = (tuple(get_metric_value(row, name) for row in rows) for name in ("low", "high"))
     yield Figure(
         "noise_scale",
         "Gradient noise scale over the training",
@@ -1004,18 +1015,18 @@ def _require_progress(row: Prediction) -> SameProgress:
     return row.same_progress
 
 
-def _progress_caveats(material: Material, row: Prediction) -> list[str]:
+def _list_progress_caveats(material: Material, row: Prediction) -> list[str]:
     """Return what the figures of a batch on the way to the same progress leave open."""
     names = [] if material.choice is None else Caveats.among_rows([row], material.choice).caveats_of(row)
     wide = is_too_wide(_require_progress(row).hours_low, _require_progress(row).hours_high)
     return [*["wide_interval"] * wide, *(name for name in names if name == "progress_within_noise")]
 
 
-def _progress_tables(material: Material, rows: Sequence[Prediction]) -> Iterator[Table]:
+def _build_progress_tables(material: Material, rows: Sequence[Prediction]) -> Iterator[Table]:
     if not rows:
         return
-    to_unit, unit = hours_unit([*(_require_progress(row).hours for row in rows), *(row.hours for row in rows)])
-    notes = [_progress_caveats(material, row) for row in rows]
+    to_unit, unit = choose_hours_unit([*(_require_progress(row).hours for row in rows), *(row.hours for row in rows)])
+    notes = [_list_progress_caveats(material, row) for row in rows]
     columns = (Column("batch"), Column("nodes"), Column("epochs", digits=3), Column("from", digits=3), Column("to", digits=3),
                Column("time to the same progress", unit, digits=3), Column("from", unit, digits=3), Column("to", unit, digits=3),
                Column("cost", material.currency, digits=3), Column("time for the job's epochs", unit, digits=3),
@@ -1032,11 +1043,11 @@ def _progress_tables(material: Material, rows: Sequence[Prediction]) -> Iterator
     yield Table("same_progress", "Time to the same progress", columns, cells, caption, marks)
 
 
-def _progress_figures(material: Material, rows: Sequence[Prediction], choice: Prediction) -> Iterator[Figure]:
+def _build_progress_figures(material: Material, rows: Sequence[Prediction], choice: Prediction) -> Iterator[Figure]:
     if len(rows) < 2:
         return
     progress_by_row = [_require_progress(row) for row in rows]
-    factor, unit = hours_unit(
+    factor, unit = choose_hours_unit(
         [*(same_progress.hours for same_progress in progress_by_row), *(row.hours for row in rows)]
     )
     xs = tuple(float(row.batch) for row in rows)
@@ -1057,7 +1068,7 @@ def _progress_figures(material: Material, rows: Sequence[Prediction], choice: Pr
         "global batch",
         f"time ({unit})",
         (progress, fixed),
-        marks=(chosen_mark(choice, choice.batch, y * factor), *([reference] if xs[0] <= (reference.x or 0) <= xs[-1] else [])),
+        marks=(make_chosen_mark(choice, choice.batch, y * factor), *([reference] if xs[0] <= (reference.x or 0) <= xs[-1] else [])),
         x_scale="log2",
     )  # fmt: skip
 
@@ -1076,30 +1087,32 @@ METRIC_TITLES = {"top1": "Top-1 accuracy", "eval_loss": "Loss on the evaluation 
 METRIC_UNITS = {"top1": "top-1 (%)", "eval_loss": "loss"}
 
 
-def training_section(material: Material) -> Section:
+def build_training_section(material: Material) -> Section:
     """Return the newest training of each type of node."""
-    trainings = newest_trainings(material)
+    trainings = list_newest_trainings(material)
     if not trainings:
         return Section(TRAINING_KEY, TRAINING_TITLE, missing=HOW_TO_TRAIN)
     return Section(
         TRAINING_KEY,
         TRAINING_TITLE,
         tuple(text for training in trainings for text in _describe_training(training)),
-        tuple(fact for training in trainings for fact in _training_facts(training)),
-        tuple(table for training in trainings for table in _training_tables(training)),
+        tuple(fact for training in trainings for fact in _list_training_facts(training)),
+        tuple(table for training in trainings for table in _build_training_tables(training)),
         tuple(
-            figure for training in trainings for figure in training_figures(training, suffix=_figure_suffix(training))
+            figure
+            for training in trainings
+            for figure in build_training_figures(training, suffix=_make_figure_suffix(training))
         ),
     )
 
 
-def _figure_suffix(training: TrainingMaterial) -> str:
+def _make_figure_suffix(training: TrainingMaterial) -> str:
     return f"_{training.part.name}" if training.part.name else ""
 
 
 def _describe_training(training: TrainingMaterial) -> Iterator[str]:
     task, end = training.task, training.summary
-    where = f"on {plural(task.own_nodes)}{f' of type {training.part.name}' if training.part.name else ''}"
+    where = f"on {format_count(task.own_nodes)}{f' of type {training.part.name}' if training.part.name else ''}"
     others_text = f", the newest of {training.count}" if training.count > 1 else ""
     if end is None:
         batch = f"batch {task.batch}"
@@ -1110,7 +1123,7 @@ def _describe_training(training: TrainingMaterial) -> Iterator[str]:
         if end.ended:
             yield f"It ended {end.ended} (train.early_stopping); what is predicted is for the epochs that it took."
     for cause in end.causes if end is not None else ():
-        yield f"Relaunched: {first_line(cause)}."
+        yield f"Relaunched: {get_first_line(cause)}."
 
 
 def _describe_progress(training: TrainingMaterial) -> str:
@@ -1125,57 +1138,57 @@ def _describe_progress(training: TrainingMaterial) -> str:
     return f"{epochs}, {training_status.samples} samples{remaining_text}"
 
 
-def _training_facts(training: TrainingMaterial) -> Iterator[Fact]:
+def _list_training_facts(training: TrainingMaterial) -> Iterator[Fact]:
     task, end = training.task, training.summary
     yield Fact("method", task.spec.train.method)
     yield Fact("attempts", str(len(training.attempts)))
     if (result := training.files.result()) is not None:
         yield Fact("samples", f"{result.samples} in {result.steps} steps")
     if end is not None:
-        yield from _best_facts(end)
-        yield from (Fact(METRIC_NAMES.get(name, name), number(value, 4)) for name, value in end.metrics.items())
+        yield from _list_best_facts(end)
+        yield from (Fact(METRIC_NAMES.get(name, name), format_number(value, 4)) for name, value in end.metrics.items())
     for evaluation in training.files.evaluations():
         yield Fact(f"{evaluation.weights} weights", _describe_evaluation(evaluation))
     warnings = dict.fromkeys(row["message"] for row in training.rows_of_kind("warning"))
     yield from (Fact("warning", text) for text in warnings)
 
 
-def _best_facts(end: Summary) -> Iterator[Fact]:
+def _list_best_facts(end: Summary) -> Iterator[Fact]:
     at = f" at epoch {end.best_epoch}" if end.best_epoch else ""
     if end.best is not None:
-        yield Fact(f"best {end.best.metric}", f"{number(end.best.value, 4)}{at}")
+        yield Fact(f"best {end.best.metric}", f"{format_number(end.best.value, 4)}{at}")
     elif "top1" in end.metrics:
-        yield Fact("best top-1", f"{number(end.best_top1, 4)} %{at}")
+        yield Fact("best top-1", f"{format_number(end.best_top1, 4)} %{at}")
     elif end.best_loss is not None:
-        yield Fact("least loss", f"{number(end.best_loss, 4)}{at}")
+        yield Fact("least loss", f"{format_number(end.best_loss, 4)}{at}")
 
 
 def _describe_evaluation(evaluation: Evaluated) -> str:
-    metrics_text = ", ".join(f"{metric} {number(value, 4)}" for metric, value in evaluation.metrics.items())
+    metrics_text = ", ".join(f"{metric} {format_number(value, 4)}" for metric, value in evaluation.metrics.items())
     return f"on the {'test' if evaluation.test else 'validation'} set: {metrics_text}"
 
 
-def _training_tables(training: TrainingMaterial) -> Iterator[Table]:
+def _build_training_tables(training: TrainingMaterial) -> Iterator[Table]:
     if training.summary is not None:
-        yield _predicted_against_actual(training, training.summary)
+        yield _build_predicted_against_actual(training, training.summary)
     if training.attempts:
-        yield _attempts_table(training)
+        yield _build_attempts_table(training)
     tuning = training.files.tuning()
     if tuning is not None and tuning.branches:
         columns = (Column("arm", align="left"), Column("rung"), Column("epochs", digits=3), Column("held-out loss", digits=4),
                    Column("top-1", "%", digits=4), Column("", align="left"))  # fmt: skip
         chosen = tuning.chosen.name if tuning.chosen is not None else None
         rows = tuple((b.arm, b.rung, b.epochs, b.loss, b.top1, "diverged" if b.diverged else "chosen" if b.arm == chosen else "") for b in tuning.branches)  # fmt: skip
-        yield Table(f"tuning{_figure_suffix(training)}", "Branches of the self-tuning", columns, rows)
+        yield Table(f"tuning{_make_figure_suffix(training)}", "Branches of the self-tuning", columns, rows)
 
 
-def _predicted_against_actual(training: TrainingMaterial, end: Summary) -> Table:
+def _build_predicted_against_actual(training: TrainingMaterial, end: Summary) -> Table:
     """Return what was predicted beside what came of it; errors are of the prediction, shares of the actual value."""
-    divisor, unit = time_unit(3600 * end.actual_hours)
+    divisor, unit = choose_time_unit(3600 * end.actual_hours)
     comparisons: list[tuple[str, str, float | None, float | None, float]] = [
         ("step time", "ms", end.predicted_step, end.actual_step, 1000),
         ("time", unit, end.predicted_hours, end.actual_hours, 3600 / divisor),
-        *((f"time: {name}", unit, predicted, actual, 1 / divisor) for name, predicted, actual in _time_parts(end)),
+        *((f"time: {name}", unit, predicted, actual, 1 / divisor) for name, predicted, actual in _list_time_parts(end)),
         ("cost", end.currency, end.predicted_cost, end.actual_cost, 1),
         ("energy", "kWh", end.predicted_kwh, end.actual_kwh, 1),
     ]
@@ -1189,10 +1202,12 @@ def _predicted_against_actual(training: TrainingMaterial, end: Summary) -> Table
     columns = (Column("", align="left"), Column("unit", align="left"), Column("predicted", digits=3), Column("actual", digits=3), Column("error", "%", digits=3))  # fmt: skip
     counted = "" if end.counted is None else f" Energy was counted over {format_percent(end.counted)} % of the time."
     caption = f"Errors are those of the prediction, as shares of the actual value.{counted}"
-    return Table(f"predicted_actual{_figure_suffix(training)}", "Predicted and actual", columns, tuple(rows), caption)
+    return Table(
+        f"predicted_actual{_make_figure_suffix(training)}", "Predicted and actual", columns, tuple(rows), caption
+    )
 
 
-def _time_parts(end: Summary) -> Iterator[tuple[str, float | None, float | None]]:
+def _list_time_parts(end: Summary) -> Iterator[tuple[str, float | None, float | None]]:
     """Yield where the time went (seconds): the name of each part that there is, predicted and actual."""
     if end.actual_parts is None:
         return
@@ -1204,27 +1219,27 @@ def _time_parts(end: Summary) -> Iterator[tuple[str, float | None, float | None]
             yield name, predicted, actual
 
 
-def _attempts_table(training: TrainingMaterial) -> Table:
+def _build_attempts_table(training: TrainingMaterial) -> Table:
     tasks = {task.id: task for task in training.files.tasks()}
     took = [(attempt.ended_at or training.part.now.at) - attempt.started_at for attempt in training.attempts]
-    divisor, unit = time_unit(max(took))
+    divisor, unit = choose_time_unit(max(took))
     columns = (Column("attempt", align="left"), Column("started", align="left"), Column("took", unit, digits=3), Column("nodes"),
                Column("batch"), Column("from sample"), Column("ended", align="left"), Column("because", align="left"))  # fmt: skip
     rows = tuple(
         (f"{attempt.task} no. {attempt.number}", format_moment(attempt.started_at), seconds / divisor,
          tasks[attempt.task].nodes if attempt.task in tasks else None, tasks[attempt.task].batch if attempt.task in tasks else None,
-         attempt.samples, attempt.outcome or "open", first_line(attempt.message))
+         attempt.samples, attempt.outcome or "open", get_first_line(attempt.message))
         for attempt, seconds in zip(training.attempts, took, strict=True)
     )  # fmt: skip
-    return Table(f"attempts{_figure_suffix(training)}", "Attempts", columns, rows)
+    return Table(f"attempts{_make_figure_suffix(training)}", "Attempts", columns, rows)
 
 
-def training_figures(training_material: TrainingMaterial, *, suffix: str) -> Iterator[Figure]:
+def build_training_figures(training_material: TrainingMaterial, *, suffix: str) -> Iterator[Figure]:
     """Yield the curves of a training, those of which it has told something; `suffix` tells their keys from those of other parts."""
-    for axis in _metric_axes(training_material):
+    for axis in _choose_metric_axes(training_material):
         for figure in (*axis.loss(training_material), *axis.metric(training_material)):
             yield _with_suffix(figure, suffix)
-    samples = _metric_axes(training_material)[0]
+    samples = _choose_metric_axes(training_material)[0]
     for figure in (*samples.rate(training_material), *samples.step_time(training_material)):
         yield _with_suffix(figure, suffix)
 
@@ -1233,14 +1248,14 @@ def _with_suffix(figure: Figure, suffix: str) -> Figure:
     return replace(figure, key=f"{figure.key}{suffix}")
 
 
-def _metric_axes(training_material: TrainingMaterial) -> "list[_MetricAxis]":
+def _choose_metric_axes(training_material: TrainingMaterial) -> "list[_MetricAxis]":
     axes = [_MetricAxis("samples", "samples seen", lambda row: float(row["samples"]))]
     began, times = (
         training_material.began_at,
         [row["time"] for row in training_material.rows if row.get("time") is not None],
     )
     if began is not None and times:
-        divisor, unit = time_unit(max(times) - began)
+        divisor, unit = choose_time_unit(max(times) - began)
         axes.append(_MetricAxis("time", f"time since its start ({unit})", lambda row: (row["time"] - began) / divisor))
     return axes
 
@@ -1281,8 +1296,8 @@ class _MetricAxis:
     def loss(self, training_material: TrainingMaterial) -> Iterator[Figure]:
         steps, epochs = training_material.rows_of_kind("step"), training_material.rows_of_kind("epoch")
         series = (
-            *self.series("training", steps or epochs, lambda row: value_of(row, "loss")),
-            *self.series("evaluation", epochs, lambda row: value_of(row, "eval_loss"), "line+points"),
+            *self.series("training", steps or epochs, lambda row: get_metric_value(row, "loss")),
+            *self.series("evaluation", epochs, lambda row: get_metric_value(row, "eval_loss"), "line+points"),
         )
         if series:
             low = min(y for curve in series for y in curve.y if y is not None)
@@ -1294,10 +1309,14 @@ class _MetricAxis:
         if name == "eval_loss":  # it is in the figure of the loss
             return
         series = [
-            *self.series(name if name != "top1" else "top-1", epochs, lambda row: value_of(row, name), "line+points")
+            *self.series(
+                name if name != "top1" else "top-1", epochs, lambda row: get_metric_value(row, name), "line+points"
+            )
         ]
         series += (
-            self.series("top-5", epochs, lambda row: value_of(row, "top5"), "line+points") if name == "top1" else []
+            self.series("top-5", epochs, lambda row: get_metric_value(row, "top5"), "line+points")
+            if name == "top1"
+            else []
         )
         if series:
             title = METRIC_TITLES.get(name, name)
@@ -1306,7 +1325,7 @@ class _MetricAxis:
 
     def rate(self, training_material: TrainingMaterial) -> Iterator[Figure]:
         rows = training_material.rows_of_kind("step", "epoch")
-        series = tuple(self.series("learning rate", rows, lambda row: value_of(row, "lr")))
+        series = tuple(self.series("learning rate", rows, lambda row: get_metric_value(row, "lr")))
         if series:
             yield Figure("learning_rate", "Learning rate", "Of the steps as they were logged.", self.label, "learning rate",
                          series, marks=self.starts(training_material))  # fmt: skip
@@ -1314,7 +1333,9 @@ class _MetricAxis:
     def step_time(self, training_material: TrainingMaterial) -> Iterator[Figure]:
         """Yield the step time as it was logged, beside what was predicted with its interval."""
         series = [
-            *self.series("logged", training_material.rows_of_kind("step"), lambda row: _milliseconds(row, "step_time"))
+            *self.series(
+                "logged", training_material.rows_of_kind("step"), lambda row: _get_milliseconds(row, "step_time")
+            )
         ]
         if not series:
             return
@@ -1324,7 +1345,7 @@ class _MetricAxis:
         if predicted_rows:
             predicted_rows = thin_out(predicted_rows)
             ends = [
-                tuple(_milliseconds(row, name) for row in predicted_rows)
+                tuple(_get_milliseconds(row, name) for row in predicted_rows)
                 for name in ("predicted_step", "step_low", "step_high")
             ]
             series.append(
@@ -1345,8 +1366,8 @@ class _MetricAxis:
         yield Figure("step_time", "Step time", caption, self.label, "step time (ms)", tuple(series), marks=(*self.starts(training_material), *changes))  # fmt: skip
 
 
-def _milliseconds(row: Row, name: str) -> float | None:
-    value = value_of(row, name)
+def _get_milliseconds(row: Row, name: str) -> float | None:
+    value = get_metric_value(row, name)
     return None if value is None else 1000 * value
 
 
@@ -1355,42 +1376,42 @@ def _milliseconds(row: Row, name: str) -> float | None:
 GRADIENTS_KEY, GRADIENTS_TITLE = "gradients", "Gradients and their scaling"
 
 
-def gradients_section(material: Material) -> Section:
+def build_gradients_section(material: Material) -> Section:
     """Return the norms, their change with the accuracy, the factors and the curvature, as far as the training tells them."""
-    trainings = newest_trainings(material)
+    trainings = list_newest_trainings(material)
     if not trainings:
         return Section(GRADIENTS_KEY, GRADIENTS_TITLE, missing=HOW_TO_TRAIN)
-    drawn = tuple(figure for training in trainings for figure in _gradient_figures(training))
-    facts = tuple(fact for training in trainings for fact in _scaling_facts(training))
+    drawn = tuple(figure for training in trainings for figure in _build_gradient_figures(training))
+    facts = tuple(fact for training in trainings for fact in _list_scaling_facts(training))
     if not drawn:
-        return Section(GRADIENTS_KEY, GRADIENTS_TITLE, facts=facts, missing=_why_no_gradients(trainings[0]))
-    return Section(GRADIENTS_KEY, GRADIENTS_TITLE, _left_out_notes(trainings[0]), facts, figures=drawn)
+        return Section(GRADIENTS_KEY, GRADIENTS_TITLE, facts=facts, missing=_describe_why_no_gradients(trainings[0]))
+    return Section(GRADIENTS_KEY, GRADIENTS_TITLE, _list_left_out_notes(trainings[0]), facts, figures=drawn)
 
 
-def _gradient_figures(training: TrainingMaterial) -> Iterator[Figure]:
+def _build_gradient_figures(training: TrainingMaterial) -> Iterator[Figure]:
     prefix = f"{training.part.name}_" if training.part.name else ""
     curve = GradientCurve(
         training.task.spec.train.method, training.rows_of_kind("epoch"), training.rows_of_kind("hessian")
     )
-    of_steps = list(step_figures(training.files.steps(), name=curve.name, prefix=prefix))
+    of_steps = list(build_step_figures(training.files.steps(), name=curve.name, prefix=prefix))
     step_keys = {figure.key for figure in of_steps}  # medians of epochs tell less
     yield from of_steps[:2]
-    yield from (figure for figure in gradient_figures([curve], prefix=prefix) if figure.key not in step_keys)
+    yield from (figure for figure in build_gradient_figures([curve], prefix=prefix) if figure.key not in step_keys)
     yield from of_steps[2:]
     title = f"Scaling factors of {curve.name}, batch {training.task.batch}"
-    yield from factor_density(curve, key=f"{prefix}factors", title=title)
+    yield from build_factor_density(curve, key=f"{prefix}factors", title=title)
 
 
-def _scaling_facts(training: TrainingMaterial) -> Iterator[Fact]:
+def _list_scaling_facts(training: TrainingMaterial) -> Iterator[Fact]:
     """Yield what gradient scaling did in the last epoch, or in all of a script's steps."""
     ags_row: Row = next((row["ags"] for row in reversed(training.rows) if isinstance(row.get("ags"), Mapping)), {})
-    mean, scaled = (value_of(ags_row.get("so_far", ags_row), name) for name in ("mean", "scaled"))
+    mean, scaled = (get_metric_value(ags_row.get("so_far", ags_row), name) for name in ("mean", "scaled"))
     scope = " of the last epoch" if training.task.spec.script is None else ""
     if mean is not None and scaled is not None:
-        yield Fact("scaling", f"factor {number(mean, 3)} in {format_percent(scaled)} % of the steps{scope}")
+        yield Fact("scaling", f"factor {format_number(mean, 3)} in {format_percent(scaled)} % of the steps{scope}")
 
 
-def _why_no_gradients(training: TrainingMaterial) -> str:
+def _describe_why_no_gradients(training: TrainingMaterial) -> str:
     if training.task.spec.script is not None:
         return "a script's gradients are not logged; train.diagnostics is for tula's own loop"
     return (
@@ -1399,7 +1420,7 @@ def _why_no_gradients(training: TrainingMaterial) -> str:
     )
 
 
-def _left_out_notes(training: TrainingMaterial) -> tuple[str, ...]:
+def _list_left_out_notes(training: TrainingMaterial) -> tuple[str, ...]:
     if training.rows_of_kind("hessian"):
         return ()
     return (
@@ -1412,7 +1433,7 @@ def _left_out_notes(training: TrainingMaterial) -> tuple[str, ...]:
 HOW_TO_COMPARE = "nothing was compared: tula compare trains the job with several methods and batches, and tells what a large batch loses"
 
 
-def comparison_sections(material: Material) -> Iterator[Section]:
+def build_comparison_sections_of_parts(material: Material) -> Iterator[Section]:
     """Yield the sections of each part's comparison, or one that says that there is none."""
     compared_parts = [
         (part_material, comparison)
@@ -1425,8 +1446,8 @@ def comparison_sections(material: Material) -> Iterator[Section]:
         report = accuracy.build_compare_report(
             part_material.part.run, comparison, part_material.part.spec, jobs=part_material.now.jobs
         )
-        for section in comparison_document.comparison_sections(
-            report, accuracy.training_curves(part_material.part.run, comparison)
+        for section in comparison_document.build_comparison_sections(
+            report, accuracy.read_training_curves(part_material.part.run, comparison)
         ):
             name = f": {part_material.name}" if part_material.name else ""
             yield replace(

@@ -16,8 +16,8 @@ import weakref
 from typing import TYPE_CHECKING, Any, Callable, Iterator, NoReturn
 
 from .failing import write_failure
-from .optimizers import elements_of, full_name, parameters_of
-from .ranks import world_size
+from .optimizers import count_elements, get_full_name, list_parameters
+from .ranks import count_ranks
 
 if TYPE_CHECKING:
     from .ddp_split import DdpSplit
@@ -97,10 +97,10 @@ class AgsSteps:
         if self.tula is not None or model is None:
             return
         if not hasattr(optimizer, "register_step_post_hook"):
-            self.fail(f"{full_name(optimizer)} is no optimizer of torch")
-        if world_size() > 1 and all(getattr(model, "_orig_mod", model) is not module for module in self.split.alive()):
+            self.fail(f"{get_full_name(optimizer)} is no optimizer of torch")
+        if count_ranks() > 1 and all(getattr(model, "_orig_mod", model) is not module for module in self.split.alive()):
             self.fail(
-                f"tula_hooks.wrap was given {full_name(model)} on {world_size()} ranks: give it the model as"
+                f"tula_hooks.wrap was given {get_full_name(model)} on {count_ranks()} ranks: give it the model as"
                 " DistributedDataParallel has wrapped it"
             )
         self.bind(optimizer, model)
@@ -114,10 +114,10 @@ class AgsSteps:
         optimizers = [
             optimizer
             for optimizer in self._alive()
-            if any(id(parameter) in ids for parameter in parameters_of(optimizer))
+            if any(id(parameter) in ids for parameter in list_parameters(optimizer))
         ]
         return (
-            (max(optimizers, key=elements_of), model) if optimizers else None
+            (max(optimizers, key=count_elements), model) if optimizers else None
         )  # the first of equals: the same on all ranks
 
     def _alive(self) -> list[Any]:
@@ -158,15 +158,15 @@ class AgsSteps:
 
     def _note_others(self, base: Any, model: Any) -> None:
         """Say which parameters, of this model and of others (a GAN has two), other optimizers train, unscaled."""
-        scaled, module = {id(parameter) for parameter in parameters_of(base)}, getattr(model, "module", model)
+        scaled, module = {id(parameter) for parameter in list_parameters(base)}, getattr(model, "module", model)
         counts = [
-            (optimizer, sum(int(p.numel()) for p in parameters_of(optimizer) if id(p) not in scaled))
+            (optimizer, sum(int(p.numel()) for p in list_parameters(optimizer) if id(p) not in scaled))
             for optimizer in self._alive()
         ]
-        others = [f"{full_name(optimizer)} ({count} numbers)" for optimizer, count in counts if count]
+        others = [f"{get_full_name(optimizer)} ({count} numbers)" for optimizer, count in counts if count]
         if others:
-            name, size = type(module).__qualname__, elements_of(base)
-            words = f"AGS scales what {full_name(base)} trains ({size} numbers), the largest optimizer of the largest model ({name})"
+            name, size = type(module).__qualname__, count_elements(base)
+            words = f"AGS scales what {get_full_name(base)} trains ({size} numbers), the largest optimizer of the largest model ({name})"
             self.notes.append(f"{words}; not scaled is what {', '.join(others)} trains")
 
     def _taken_hook(self, model: Any) -> str:
@@ -275,15 +275,15 @@ class AgsSteps:
             self._without += 1
             if self._without >= PATIENCE:
                 self.fail(self._missing())
-        elif optimizer is not self.tula and elements_of(optimizer) >= elements_of(self.tula.base):
+        elif optimizer is not self.tula and count_elements(optimizer) >= count_elements(self.tula.base):
             self._without += 1
             if self._without > (MOST_WITHOUT if self._taken else COUNTED):
-                self.fail(f"the script trains with another optimizer, {full_name(optimizer)}")
+                self.fail(f"the script trains with another optimizer, {get_full_name(optimizer)}")
 
     def _missing(self) -> str:
         if self.split.alive():
             return "no optimizer was made of the parameters of the script's DistributedDataParallel"
-        ranks = world_size()
+        ranks = count_ranks()
         if ranks == 1:
             return _ALONE
         return (

@@ -108,10 +108,10 @@ class Delivered:
         path = self._paths.get(key)
         if path is None and key in self._paths:
             return None
-        samples = _at(batch, path) if path is not None else None
+        samples = _get_at_path(batch, path) if path is not None else None
         if samples is None:
             path = self._paths[key] = find_samples(batch, size)
-            samples = _at(batch, path) if path is not None else None
+            samples = _get_at_path(batch, path) if path is not None else None
         return samples
 
     def take(self) -> dict[int, list[float]]:
@@ -157,11 +157,11 @@ def find_samples(batch: object, size: int | None) -> tuple[Hashable, ...] | None
     The first whose count is `size`: images of different sizes come as a list of so many tensors. Without a size (samplers
     that choose batches themselves, streams) the leading dimension of the first tensor.
     """
-    paths = list(_tensor_paths(batch, ()))
+    paths = list(_list_tensor_paths(batch, ()))
     return next((path for path, count in paths if count == size), paths[0][0] if paths else None)
 
 
-def _tensor_paths(item: Any, path: tuple[Hashable, ...]) -> Iterator[tuple[tuple[Hashable, ...], int]]:
+def _list_tensor_paths(item: Any, path: tuple[Hashable, ...]) -> Iterator[tuple[tuple[Hashable, ...], int]]:
     shape = getattr(item, "shape", None)
     if isinstance(shape, tuple):
         if shape:
@@ -171,14 +171,14 @@ def _tensor_paths(item: Any, path: tuple[Hashable, ...]) -> Iterator[tuple[tuple
         return
     if isinstance(item, Mapping):
         for key, value in item.items():
-            yield from _tensor_paths(value, (*path, key))
+            yield from _list_tensor_paths(value, (*path, key))
     elif isinstance(item, (list, tuple)):
         for index, value in enumerate(item[:8]):
-            yield from _tensor_paths(value, (*path, index))
+            yield from _list_tensor_paths(value, (*path, index))
         yield (*path, LENGTH), len(item)
 
 
-def _at(batch: Any, path: tuple[Hashable, ...]) -> int | None:
+def _get_at_path(batch: Any, path: tuple[Hashable, ...]) -> int | None:
     try:
         for part in path:
             if part is LENGTH:
@@ -222,7 +222,7 @@ def listen(delivered: Callable[[], Delivered | None], began: Callable[[], None])
         if counts is not None and get_worker_info() is None:
             began()
             if id(self.dataset) not in counts.facts:  # another one on the same data evaluates
-                counts.facts[id(self.dataset)] = loader_facts(self)
+                counts.facts[id(self.dataset)] = describe_loader(self)
             iterator = begin(self)
             counts.begin_pass(id(self.dataset), iterator)
             return iterator
@@ -232,24 +232,24 @@ def listen(delivered: Callable[[], Delivered | None], began: Callable[[], None])
     DataLoader.__iter__ = __iter__  # type: ignore[method-assign]
 
 
-def loader_facts(loader: Any) -> dict[str, Any]:
+def describe_loader(loader: Any) -> dict[str, Any]:
     """Return what a loader says of itself: samples of its dataset, batches an epoch on this rank, batch size, workers."""
     size = loader.batch_size
     if size is None:
         size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     return {
-        "dataset": _length_or_none(loader.dataset),
-        "batches": _length_or_none(loader),
+        "dataset": _get_length(loader.dataset),
+        "batches": _get_length(loader),
         "batch_size": size if isinstance(size, int) else None,
         "workers": loader.num_workers,
         "sampler": type(loader.sampler).__name__,
         "drop_last": bool(loader.drop_last or getattr(getattr(loader, "batch_sampler", None), "drop_last", False)),
-        "epoch_samples": epoch_samples(loader),
-        "content": content_digest(loader.dataset),
+        "epoch_samples": count_epoch_samples(loader),
+        "content": compute_content_digest(loader.dataset),
     }
 
 
-def epoch_samples(loader: Any) -> int | None:
+def count_epoch_samples(loader: Any) -> int | None:
     """Return the samples that an epoch of a loader delivers on this rank: without a dropped last batch, with repeated ones.
 
     None for streams, and samplers that choose batches in their own way.
@@ -258,8 +258,8 @@ def epoch_samples(loader: Any) -> int | None:
     size = loader.batch_size if loader.batch_size is not None else getattr(sampler, "batch_size", None)
     drop_last = loader.drop_last or getattr(sampler, "drop_last", False)
     order = getattr(sampler, "sampler", None) if sampler is not None else loader.sampler
-    count = _length_or_none(order) if order is not None else None
-    batches = _length_or_none(loader)
+    count = _get_length(order) if order is not None else None
+    batches = _get_length(loader)
     if count is None or batches is None or not isinstance(size, int):
         return None
     if batches != (count // size if drop_last else -(-count // size)):
@@ -267,29 +267,29 @@ def epoch_samples(loader: Any) -> int | None:
     return batches * size if drop_last else count
 
 
-def content_digest(dataset: Any) -> str:
+def compute_content_digest(dataset: Any) -> str:
     """Return a digest of the ends of what a dataset holds, by which ranks that hold different parts of it are told apart.
 
     Nothing of the dataset is called: to ask for a sample may draw random numbers. Empty if there is nothing to compare.
     """
     try:
-        ends = list(_ends_of_content(dataset))
+        ends = list(_read_ends_of_content(dataset))
     except Exception:  # noqa: BLE001 - the script's own types
         return ""
     return hashlib.sha256(repr(ends).encode()).hexdigest()[:16] if ends else ""
 
 
-def _ends_of_content(thing: Any, depth: int = 0) -> Iterator[Any]:
+def _read_ends_of_content(thing: Any, depth: int = 0) -> Iterator[Any]:
     for name, value in sorted(getattr(thing, "__dict__", {}).items()):
         if name in ("dataset", "_dataset") and depth < DEPTH:
-            yield from _ends_of_content(value, depth + 1)
+            yield from _read_ends_of_content(value, depth + 1)
         elif name == "_fingerprint":
             yield name, value  # of Hugging Face's datasets, by all that was done to one
         elif isinstance(value, (list, tuple, range)) or hasattr(value, "shape"):
-            yield name, _end_values(value)
+            yield name, _read_end_values(value)
 
 
-def _end_values(value: Any, depth: int = 0) -> Any:
+def _read_end_values(value: Any, depth: int = 0) -> Any:
     """Return length, first and last entry of a sequence, tensor or array, as plain values."""
     if hasattr(value, "shape"):
         if getattr(getattr(value, "device", None), "type", "cpu") != "cpu" or not len(value.shape):
@@ -299,11 +299,11 @@ def _end_values(value: Any, depth: int = 0) -> Any:
     if isinstance(value, (list, tuple, range)):
         if depth == DEPTH or not value:
             return len(value)
-        return len(value), _end_values(value[0], depth + 1), _end_values(value[-1], depth + 1)
+        return len(value), _read_end_values(value[0], depth + 1), _read_end_values(value[-1], depth + 1)
     return value if isinstance(value, (str, bytes, int, float)) else str(type(value))
 
 
-def _length_or_none(thing: Any) -> int | None:
+def _get_length(thing: Any) -> int | None:
     try:
         return len(thing)
     except Exception:  # noqa: BLE001 - the script's own code: a stream may raise what it likes

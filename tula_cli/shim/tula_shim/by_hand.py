@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any, Callable
 
 from .install import count_step, get_recorder
-from .optimizers import full_name, learning_rate
-from .stopping import insist, stop
+from .optimizers import get_full_name, get_learning_rate
+from .stopping import enforce_stop, stop
 
 
 def wrap(optimizer: Any, model: Any = None) -> Any:
     """Take note of an optimizer, torch's or not, and of the parameters of the model; return it. Methods ags and ortho act on it."""
     counted = [parameter.numel() for parameter in model.parameters()] if hasattr(model, "parameters") else None
-    facts = {"name": full_name(optimizer), "elements": sum(counted) if counted is not None else None}
+    facts = {"name": get_full_name(optimizer), "elements": sum(counted) if counted is not None else None}
     mine = get_recorder()
     mine.optimizers.declared = facts
     for steps in (mine.ags, mine.ortho):
@@ -32,12 +32,12 @@ def step(samples: float | None, loss: Any, lr: Any) -> None:
     """Take note of a step. The first call makes the loop the clock: torch's optimizers no longer are."""
     mine = get_recorder()
     if mine.over:
-        insist(mine)
+        enforce_stop(mine)
         return
     if not mine.by_hand:
         mine.restart(by_hand=True)
     if lr is None:
-        lr = learning_rate(mine.optimizers.clock)
+        lr = get_learning_rate(mine.optimizers.clock)
     count_step(mine, lr=lr, samples=samples, loss=loss.detach() if hasattr(loss, "detach") else loss)
     obey(mine)
 
@@ -45,7 +45,7 @@ def step(samples: float | None, loss: Any, lr: Any) -> None:
 def obey(mine: Any) -> None:
     """Save where that is asked for, and stop after it where that is."""
     if mine.asked_to and mine.requests.save(mine.step, mine.samples(), mine.rank):
-        _after_save(mine)
+        _stop_after_save(mine)
 
 
 def on_save(callback: Callable[[str], object]) -> None:
@@ -62,10 +62,10 @@ def saved(path: str) -> None:
     """Tell that what `asked` asked for is done, and where the checkpoint is."""
     mine = get_recorder()
     mine.requests.saved(mine.step, mine.samples(), mine.rank, path=path)
-    _after_save(mine)
+    _stop_after_save(mine)
 
 
-def _after_save(mine: Any) -> None:
+def _stop_after_save(mine: Any) -> None:
     wanted, mine.asked_to = mine.asked_to, ""
     if wanted == "stop":
         stop(mine, "saved")

@@ -13,7 +13,7 @@ Mark = Any
 """A moment: seconds on the host, or an event in the stream of a GPU."""
 
 
-def used_cuda() -> Any | None:
+def get_used_cuda() -> Any | None:
     """Return torch.cuda where this process has used it, else None."""
     torch = sys.modules.get("torch")
     module = getattr(torch, "cuda", None)
@@ -50,13 +50,13 @@ class CudaClock(HostClock):
 
 def make_clock() -> HostClock:
     """Return the clock of the device that this process computes on; asked after its first step."""
-    device = used_cuda()
+    device = get_used_cuda()
     return CudaClock(device) if device is not None else HostClock()
 
 
 def reset_peak() -> None:
     """Begin the peak anew. On the CPU it is the kernel's high-water mark, which some containers do not let one reset."""
-    device = used_cuda()
+    device = get_used_cuda()
     if device is not None:
         device.reset_peak_memory_stats()
         return
@@ -66,16 +66,16 @@ def reset_peak() -> None:
         return
 
 
-def peak_memory() -> dict[str, int]:
+def read_peak_memory() -> dict[str, int]:
     """Return the most memory since `reset_peak`, in bytes: allocated and reserved on a GPU, resident on the CPU."""
-    device = used_cuda()
+    device = get_used_cuda()
     if device is not None:
         return {"allocated": int(device.max_memory_allocated()), "reserved": int(device.max_memory_reserved())}
-    resident = _status_field("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    resident = _read_status_field("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"allocated": resident, "reserved": resident}
 
 
-def _status_field(name: str) -> int | None:
+def _read_status_field(name: str) -> int | None:
     try:
         lines: Iterable[str] = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -83,9 +83,9 @@ def _status_field(name: str) -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
 
 
-def hardware_name() -> str:
+def read_hardware_name() -> str:
     """Return the GPU's name, or the CPU's; empty where neither is told."""
-    device = used_cuda()
+    device = get_used_cuda()
     if device is not None:
         return str(device.get_device_name())
     try:
@@ -95,13 +95,13 @@ def hardware_name() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
 
 
-def device_capacity() -> int | None:
+def read_device_capacity() -> int | None:
     """Return the bytes of this process' GPU; None on the CPU."""
-    device = used_cuda()
+    device = get_used_cuda()
     return None if device is None else int(device.get_device_properties(device.current_device()).total_memory)
 
 
-def process_age() -> float | None:
+def compute_process_age() -> float | None:
     """Return the seconds since this process began; None where the kernel does not tell."""
     try:
         fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()

@@ -13,10 +13,10 @@ from types import TracebackType
 from typing import Any, Callable
 
 from .plan import Plan, write_json
-from .ranks import own_rank
+from .ranks import get_rank
 
 CHILDS_ERRORS = {"subprocess.CalledProcessError"}
-"""What launchers raise when a rank has failed, beside all of torch.distributed.elastic."""
+"""Errors that launchers raise when a rank has failed, beside all of torch.distributed.elastic."""
 LAUNCHERS = "torch.distributed.elastic."
 TOLD = "told_by_tula"
 """Attribute of an exception that is written. To keep the exception would keep its frames."""
@@ -32,22 +32,22 @@ def listen(plan: Plan, step: Callable[[], int]) -> None:
     before = sys.excepthook
 
     def excepthook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> Any:
-        if issubclass(kind, Exception) and not (of_a_launcher(plan.folder, kind) or is_told(value)):
+        if issubclass(kind, Exception) and not (is_launcher_error(plan.folder, kind) or is_told(value)):
             write_failure(plan, value, step=step(), where="script")
         return before(kind, value, trace)
 
     sys.excepthook = excepthook
 
 
-def of_a_launcher(folder: Path, kind: type[BaseException]) -> bool:
+def is_launcher_error(folder: Path, kind: type[BaseException]) -> bool:
     """Return whether this process only tells that one of its children has failed.
 
     It has no rank of its own then. That of torchrun is told by its class; that of torch.multiprocessing.spawn is the only
     one there is, for the child keeps no hook, unless a rank has told itself.
     """
-    if own_rank() is not None:
+    if get_rank() is not None:
         return False
-    name = class_name(kind)
+    name = get_class_name(kind)
     return name in CHILDS_ERRORS or name.startswith(LAUNCHERS) or any(folder.glob("failure-*.json"))
 
 
@@ -64,7 +64,7 @@ def is_told(error: BaseException | None) -> bool:
 
 def write_failure(plan: Plan, error: BaseException, *, step: int, where: str) -> None:
     """Write what failed on this rank, in the script or in the shim."""
-    rank = own_rank()
+    rank = get_rank()
     name = str(rank) if rank is not None else f"{socket.gethostname()}-{os.getpid()}"
     content = {
         "version": 1,
@@ -74,17 +74,17 @@ def write_failure(plan: Plan, error: BaseException, *, step: int, where: str) ->
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "where": where,
-        "error": class_name(type(error)),
+        "error": get_class_name(type(error)),
         "text": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
         "step": step,
-        "batch_norm": batch_norm(),
+        "batch_norm": find_batch_norm(),
         "failed_at": time.time(),
     }
     write_json(plan.folder / f"failure-{name}.json", content)
     vars(error)[TOLD] = True  # a class of the script's may refuse to be set
 
 
-def batch_norm() -> str:
+def find_batch_norm() -> str:
     """Return which BatchNorm this process holds: "batch", "sync" where all take their statistics over the ranks, or "".
 
     It looks at all objects there are, which takes some 0.1 s: at the end of a process alone.
@@ -99,5 +99,5 @@ def batch_norm() -> str:
     return "sync" if all(issubclass(kind, norms.SyncBatchNorm) for kind in kinds) else "batch"
 
 
-def class_name(kind: type[BaseException]) -> str:
+def get_class_name(kind: type[BaseException]) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

@@ -35,7 +35,7 @@ class Files:
 
     def __init__(self, folder: Path, ignored: list[str]) -> None:
         self.folder = folder
-        self.since = _modified_at(folder / "plan.json") or time.time()
+        self.since = _get_modification_time(folder / "plan.json") or time.time()
         self.ignored = (*SYSTEM, *(os.path.join(os.path.abspath(path), "") for path in (str(folder), *ignored)))  # noqa: PTH100, PTH118 - run at each open
         self.stepped = False
         self._seen: dict[str, bool] = {}  # path -> whether it was seen after the first step
@@ -49,7 +49,7 @@ class Files:
             "os.link": lambda _, path, *__: self.changing(path),
             "os.symlink": lambda _, path, *__: self.changing(path),
             "os.mkdir": lambda path, _mode=0, dir_fd=-1: self.changing(path, dir_fd, folder=True),
-            "sqlite3.connect": lambda path, *_: self.changing(_of_database(path), resolve=True),
+            "sqlite3.connect": lambda path, *_: self.changing(_find_database_file(path), resolve=True),
         }
         self._handlers = handlers
 
@@ -87,7 +87,7 @@ class Files:
             self.changing(path, resolve=True)
 
     def _renamed(self, source: Any, target: Any, source_fd: int = -1, target_fd: int = -1) -> None:
-        before, after = _absolute_path(source, source_fd), _absolute_path(target, target_fd)
+        before, after = _make_absolute_path(source, source_fd), _make_absolute_path(target, target_fd)
         is_folder = os.path.isdir(before) and not os.path.islink(before)  # noqa: PTH112, PTH114
         self.changing(before, folder=is_folder)
         self.changing(after, folder=is_folder)
@@ -108,7 +108,7 @@ class Files:
         """
         if not isinstance(path, (str, bytes, os.PathLike)) or os.fspath(path) in ("", b"", ":memory:"):
             return  # a descriptor, or a file object
-        place = os.path.realpath(path) if resolve else _absolute_path(path, dir_fd)
+        place = os.path.realpath(path) if resolve else _make_absolute_path(path, dir_fd)
         place = os.fsdecode(place)
         if self._seen.get(place) == self.stepped:
             return
@@ -170,21 +170,21 @@ class Files:
             self._here.busy = busy
 
 
-def _absolute_path(path: Any, dir_fd: int | None = -1) -> Any:
+def _make_absolute_path(path: Any, dir_fd: int | None = -1) -> Any:
     """Return a path from the root; one with a descriptor of a folder starts there."""
     if isinstance(dir_fd, int) and dir_fd >= 0:
         path = os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), os.fsdecode(path))  # noqa: PTH118
     return os.path.abspath(os.fsdecode(path))  # noqa: PTH100
 
 
-def _of_database(path: Any) -> Any:
+def _find_database_file(path: Any) -> Any:
     """Return the file of an SQLite database, which may be named by a URI ("file:runs.db?mode=rwc")."""
     if not isinstance(path, (str, bytes)) or not os.fsdecode(path).startswith("file:"):
         return path
     return unquote(urlsplit(os.fsdecode(path)).path)
 
 
-def _modified_at(path: Path) -> float:
+def _get_modification_time(path: Path) -> float:
     try:
         return path.stat().st_mtime
     except OSError:

@@ -13,10 +13,10 @@ from typing import Any, Callable
 from . import batches, ddp_split, failing
 from .ags import AgsSteps, hook_steps
 from .batches import Delivered
-from .optimizers import learning_rate
+from .optimizers import get_learning_rate
 from .plan import PlanError, read_plan
 from .recorder import EPOCH, EVAL, SAVE, Recorder
-from .stopping import insist, stop, write_begun, write_result
+from .stopping import enforce_stop, stop, write_begun, write_result
 
 _recorders: list[Recorder] = []
 """The one of this process, once it is wanted."""
@@ -96,14 +96,14 @@ def _hook_optimizers(mine: Recorder) -> None:
 
     def stepped(optimizer: Any, *_: object) -> None:
         if mine.over:
-            insist(mine)
+            enforce_stop(mine)
             return
         clock = mine.optimizers.stepped(optimizer)
         if mine.by_hand or clock is False:
             return
         if clock is None and mine.step <= mine.plan.warmup:
             mine.restart()
-        count_step(mine, lr=learning_rate(optimizer))
+        count_step(mine, lr=get_learning_rate(optimizer))
 
     register_optimizer_step_post_hook(stepped)
 

@@ -28,7 +28,7 @@ class Optimizers:
         if place is None:
             place = self._places[id(optimizer)] = len(self.seen)
             self._stepping.append(weakref.ref(optimizer))
-            self.seen.append({"name": full_name(optimizer), "elements": elements_of(optimizer)})
+            self.seen.append({"name": get_full_name(optimizer), "elements": count_elements(optimizer)})
         entry = self.seen[place]
         if entry["elements"] <= self._largest:
             return self.clock is optimizer
@@ -50,31 +50,31 @@ class Optimizers:
         optimizers = [optimizer for reference in self._stepping if (optimizer := reference()) is not None]
         if not optimizers:
             return
-        trained = list({id(p): p for optimizer in optimizers for p in parameters_of(optimizer)}.values())
+        trained = list({id(p): p for optimizer in optimizers for p in list_parameters(optimizer)}.values())
         entries = [entry for optimizer in optimizers for entry in optimizer.state.values() if isinstance(entry, dict)]
         states = [value for entry in entries for value in entry.values()]
         self.bytes = {
-            "parameters": tensor_bytes(trained),
-            "gradients": tensor_bytes(p.grad for p in trained if p.grad is not None),
-            "optimizer": tensor_bytes(value for value in states if hasattr(value, "element_size")),
+            "parameters": count_tensor_bytes(trained),
+            "gradients": count_tensor_bytes(p.grad for p in trained if p.grad is not None),
+            "optimizer": count_tensor_bytes(value for value in states if hasattr(value, "element_size")),
         }
 
 
-def full_name(thing: Any) -> str:
+def get_full_name(thing: Any) -> str:
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
-def parameters_of(optimizer: Any) -> Iterable[Any]:
+def list_parameters(optimizer: Any) -> Iterable[Any]:
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
-def elements_of(optimizer: Any) -> int:
+def count_elements(optimizer: Any) -> int:
     """Return how many numbers an optimizer trains, over all ranks where parameters are sharded as DTensors."""
-    return sum(int(parameter.numel()) for parameter in parameters_of(optimizer))
+    return sum(int(parameter.numel()) for parameter in list_parameters(optimizer))
 
 
-def learning_rate(optimizer: Any) -> Any:
+def get_learning_rate(optimizer: Any) -> Any:
     """Return that of the first group, which its step has used; None for an optimizer without one.
 
     One that is a tensor is copied, not read: it may be on a GPU, and its schedule changes it in place.
@@ -84,14 +84,14 @@ def learning_rate(optimizer: Any) -> Any:
     return rate.detach().clone() if hasattr(rate, "detach") else rate
 
 
-def base_learning_rate(optimizer: Any) -> float | None:
+def get_base_learning_rate(optimizer: Any) -> float | None:
     """Return what torch's schedulers multiply; None without one."""
     groups = getattr(optimizer, "param_groups", None)
     rate = groups[0].get("initial_lr") if groups else None
     return None if rate is None else float(rate)
 
 
-def tensor_bytes(tensors: Iterable[Any]) -> int:
+def count_tensor_bytes(tensors: Iterable[Any]) -> int:
     """Sum the bytes of tensors, of DTensors the shard of this rank."""
     local_tensors = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors)
     return sum(int(tensor.numel() * tensor.element_size()) for tensor in local_tensors)
@@ -120,7 +120,7 @@ class Schedule:
             self._searched = True
             self._scheduler = find_scheduler(optimizer)
             if self._scheduler is not None:
-                self._report = {"name": full_name(self._scheduler), "moves": will_change(self._scheduler)}
+                self._report = {"name": get_full_name(self._scheduler), "moves": has_coming_change(self._scheduler)}
         if self._scheduler is None:
             return {}
         return {"schedule": {**self._report, "at": int(getattr(self._scheduler, "last_epoch", 0))}}
@@ -137,13 +137,13 @@ def find_scheduler(optimizer: Any) -> Any | None:
     schedulers = [
         candidate
         for candidate in gc.get_objects()
-        if issubclass(type(candidate), module.LRScheduler) and _acts_on(candidate, optimizer)
+        if issubclass(type(candidate), module.LRScheduler) and _changes_optimizer(candidate, optimizer)
     ]
     inner = {id(part) for outer in schedulers for part in vars(outer).get("_schedulers") or ()}
     return next((scheduler for scheduler in reversed(schedulers) if id(scheduler) not in inner), None)
 
 
-def _acts_on(scheduler: Any, optimizer: Any) -> bool:
+def _changes_optimizer(scheduler: Any, optimizer: Any) -> bool:
     """Return whether a scheduler changes the groups of an optimizer, which it may hold in a wrapper."""
     owner = vars(scheduler).get("optimizer")
     return owner is optimizer or getattr(owner, "param_groups", None) is optimizer.param_groups
@@ -167,7 +167,7 @@ class _StandIn:
         return [float(group["lr"]) for group in self.param_groups]
 
 
-def will_change(scheduler: Any) -> bool | None:
+def has_coming_change(scheduler: Any) -> bool | None:
     """Return whether a scheduler changes a learning rate in its next steps, by stepping a copy; None if that fails."""
     with contextlib.suppress(Exception), warnings.catch_warnings():
         warnings.simplefilter("ignore")

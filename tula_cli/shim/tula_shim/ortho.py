@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Iterator, NoReturn
 
 from .ags import INSTEAD, PACKAGE, evaluate_closure, explain_unsupported
 from .failing import write_failure
-from .optimizers import full_name, parameters_of
+from .optimizers import get_full_name, list_parameters
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -117,7 +117,7 @@ class OrthoSteps:
         Raises:
             CannotOrthogonaliseError: it cannot be done, or no optimizer of the script has a matrix.
         """
-        count = sum(1 for _ in parameters_of(optimizer))
+        count = sum(1 for _ in list_parameters(optimizer))
         known = self._wrapped.get(optimizer)
         if known is None or known[0] != count:
             known = self._wrapped[optimizer] = (count, self._made(optimizer))
@@ -142,10 +142,10 @@ class OrthoSteps:
         except ValueError as error:
             self.fail(str(error))
         if matrices := ortho.matrices():
-            numbers, total = sum(p.numel() for p in matrices), sum(p.numel() for p in parameters_of(optimizer))
+            numbers, total = sum(p.numel() for p in matrices), sum(p.numel() for p in list_parameters(optimizer))
             self.notes.append(
                 f"method ortho orthogonalises the updates of {len(matrices)} matrices ({numbers} of {total} numbers) of"
-                f" {full_name(optimizer)}"
+                f" {get_full_name(optimizer)}"
             )
             return ortho
         return None
@@ -180,7 +180,7 @@ def find_module(optimizer: Any) -> Any:
     """Return the module whose parameters an optimizer updates; of several, or of none, a list of them."""
     from torch import nn
 
-    updated = {id(parameter) for parameter in parameters_of(optimizer)}
+    updated = {id(parameter) for parameter in list_parameters(optimizer)}
     modules = [
         thing
         for thing in gc.get_objects()

@@ -105,15 +105,15 @@ def _check_plan(path: str, given: dict[str, Any]) -> Plan:
         row=number("row", 10.0, 0.0),
         save=bool(given.get("save", False)),
         checkpoint=str(given.get("checkpoint", "")),
-        ags=_part_of_plan(path, given, "ags", AGS),
-        ortho=_part_of_plan(path, given, "ortho", ORTHO),
-        rehearsal=_part_of_plan(path, given, "rehearsal", REHEARSAL),
+        ags=_read_part_of_plan(path, given, "ags", AGS),
+        ortho=_read_part_of_plan(path, given, "ortho", ORTHO),
+        rehearsal=_read_part_of_plan(path, given, "rehearsal", REHEARSAL),
         schedule=bool(given.get("schedule", False)),
         files=given.get("files"),
     )
 
 
-def _part_of_plan(path: str, given: dict[str, Any], name: str, needed: set[str]) -> dict[str, Any] | None:
+def _read_part_of_plan(path: str, given: dict[str, Any], name: str, needed: set[str]) -> dict[str, Any] | None:
     """Return a part of the plan that is null or has all that it needs."""
     part = given.get(name)
     if part is not None and (not isinstance(part, dict) or needed - part.keys()):
@@ -136,7 +136,7 @@ def write_json(path: Path, content: dict[str, Any], *, durable: bool = True) -> 
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     with open(draft, "w", encoding="utf-8", opener=_open_private) as file:
-        file.write(json.dumps(_finite_or_text(content), allow_nan=False))
+        file.write(json.dumps(_convert_infinite(content), allow_nan=False))
         if durable:
             file.flush()
             os.fsync(file.fileno())
@@ -147,7 +147,7 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
     """Add a line to a JSONL file; a process that is killed meanwhile leaves half of it, which readers leave out."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with open(path, "a", encoding="utf-8", opener=_open_private) as file:
-        file.write(json.dumps(_finite_or_text(row), allow_nan=False) + "\n")
+        file.write(json.dumps(_convert_infinite(row), allow_nan=False) + "\n")
 
 
 def _open_private(path: str, flags: int) -> int:
@@ -155,11 +155,11 @@ def _open_private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def _finite_or_text(value: Any) -> Any:
+def _convert_infinite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(key): _finite_or_text(entry) for key, entry in value.items()}
+        return {str(key): _convert_infinite(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite_or_text(entry) for entry in value]
+        return [_convert_infinite(entry) for entry in value]
     return value

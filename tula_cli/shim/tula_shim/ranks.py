@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any, Callable, Mapping
 
 
-def process_group() -> Any | None:
+def get_process_group() -> Any | None:
     """Return torch.distributed where a process group is initialised, else None."""
     torch = sys.modules.get("torch")
     distributed = getattr(torch, "distributed", None)
@@ -17,15 +17,15 @@ def process_group() -> Any | None:
     return distributed
 
 
-def backend_name() -> str:
+def get_backend_name() -> str:
     """Return what the process group talks through; empty without one."""
-    group = process_group()
+    group = get_process_group()
     return "" if group is None else str(group.get_backend())
 
 
-def own_rank(environment: Mapping[str, str] = os.environ) -> int | None:
+def get_rank(environment: Mapping[str, str] = os.environ) -> int | None:
     """Return this process' rank: of its group, else of RANK or SLURM_PROCID; None where nothing tells it."""
-    group = process_group()
+    group = get_process_group()
     if group is not None:
         return int(group.get_rank())
     for name in ("RANK", "SLURM_PROCID"):
@@ -34,13 +34,13 @@ def own_rank(environment: Mapping[str, str] = os.environ) -> int | None:
     return None
 
 
-def world_size(*, by_hand: bool = False, environment: Mapping[str, str] = os.environ) -> int:
+def count_ranks(*, by_hand: bool = False, environment: Mapping[str, str] = os.environ) -> int:
     """Return how many ranks share a step.
 
     Without a process group that is 1, whatever WORLD_SIZE says, unless the loop told its steps `by_hand`: it may reduce
     with something else than torch.
     """
-    group = process_group()
+    group = get_process_group()
     if group is not None:
         return int(group.get_world_size())
     size = environment.get("WORLD_SIZE", "")
@@ -57,7 +57,7 @@ class NoStoreError(RuntimeError):
     """The ranks have no store to agree through."""
 
 
-def agree(name: str, decide: Callable[[], str], *, world: int) -> str:
+def share_decision(name: str, decide: Callable[[], str], *, world: int) -> str:
     """Return what rank 0 has decided; every rank asks at the same step.
 
     Args:
@@ -70,7 +70,7 @@ def agree(name: str, decide: Callable[[], str], *, world: int) -> str:
     """
     if world == 1:
         return decide()
-    group = process_group()
+    group = get_process_group()
     store = _store() if group is not None else None
     if group is None or store is None:
         raise NoStoreError("several ranks without a torch process group cannot agree on a step")

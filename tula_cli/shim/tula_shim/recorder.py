@@ -12,20 +12,20 @@ from typing import Any, NamedTuple
 from . import clocks
 from .ags import AgsSteps
 from .batches import Delivered
-from .clocks import HostClock, Mark, make_clock, peak_memory, process_age, reset_peak
+from .clocks import HostClock, Mark, compute_process_age, make_clock, read_peak_memory, reset_peak
 from .ddp_split import DdpSplit
 from .file_changes import Files
-from .optimizers import Optimizers, Schedule, base_learning_rate
+from .optimizers import Optimizers, Schedule, get_base_learning_rate
 from .ortho import OrthoSteps
 from .plan import Plan
-from .ranks import NoStoreError, agree, backend_name, own_rank, world_size
+from .ranks import NoStoreError, count_ranks, get_backend_name, get_rank, share_decision
 from .supervision import Killing, Pulse, Requests
 
 WARMUP, TIMED, SYNC, NORMS, LOCAL = "warmup", "timed", "sync", "norms", "local"
 
 EVAL, EPOCH, SAVE = 1, 2, 4
 CAUSES = {EVAL: "eval", EPOCH: "epoch", SAVE: "save"}
-"""What else went on within a step: a module was set to evaluate or a loader read without gradients, a data loader began or
+"""Events within a step beside its own work: a module was set to evaluate or a loader read without gradients, a data loader began or
 ended, torch.save was called."""
 
 
@@ -165,8 +165,8 @@ class Recorder:
         return {**scaled, **(self.schedule.report(self.optimizers.clock) if self.plan.schedule else {})}
 
     def _first_step(self) -> None:
-        self.rank, self.world = own_rank() or 0, world_size(by_hand=self.by_hand)
-        self.startup = process_age()
+        self.rank, self.world = get_rank() or 0, count_ranks(by_hand=self.by_hand)
+        self.startup = compute_process_age()
         self._clock = make_clock()
         if self.files is not None:
             self.files.first_step()
@@ -201,10 +201,10 @@ class Recorder:
         """Enter the phase that begins with the next step, if one does; return True where none is left."""
         done = self.step - self.plan.warmup
         if self.phase == WARMUP and done == 0:
-            self.phase, self.peaks[WARMUP] = TIMED, peak_memory()
+            self.phase, self.peaks[WARMUP] = TIMED, read_peak_memory()
             reset_peak()
         elif self.phase == TIMED and done == self._timed_steps(done):
-            self.peaks[TIMED] = peak_memory()
+            self.peaks[TIMED] = read_peak_memory()
             self.optimizers.count_bytes()
             if not self._splits():
                 return True
@@ -238,7 +238,7 @@ class Recorder:
             return plan.max_steps
         if self._timed is None and done >= plan.min_steps:
             try:
-                self._timed = int(agree("steps", self._fitting_steps, world=self.world))
+                self._timed = int(share_decision("steps", self._fitting_steps, world=self.world))
             except NoStoreError as error:
                 self.notes.append(f"{plan.min_steps} steps were timed, the least: {error}")
                 self._timed = plan.min_steps
@@ -252,7 +252,7 @@ class Recorder:
 # --- The result of one rank
 
 
-def report(recorder: Recorder, why: str) -> dict[str, Any]:
+def make_report(recorder: Recorder, why: str) -> dict[str, Any]:
     """Return what this rank has seen; reading it waits for the GPU.
 
     Args:
@@ -276,9 +276,9 @@ def report(recorder: Recorder, why: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": str(getattr(torch, "__version__", "")),
         "device": recorder.device,
-        "hardware": clocks.hardware_name(),
-        "backend": backend_name(),
-        "capacity": clocks.device_capacity(),
+        "hardware": clocks.read_hardware_name(),
+        "backend": get_backend_name(),
+        "capacity": clocks.read_device_capacity(),
         "startup": recorder.startup,
         "steps": recorder.step,
         "samples": recorder.samples(),
@@ -286,9 +286,9 @@ def report(recorder: Recorder, why: str) -> dict[str, Any]:
         "parameters": main["elements"],
         "bytes": optimizers.bytes or None,
         "peak": recorder.peaks,
-        "lr": _learning_rates(recorder),
+        "lr": _list_learning_rates(recorder),
         "warmup": [recorder.seconds(i.begin, i.end) for i in recorder.intervals.get(WARMUP, ())],
-        "timed": [_interval_row(recorder, interval) for interval in recorder.intervals.get(TIMED, ())],
+        "timed": [_make_interval_row(recorder, interval) for interval in recorder.intervals.get(TIMED, ())],
         "split": _split(recorder),
         "loader": recorder.delivered.facts.get(recorder.delivered.training or 0),
         "loaders": list(recorder.delivered.facts.values()),
@@ -296,16 +296,16 @@ def report(recorder: Recorder, why: str) -> dict[str, Any]:
     }
 
 
-def _learning_rates(recorder: Recorder) -> dict[str, float | None] | None:
+def _list_learning_rates(recorder: Recorder) -> dict[str, float | None] | None:
     """Return the learning rates of the first step, the first timed one and the last one, and that before any scheduler."""
     lrs = [float(lr) for lr in recorder.lrs if lr is not None]
     if not lrs:
         return None
-    base = base_learning_rate(recorder.optimizers.clock)
+    base = get_base_learning_rate(recorder.optimizers.clock)
     return {"base": base, "first": lrs[0], "timed": lrs[min(recorder.plan.warmup, len(lrs) - 1)], "last": lrs[-1]}
 
 
-def _interval_row(recorder: Recorder, interval: Interval) -> dict[str, Any]:
+def _make_interval_row(recorder: Recorder, interval: Interval) -> dict[str, Any]:
     delivered = recorder.delivered
     dataset = delivered.trained_on(interval.counts)
     samples, batches, waited = interval.counts.get(dataset or 0, (0, 0, 0.0))
@@ -330,5 +330,7 @@ def _split(recorder: Recorder) -> dict[str, Any] | None:
         "hook": split.hook,
         "sync": [sum(recorder.seconds(*pair) for pair in pairs) for pairs in split.exposed],
         "norms": [[float(local), float(reduced)] for local, reduced in split.norms],
-        "local": [_interval_row(recorder, interval) for interval in recorder.intervals.get(LOCAL, ()) if split.local],
+        "local": [
+            _make_interval_row(recorder, interval) for interval in recorder.intervals.get(LOCAL, ()) if split.local
+        ],
     }

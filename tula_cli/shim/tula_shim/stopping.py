@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Callable
 
 from .plan import write_json
-from .recorder import Recorder, report
+from .recorder import Recorder, make_report
 
 PATIENCE = 20.0
 """Seconds for the other ranks to write: one that is still in a collective would die with an error of its own."""
@@ -26,7 +26,7 @@ CLEANERS = (b"resource_tracker", b"torch_shm_manager")
 
 def write_begun(recorder: Recorder) -> None:
     """Write what the first steps of a training have shown."""
-    write_json(recorder.plan.folder / f"begun-{recorder.rank}.json", report(recorder, "begun"))
+    write_json(recorder.plan.folder / f"begun-{recorder.rank}.json", make_report(recorder, "begun"))
 
 
 def write_result(recorder: Recorder, why: str) -> None:
@@ -35,7 +35,7 @@ def write_result(recorder: Recorder, why: str) -> None:
     recorder.pulse.write()
     if recorder.plan.training:
         recorder.pulse.close()
-    write_json(recorder.plan.folder / f"result-{recorder.rank}.json", report(recorder, why))
+    write_json(recorder.plan.folder / f"result-{recorder.rank}.json", make_report(recorder, why))
 
 
 def stop(recorder: Recorder, why: str) -> None:
@@ -49,16 +49,16 @@ def stop(recorder: Recorder, why: str) -> None:
     wait_for_ranks(recorder.plan.folder, recorder.world)
     if recorder.plan.stop == "raise":
         raise SystemExit(0)
-    _exit()
+    _exit_process()
 
 
-def insist(recorder: Recorder) -> None:
+def enforce_stop(recorder: Recorder) -> None:
     """End a process that steps on although it was asked to end: its script caught SystemExit."""
     if recorder.stopping:
-        _exit()
+        _exit_process()
 
 
-def _exit() -> None:
+def _exit_process() -> None:
     end_children()
     with contextlib.suppress(OSError, ValueError):  # a pipe that nobody reads any more
         sys.stdout.flush()
@@ -83,10 +83,10 @@ def end_children() -> None:
     """End this process' descendants: data loader workers first, which torch would wait for, then whatever is left."""
     for child in multiprocessing.active_children():
         child.terminate()
-    _end(lambda: [pid for pid in list_descendants(os.getpid()) if not _is_cleaner(pid)])
+    _end_process(lambda: [pid for pid in list_descendants(os.getpid()) if not _is_cleaner(pid)])
 
 
-def _end(remaining: Callable[[], list[int]]) -> None:
+def _end_process(remaining: Callable[[], list[int]]) -> None:
     for signal_sent in (signal.SIGTERM, signal.SIGKILL):
         for pid in remaining():
             with contextlib.suppress(ProcessLookupError):

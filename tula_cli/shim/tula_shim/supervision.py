@@ -1,4 +1,4 @@
-"""What the supervisor hears of this process and asks of it: its pulse, requests to save, and in a rehearsal of a resume its end."""
+"""Messages between this process and its supervisor: a pulse, requests to save, and in a resume test its end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
 from .plan import Plan, append_row, write_json
-from .ranks import NoStoreError, agree
+from .ranks import NoStoreError, share_decision
 
 REMEMBERED = 100  # steps, for the median
 REMEMBERED_SAMPLES = 20  # steps: a batch that changes is to be seen soon
@@ -38,7 +38,7 @@ class Pulse:
         self._recent_samples: deque[float] = deque(maxlen=REMEMBERED_SAMPLES)
         self._newest: dict[str, Any] = {}
         self.more: Callable[[], dict[str, Any]] = dict
-        """What else a row tells."""
+        """Further fields of a row."""
 
     @property
     def median(self) -> float:
@@ -130,9 +130,9 @@ class Requests:
             return ""
         try:
             if not self._every:
-                self._every = int(agree("every", lambda: str(_steps_between(pulse.median)), world=world))
+                self._every = int(share_decision("every", lambda: str(_count_steps_between(pulse.median)), world=world))
                 return ""
-            return agree(f"asked/{step}", self._asked, world=world)
+            return share_decision(f"asked/{step}", self._asked, world=world)
         except NoStoreError as error:
             self._off = True
             self.note = f"saves cannot be asked for: {error}"
@@ -162,7 +162,7 @@ class Requests:
                 (self.plan.folder / "save.json").unlink()
 
 
-def _steps_between(median: float) -> int:
+def _count_steps_between(median: float) -> int:
     return max(1, min(MOST_STEPS, round(EVERY / max(median, 1e-6))))
 
 
@@ -211,7 +211,7 @@ class Killing:
 
     def _look(self, step: int, samples: float | None, dataset: int | None) -> None:
         """Take note of the newest checkpoint, which holds what was trained up to the step before: a script may save each step."""
-        seen = _newest_checkpoint(str(self.wanted["checkpoint"]))
+        seen = _find_newest_checkpoint(str(self.wanted["checkpoint"]))
         if seen.changed < self._since:
             return
         before, self._seen = self._seen, seen
@@ -237,7 +237,7 @@ class Killing:
 
     def _changed(self) -> float:
         """Return when a checkpoint was written last (Unix time); 0 where there is none."""
-        return _newest_checkpoint(str(self.wanted["checkpoint"])).changed
+        return _find_newest_checkpoint(str(self.wanted["checkpoint"])).changed
 
 
 class _Newest(NamedTuple):
@@ -255,11 +255,11 @@ class _Newest(NamedTuple):
         return self.changed > before.changed and os.path.isfile(self.path) and self.size <= before.size  # noqa: PTH113
 
 
-def _newest_checkpoint(pattern: str) -> _Newest:
-    return max((_state_of_path(path) for path in glob.iglob(pattern, recursive=True)), default=_Newest())  # noqa: PTH207 - an absolute pattern
+def _find_newest_checkpoint(pattern: str) -> _Newest:
+    return max((_read_state_of_path(path) for path in glob.iglob(pattern, recursive=True)), default=_Newest())  # noqa: PTH207 - an absolute pattern
 
 
-def _state_of_path(path: str) -> _Newest:
+def _read_state_of_path(path: str) -> _Newest:
     """Return what there is at a path; of a folder, when its newest file was written."""
     files = [file for file in Path(path).rglob("*") if file.is_file()] if os.path.isdir(path) else [Path(path)]  # noqa: PTH112
     try:

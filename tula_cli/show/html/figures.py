@@ -59,26 +59,26 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # one more than colours: the look
 DASHES = ("-", (0, (5, 2)), (0, (2, 1.5)), (0, (6, 1.5, 1.5, 1.5)))
 
 
-def series_color(index: int) -> str:
+def get_series_color(index: int) -> str:
     """Return the light colour of a series by its place."""
     return LIGHT[SERIES[index % len(SERIES)]]
 
 
-def series_marker(index: int) -> str:
+def get_series_marker(index: int) -> str:
     return MARKERS[index % len(MARKERS)]
 
 
-def series_dash(index: int) -> Any:
+def get_series_dash(index: int) -> Any:
     """Return how a curve is broken, as matplotlib names it."""
     return DASHES[index // len(SERIES) % len(DASHES)]
 
 
-def css_variables(colors: dict[str, str]) -> str:
+def make_css_variables(colors: dict[str, str]) -> str:
     """Return the colours as variables of a style sheet."""
     return "".join(f"--{role}:{value};" for role, value in colors.items())
 
 
-def css_rules() -> str:
+def make_css_rules() -> str:
     """Return the rules that give what is drawn in a role's colour that of the page; see plain_svg."""
     return "".join(f".fill-{role}{{fill:var(--{role})}}.stroke-{role}{{stroke:var(--{role})}}" for role in LIGHT)
 
@@ -93,12 +93,12 @@ def remove_control_characters(text: str) -> str:
     return _UNFIT.sub("\ufffd", text)
 
 
-def text_width(text: str) -> float:
+def measure_text_width(text: str) -> float:
     """Return how wide a text is at most in a font as wide as DejaVu Sans, 1 being an ordinary letter (0.62 em)."""
-    return sum(map(_character_width, text))
+    return sum(map(_measure_character_width, text))
 
 
-def _character_width(letter: str) -> float:
+def _measure_character_width(letter: str) -> float:
     if unicodedata.combining(letter):
         return 0.0
     if unicodedata.east_asian_width(letter) in "WF":
@@ -121,18 +121,18 @@ def wrap_lines(text: str, wide: float, most: int) -> list[str]:
     wrapped = [""]
     for word in remove_control_characters(text).split():
         joined = f"{wrapped[-1]} {word}".strip()
-        if text_width(joined) <= wide:
+        if measure_text_width(joined) <= wide:
             wrapped[-1] = joined
             continue
         if wrapped[-1]:
             wrapped.append("")
         for letter in word:
-            if text_width(wrapped[-1] + letter) > wide:
+            if measure_text_width(wrapped[-1] + letter) > wide:
                 wrapped.append("")
             wrapped[-1] += letter
     if len(wrapped) > most:
         last = wrapped[most - 1]
-        while text_width(last) > wide - 1.6:
+        while measure_text_width(last) > wide - 1.6:
             last = last[:-1]
         wrapped = [*wrapped[: most - 1], f"{last.rstrip()}…"]
     return wrapped
@@ -161,12 +161,12 @@ def place_ticks(low: float, high: float, scale: str, *, most: int) -> list[float
         most: how many at most; at least 2.
     """
     if scale == "log2":
-        ticks = _power_ticks(low, high, 2.0, most)
+        ticks = _list_power_ticks(low, high, 2.0, most)
     elif scale == "log":
-        ticks = _decade_ticks(low, high, most)
+        ticks = _list_decade_ticks(low, high, most)
     else:
-        return _linear_ticks(low, high, most)
-    return ticks if len(ticks) > 1 else _linear_ticks(low, high, min(most, 4))
+        return _list_linear_ticks(low, high, most)
+    return ticks if len(ticks) > 1 else _list_linear_ticks(low, high, min(most, 4))
 
 
 def fit_ticks(low: float, high: float, scale: str, *, length: float) -> list[float]:
@@ -189,7 +189,7 @@ def _thin_ticks(ticks: Sequence[float], low: float, high: float, scale: str, len
     )
 
 
-def _linear_ticks(low: float, high: float, most: int) -> list[float]:
+def _list_linear_ticks(low: float, high: float, most: int) -> list[float]:
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
     for step in (power, 2 * power, 5 * power, 10 * power, 20 * power):
@@ -200,20 +200,20 @@ def _linear_ticks(low: float, high: float, most: int) -> list[float]:
     return [count / round(1 / step) if step < 1 else count * step for count in range(first, last + 1)]
 
 
-def _power_ticks(low: float, high: float, base: float, most: int) -> list[float]:
+def _list_power_ticks(low: float, high: float, base: float, most: int) -> list[float]:
     first, last = math.ceil(math.log(low, base) - 1e-9), math.floor(math.log(high, base) + 1e-9)
     every = max(1, math.ceil((last - first + 1) / most))
     return [base**power for power in range(first, last + 1, every)]
 
 
-def _decade_ticks(low: float, high: float, most: int) -> list[float]:
+def _list_decade_ticks(low: float, high: float, most: int) -> list[float]:
     for factors in ((1, 2, 5), (1, 3), (1,)):
         first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
         marks = [factor * 10.0**power for power in range(first, last + 1) for factor in factors]
         shown = [value for value in marks if low * (1 - 1e-9) <= value <= high * (1 + 1e-9)]
         if len(shown) <= most:
             return shown
-    return _power_ticks(low, high, 10.0, most)
+    return _list_power_ticks(low, high, 10.0, most)
 
 
 def format_ticks(values: Iterable[float], scale: str = "linear") -> list[str]:
@@ -225,12 +225,12 @@ def format_ticks(values: Iterable[float], scale: str = "linear") -> list[str]:
     least = min((abs(value) for value in known if value), default=1.0)
     if largest >= 1e15 or least < 1e-4:
         return [_format_power(value) for value in known]
-    size, suffix = _tick_unit(largest)
+    size, suffix = _choose_tick_unit(largest)
     decimals = next(count for count in range(_MOST_DECIMALS + 1) if _are_distinct(known, size, count))
     return ["0" if value == 0 else f"{value / size:.{decimals}f}{suffix}".replace("-", "−") for value in known]
 
 
-def _tick_unit(value: float) -> tuple[float, str]:
+def _choose_tick_unit(value: float) -> tuple[float, str]:
     size, suffix = next(((size, suffix) for size, suffix in _SUFFIXES if value >= size), (1.0, ""))
     return (1e3 if suffix == "k" else size), suffix
 
@@ -253,7 +253,7 @@ def format_short(value: float) -> str:
     """Return one number: 1.2M, 40k, 0.05; at most 4 significant digits."""
     if value and not 1e-4 <= abs(value) < 1e15:
         return _format_power(value)
-    size, suffix = _tick_unit(abs(value))
+    size, suffix = _choose_tick_unit(abs(value))
     digits = f"{value / size:.4g}" if size > 1 or abs(value) < 1e3 else f"{value:.0f}"
     return f"{digits}{suffix}".replace("-", "−")
 
@@ -300,7 +300,7 @@ class DrawnSeries:
 
     @property
     def color(self) -> str:
-        return series_color(self.index)
+        return get_series_color(self.index)
 
     @property
     def known(self) -> list[bool]:
@@ -340,17 +340,17 @@ def _is_drawable(value: float | None, scale: str) -> bool:
     return value is not None and math.isfinite(value) and abs(value) < _HUGE and (scale == "linear" or value > 0)
 
 
-def drawn_series(figure: Figure, places: Positions, looks: Mapping[str, int]) -> list[DrawnSeries]:
+def list_drawn_series(figure: Figure, places: Positions, looks: Mapping[str, int]) -> list[DrawnSeries]:
     """Return the series that have something to draw, in the looks that their names have, else by their places."""
     shown_series = []
     for index, series in enumerate(figure.series):
-        series_drawn = _drawn_series_of(series, looks.get(series.name, index), places, figure.y_scale)
+        series_drawn = _make_drawn_series(series, looks.get(series.name, index), places, figure.y_scale)
         if any(series_drawn.known):
             shown_series.append(series_drawn)
     return shown_series
 
 
-def _drawn_series_of(series: Series, index: int, places: Positions, scale: str) -> DrawnSeries:
+def _make_drawn_series(series: Series, index: int, places: Positions, scale: str) -> DrawnSeries:
     count = len(series.x)
     measured = series.measured if series.measured is not None else (True,) * count
     rows = []
@@ -385,11 +385,11 @@ def draw_curve(axes: "Axes", drawn_series: DrawnSeries, *, shift: float) -> Entr
     x = [place + shift for place in drawn_series.x]
     line = drawn_series.style != "points"
     lonely = drawn_series.style == "line" or (line and len(x) > _MANY)
-    dashes: Any = series_dash(drawn_series.index) if line else "none"
+    dashes: Any = get_series_dash(drawn_series.index) if line else "none"
     _draw_interval(axes, drawn_series, x, band=drawn_series.style == "line" or (line and len(x) >= _BAND))
     if line:
         axes.plot(x, drawn_series.y, color=drawn_series.color, linestyle=dashes, linewidth=1.6, zorder=3)
-    dots = _isolated_points(drawn_series.known) if lonely else drawn_series.known
+    dots = _find_isolated_points(drawn_series.known) if lonely else drawn_series.known
     for filled in (True, False):
         shown = [place for place, dot in enumerate(dots) if dot and drawn_series.filled[place] == filled]
         if shown:
@@ -399,15 +399,15 @@ def draw_curve(axes: "Axes", drawn_series: DrawnSeries, *, shift: float) -> Entr
                 linestyle="none",
                 zorder=4,
                 clip_on=False,  # or half of a point on an axis were cut off
-                **_marker_style(drawn_series, filled=filled),
+                **_make_marker_style(drawn_series, filled=filled),
             )
-    look = {} if lonely else _marker_style(drawn_series, filled=any(drawn_series.filled))
+    look = {} if lonely else _make_marker_style(drawn_series, filled=any(drawn_series.filled))
     return Entry(Line2D([], [], color=drawn_series.color, linestyle=dashes, linewidth=1.6, **look), drawn_series.name)
 
 
-def _marker_style(drawn_series: DrawnSeries, *, filled: bool) -> dict[str, Any]:
+def _make_marker_style(drawn_series: DrawnSeries, *, filled: bool) -> dict[str, Any]:
     return {
-        "marker": series_marker(drawn_series.index),
+        "marker": get_series_marker(drawn_series.index),
         "markersize": 5.5,
         "markeredgewidth": 1.3,
         "markeredgecolor": drawn_series.color,
@@ -415,7 +415,7 @@ def _marker_style(drawn_series: DrawnSeries, *, filled: bool) -> dict[str, Any]:
     }
 
 
-def _isolated_points(known: Sequence[bool]) -> list[bool]:
+def _find_isolated_points(known: Sequence[bool]) -> list[bool]:
     """Return which points a line would not show: those between gaps."""
     padded = [False, *known, False]
     return [
@@ -434,7 +434,7 @@ def _draw_interval(axes: "Axes", drawn_series: DrawnSeries, x: Sequence[float], 
         axes.errorbar(
             x,
             drawn_series.y,
-            yerr=_error_lengths(drawn_series),
+            yerr=_compute_error_lengths(drawn_series),
             fmt="none",
             color=drawn_series.color,
             ecolor=drawn_series.color,
@@ -444,7 +444,7 @@ def _draw_interval(axes: "Axes", drawn_series: DrawnSeries, x: Sequence[float], 
         )
 
 
-def _error_lengths(drawn_series: DrawnSeries) -> list[list[float]]:
+def _compute_error_lengths(drawn_series: DrawnSeries) -> list[list[float]]:
     return [
         [y - low for y, low in zip(drawn_series.y, drawn_series.low, strict=True)],
         [high - y for y, high in zip(drawn_series.y, drawn_series.high, strict=True)],
@@ -503,8 +503,8 @@ def _draw_bar(
                 [bottoms[place] for place in shown],
                 zorder=2,
                 **{
-                    **_bar_style(drawn_series, filled=filled),
-                    **_bar_edges([drawn_series.y[place] for place in shown], top),
+                    **_make_bar_style(drawn_series, filled=filled),
+                    **_compute_bar_edges([drawn_series.y[place] for place in shown], top),
                 },
             )
     if not all(math.isnan(low) for low in drawn_series.low):
@@ -512,7 +512,7 @@ def _draw_bar(
         axes.errorbar(
             x,
             middle,
-            yerr=_error_lengths(drawn_series),
+            yerr=_compute_error_lengths(drawn_series),
             fmt="none",
             color=LIGHT["ink"],
             ecolor=LIGHT["ink"],
@@ -520,15 +520,15 @@ def _draw_bar(
             capsize=3,
             zorder=3,
         )
-    return Entry(Patch(**_bar_style(drawn_series, filled=any(drawn_series.filled))), drawn_series.name)
+    return Entry(Patch(**_make_bar_style(drawn_series, filled=any(drawn_series.filled))), drawn_series.name)
 
 
-def _bar_edges(heights: Sequence[float], top: float | None) -> dict[str, Any]:
+def _compute_bar_edges(heights: Sequence[float], top: float | None) -> dict[str, Any]:
     """Return edges that leave something of the lowest bars of a stack, which is `top` high."""
     return {} if top is None else {"linewidth": [0.8 if abs(height) > 0.02 * top else 0.0 for height in heights]}
 
 
-def _bar_style(drawn_series: DrawnSeries, *, filled: bool) -> dict[str, Any]:
+def _make_bar_style(drawn_series: DrawnSeries, *, filled: bool) -> dict[str, Any]:
     if filled:
         return {"facecolor": drawn_series.color, "edgecolor": LIGHT["paper"], "linewidth": 0.8}
     return {"facecolor": LIGHT["paper"], "edgecolor": drawn_series.color, "linewidth": 1.2}
@@ -549,7 +549,7 @@ def draw_density(axes: "Axes", density: Density, y_scale: str) -> list[Entry]:
             for i, shares in enumerate(density.shares)
             for j, share in enumerate(shares)
             if low < share <= high or (share > 1 and high == 1)
-            for corner in _cell_corners(density.x_edges[i : i + 2], density.y_edges[j : j + 2], y_scale)
+            for corner in _compute_cell_corners(density.x_edges[i : i + 2], density.y_edges[j : j + 2], y_scale)
         ]
         if corners:
             codes = [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY] * (len(corners) // 5)
@@ -561,7 +561,7 @@ def draw_density(axes: "Axes", density: Density, y_scale: str) -> list[Entry]:
     return entries
 
 
-def _cell_corners(x: Sequence[float], y: Sequence[float], y_scale: str) -> list[tuple[float, float]]:
+def _compute_cell_corners(x: Sequence[float], y: Sequence[float], y_scale: str) -> list[tuple[float, float]]:
     if not all(_is_drawable(value, "linear") for value in x) or not all(_is_drawable(value, y_scale) for value in y):
         return []
     (left, right), (bottom, top) = x, y
@@ -577,7 +577,7 @@ _TALL = 2.2  # of a vertical tick's room, in its words' width: they stand above 
 _SLANTED = 14  # units between slanted words
 
 
-def scale_x(axes: "Axes", figure: Figure, places: Positions) -> float:
+def set_x_scale(axes: "Axes", figure: Figure, places: Positions) -> float:
     """Set limits and ticks of the horizontal axis; return how many units more its words take."""
     low, high = axes.dataLim.intervalx
     if places.discrete:
@@ -611,7 +611,7 @@ def _scale_categories(axes: "Axes", figure: Figure, places: Positions, low: floa
     axes.set_xlim(min(low, -0.5), max(high, last + 0.5))
     axes.grid(visible=False, axis="x")
     room = _AXIS / (last + 1) / CHARACTER - 0.8
-    if all(text_width(part) <= room for text in texts for part in text.split()):
+    if all(measure_text_width(part) <= room for text in texts for part in text.split()):
         labels = [fit_text(text, room, 3) for text in texts]
         _set_ticks(axes.xaxis, list(range(last + 1)), labels)
         return _LINE * max((text.count("\n") for text in labels), default=0)
@@ -620,10 +620,10 @@ def _scale_categories(axes: "Axes", figure: Figure, places: Positions, low: floa
     _set_ticks(axes.xaxis, list(range(0, last + 1, every)), labels)
     for word in axes.get_xticklabels():
         word.set(rotation=38, ha="right", rotation_mode="anchor")
-    return 0.62 * CHARACTER * max(map(text_width, labels), default=0)
+    return 0.62 * CHARACTER * max(map(measure_text_width, labels), default=0)
 
 
-def scale_y(axes: "Axes", figure: Figure, *, bars: bool) -> None:
+def set_y_scale(axes: "Axes", figure: Figure, *, bars: bool) -> None:
     low, high = axes.dataLim.intervaly
     if figure.y_scale != "linear" and low <= 0:  # bars begin there
         low = axes.dataLim.minposy
@@ -926,7 +926,7 @@ def require_matplotlib() -> None:
         ) from None
 
 
-def figure_svg(figure: Figure, *, prefix: str = "", looks: Mapping[str, int] | None = None) -> str:
+def render_svg(figure: Figure, *, prefix: str = "", looks: Mapping[str, int] | None = None) -> str:
     """Return a figure as SVG that stands alone, also inside a page.
 
     Args:
@@ -938,11 +938,11 @@ def figure_svg(figure: Figure, *, prefix: str = "", looks: Mapping[str, int] | N
         SpecError: matplotlib is not installed.
     """
     require_matplotlib()
-    with _plot_defaults():
+    with _use_plot_defaults():
         from matplotlib.figure import Figure as Canvas
 
         canvas = Canvas(figsize=(WIDTH / 72, PLOT / 72), layout="constrained")
-        _draw(canvas, figure, looks or {})
+        _draw_figure(canvas, figure, looks or {})
         written = io.StringIO()
         canvas.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", prefix or figure.key) or "figure"
@@ -966,7 +966,7 @@ def describe_figure(figure: Figure) -> str:
 
 
 @contextmanager
-def _plot_defaults() -> Iterator[None]:
+def _use_plot_defaults() -> Iterator[None]:
     """Draw as we do, whatever settings the user has for drawings of their own, and without words about fonts."""
     log = logging.getLogger("matplotlib")
     level = log.level
@@ -981,19 +981,19 @@ def _plot_defaults() -> Iterator[None]:
         log.setLevel(level)
 
 
-def _draw(canvas: "Canvas", figure: Figure, looks: Mapping[str, int]) -> None:
+def _draw_figure(canvas: "Canvas", figure: Figure, looks: Mapping[str, int]) -> None:
     axes, places = canvas.add_subplot(), Positions.of(figure)
-    shown = drawn_series(figure, places, looks)
+    shown = list_drawn_series(figure, places, looks)
     axes.set_xscale("linear" if places.scale == "linear" else "log")
     axes.set_yscale("linear" if figure.y_scale == "linear" else "log")
     entries = _draw_series(axes, figure, shown)
     if not shown and not entries:
         _draw_no_data(axes)
         return
-    entries = [*entries, *_basis_entries(shown)]
+    entries = [*entries, *_list_basis_entries(shown)]
     marks = draw_marks(axes, figure.marks, places)
-    extra = scale_x(axes, figure, places)
-    scale_y(axes, figure, bars=any(item.style in ("bars", "stacked") for item in shown))
+    extra = set_x_scale(axes, figure, places)
+    set_y_scale(axes, figure, bars=any(item.style in ("bars", "stacked") for item in shown))
     extra += label_axes(axes, figure, numbered=number_events(axes, figure.marks, places))
     only = len(entries) == 1 and not marks and entries[0].text in ("", figure.title, figure.y_label)
     high = 0.0 if only else _draw_legend(canvas, [*entries, *marks])
@@ -1014,7 +1014,7 @@ def _draw_series(axes: "Axes", figure: Figure, shown: Sequence[DrawnSeries]) -> 
     ]
 
 
-def _basis_entries(shown: Sequence[DrawnSeries]) -> list[Entry]:
+def _list_basis_entries(shown: Sequence[DrawnSeries]) -> list[Entry]:
     """Tell what filled and open stand for, where both are drawn or all is open."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -1057,7 +1057,7 @@ def _draw_legend(canvas: "Canvas", entries: Sequence[Entry]) -> float:
     named = [(entry.handle, fit_text(entry.text, 50)) for entry in entries]
     named = [(handle, f"\N{WORD JOINER}{text}" if text.startswith("_") else text) for handle, text in named]
     unknown = any(is_wide_script(text) for _, text in named)  # wider than they are taken for
-    widest = max(text_width(line) for _, text in named for line in text.split("\n"))
+    widest = max(measure_text_width(line) for _, text in named for line in text.split("\n"))
     hoped = 1 if unknown else min(max(round(1.4 * WIDTH / (6.2 * widest + 35)), 1), 4)
     for columns in range(hoped, 0, -1):
         legend = canvas.legend(*zip(*named, strict=True), loc="outside lower left", ncols=min(columns, len(named)))

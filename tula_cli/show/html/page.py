@@ -8,10 +8,10 @@ from itertools import count
 
 from tula_cli.services.reporting import formats
 from tula_cli.services.reporting.document import Cell, Column, Document, Fact, Figure, Section, Table
-from tula_cli.services.reporting.formats import figure_rows
+from tula_cli.services.reporting.formats import list_figure_rows
 from tula_cli.show.html import figures
-from tula_cli.show.html.figures import figure_svg, remove_control_characters, require_matplotlib
-from tula_cli.words import plural
+from tula_cli.show.html.figures import remove_control_characters, render_svg, require_matplotlib
+from tula_cli.words import format_count
 
 # --- Style
 
@@ -85,12 +85,12 @@ _LIGHT_PAGE = {"link": "#0a58a8", "chosen": "#eaf3fb", "shade": "#1b1f2440"}
 _DARK_PAGE = {"link": "#7cbcf5", "chosen": "#1f3245", "shade": "#e6eaef40"}
 
 
-def page_style() -> str:
+def make_page_style() -> str:
     """Return the rules; on paper all is light."""
-    light = figures.css_variables({**figures.LIGHT, **_LIGHT_PAGE})
-    dark = figures.css_variables({**figures.DARK, **_DARK_PAGE})
+    light = figures.make_css_variables({**figures.LIGHT, **_LIGHT_PAGE})
+    dark = figures.make_css_variables({**figures.DARK, **_DARK_PAGE})
     colors = f":root{{color-scheme:light dark;{light}}}@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}"
-    return colors + figures.css_rules() + _SCREEN + _PRINT
+    return colors + figures.make_css_rules() + _SCREEN + _PRINT
 
 
 # --- The page
@@ -145,7 +145,7 @@ def render_page(document: Document) -> str:
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
         '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
     )
-    head = f"<head>{meta}<title>{title}</title><style>{page_style()}</style></head>"
+    head = f"<head>{meta}<title>{title}</title><style>{make_page_style()}</style></head>"
     body = "\n".join(parts)
     return f'<!doctype html>\n<html lang="en">{head}\n<body><div class="page">\n{body}\n</div></body></html>\n'
 
@@ -169,11 +169,11 @@ def _render_contents(sections: tuple[Section, ...]) -> Iterator[str]:
     if len(sections) > 1:
         yield '<nav aria-labelledby="contents"><h2 id="contents">Contents</h2><ul>'
         for place, section in enumerate(sections):
-            yield f'<li><a href="#{_section_id(section, place)}">{escape_text(section.title)}</a></li>'
+            yield f'<li><a href="#{_make_section_id(section, place)}">{escape_text(section.title)}</a></li>'
         yield "</ul></nav>"
 
 
-def _section_id(section: Section, place: int) -> str:
+def _make_section_id(section: Section, place: int) -> str:
     """Return the id of a section, which no other has and nothing else on the page."""
     return f"section-{place + 1}-" + re.sub(r"[^a-z0-9]+", "-", section.key.lower()).strip("-")
 
@@ -188,7 +188,7 @@ def _render_facts(facts: tuple[Fact, ...]) -> Iterator[str]:
 
 
 def _render_section(section: Section, place: int, drawn: DrawnFigures) -> Iterator[str]:
-    anchor = _section_id(section, place)
+    anchor = _make_section_id(section, place)
     yield f'<section id="{anchor}" aria-labelledby="{anchor}-head"><h2 id="{anchor}-head">{escape_text(section.title)}</h2>'
     yield from (f"<p>{escape_text(words)}</p>" for words in section.text)
     if section.missing:
@@ -205,24 +205,24 @@ def _render_section(section: Section, place: int, drawn: DrawnFigures) -> Iterat
 def _render_figure(figure: Figure, drawn: DrawnFigures) -> Iterator[str]:
     prefix = f"figure-{next(drawn.numbers)}"
     yield f'<figure id="{prefix}"><h3>{escape_text(figure.title)}</h3>'
-    yield figure_svg(figure, prefix=f"{prefix}-drawn", looks=drawn.looks_of(figure))
+    yield render_svg(figure, prefix=f"{prefix}-drawn", looks=drawn.looks_of(figure))
     yield "<figcaption>"
     if figure.caption:
         yield f'<p class="caption">{escape_text(figure.caption)}</p>'
     if figure.paper:
         yield f'<p class="paper">{escape_text(figure.paper)} of the paper, for this job.</p>'
     yield "</figcaption>"
-    table = figure_numbers(figure)
+    table = make_figure_numbers(figure)
     if table.rows:
-        yield f"<details><summary>The numbers of this figure ({plural(len(table.rows), 'row')})</summary>"
+        yield f"<details><summary>The numbers of this figure ({format_count(len(table.rows), 'row')})</summary>"
         yield from _render_table(table, most=_MOST_ROWS)
         yield "</details>"
     yield "</figure>"
 
 
-def figure_numbers(figure: Figure) -> Table:
+def make_figure_numbers(figure: Figure) -> Table:
     """Return what is drawn as a table; what no row has is no column."""
-    head, *rows = figure_rows(figure)
+    head, *rows = list_figure_rows(figure)
     shown = [place for place in range(len(head)) if any(row[place] not in (None, "") for row in rows)]
     columns = [
         Column(
@@ -262,21 +262,21 @@ def _render_caption(table: Table) -> str:
 
 def _render_head_cell(column: Column) -> str:
     unit = f' <span class="unit">({escape_text(column.unit)})</span>' if column.unit else ""
-    return f'<th scope="col"{_cell_class(column, "")}>{escape_text(column.title)}{unit}</th>'
+    return f'<th scope="col"{_get_cell_class(column, "")}>{escape_text(column.title)}{unit}</th>'
 
 
 def _render_row(table: Table, row: Iterable[Cell], mark: str, *, marked: bool) -> str:
     sign, words = _MARKS.get(mark, ("", ""))
     first = f'<td class="mark"><span role="img" aria-label="{words}">{sign}</span></td>' if sign else "<td></td>"
     told_cells = [
-        f"<td{_cell_class(column, text)}>{escape_text(text)}</td>"
+        f"<td{_get_cell_class(column, text)}>{escape_text(text)}</td>"
         for column, text in (
-            (column, formats.cell_text(cell, column)) for column, cell in zip(table.columns, row, strict=True)
+            (column, formats.format_cell(cell, column)) for column, cell in zip(table.columns, row, strict=True)
         )
     ]
     return f"<tr{' class=chosen' * (mark == 'chosen')}>{first * marked}{''.join(told_cells)}</tr>"
 
 
-def _cell_class(column: Column, text: str) -> str:
+def _get_cell_class(column: Column, text: str) -> str:
     names = ["left"] * (column.align == "left") + ["words"] * (len(text) > _LONG)
     return f' class="{" ".join(names)}"' if names else ""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tula_cli.errors import SpecError
-from tula_cli.spec.scripts.launchers import RANK_VARIABLES, runs_launcher, starts_program
+from tula_cli.spec.scripts.launchers import RANK_VARIABLES, has_launcher, is_program_start
 from tula_cli.spec.scripts.shell import MAY_BE_BATCH, PIPES, Command, Word, split_commands
 
 _PRINTS = (
@@ -44,7 +44,7 @@ class TrainingCommand:
     warnings: tuple[str, ...] = ()
 
 
-def training_command(
+def find_training_command(
     text: str, *, keeps_setup: bool = False, variables: Mapping[str, str] | None = None
 ) -> TrainingCommand:
     """Return the command that starts the training.
@@ -63,7 +63,7 @@ def training_command(
         commands = split_commands(typed, {**known, **(variables or {})})
     except ValueError as error:
         raise SpecError(f"{text.strip()!r} is no command: {str(error).lower()}", "quote it as a whole") from None
-    return _Reader(typed, keeps_setup).read(list(_pipelines(commands)))
+    return _Reader(typed, keeps_setup).read(list(_split_pipelines(commands)))
 
 
 @dataclass
@@ -113,10 +113,10 @@ class _Reader:
             words = list(inner.program)
             while words and words[0].raw in ("do", "then", "else", "elif", "!", "{", "(", "if", "while", "for"):
                 words.pop(0)
-            if starts_program(words) or runs_launcher(words):
+            if is_program_start(words) or has_launcher(words):
                 opener = first.words[0].raw + "()" * (len(first.words) > 2 and first.words[2].raw == ")")
                 raise SpecError(
-                    f"{self._place(pipeline)}{_short(words)!r} stands in a loop, a branch or a function ({opener}), and a"
+                    f"{self._place(pipeline)}{_shorten_words(words)!r} stands in a loop, a branch or a function ({opener}), and a"
                     " job has one training command",
                     "give the command of one of them, with its values written out",
                 )
@@ -126,8 +126,8 @@ class _Reader:
         may_be = (
             bool(words) and words[0].name not in (*_PRINTS, *_SHELL) and (_is_likely(pipeline) or not self.keeps_setup)
         )
-        is_program = may_be or starts_program(words)
-        is_piped = any(starts_program(command.program) for command in pipeline[1:])
+        is_program = may_be or is_program_start(words)
+        is_piped = any(is_program_start(command.program) for command in pipeline[1:])
         return is_piped or (is_program and words[-1].text not in ("--version", "-V"))
 
     def _training(self, programs: Sequence[_Pipeline]) -> _Pipeline:
@@ -136,7 +136,7 @@ class _Reader:
             raise SpecError(what, "give the whole command that you type today")
         likely = [each for each in programs if _is_likely(each)] if self.keeps_setup else programs
         if len(programs) > 1 and len(likely) != 1:
-            lines = "; ".join(f"{self._place(each)}{_short(each[0].words)!r}" for each in programs)
+            lines = "; ".join(f"{self._place(each)}{_shorten_words(each[0].words)!r}" for each in programs)
             raise SpecError(
                 f"there is more than one command that starts a program ({lines}), and a job has one",
                 "give the one that trains; run the others before it",
@@ -166,7 +166,7 @@ class _Reader:
             )
         elif re.search(r"\$(?:[1-9@*#]|\{[1-9@*#])", raw) and not re.match(r"function|.*\(\)", raw):
             raise SpecError(
-                f"{self._place(pipeline)}{_short(first.words)!r} reads the arguments of the script, and a job has none",
+                f"{self._place(pipeline)}{_shorten_words(first.words)!r} reads the arguments of the script, and a job has none",
                 "write their values in their places",
             )
         else:
@@ -183,11 +183,11 @@ class _Reader:
         is_here = not target.unknown and Path(target.text or Path.home()).resolve() == Path.cwd()
         if not is_here and "SLURM_SUBMIT_DIR" not in target.unknown:
             raise SpecError(
-                f"{self._place(pipeline)}{_short(words)!r} is not kept: tula starts the command in the folder that tula"
+                f"{self._place(pipeline)}{_shorten_words(words)!r} is not kept: tula starts the command in the folder that tula"
                 " itself is run in",
                 f"run tula init in {target.text or 'that folder'}, and give the command without it",
             )
-        self.left_out.append(_short(words))
+        self.left_out.append(_shorten_words(words))
 
     def _check_alone(self, pipeline: _Pipeline) -> None:
         """Refuse what cannot be left out around a command: its input, a filter behind it, another in its place."""
@@ -232,7 +232,7 @@ def refuse_unknown(word: Word) -> None:
         )
 
 
-def _pipelines(commands: Sequence[Command]) -> Iterator[_Pipeline]:
+def _split_pipelines(commands: Sequence[Command]) -> Iterator[_Pipeline]:
     pipeline: _Pipeline = []
     for command in commands:
         pipeline.append(command)
@@ -243,9 +243,9 @@ def _pipelines(commands: Sequence[Command]) -> Iterator[_Pipeline]:
 
 def _is_likely(pipeline: _Pipeline) -> bool:
     words = pipeline[0].program
-    return runs_launcher(words) or any(MAY_BE_BATCH.search(word.text) for word in words)
+    return has_launcher(words) or any(MAY_BE_BATCH.search(word.text) for word in words)
 
 
-def _short(words: Sequence[Word]) -> str:
+def _shorten_words(words: Sequence[Word]) -> str:
     text = " ".join(word.raw for word in words)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -13,12 +13,12 @@ from tula_cli.spec.scripts.shell import (
     Word,
     fill_options,
     fill_placeholders,
-    launcher_options,
     read_options,
     split_commands,
+    split_launcher_options,
 )
 from tula_cli.spec.yaml_text import parse_yaml
-from tula_cli.words import plural
+from tula_cli.words import format_count
 
 RANK_VARIABLES = frozenset({
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
@@ -146,20 +146,20 @@ def find_launcher(words: Sequence[Word], known: Known) -> Launch:
     if rest[0].name not in _WRAPPERS and rest[place].name not in _LAUNCHERS and not known.starts_ranks:
         place = 0  # it may start several processes itself
     wrapper, rest = rest[:place], rest[place:]
-    inner = _inner_command(rest) if rest[0].name in _SHELLS else None
+    inner = _find_inner_command(rest) if rest[0].name in _SHELLS else None
     launch = find_launcher(inner, known) if inner is not None else _launch(rest, known)
     if wrapper and launch.program and launch.program[0].text.endswith(".py"):
         launch = replace(launch, program=(Word("python", "python"), *launch.program))
     return replace(launch, wrapper=(*wrapper, *launch.wrapper), left_out=(*left_out, *launch.left_out))
 
 
-def starts_program(words: Sequence[Word]) -> bool:
+def is_program_start(words: Sequence[Word]) -> bool:
     """Return whether a command starts a Python program, a launcher or a script of a shell."""
     rest, _ = _without_prefix(words)
     return bool(rest) and (_is_start(rest[0]) or (rest[0].name in _WRAPPERS and _start(rest) > 0))
 
 
-def runs_launcher(words: Sequence[Word]) -> bool:
+def has_launcher(words: Sequence[Word]) -> bool:
     """Return whether a launcher that is read here stands among the words."""
     return any(word.name in _LAUNCHERS or word.text in _LAUNCHERS for word in words)
 
@@ -188,7 +188,7 @@ def _start(words: Sequence[Word]) -> int:
     return 0
 
 
-def _inner_command(words: Sequence[Word]) -> list[Word] | None:
+def _find_inner_command(words: Sequence[Word]) -> list[Word] | None:
     """Return the words of `bash -c '...'`, where that is one command and nothing else; None where there is no -c."""
     options = [word.text for word in words[1:-1]]
     if len(words) < 3 or not re.fullmatch(r"-\w*c", options[-1]) or not all(text.startswith("-") for text in options):
@@ -224,7 +224,9 @@ def _launch(words: Sequence[Word], known: Known) -> Launch:
     if _PYTHON.fullmatch(first.name):
         return _launch_by_python(words, known)
     size = next((place for place, word in enumerate(words, 1) if word.text.endswith(".sh")), 1)
-    return _by_itself(Launch(tuple(words[:size]), tuple(words[size:])), known, is_script=first.text.endswith(".py"))
+    return _make_launch_without_launcher(
+        Launch(tuple(words[:size]), tuple(words[size:])), known, is_script=first.text.endswith(".py")
+    )
 
 
 def _launch_by_python(words: Sequence[Word], known: Known) -> Launch:
@@ -241,7 +243,9 @@ def _launch_by_python(words: Sequence[Word], known: Known) -> Launch:
         return _take(launcher, start, words[place + 1 :], known)
     if words[place - 1].text == "-m" and re.search(r"launch|\.distributed\b|elastic", name):
         raise SpecError(f"{name} is a launcher whose options are not read here", _HOW_TO_START)
-    return _by_itself(Launch(tuple(words[: place + 1]), tuple(words[place + 1 :])), known, is_script=True)
+    return _make_launch_without_launcher(
+        Launch(tuple(words[: place + 1]), tuple(words[place + 1 :])), known, is_script=True
+    )
 
 
 # --- launchers
@@ -253,7 +257,7 @@ def count(option: Option | None, key: str, known: Known, *, missing: str = "") -
     Raises:
         Unknown: it is a variable, `gpu`, a range, or not there.
     """
-    if (number := _number(option)) is not None:
+    if (number := _parse_number(option)) is not None:
         return number
     if (answer := known.answer(key)) is not None:
         return answer
@@ -270,7 +274,7 @@ def count(option: Option | None, key: str, known: Known, *, missing: str = "") -
     )
 
 
-def _number(option: Option | None) -> int | None:
+def _parse_number(option: Option | None) -> int | None:
     """Return the number that an option's value is, or that of the devices in it."""
     text = option.value.text if option and not option.value.unknown else ""
     if match := re.fullmatch(r"(?:\{(?:gpus_per_node|nodes|world)=)?([1-9]\d{0,5})\}?", text):
@@ -287,13 +291,17 @@ def _ask_processes(what: str, hint: str, known: Known) -> int:
     )
 
 
-def _processes_per_node(each: Option | None, total: Option | None, machines: int, known: Known, *, missing: str) -> int:
+def _count_processes_per_node(
+    each: Option | None, total: Option | None, machines: int, known: Known, *, missing: str
+) -> int:
     """Return the processes of a node, by an option for them or for those of all nodes."""
-    world = _number(total) if each is None else None
+    world = _parse_number(total) if each is None else None
     if world is None:
         return count(each or total, PROCESSES, known, missing=missing)
     if world % machines:
-        raise SpecError(f"{plural(world, 'process')} do not divide among {plural(machines)}", "give a number that does")
+        raise SpecError(
+            f"{format_count(world, 'process')} do not divide among {format_count(machines)}", "give a number that does"
+        )
     return world // machines
 
 
@@ -301,7 +309,7 @@ def _with_counts(
     launch: Launch, launcher: str, machines: int, processes: int, nodes: Option | None, each: Option | None
 ) -> Launch:
     """Return a launch with its numbers of nodes and processes, and the options that gave them."""
-    given = ((nodes, plural(machines)), (each, per_node_words(processes)))
+    given = ((nodes, format_count(machines)), (each, make_per_node_words(processes)))
     sources = tuple((option.written, words) for option, words in given if option)
     return replace(launch, launcher=launcher, nodes=machines, per_node=processes, sources=sources)
 
@@ -313,7 +321,7 @@ def _take(launcher: _Launcher, start: Sequence[Word], words: Sequence[Word], kno
         raise SpecError("the command has a launcher but no script", _WHOLE)
     given = {option.meaning: option for option in options}
     if "config_file" in given and "num_processes" not in given:
-        given = {**_accelerate_config(given["config_file"].value.text, known), **given}
+        given = {**_read_accelerate_config(given["config_file"].value.text, known), **given}
     nodes, each, total = (
         next((given[name] for name in names.split() if name in given), None)
         for names in (launcher.nodes, launcher.per_node, launcher.total)
@@ -327,7 +335,7 @@ def _take(launcher: _Launcher, start: Sequence[Word], words: Sequence[Word], kno
         processes = 1
     else:
         missing = f"--{launcher.per_node or launcher.total}".replace("--n ", "-n ").split()[0]
-        processes = _processes_per_node(each, total, machines, known, missing=missing)
+        processes = _count_processes_per_node(each, total, machines, known, missing=missing)
     if launcher is _ACCELERATE:
         taken = {*_ACCELERATE_ON_NODES.replace("--", "").split(), "multi_gpu"}
         others = [word for option in options if option.meaning not in taken for word in option.words]
@@ -340,14 +348,14 @@ def _take(launcher: _Launcher, start: Sequence[Word], words: Sequence[Word], kno
     module = [Word("-m", "-m")] if given.keys() & {"m", "module", "module_mode"} else []
     program = (*(() if given.keys() & {"no_python"} else start), *module, rest[0])
     hands_on = launcher.local_rank and not given.keys() & {"use_env", "no_local_rank"}
-    flag = _local_rank_flag(known.folder / rest[0].text) if hands_on else ""
+    flag = _find_local_rank_flag(known.folder / rest[0].text) if hands_on else ""
     rank_option = (fill_placeholders(f"{flag}={{local_rank}}"),) if flag else ()
     return _with_counts(Launch(program, (*rank_option, *rest[1:])), launcher.name, machines, processes, nodes, each)
 
 
 def _split_options(launcher: _Launcher, words: Sequence[Word]) -> tuple[list[Option], list[Word]]:
     """Return a launcher's options and the words behind them. The start of a name will do for those with a number."""
-    options, rest = launcher_options(words, _is_start)
+    options, rest = split_launcher_options(words, _is_start)
     numbers = f"{launcher.nodes} {launcher.per_node} {launcher.total}".split()
     result = []
     for option in options:
@@ -360,7 +368,7 @@ def _split_options(launcher: _Launcher, words: Sequence[Word]) -> tuple[list[Opt
     return result, rest
 
 
-def _local_rank_flag(script: Path) -> str:
+def _find_local_rank_flag(script: Path) -> str:
     """Return the option by which a script takes its rank, as its text spells it; nothing where it takes none."""
     try:
         text = script.read_text(encoding="utf-8", errors="replace")
@@ -375,7 +383,7 @@ _ACCELERATE_ON_NODES = (
 )
 
 
-def _accelerate_config(path: str, known: Known) -> dict[str, Option]:
+def _read_accelerate_config(path: str, known: Known) -> dict[str, Option]:
     try:
         text = (known.folder / Path(path).expanduser()).read_text(encoding="utf-8")
     except OSError as error:
@@ -390,7 +398,7 @@ def _accelerate_config(path: str, known: Known) -> dict[str, Option]:
 
 
 def _launch_by_srun(words: Sequence[Word], known: Known) -> Launch:
-    options, rest = slurm_options(words)
+    options, rest = read_slurm_options(words)
     if not rest:
         raise SpecError("the command has a launcher but no script", _WHOLE)
     if container := next((name for name in options if name.startswith("container")), ""):
@@ -399,14 +407,14 @@ def _launch_by_srun(words: Sequence[Word], known: Known) -> Launch:
             "start the container by words before the script, as apptainer exec does",
         )
     nodes, tasks, each = options.get("nodes"), options.get("ntasks"), options.get("ntasks_per_node")
-    several = (_number(each or tasks) or known.tasks_per_node) > 1
+    several = (_parse_number(each or tasks) or known.tasks_per_node) > 1
     launch = replace(find_launcher(rest, replace(known, starts_ranks=several)), slurm=options)
     machines = count(nodes, NODES, known) if nodes else known.nodes or launch.nodes
     if launch.launcher:  # it starts the processes, and srun has it once a node
         return launch if launch.nodes > 1 else replace(launch, nodes=machines)
     if not (each or tasks) and known.tasks_per_node:
         return _with_counts(launch, "srun", machines, known.tasks_per_node, nodes, None)
-    per_node = _processes_per_node(each, tasks, machines, known, missing="srun's --ntasks-per-node")
+    per_node = _count_processes_per_node(each, tasks, machines, known, missing="srun's --ntasks-per-node")
     return _with_counts(launch, "srun", machines, per_node, nodes, each or tasks)
 
 
@@ -418,9 +426,9 @@ _SLURM_SHORT = {
 }  # fmt: skip
 
 
-def slurm_options(words: Sequence[Word]) -> tuple[dict[str, Option], list[Word]]:
+def read_slurm_options(words: Sequence[Word]) -> tuple[dict[str, Option], list[Word]]:
     """Return options of sbatch or srun by their long names with underscores, and the words behind them."""
-    options, rest = launcher_options(words, _is_start)
+    options, rest = split_launcher_options(words, _is_start)
     return {_SLURM_SHORT.get(option.meaning, option.meaning): option for option in options}, rest
 
 
@@ -438,7 +446,7 @@ _TORCHRUN_ON_NODES = (
 )
 
 
-def _by_itself(launch: Launch, known: Known, *, is_script: bool) -> Launch:
+def _make_launch_without_launcher(launch: Launch, known: Known, *, is_script: bool) -> Launch:
     """Return the launch of a program without a launcher: one process, or those that its options make it start.
 
     Args:
@@ -509,5 +517,5 @@ def _launch_by_lightning(launch: Launch, options: Mapping[str, Option], known: K
     return _with_counts(launch, "lightning", machines, processes, nodes, devices)
 
 
-def per_node_words(processes: int) -> str:
+def make_per_node_words(processes: int) -> str:
     return "1 process per node" if processes == 1 else f"{processes} processes per node"

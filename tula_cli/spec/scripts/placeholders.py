@@ -34,7 +34,7 @@ PLACEHOLDERS = {
 """Name -> what stands in its place."""
 BATCHES = {"batch", "local_batch", "micro_batch"}
 OF_A_RANK = {"rank", "local_rank"}
-"""What differs among the processes of a node: one command a node cannot tell it."""
+"""Placeholders that differ among the processes of a node, so that one command per node cannot have them."""
 SCRIPTS = (".py", ".sh")
 """How the name of a script's file ends."""
 _TOKEN = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
@@ -89,10 +89,10 @@ _OF_A_SHELL = re.compile(r"&&|\|\|?|.*;|&|\d?[<>]{1,2}(&\d|.*)?|.*\$[A-Za-z_{(].
 
 _QUOTED = re.compile(r"""\\.|'[^']*'|"((?:\\.|[^"\\])*)\"""", re.DOTALL)
 _VARIABLE = re.compile(r"(?<!\\)\$[A-Za-z_{(]\w*")
-"""What double quotes do not hide from a shell."""
+"""Characters that a shell reads inside double quotes too."""
 
 
-def of_a_shell(command: str) -> str:
+def find_shell_word(command: str) -> str:
     """Return the first word that only a shell understands, of those that are not quoted; empty where there is none.
 
     A shell that is called by its name gets its words as they are.
@@ -103,7 +103,7 @@ def of_a_shell(command: str) -> str:
     return next((word for word in bare.split() if _OF_A_SHELL.fullmatch(word)), "")
 
 
-def program_name(command: str) -> str:
+def get_program_name(command: str) -> str:
     """Return what a command is called by on the screen: the name of its script's file, else of its module or program."""
     words = shlex.split(command)
     files = [word for word in words if PurePath(word).suffix in SCRIPTS]

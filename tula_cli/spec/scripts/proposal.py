@@ -8,10 +8,10 @@ from typing import Any
 
 import yaml
 
-from tula_cli.spec.scripts.placeholders import BATCHES, find_placeholders, program_name
+from tula_cli.spec.scripts.placeholders import BATCHES, find_placeholders, get_program_name
 from tula_cli.spec.scripts.recognition import Recognised
-from tula_cli.spec.scripts.script import default_train
-from tula_cli.words import plural
+from tula_cli.spec.scripts.script import get_default_train
+from tula_cli.words import format_count
 
 
 @dataclass(frozen=True)
@@ -23,19 +23,19 @@ class Missing:
     required: bool = False  # without it the file cannot be used
 
 
-def job_name(recognised: Recognised) -> str:
+def make_job_name(recognised: Recognised) -> str:
     """Return the name of the job: that of the script, in the letters that a name may have."""
-    stem = re.sub(r"\.(py|sh)$", "", program_name(recognised.script["command"]))
+    stem = re.sub(r"\.(py|sh)$", "", get_program_name(recognised.script["command"]))
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("._-")
     return name[:64] or "job"
 
 
 def list_missing(recognised: Recognised) -> tuple[Missing, ...]:
     """Return what the command does not tell, in the order of the file: what is required, and what is worth a thought."""
-    return tuple(_missing_parts(recognised.script, set(find_placeholders(recognised.script["command"]))))
+    return tuple(_list_missing_parts(recognised.script, set(find_placeholders(recognised.script["command"]))))
 
 
-def _missing_parts(script: dict[str, Any], placeholders: set[str]) -> Iterator[Missing]:
+def _list_missing_parts(script: dict[str, Any], placeholders: set[str]) -> Iterator[Missing]:
     if "out" not in placeholders:
         yield Missing(
             "script.command", "{out} in place of its output folder, or a probe writes where the training does"
@@ -73,11 +73,11 @@ def write_sections(recognised: Recognised) -> str:
     script = recognised.script
     lines = [
         "script:",
-        f"  command: {yaml_word(script['command'])}",
+        f"  command: {format_yaml_word(script['command'])}",
         f"  launch: {script['launch']} # rank: tula starts a process a GPU; node: one a node, which starts its ranks itself",
-        *_length_lines(script),
-        _dataset_size(script),
-        *_reference(recognised),
+        *_list_length_lines(script),
+        _render_dataset_size(script),
+        *_render_reference(recognised),
         *_resume(script),
         "  # metric: {top1: 'Acc@1 ([0-9.]+)'} # a pattern on what it prints, or {jsonl: FILE, key: NAME}; the last and the best are kept",
         '  # save: none # how to ask for a checkpoint: SIGUSR1, SIGUSR2, SIGTERM, "file:{out}/save", or hooks (tula_hooks.py)',
@@ -88,12 +88,12 @@ def write_sections(recognised: Recognised) -> str:
         "  #   stop: exit # how it ends after the last step; raise: SystemExit in its loop, so that it cleans up",
         "",
         "train:",
-        *_train(recognised),
+        *_render_train(recognised),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _length_lines(script: dict[str, Any]) -> Iterator[str]:
+def _list_length_lines(script: dict[str, Any]) -> Iterator[str]:
     if "length" in script:
         ((kind, count),) = script["length"].items()
         others = [f"{{{other}: N}}" for other in ("epochs", "samples", "steps") if other != kind]
@@ -112,13 +112,13 @@ def _needs_a_size(script: dict[str, Any], placeholders: set[str]) -> bool:
     return bool(placeholders & {"steps", "samples"}) and "epochs" in script.get("length", {})
 
 
-def _dataset_size(script: dict[str, Any]) -> str:
+def _render_dataset_size(script: dict[str, Any]) -> str:
     if _needs_a_size(script, set(find_placeholders(script["command"]))):
         return "  # dataset_size: 50000 # REQUIRED: samples of an epoch, which {steps} follow from"
     return "  # dataset_size: auto # samples of an epoch; auto: as its DataLoader says, in the probes"
 
 
-def _reference(recognised: Recognised) -> Iterator[str]:
+def _render_reference(recognised: Recognised) -> Iterator[str]:
     reference, placeholders = recognised.script["reference"], set(find_placeholders(recognised.script["command"]))
     yield (
         "  reference: # what the script was tuned for"
@@ -126,25 +126,25 @@ def _reference(recognised: Recognised) -> Iterator[str]:
         else "  # reference: # REQUIRED: what it was tuned for"
     )
     if "batch" in reference:
-        yield f"    batch: {reference['batch']} # {_batch_words(recognised)}"
+        yield f"    batch: {reference['batch']} # {_describe_batch(recognised)}"
     else:
         yield f"  {'  ' if reference else '#   '}{'# ' if reference else ''}batch: 256 # REQUIRED: over all GPUs"
     if "lr" in reference:
-        yield f"    lr: {_number(reference['lr'])} # tuned for that batch"
+        yield f"    lr: {_format_number(reference['lr'])} # tuned for that batch"
     elif "lr" in placeholders:
         yield f"  {'  # ' if reference else '#   '}lr: 0.1 # REQUIRED: tuned for that batch"
     else:
         yield f"  {'  # ' if reference else '#   '}lr: 0.1 # with {{lr}} in the command; left out where the script scales it itself"
 
 
-def _batch_words(recognised: Recognised) -> str:
+def _describe_batch(recognised: Recognised) -> str:
     """Say how the reference batch comes about, and what to do where the flag means something else."""
     flag = next((word for word, name in recognised.flags.items() if name in BATCHES), "")
     if "batch" in recognised.values:
         return "over all GPUs"
     values = recognised.values
     per_process = values.get("local_batch") or f"{values['micro_batch']} x {recognised.accumulate} micro-batches"
-    text = f"{per_process} a GPU x {plural(recognised.ranks, 'GPU')}"
+    text = f"{per_process} a GPU x {format_count(recognised.ranks, 'GPU')}"
     batch = values.get("local_batch")
     if batch is None or recognised.ranks == 1:
         return text
@@ -155,17 +155,17 @@ def _resume(script: dict[str, Any]) -> Iterator[str]:
     args = script.get("resume", {}).get("args", "--resume {checkpoint}")
     if "resume" in script and "out" in find_placeholders(script["command"]):
         yield "  resume: # without it a training that is interrupted begins anew"
-        yield f"    args: {yaml_word(args)} # appended where there is a checkpoint"
+        yield f"    args: {format_yaml_word(args)} # appended where there is a checkpoint"
         yield '    checkpoint: "{out}/*" # of what matches, the newest: narrow it down to what the script saves'
         yield "    # batch: rehearse # with which batch it may go on: same, epoch (another from an epoch's end on), any"
         yield "    # checkpoint_interval: epoch # how often it saves (epoch, or so many steps), until a training has shown it"
     else:
-        yield f'  # resume: {{args: {yaml_word(args, flow=True)}, checkpoint: "{{out}}/checkpoint*.pth"}} # or it begins anew'
+        yield f'  # resume: {{args: {format_yaml_word(args, flow=True)}, checkpoint: "{{out}}/checkpoint*.pth"}} # or it begins anew'
 
 
-def _train(recognised: Recognised) -> Iterator[str]:
+def _render_train(recognised: Recognised) -> Iterator[str]:
     values, placeholders = recognised.values, set(find_placeholders(recognised.script["command"]))
-    chosen, reason = default_train(recognised.script["command"])
+    chosen, reason = get_default_train(recognised.script["command"])
     yield f"  method: {chosen['method']} # {reason}; or lbt, lrs, ags, ortho"
     if "lr_scaling" in chosen:
         yield "  lr_scaling: sqrt # {lr} is reference.lr times sqrt(batch / reference.batch); linear: times batch / reference.batch"
@@ -181,7 +181,7 @@ def _train(recognised: Recognised) -> Iterator[str]:
     yield "  # max_attempts: 8 # starts, or allocations, in a row that save nothing new"
 
 
-def yaml_word(text: str, *, flow: bool = False) -> str:
+def format_yaml_word(text: str, *, flow: bool = False) -> str:
     """Return a text as YAML takes it, plain where that reads the same."""
     unsafe = r"[{}\[\],#&*!|>'\"%@`:?-]" if flow else r"^[{}\[\],#&*!|>'\"%@`?-]|: |:$| #|^\s|\s$"
     if text.isprintable() and not re.search(unsafe, text) and yaml.safe_load(text) == text:
@@ -189,6 +189,6 @@ def yaml_word(text: str, *, flow: bool = False) -> str:
     return yaml.safe_dump(text, default_style='"', width=math.inf, allow_unicode=True).rstrip("\n")
 
 
-def _number(value: float) -> str:
+def _format_number(value: float) -> str:
     """Return a learning rate as YAML reads a number."""
     return f"{value:.12g}"

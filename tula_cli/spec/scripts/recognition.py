@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tula_cli.errors import SpecError
-from tula_cli.spec.scripts.command_text import TrainingCommand, refuse_unknown, training_command
-from tula_cli.spec.scripts.launchers import Known, Launch, Unknown, find_launcher, per_node_words
+from tula_cli.spec.scripts.command_text import TrainingCommand, find_training_command, refuse_unknown
+from tula_cli.spec.scripts.launchers import Known, Launch, Unknown, find_launcher, make_per_node_words
 from tula_cli.spec.scripts.placeholders import BATCHES, PLACEHOLDERS
 from tula_cli.spec.scripts.shell import MAY_BE_BATCH, Option, Word, fill_options, read_options
-from tula_cli.words import parse_number, plural
+from tula_cli.words import format_count, parse_number
 
 _DEVICE = r"(?:gpu|device|rank|replica|proc(?:ess)?)"
 _SIZE = r"batch(?:_?size)?"
@@ -80,21 +80,22 @@ class Recognised:
     def summary(self) -> str:
         """The summary for the user: "4 processes per node, 64 samples per process: global batch 256; 90 epochs"."""
         values, reference = self.values, self.script["reference"]
-        parts = [plural(self.nodes)] if self.nodes > 1 else []
-        parts.append(per_node_words(self.gpus_per_node or 1))
+        parts = [format_count(self.nodes)] if self.nodes > 1 else []
+        parts.append(make_per_node_words(self.gpus_per_node or 1))
         if "batch" not in values and "local_batch" in values:
-            parts.append(f"{plural(int(float(values['local_batch'])), 'sample')} per process")
+            parts.append(f"{format_count(int(float(values['local_batch'])), 'sample')} per process")
         elif "batch" not in values and "micro_batch" in values:
             times = values.get("accumulate") or values.get("accumulate_total", "1")
             of_all = " over all processes" if "accumulate_total" in values else ""
             micro, micros = (
-                plural(int(float(n)), what) for n, what in ((values["micro_batch"], "sample"), (times, "micro-batch"))
+                format_count(int(float(n)), what)
+                for n, what in ((values["micro_batch"], "sample"), (times, "micro-batch"))
             )
             parts.append(f"{micro} per process x {micros}{of_all}")
         length = self.script.get("length", {})
         return "; ".join([
             f"{', '.join(parts)}: global batch {reference.get('batch', 'not known')}",
-            *(plural(count, kind.removesuffix("s")) for kind, count in length.items()),
+            *(format_count(count, kind.removesuffix("s")) for kind, count in length.items()),
             *([f"learning rate {reference['lr']:.12g}"] if "lr" in reference else []),
         ])  # fmt: skip
 
@@ -109,7 +110,7 @@ def recognise_line(line: str, known: Known | None = None, *, keeps_setup: bool =
         Unknown: it does not say how many processes there are, or whose batch an option gives.
         SpecError: it needs a shell, or is no command.
     """
-    return recognise_command(training_command(line, keeps_setup=keeps_setup), known or Known())
+    return recognise_command(find_training_command(line, keeps_setup=keeps_setup), known or Known())
 
 
 def recognise_command(command: TrainingCommand, known: Known) -> Recognised:
@@ -168,7 +169,7 @@ class _Reader:
             values.append((option, f"{{{placeholder}}}{'ep' * option.value.text.endswith('ep')}"))
         result = fill_options(words, values)
         for option in reversed(options):
-            if _option_meaning(option) == "resume" and option.value.text and option.words[0].text.startswith("-"):
+            if _find_option_meaning(option) == "resume" and option.value.text and option.words[0].text.startswith("-"):
                 self.resume = f"{option.flag}{{checkpoint}}"
                 self.sources.append((option.written, "script.resume: a training begins without"))
                 del result[option.place : option.place + len(option.words)]
@@ -188,10 +189,10 @@ class _Reader:
     def _other_roles(self, options: Sequence[Option]) -> Iterator[tuple[Option, str]]:
         """Yield the options other than those of the batch whose values give way, each with its placeholder."""
         seen = {*self.by_hand}
-        if len([option for option in options if _option_meaning(option) == "lr"]) > 1:
+        if len([option for option in options if _find_option_meaning(option) == "lr"]) > 1:
             seen.add("lr")  # of several optimizers
         for option in options:
-            placeholder, text = _option_meaning(option), option.value.text
+            placeholder, text = _find_option_meaning(option), option.value.text
             if option.name == "max_duration" and re.fullmatch(r"\d+ep", text):  # composer
                 yield option, "epochs"
             elif (
@@ -215,7 +216,7 @@ class _Reader:
         for option in options:
             is_training = not any(_OTHER_PHASE.search(part) for part in option.path)
             if is_training and (option.flag.lower() != "b=" or _fits("batch", option.value.text)):  # b=x is no batch
-                kinds.setdefault(_option_meaning(option), []).append(option)
+                kinds.setdefault(_find_option_meaning(option), []).append(option)
         of_all = kinds.get("batch", [])
         of_one = [*kinds.get("local_batch", []), *kinds.get("some_batch", [])]
         answer = self.known.answers.get("option of the batch", "")
@@ -230,7 +231,7 @@ class _Reader:
                 f" samples, {_HOW_TO_SAY.format(of_tokens[0].value.text)}",
             )
         if not chosen:
-            raise _no_batch(options, [*self.launch.program, *self.launch.arguments])
+            raise _make_no_batch_error(options, [*self.launch.program, *self.launch.arguments])
         if len(chosen) > 1 or (of_all and of_one):
             names = " and ".join(option.written for option in [*of_all, *of_one] or chosen)
             raise SpecError(
@@ -257,14 +258,14 @@ class _Reader:
     def _is_of_all(self, option: Option, options: Sequence[Option]) -> bool:
         """Return whether an option gives the batch of all processes, and not of one."""
         name, launcher = option.name, self.launch.launcher
-        if self.ranks == 1 or _option_meaning(option) in ("local_batch", "micro_batch"):
+        if self.ranks == 1 or _find_option_meaning(option) in ("local_batch", "micro_batch"):
             return False
         if launcher == "yolo" or (name.startswith("batch") and len({each.name for each in options} & _YOLO) > 1):
             return True  # yolov5 and its kin
         is_yacs = len(option.path) > 1 and option.flag[:1].isupper() and option.path[0] != "data"
-        is_split = any(_option_meaning(each) == "micro_batch" for each in options)
+        is_split = any(_find_option_meaning(each) == "micro_batch" for each in options)
         by_custom = (
-            _option_meaning(option) == "some_batch"
+            _find_option_meaning(option) == "some_batch"
             and not is_split
             and (name != "train_batch_size" or launcher == "accelerate")
         )
@@ -279,7 +280,7 @@ class _Reader:
 
     def _accumulation(self, option: Option, batch: Option) -> str:
         """Return whose micro-batches an option counts: {accumulate} a process's, {accumulate_total} those of all."""
-        certain = option.name != "gradient_accumulation_steps" or _option_meaning(batch) in (
+        certain = option.name != "gradient_accumulation_steps" or _find_option_meaning(batch) in (
             "local_batch",
             "micro_batch",
         )
@@ -324,7 +325,7 @@ class _Reader:
         return section
 
 
-def _option_meaning(option: Option) -> str:
+def _find_option_meaning(option: Option) -> str:
     return next((meaning for meaning, names in _MEANINGS.items() if re.fullmatch(names, option.name)), "")
 
 
@@ -336,13 +337,13 @@ def _check_count(option: Option, what: str) -> None:
         )
 
 
-def _no_batch(options: Sequence[Option], words: Sequence[Word]) -> SpecError:
+def _make_no_batch_error(options: Sequence[Option], words: Sequence[Word]) -> SpecError:
     names = list(dict.fromkeys(option.label for option in options))
     line = " ".join(word.raw for word in words if not word.filled)
     known_options = (
         f"the options are {', '.join(names)}, and none is known for one" if names else "it has no options with values"
     )
-    numbers = [option for option in options if _fits("batch", option.value.text) and not _option_meaning(option)]
+    numbers = [option for option in options if _fits("batch", option.value.text) and not _find_option_meaning(option)]
     maybe = [f"{option.flag}{{local_batch}}" for option in numbers if MAY_BE_BATCH.search(option.flag)]
     example = maybe[0] if maybe else "--batch-size {local_batch}"
     message = f"no batch in {line!r}: {known_options}"

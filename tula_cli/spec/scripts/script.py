@@ -7,12 +7,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, model_validator
 
-from tula_cli.spec.kinds import Line, Positive, PositiveFloat, Section, shell_words
+from tula_cli.spec.kinds import Line, Positive, PositiveFloat, Section, require_shell_words
 from tula_cli.spec.methods import METHODS
 from tula_cli.spec.old_keys import advise_key
-from tula_cli.spec.scripts.placeholders import BATCHES, FOR_A_SHELL, IN_A_FILE, OF_A_RANK, find_placeholders, of_a_shell
+from tula_cli.spec.scripts.placeholders import (
+    BATCHES,
+    FOR_A_SHELL,
+    IN_A_FILE,
+    OF_A_RANK,
+    find_placeholders,
+    find_shell_word,
+)
 from tula_cli.spec.sections import Dataset, Model, Optimizer
-from tula_cli.words import plural
+from tula_cli.words import format_count
 
 # --- The section
 
@@ -23,7 +30,7 @@ def _require_known_placeholders(text: str) -> str:
 
 
 def _require_no_shell(text: str) -> str:
-    if word := of_a_shell(text):
+    if word := find_shell_word(text):
         raise ValueError(f"{word!r} {FOR_A_SHELL}: {IN_A_FILE}")
     return text
 
@@ -103,7 +110,10 @@ class Script(Section):
     """A training script as it is: its command line, and what tula cannot see from inside."""
 
     command: Annotated[
-        str, AfterValidator(shell_words), AfterValidator(_require_known_placeholders), AfterValidator(_require_no_shell)
+        str,
+        AfterValidator(require_shell_words),
+        AfterValidator(_require_known_placeholders),
+        AfterValidator(_require_no_shell),
     ]  # with placeholders, for example train.py -b {local_batch} --lr {lr}
     # rank: tula starts a process a GPU with RANK, WORLD_SIZE ...; node: one a node, which starts its ranks itself
     launch: Literal["rank", "node"] = "rank"
@@ -190,7 +200,7 @@ PRESET = "robust"
 """Of section ags: the one that acts without a line of the script changed."""
 
 
-def default_train(command: object) -> tuple[dict[str, str], str]:
+def get_default_train(command: object) -> tuple[dict[str, str], str]:
     """Return how the large batch of a script is trained by default, as settings of section train, and the reason.
 
     The rate follows the square root of the batch: which optimizer a script has is not known, and linear scaling breaks Adam's.
@@ -228,7 +238,7 @@ def fill_script_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
             f" {', '.join(sorted(TRAIN))}"
         )
     if "method" not in train:
-        default, _ = default_train(_as_mapping(content["script"]).get("command"))
+        default, _ = get_default_train(_as_mapping(content["script"]).get("command"))
         train = {"method": "lbt", **train} if "lr_scaling" in train else {**default, **train}
     method = train["method"]
     if method not in (there_are := [name for name, facts in METHODS.items() if facts.on_scripts]):
@@ -237,7 +247,7 @@ def fill_script_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
         )
     if not METHODS[method].reads_ags and content.get("ags") is not None:
         raise ValueError(f"section ags means nothing to train.method {method}; leave it out, or set train.method: ags")
-    length, reference = (_mapping_at(content["script"], name) for name in ("length", "reference"))
+    length, reference = (_get_mapping_at(content["script"], name) for name in ("length", "reference"))
     return {
         **content,
         "model": Model(name=""),
@@ -255,7 +265,7 @@ def _fill_ags_defaults(content: Mapping[str, Any]) -> Any:
     return {"preset": PRESET, **given} if isinstance(given, Mapping) else given
 
 
-def _mapping_at(script: Any, name: str) -> Mapping[str, Any]:
+def _get_mapping_at(script: Any, name: str) -> Mapping[str, Any]:
     return _as_mapping(_as_mapping(script).get(name))
 
 
@@ -272,33 +282,33 @@ def without_script_defaults(content: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def script_samples(script: Script, dataset_size: int) -> int:
+def count_script_samples(script: Script, dataset_size: int) -> int:
     """Return the samples of the whole training.
 
     Args:
         script: of which the length is read.
         dataset_size: samples of an epoch.
     """
-    requested = requested_samples(script)
+    requested = count_requested_samples(script)
     return (script.length.epochs or 0) * dataset_size if requested is None else requested
 
 
-def requested_samples(script: Script) -> int | None:
+def count_requested_samples(script: Script) -> int | None:
     """Return the samples of the whole training as far as the section tells; None where it is so many epochs."""
     length = script.length
     return length.steps * script.reference.batch if length.steps is not None else length.samples
 
 
-def script_steps(script: Script, batch: int, dataset_size: int) -> int:
+def count_script_steps(script: Script, batch: int, dataset_size: int) -> int:
     """Return the optimizer steps of the whole training at a global batch, rounded up: no sample is left out."""
-    return math.ceil(script_samples(script, dataset_size) / batch)
+    return math.ceil(count_script_samples(script, dataset_size) / batch)
 
 
 def describe_length(script: Script) -> str:
     """Return how long a script trains, in words."""
     length = script.length
     if length.epochs is not None:
-        return plural(length.epochs, "epoch")
+        return format_count(length.epochs, "epoch")
     if length.samples is not None:
-        return plural(length.samples, "sample")
-    return f"{plural(length.steps or 0, 'step')} at batch {script.reference.batch}"
+        return format_count(length.samples, "sample")
+    return f"{format_count(length.steps or 0, 'step')} at batch {script.reference.batch}"

@@ -97,7 +97,7 @@ def split_commands(text: str, variables: Mapping[str, str] | None = None) -> lis
     """
     commands, result = list(_Scanner(text, dict(variables or {})).commands()), []
     while commands:
-        size = _block_size(commands)
+        size = _count_block_size(commands)
         inside = tuple(commands[:size])
         block = replace(commands[0], operator=inside[-1].operator, end=inside[-1].end, inside=inside) if size else None
         result.append(block or commands[0])
@@ -105,7 +105,7 @@ def split_commands(text: str, variables: Mapping[str, str] | None = None) -> lis
     return result
 
 
-def _block_size(commands: list[Command]) -> int:
+def _count_block_size(commands: list[Command]) -> int:
     """Return of how many commands the block is that begins here; 0 where none does."""
     closes: list[str] = []
     for count, command in enumerate(commands, 1):
@@ -224,7 +224,7 @@ class _Scanner:
             texts[0] = str(Path.home()) + texts[0][1:]
         if len(texts) > 1:  # each of them has what is not known of it
             return [Word(text, text, text[text.index("$") :] if "$" in text else "") for text in texts if text]
-        return [Word(text, raw, unknown or _shell_pattern(bare, text)) for text in texts if text or is_quoted]
+        return [Word(text, raw, unknown or _find_shell_pattern(bare, text)) for text in texts if text or is_quoted]
 
     def _value(self, expansion: str) -> tuple[str, bool]:
         """Return the text that stands for an expansion, and whether nothing in it is left to a shell."""
@@ -247,7 +247,7 @@ class _Scanner:
         return text, unknown
 
 
-def _shell_pattern(bare: str, text: str) -> str:
+def _find_shell_pattern(bare: str, text: str) -> str:
     """Return a text of which a shell would make several words, or names of files; else nothing."""
     if _SEVERAL.search(bare):
         return text
@@ -349,7 +349,7 @@ _FLAGS = frozenset({
 """Options of launchers without a value, where the word behind them might be taken for one."""
 
 
-def launcher_options(words: Sequence[Word], starts: Callable[[Word], bool]) -> tuple[list[Option], list[Word]]:
+def split_launcher_options(words: Sequence[Word], starts: Callable[[Word], bool]) -> tuple[list[Option], list[Word]]:
     """Return a launcher's options, in their order, and the words from the script on.
 
     Args:

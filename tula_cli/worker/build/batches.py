@@ -64,10 +64,10 @@ def slice_batch(batch: Any, *, samples: int, start: int = 0, stop: int, own: boo
         if not isinstance(leaf, torch.Tensor) or not leaf.ndim:
             return tuple(leaf[start:stop]) if isinstance(leaf, tuple) else leaf[start:stop] if _is_list(leaf) else leaf
         if len(leaf) != samples:
-            raise _wrong_first_dimension(path, leaf, samples)
+            raise _describe_wrong_first_dimension(path, leaf, samples)
         return leaf[start:stop]
 
-    return tree_map_with_path(part, batch, is_leaf=_sample_list_predicate(batch, samples, own=own))
+    return tree_map_with_path(part, batch, is_leaf=_make_sample_list_predicate(batch, samples, own=own))
 
 
 def allocate_batch(batch: Any, *, samples: int, to: int, own: bool = False) -> Any:
@@ -84,13 +84,13 @@ def allocate_batch(batch: Any, *, samples: int, to: int, own: bool = False) -> A
         if not isinstance(leaf, torch.Tensor) or not leaf.ndim:
             return leaf
         if len(leaf) != samples:
-            raise _wrong_first_dimension(path, leaf, samples)
+            raise _describe_wrong_first_dimension(path, leaf, samples)
         return torch.empty((to, *leaf.shape[1:]), dtype=leaf.dtype)
 
-    return tree_map_with_path(larger, batch, is_leaf=_sample_list_predicate(batch, samples, own=own))
+    return tree_map_with_path(larger, batch, is_leaf=_make_sample_list_predicate(batch, samples, own=own))
 
 
-def tensors_of(batch: Any) -> list[torch.Tensor]:
+def list_tensors(batch: Any) -> list[torch.Tensor]:
     """Return all tensors of a batch."""
     return [leaf for _, leaf in tree_flatten_with_path(batch)[0] if isinstance(leaf, torch.Tensor)]
 
@@ -113,7 +113,7 @@ def describe_shape(tensor: torch.Tensor) -> str:
     return f"({', '.join(map(str, tensor.shape))})"
 
 
-def _sample_list_predicate(batch: Any, samples: int, *, own: bool) -> Callable[[Any], bool]:
+def _make_sample_list_predicate(batch: Any, samples: int, *, own: bool) -> Callable[[Any], bool]:
     """Return what tells a list with an entry a sample from one of tensors that hold all samples.
 
     The batch itself is never one: of two samples (input, target) would be.
@@ -122,7 +122,7 @@ def _sample_list_predicate(batch: Any, samples: int, *, own: bool) -> Callable[[
     def tell(node: Any) -> bool:
         if node is batch or not _is_list(node) or hasattr(node, "_asdict") or len(node) != samples:
             return False
-        inside = [leaf for leaf in tensors_of(node) if leaf.ndim]
+        inside = [leaf for leaf in list_tensors(node) if leaf.ndim]
         if not inside:
             return True
         if own and samples > 1 and all(len(leaf) == samples for leaf in inside):
@@ -140,7 +140,7 @@ def _is_list(node: Any) -> bool:
     return isinstance(node, tuple | list)
 
 
-def _wrong_first_dimension(path: Any, leaf: torch.Tensor, samples: int) -> SpecError:
+def _describe_wrong_first_dimension(path: Any, leaf: torch.Tensor, samples: int) -> SpecError:
     return SpecError(
         f"batch{keystr(path)} is {describe_tree(leaf)}, where {samples} samples make the batch: a tensor has them first,"
         f" ({samples}, ...)",
@@ -160,16 +160,16 @@ IGNORED = -100
 """The label that torch's cross entropy leaves out."""
 
 
-def named_entries(tree: Any) -> Mapping[str, Any] | None:
+def list_named_entries(tree: Any) -> Mapping[str, Any] | None:
     """Return the entries of a dictionary or a named tuple by name; None where there are no names."""
     if isinstance(tree, Mapping):
         return tree
     return tree._asdict() if isinstance(tree, tuple) and hasattr(tree, "_asdict") else None
 
 
-def sequence_length(batch: Any) -> int | None:
+def find_sequence_length(batch: Any) -> int | None:
     """Return how many places a sample of a batch has, its padding counted; None where a batch is not known to be text."""
-    ids = _token_ids(batch)
+    ids = _find_token_ids(batch)
     return None if ids is None else ids.shape[1]
 
 
@@ -183,10 +183,10 @@ class TokenCounter:
 
     def add(self, batch: Any) -> None:
         """Count a batch; one that is not known to be text is left out."""
-        ids = _token_ids(batch)
+        ids = _find_token_ids(batch)
         if ids is None:
             return
-        mask = _word_mask(batch, ids)
+        mask = _find_word_mask(batch, ids)
         self.samples += ids.shape[0]
         self.places += ids.numel()
         self.real = self.real + (ids.numel() if mask is None else mask.sum())
@@ -196,12 +196,12 @@ class TokenCounter:
         return (self.places / self.samples, float(self.real) / self.samples) if self.samples else None
 
 
-def _token_ids(batch: Any) -> torch.Tensor | None:
+def _find_token_ids(batch: Any) -> torch.Tensor | None:
     """Return the ids of a batch, (samples, length).
 
     Known are the names that ids go by, and a pair of ids and targets of one shape.
     """
-    fields = named_entries(batch)
+    fields = list_named_entries(batch)
     if fields is not None:
         candidates = [fields[key] for key in TOKENS if key in fields]
     elif type(batch) in (tuple, list) and len(batch) == 2 and all(isinstance(part, torch.Tensor) for part in batch):
@@ -212,9 +212,9 @@ def _token_ids(batch: Any) -> torch.Tensor | None:
     return None if ids is None or ids.is_floating_point() else ids
 
 
-def _word_mask(batch: Any, ids: torch.Tensor) -> torch.Tensor | None:
+def _find_word_mask(batch: Any, ids: torch.Tensor) -> torch.Tensor | None:
     """Return which positions hold a word, bool (samples, length); None if the batch does not tell."""
-    fields = named_entries(batch)
+    fields = list_named_entries(batch)
     fields = {"labels": batch[1]} if fields is None else fields
     for keys, nothing in ((MASKS, 0), (LABELS, IGNORED)):
         for key in keys:
@@ -255,7 +255,7 @@ def build_collate(spec: JobSpec) -> Collate | None:
     return UserCollate(partial(target, **args) if args else target)
 
 
-def collate_items(collate: Collate | None, items: Sequence[Any]) -> Any:
+def make_batch(collate: Collate | None, items: Sequence[Any]) -> Any:
     """Return a batch of these samples, as a loader makes it."""
     return (collate or torch.utils.data.default_collate)(list(items))
 
@@ -335,7 +335,7 @@ class ModelCall:
         """
         if self.whole:
             return self.loss(outputs, batch)
-        if self.default and (model_loss := _loss_in_outputs(outputs)) is not None:
+        if self.default and (model_loss := _find_loss(outputs)) is not None:
             if model_loss.ndim:
                 raise SpecError(f"{self.names[0]}: its .loss is {describe_tree(model_loss)}, not one number")
             return model_loss
@@ -346,7 +346,7 @@ class ModelCall:
                 f" {self.names[0]} takes",
                 "let the model return an object with .loss, or set loss.name to a callable(outputs, batch) of your own",
             )
-        return self.loss(outputs if self.own else scores_from_outputs(outputs), target)
+        return self.loss(outputs if self.own else find_scores(outputs), target)
 
     def compute_loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Return the loss of a batch."""
@@ -354,7 +354,7 @@ class ModelCall:
 
     def forward_arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return what `forward` is given of a batch, in order and by name."""
-        fields = named_entries(batch)
+        fields = list_named_entries(batch)
         if fields is not None and (isinstance(batch, Mapping) or self._names_any_parameter(fields)):
             return self._named_arguments(fields, batch)
         if not isinstance(batch, tuple | list) or not batch:
@@ -363,7 +363,7 @@ class ModelCall:
         inputs = batch if len(self.takes.required) >= len(batch) > 1 and not nested else batch[:-1] or batch
         if len(inputs) > 1:
             return tuple(inputs), {}
-        fields = named_entries(inputs[0])
+        fields = list_named_entries(inputs[0])
         if fields is not None:
             return self._named_arguments(fields, inputs[0])
         several = isinstance(inputs[0], tuple | list) and (self.takes.any_number or self.takes.positional > 1)
@@ -371,7 +371,7 @@ class ModelCall:
 
     def target_of(self, batch: Any) -> Any:
         """Return the target of a batch; None where it has none."""
-        fields = named_entries(batch)
+        fields = list_named_entries(batch)
         if fields is None or not (isinstance(batch, Mapping) or self._names_any_parameter(fields)):
             return batch[-1] if isinstance(batch, tuple | list) and len(batch) > 1 else None
         for key in TARGETS:
@@ -383,9 +383,11 @@ class ModelCall:
     def unused_entries(self, batch: Any) -> dict[str, Any]:
         """Return the entries of a batch, or of its inputs, that `forward` does not take."""
         tree = (
-            batch if named_entries(batch) is not None or not isinstance(batch, tuple | list) or not batch else batch[0]
+            batch
+            if list_named_entries(batch) is not None or not isinstance(batch, tuple | list) or not batch
+            else batch[0]
         )
-        fields = named_entries(tree)
+        fields = list_named_entries(tree)
         if fields is None or self.takes.any_name or not self._names_any_parameter(fields):
             return {}
         return {key: value for key, value in fields.items() if key not in self.takes.names}
@@ -422,7 +424,7 @@ def takes_batch(loss: Callable[..., Any]) -> bool:
     return len(names) > 1 and names[1] == "batch"
 
 
-def scores_from_outputs(outputs: Any) -> Any:
+def find_scores(outputs: Any) -> Any:
     """Return a model's scores: its only output, or the one that is called `logits`."""
     if isinstance(outputs, torch.Tensor):
         return outputs
@@ -438,6 +440,6 @@ def is_language_model_output(outputs: Any, targets: Any) -> bool:
     return targets.shape == outputs.shape[:2] and not targets.is_floating_point()
 
 
-def _loss_in_outputs(outputs: Any) -> torch.Tensor | None:
+def _find_loss(outputs: Any) -> torch.Tensor | None:
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     return loss if isinstance(loss, torch.Tensor) else None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tula_cli.errors import SpecError
-from tula_cli.plugins import is_import_string, nearest
+from tula_cli.plugins import is_import_string, suggest_nearest
 
 _UNEXPECTED = re.compile(r"unexpected keyword argument '(\w+)'")
 _MISSING = re.compile(r"missing \d+ required (?:positional|keyword-only) arguments?: (.+)")
@@ -42,19 +42,19 @@ def call_with_arguments(
     try:
         return target(*first, **given, **args)
     except TypeError as error:
-        problem = _argument_problem(error, target, args, path=path, name=name, given=given, first=first)
+        problem = _describe_argument_problem(error, target, args, path=path, name=name, given=given, first=first)
         if problem is not None:
             raise problem from error
         if is_import_string(name):
             raise
-        raise refused_arguments(error, args, path=path, name=name) from error
+        raise make_refused_arguments_error(error, args, path=path, name=name) from error
     except ValueError as error:
         if is_import_string(name):
             raise
-        raise refused_arguments(error, args, path=path, name=name) from error
+        raise make_refused_arguments_error(error, args, path=path, name=name) from error
 
 
-def parameters_of(target: Callable[..., Any]) -> list[str]:
+def list_parameter_names(target: Callable[..., Any]) -> list[str]:
     """Return the names of a callable's parameters, with those of the class it says it returns where it passes on **kwargs."""
     try:
         signature = inspect.signature(target)
@@ -64,16 +64,16 @@ def parameters_of(target: Callable[..., Any]) -> list[str]:
     names = [p.name for p in kinds if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "self"]
     returned = signature.return_annotation
     if any(p.kind is p.VAR_KEYWORD for p in kinds) and isinstance(returned, type) and returned is not signature.empty:
-        names += [name for name in parameters_of(returned) if name not in names]
+        names += [name for name in list_parameter_names(returned) if name not in names]
     return names
 
 
 def accepts_argument(target: Callable[..., Any], argument: str) -> bool:
     """Whether a callable names `argument` among its parameters."""
-    return argument in parameters_of(target)
+    return argument in list_parameter_names(target)
 
 
-def _argument_problem(
+def _describe_argument_problem(
     error: TypeError,
     target: Callable[..., Any],
     args: Mapping[str, Any],
@@ -86,8 +86,8 @@ def _argument_problem(
     """Return what is wrong with the arguments if that, and not the called code, raised the TypeError."""
     unexpected = _UNEXPECTED.search(str(error))
     if unexpected and unexpected[1] in args:
-        parameter_names = parameters_of(target)
-        hint = nearest(unexpected[1], parameter_names) or (
+        parameter_names = list_parameter_names(target)
+        hint = suggest_nearest(unexpected[1], parameter_names) or (
             f"it takes {', '.join(parameter_names)}" if parameter_names else ""
         )
         return SpecError(f"{path}.{unexpected[1]}: {name} takes no such argument", hint)
@@ -119,7 +119,7 @@ _MATRICES = (
 )
 
 
-def refused_arguments(error: Exception, args: Mapping[str, Any], *, path: str, name: str) -> SpecError:
+def make_refused_arguments_error(error: Exception, args: Mapping[str, Any], *, path: str, name: str) -> SpecError:
     """Return the error that built-in code refuses the values of its arguments."""
     shown = ", ".join(f"{key}: {value!r}" for key, value in args.items())
     return SpecError(

@@ -28,12 +28,12 @@ from tula_cli.host import devices
 from tula_cli.host.processes import die_with_parent
 from tula_cli.models.memory.host_memory import PREFETCH_FACTOR
 from tula_cli.models.ramp.stages import Ramp
-from tula_cli.plugins import is_import_string, load, nearest
+from tula_cli.plugins import is_import_string, load, suggest_nearest
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import text
-from tula_cli.worker.build.batches import Collate, build_collate, collate_items
+from tula_cli.worker.build.batches import Collate, build_collate, make_batch
 from tula_cli.worker.build.construct import accepts_argument, call_with_arguments
-from tula_cli.worker.seeding import seed_generators, stable_seed
+from tula_cli.worker.seeding import compute_stable_seed, seed_generators
 
 # --- Iterable datasets
 
@@ -134,7 +134,7 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
         self.samples = samples
         self.seed = seed
         self.own_order = order
-        self.size = sample_count(samples) if order is None else len(order(samples, 0))
+        self.size = count_samples(samples) if order is None else len(order(samples, 0))
 
     def __len__(self) -> int:
         """Return the samples of an epoch."""
@@ -151,11 +151,11 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
 
     def first_samples(self, count: int) -> list[Any]:
         """Return the first samples."""
-        return [self[0, index] for index in range(min(count, sample_count(self.samples)))]
+        return [self[0, index] for index in range(min(count, count_samples(self.samples)))]
 
     def spread_samples(self, count: int) -> list[Any]:
         """Return `count` samples from all parts of the dataset, or all where it has fewer."""
-        size = sample_count(self.samples)
+        size = count_samples(self.samples)
         samples_taken = min(count, size)
         return [self[0, number * size // samples_taken] for number in range(samples_taken)]
 
@@ -173,7 +173,7 @@ class EvaluationDataset(torch.utils.data.Dataset[Any]):
         self.samples = samples
 
     def __len__(self) -> int:
-        return sample_count(self.samples)
+        return count_samples(self.samples)
 
     def __getitem__(self, index: int) -> Any:
         return as_sample(self.samples[index])
@@ -202,7 +202,7 @@ def as_label(target: Any) -> Any:
     return int(target) if isinstance(target, np.integer) else target
 
 
-def sample_count(samples: Samples) -> int:
+def count_samples(samples: Samples) -> int:
     """Return how many samples there are.
 
     Raises:
@@ -244,9 +244,9 @@ class Position:
         return replace(self, epoch=self.epoch + 1, done=0)
 
 
-def epoch_permutation(size: int, *, seed: int, epoch: int) -> torch.Tensor:
+def make_epoch_permutation(size: int, *, seed: int, epoch: int) -> torch.Tensor:
     """Return the order of an epoch. Shape (size,), int64."""
-    return torch.randperm(size, generator=torch.Generator().manual_seed(stable_seed(seed, epoch)))
+    return torch.randperm(size, generator=torch.Generator().manual_seed(compute_stable_seed(seed, epoch)))
 
 
 class MicroBatchSampler(Sampler[list[Key]]):
@@ -282,7 +282,7 @@ class MicroBatchSampler(Sampler[list[Key]]):
     def __iter__(self) -> Iterator[list[Key]]:
         for epoch in range(self.start.epoch, self.epochs):
             user_order = self.own_order(epoch)
-            order = epoch_permutation(self.size, seed=self.seed, epoch=epoch) if user_order is None else user_order
+            order = make_epoch_permutation(self.size, seed=self.seed, epoch=epoch) if user_order is None else user_order
             for begin, batch in self.steps_of_epoch(epoch):
                 rank_indices = order[begin + self.rank : begin + batch : self.world]
                 for micro_batch in rank_indices.view(self.parts[batch], -1).tolist():
@@ -314,7 +314,7 @@ class StreamBatches(IterableDataset[Any]):
             for begin, batch in batches.steps_of_epoch(epoch):
                 stream = stream or self.stream.rank_share(epoch, start=begin, rank=batches.rank, world=batches.world)
                 for _ in range(batches.parts[batch]):
-                    yield collate_items(
+                    yield make_batch(
                         self.collate, list(itertools.islice(stream, batch // batches.world // batches.parts[batch]))
                     )
 
@@ -333,7 +333,7 @@ class EvaluationBatches(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         samples = self.stream.rank_share(None, start=0, rank=self.rank, world=self.world)
         for begin in range(0, self.count, self.batch):
-            yield collate_items(self.collate, list(itertools.islice(samples, min(self.batch, self.count - begin))))
+            yield make_batch(self.collate, list(itertools.islice(samples, min(self.batch, self.count - begin))))
 
 
 STREAM_WORKERS = 1
@@ -365,7 +365,7 @@ class UserOrder:
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
             indices = list(sampler)
-        size = sample_count(samples)
+        size = count_samples(samples)
         wrong = [index for index in indices if not isinstance(index, int | np.integer) or not 0 <= index < size]
         if wrong or not indices:
             wrong_value = f"{wrong[0]!r}" if wrong else "nothing"
@@ -401,13 +401,13 @@ def build_train_loader(
         return DataLoader(
             StreamBatches(dataset, batches, collate),
             batch_size=None,
-            **_worker_options(workers, pin=pin),
+            **_make_worker_options(workers, pin=pin),
         )
     return DataLoader(
         dataset,
         batch_sampler=batches,
         collate_fn=collate,
-        **_worker_options(workers, pin=pin),
+        **_make_worker_options(workers, pin=pin),
     )
 
 
@@ -429,7 +429,7 @@ def build_eval_loader(
             EvaluationBatches(dataset, rank=rank, world=world, batch=batch, collate=collate),
             batch_size=None,
             generator=torch.Generator(),
-            **_worker_options(workers, pin=pin),
+            **_make_worker_options(workers, pin=pin),
             persistent_workers=workers > 0,
         )
     return DataLoader(
@@ -438,18 +438,18 @@ def build_eval_loader(
         sampler=range(rank, size, world),
         collate_fn=collate,
         generator=torch.Generator(),  # its own: the process's generator stays as it is
-        **_worker_options(workers, pin=pin),
+        **_make_worker_options(workers, pin=pin),
         persistent_workers=workers > 0,
     )
 
 
-def _worker_options(workers: int, *, pin: bool) -> dict[str, Any]:
+def _make_worker_options(workers: int, *, pin: bool) -> dict[str, Any]:
     """Return the options of a loader that follow from its number of worker processes."""
     return {
         "num_workers": workers,
         "prefetch_factor": PREFETCH_FACTOR if workers else None,
         "pin_memory": pin,
-        "worker_init_fn": _worker_start() if workers else None,
+        "worker_init_fn": _choose_worker_start() if workers else None,
     }
 
 
@@ -462,11 +462,11 @@ def build_fixed_loader(
         batch_sampler=[keys[start : start + batch] for start in range(0, len(keys), batch)],
         collate_fn=collate,
         generator=torch.Generator(),
-        **_worker_options(workers, pin=False),
+        **_make_worker_options(workers, pin=False),
     )
 
 
-def _worker_start() -> Callable[[int], None]:
+def _choose_worker_start() -> Callable[[int], None]:
     # Under a fork server that one is the parent, and ends with this process.
     forked = multiprocessing.get_start_method() != "forkserver"
     return partial(_init_loader_process, os.getpid() if forked else None)
@@ -530,7 +530,7 @@ def _build_argument(key: str, value: Any, *, path: str) -> Any:
         return value
     values = ENUMERATIONS[key]
     if value not in values:
-        hint = nearest(value, values) or f"known: {', '.join(values)}"
+        hint = suggest_nearest(value, values) or f"known: {', '.join(values)}"
         raise SpecError(f"{path}.{key}: {value!r} is no {key}", hint)
     return values[value]
 
@@ -589,7 +589,7 @@ def download_dataset(spec: JobSpec) -> None:
             f"dataset.download: tula cannot download {name}",
             SOURCES.get(name, "leave dataset.download out"),
         )
-    root = _data_folder(spec)
+    root = _get_data_folder(spec)
     root.mkdir(parents=True, exist_ok=True)
     splits = ({"train": True}, {"train": False}) if name.startswith("CIFAR") else ({},)
     for split in splits:
@@ -612,17 +612,17 @@ def build_datasets(spec: JobSpec) -> Datasets:
         build_transforms(spec.transforms.train, path="transforms.train"),
         build_transforms(spec.transforms.eval, path="transforms.eval"),
     )
-    build = dataset_source(spec.dataset.name)
+    build = find_dataset_source(spec.dataset.name)
     train, held_out, classes = build(spec, *transforms)
     collate = build_collate(spec) or text.COLLATES.get(spec.dataset.name)
-    datasets = Datasets(_training_dataset(spec, train), _evaluation_dataset(spec, held_out), classes, collate)
+    datasets = Datasets(_make_training_dataset(spec, train), _make_evaluation_dataset(spec, held_out), classes, collate)
     for samples, purpose in ((datasets.train, "training"), (datasets.eval, "evaluation")):
         if len(samples) == 0:
             raise SpecError(f"dataset {spec.dataset.name} has no {purpose} samples")
     return datasets
 
 
-def _training_dataset(spec: JobSpec, samples: Samples) -> SeededDataset | StreamedDataset:
+def _make_training_dataset(spec: JobSpec, samples: Samples) -> SeededDataset | StreamedDataset:
     settings, seed = spec.dataset, spec.train.seed
     streamed, sampler = is_stream(samples), build_sampler(spec)
     refused = [
@@ -640,7 +640,7 @@ def _training_dataset(spec: JobSpec, samples: Samples) -> SeededDataset | Stream
         return SeededDataset(samples, seed=seed, order=sampler)
     if sampler:
         raise SpecError("dataset.sampler: an iterable dataset has an order of its own", "leave dataset.sampler out")
-    size = settings.length or sample_count(samples)
+    size = settings.length or count_samples(samples)
     return StreamedDataset(samples, size=size, seed=seed, sharded=settings.sharded)
 
 
@@ -661,8 +661,8 @@ def build_test_dataset(spec: JobSpec, datasets: Datasets) -> EvaluationDataset |
     if is_import_string(of_test.dataset.name):
         samples = _construct_user_dataset(of_test, is_train=False, transform=transform, path="dataset.test.args")
     else:
-        samples = _construct_torchvision(of_test, root=str(_data_folder(of_test)), transform=transform)
-    dataset = _evaluation_dataset(of_test, samples)
+        samples = _construct_torchvision(of_test, root=str(_get_data_folder(of_test)), transform=transform)
+    dataset = _make_evaluation_dataset(of_test, samples)
     if len(dataset) == 0:
         raise SpecError(f"dataset.test: {of_test.dataset.name} has no samples")
     _check_classes(samples, datasets)
@@ -682,14 +682,14 @@ def _check_classes(samples: Any, datasets: Datasets) -> None:
     ):
         odd = ", ".join(sorted(map(str, set(training_classes) ^ set(test_classes)))[:5]) or "they are in another order"
         raise SpecError(f"dataset.test: its classes are not those of the training set: {odd}")
-    count = _classes_of(samples)
+    count = _find_classes(samples)
     if None not in (count, datasets.classes) and count != datasets.classes:
         raise SpecError(f"dataset.test: it has {count} classes, the training set {datasets.classes}")
 
 
-def _evaluation_dataset(spec: JobSpec, samples: Samples) -> EvaluationDataset | StreamedDataset:
+def _make_evaluation_dataset(spec: JobSpec, samples: Samples) -> EvaluationDataset | StreamedDataset:
     if is_stream(samples):
-        size = spec.dataset.eval_length or sample_count(samples)
+        size = spec.dataset.eval_length or count_samples(samples)
         return StreamedDataset(samples, size=size, seed=spec.train.seed, sharded=spec.dataset.sharded)
     if spec.dataset.eval_length:
         raise SpecError("dataset.eval_length is for iterable datasets, and the evaluation's is none")
@@ -703,24 +703,24 @@ def is_stream(samples: Any) -> bool:
     )
 
 
-def dataset_source(name: str) -> Callable[[JobSpec, Transform, Transform], Split]:
+def find_dataset_source(name: str) -> Callable[[JobSpec, Transform, Transform], Split]:
     """Return what builds a dataset by its name.
 
     Raises:
         SpecError: unknown name; with the nearest known ones.
     """
     if is_import_string(name):
-        return _imported_split
+        return _build_imported_split
     return load(name, BUILTINS, kind="dataset")  # type: ignore[no-any-return]
 
 
 Split = tuple[Samples, Samples, int | None]
 
 
-def _imported_split(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
+def _build_imported_split(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
     """Return both splits of a callable `(train, transform, **args)`."""
     samples = _construct_user_dataset(spec, is_train=True, transform=train)
-    return samples, _construct_user_dataset(spec, is_train=False, transform=evaluate), _classes_of(samples)
+    return samples, _construct_user_dataset(spec, is_train=False, transform=evaluate), _find_classes(samples)
 
 
 def _construct_user_dataset(spec: JobSpec, *, is_train: bool, transform: Transform, path: str = "dataset.args") -> Any:
@@ -744,7 +744,7 @@ def takes_transform(target: Callable[..., Any]) -> bool:
     return inspect.Parameter.VAR_KEYWORD in kinds or accepts_argument(target, "transform")
 
 
-def _classes_of(samples: Any) -> int | None:
+def _find_classes(samples: Any) -> int | None:
     """Return the number of classes if the dataset tells it by `num_classes` or torchvision's `classes`."""
     count = getattr(samples, "num_classes", None)
     if isinstance(count, int):
@@ -753,13 +753,13 @@ def _classes_of(samples: Any) -> int | None:
     return len(names) if names is not None else None
 
 
-def _official_split_builder(
+def _make_official_split_builder(
     key: str, train_value: Any, eval_value: Any
 ) -> Callable[[JobSpec, Transform, Transform], Split]:
     """Return a builder for a dataset of torchvision's that has an official split, told by the argument `key`."""
 
     def build(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
-        root = str(_data_folder(spec))
+        root = str(_get_data_folder(spec))
         samples = _construct_torchvision(spec, root=root, transform=train, **{key: train_value})
         held_out = _construct_torchvision(spec, root=root, transform=evaluate, **{key: eval_value})
         return samples, held_out, len(samples.classes)
@@ -767,17 +767,17 @@ def _official_split_builder(
     return build
 
 
-def _caltech_split(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
-    root = _data_folder(spec)
+def _build_caltech_split(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
+    root = _get_data_folder(spec)
     if not (root / spec.dataset.name.lower()).is_dir():  # torchvision would create an empty one
-        raise _missing_files(spec, root / spec.dataset.name.lower())
+        raise _make_missing_files_error(spec, root / spec.dataset.name.lower())
     samples = _construct_torchvision(spec, root=str(root), transform=train)
     held_out = _construct_torchvision(spec, root=str(root), transform=evaluate)
-    return *_stratified_split(spec, samples, held_out, samples.y), len(samples.categories)
+    return *_build_stratified_split(spec, samples, held_out, samples.y), len(samples.categories)
 
 
-def _image_folder_split(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
-    root = _data_folder(spec)
+def _build_image_folder_split(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
+    root = _get_data_folder(spec)
     official = (root / "train").is_dir() and (root / "val").is_dir()
     folders = (root / "train", root / "val") if official else (root, root)
     samples = _construct_torchvision(spec, root=str(folders[0]), transform=train)
@@ -787,7 +787,7 @@ def _image_folder_split(spec: JobSpec, train: Transform, evaluate: Transform) ->
         raise SpecError(f"{folders[0]} and {folders[1]} have different classes: {', '.join(odd[:5])}")
     if official:
         return samples, held_out, len(samples.classes)
-    return *_stratified_split(spec, samples, held_out, samples.targets), len(samples.classes)
+    return *_build_stratified_split(spec, samples, held_out, samples.targets), len(samples.classes)
 
 
 def _construct_torchvision(spec: JobSpec, **given: Any) -> Any:
@@ -798,10 +798,10 @@ def _construct_torchvision(spec: JobSpec, **given: Any) -> Any:
             getattr(datasets, name), spec.dataset.args, path="dataset.args", name=name, given=given
         )
     except (RuntimeError, FileNotFoundError) as error:
-        raise _missing_files(spec, Path(given["root"]), reason=str(error)) from error
+        raise _make_missing_files_error(spec, Path(given["root"]), reason=str(error)) from error
 
 
-def _missing_files(spec: JobSpec, folder: Path, *, reason: str = "") -> SpecError:
+def _make_missing_files_error(spec: JobSpec, folder: Path, *, reason: str = "") -> SpecError:
     name = spec.dataset.name
     why = f": {reason}" if folder.is_dir() and reason else ""
     hint = SOURCES.get(name, "set dataset.download: true, or set dataset.root to where it lies")
@@ -810,7 +810,7 @@ def _missing_files(spec: JobSpec, folder: Path, *, reason: str = "") -> SpecErro
     return SpecError(f"dataset {name} is not in {folder.absolute()}{why}", hint)
 
 
-def _data_folder(spec: JobSpec) -> Path:
+def _get_data_folder(spec: JobSpec) -> Path:
     return Path(spec.dataset.root).expanduser()
 
 
@@ -827,19 +827,19 @@ class InMemoryImages(torch.utils.data.Dataset[Any]):
         return self.transform(PIL.Image.fromarray(self.images[index])), int(self.labels[index])
 
 
-def _digits_split(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
+def _build_digits_split(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
     """Return scikit-learn's 1797 handwritten digits, 8 x 8, gray."""
     if spec.dataset.args:
         raise SpecError(f"dataset.args: digits takes none, got {', '.join(spec.dataset.args)}")
-    table = _digits_table()
+    table = _read_digits_table()
     images = (table[:, :64].reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
     labels = [int(label) for label in table[:, 64]]
-    return *_stratified_split(
+    return *_build_stratified_split(
         spec, InMemoryImages(images, labels, train), InMemoryImages(images, labels, evaluate), labels
     ), 10
 
 
-def _digits_table() -> np.ndarray[Any, Any]:
+def _read_digits_table() -> np.ndarray[Any, Any]:
     """Return the digits, a row each: 64 pixels of 0 to 16, and the label.
 
     Raises:
@@ -890,7 +890,7 @@ class FakeImages(torch.utils.data.Dataset[Any]):
         return self.transform(image), label
 
 
-def _fake_split(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
+def _build_fake_split(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
     """Return noise images: `size` to train on, and `eval_fraction` times as many others to evaluate on."""
 
     def shape(size: int = 1000, image_size: Sequence[int] = (3, 224, 224), num_classes: int = 10) -> tuple[Any, ...]:
@@ -912,7 +912,7 @@ def _fake_split(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
     )
 
 
-def _stratified_split(
+def _build_stratified_split(
     spec: JobSpec, train: Samples, evaluate: Samples, labels: Sequence[int]
 ) -> tuple[Samples, Samples]:
     """Return disjoint stratified subsets of two views (training and evaluation transforms) of the same samples."""
@@ -942,14 +942,14 @@ def split_indices_by_class(labels: Sequence[int], *, fraction: float) -> tuple[l
 
 
 BUILTINS: dict[str, Callable[[JobSpec, Transform, Transform], Split]] = {
-    "CIFAR10": _official_split_builder("train", True, False),
-    "CIFAR100": _official_split_builder("train", True, False),
-    "Caltech101": _caltech_split,
-    "Caltech256": _caltech_split,
-    "ImageNet": _official_split_builder("split", "train", "val"),
-    "ImageFolder": _image_folder_split,
-    "FakeData": _fake_split,
-    "digits": _digits_split,
+    "CIFAR10": _make_official_split_builder("train", True, False),
+    "CIFAR100": _make_official_split_builder("train", True, False),
+    "Caltech101": _build_caltech_split,
+    "Caltech256": _build_caltech_split,
+    "ImageNet": _make_official_split_builder("split", "train", "val"),
+    "ImageFolder": _build_image_folder_split,
+    "FakeData": _build_fake_split,
+    "digits": _build_digits_split,
     **text.DATASETS,
 }
 

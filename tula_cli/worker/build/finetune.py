@@ -23,11 +23,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from tula_cli.errors import SpecError
 from tula_cli.optim.muon import split_parameters
 from tula_cli.optim.sharding import is_sharded
-from tula_cli.plugins import nearest
+from tula_cli.plugins import suggest_nearest
 from tula_cli.run import files
 from tula_cli.run.files import is_regular
 from tula_cli.spec.sections import Model, Optimizer
-from tula_cli.words import number, plural
+from tula_cli.words import format_count, format_number
 
 # --- Patterns of parameter names
 
@@ -35,7 +35,7 @@ MAX_PATTERN_NAMES_SHOWN = 8
 """Names of modules that an error lists."""
 
 
-def parameters_matching(model: nn.Module, patterns: Sequence[str], *, path: str) -> dict[str, nn.Parameter]:
+def find_parameters(model: nn.Module, patterns: Sequence[str], *, path: str) -> dict[str, nn.Parameter]:
     """Return the parameters that patterns name, by name; of several patterns that a name fits, the last one counts.
 
     Args:
@@ -48,23 +48,23 @@ def parameters_matching(model: nn.Module, patterns: Sequence[str], *, path: str)
         SpecError: a pattern names nothing.
     """
     names = dict(model.named_parameters(remove_duplicate=False))
-    kinds = {kind: set(_parameters_of_kind(model, kind)) for kind in KINDS}
+    kinds = {kind: set(_list_parameters_of_kind(model, kind)) for kind in KINDS}
     for pattern in patterns:
         plain = pattern.removeprefix("!")
         if not any(_matches_pattern(name, plain, kinds) for name in names):
-            raise _no_match_error(model, pattern, path)
-    return {name: parameter for name, parameter in names.items() if _last_match_includes(name, patterns, kinds)}
+            raise _make_no_match_error(model, pattern, path)
+    return {name: parameter for name, parameter in names.items() if _is_included_by_last_match(name, patterns, kinds)}
 
 
 def is_module_matching(name: str, patterns: Sequence[str]) -> bool:
     """Return whether patterns name a module, by its own name alone."""
-    return _last_match_includes(name, patterns, {kind: set() for kind in KINDS})
+    return _is_included_by_last_match(name, patterns, {kind: set() for kind in KINDS})
 
 
 KINDS = ("norms", "biases", "embeddings")
 
 
-def _last_match_includes(name: str, patterns: Sequence[str], kinds: dict[str, set[str]]) -> bool:
+def _is_included_by_last_match(name: str, patterns: Sequence[str], kinds: dict[str, set[str]]) -> bool:
     matches = [
         not pattern.startswith("!") for pattern in patterns if _matches_pattern(name, pattern.removeprefix("!"), kinds)
     ]
@@ -84,7 +84,7 @@ def _with_parents(name: str) -> Iterator[str]:
         yield ".".join(parts[:end])
 
 
-def _parameters_of_kind(model: nn.Module, kind: str) -> Iterator[str]:
+def _list_parameters_of_kind(model: nn.Module, kind: str) -> Iterator[str]:
     """Yield the names of the parameters of one of KINDS."""
     for module_name, module in model.named_modules(remove_duplicate=False):
         for name, _ in module.named_parameters(recurse=False):
@@ -94,14 +94,14 @@ def _parameters_of_kind(model: nn.Module, kind: str) -> Iterator[str]:
                 yield f"{module_name}.{name}" if module_name else name
 
 
-def _no_match_error(model: nn.Module, pattern: str, path: str) -> SpecError:
+def _make_no_match_error(model: nn.Module, pattern: str, path: str) -> SpecError:
     modules = [name for name, _ in model.named_modules() if name]
     names = [*modules, *(name for name, _ in model.named_parameters())]
     top = [name for name in modules if "." not in name]
     there_are = (
         f"its modules are {', '.join(top[:MAX_PATTERN_NAMES_SHOWN])}{' ...' * (len(top) > MAX_PATTERN_NAMES_SHOWN)}"
     )
-    hint = nearest(pattern.strip("!*.?"), names) or there_are
+    hint = suggest_nearest(pattern.strip("!*.?"), names) or there_are
     return SpecError(f"{path}: {pattern!r} fits no parameter of {type(model).__name__}", hint)
 
 
@@ -135,7 +135,7 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
     """
     if not patterns:
         return
-    for parameter in parameters_matching(model, patterns, path=PATH).values():
+    for parameter in find_parameters(model, patterns, path=PATH).values():
         parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise SpecError(f"{PATH}: {', '.join(patterns)} leaves nothing to train", 'a pattern after ! stays: "!head"')
@@ -144,12 +144,12 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
         still = not any(p.requires_grad for p in parameters) if parameters else is_module_matching(name, patterns)
         if isinstance(module, _BatchNorm) and still:
             kind: Any = type(module)
-            module.__class__ = _frozen_class(kind)
+            module.__class__ = _make_frozen_class(kind)
             module.train(False)
 
 
 @functools.cache
-def _frozen_class(kind: Any) -> Any:
+def _make_frozen_class(kind: Any) -> Any:
     return type(f"Frozen{kind.__name__}", (FrozenStatistics, kind), {})
 
 
@@ -167,10 +167,10 @@ def describe_frozen(model: nn.Module, patterns: Sequence[str]) -> str:
 # --- Parameter groups
 
 Parameters = Sequence[nn.Parameter] | Sequence[dict[str, Any]]
-"""What an optimizer is built of: parameters, or groups of them."""
+"""The parameters of an optimizer, or groups of them."""
 
 
-def parameter_groups(section: Optimizer, model: nn.Module) -> Parameters:
+def make_parameter_groups(section: Optimizer, model: nn.Module) -> Parameters:
     """Return what of a model is trained: its parameters, or as groups where the section has some.
 
     What no group names comes first, with the section's own values. Muon's and AdamW's are different groups.
@@ -188,7 +188,7 @@ def _build_groups(section: Optimizer, model: nn.Module) -> Parameters:
         return trained
     group_index = dict.fromkeys(trained, -1)
     for index, group in enumerate(section.groups):
-        for parameter in parameters_matching(model, group.parameters, path=_parameters_path(index)).values():
+        for parameter in find_parameters(model, group.parameters, path=_format_parameters_path(index)).values():
             if parameter in group_index:
                 group_index[parameter] = index
     members = {index: [p for p in trained if group_index[p] == index] for index in range(-1, len(section.groups))}
@@ -196,19 +196,20 @@ def _build_groups(section: Optimizer, model: nn.Module) -> Parameters:
         if not members[index]:
             names = ", ".join(group.parameters)
             raise SpecError(
-                f"{_parameters_path(index)}: {names} leaves nothing to the group", "all is frozen, or in a later group"
+                f"{_format_parameters_path(index)}: {names} leaves nothing to the group",
+                "all is frozen, or in a later group",
             )
     ungrouped = [{"params": members[-1]}] if members[-1] else []
-    return [*ungrouped, *(_group(section, index, members[index]) for index in range(len(section.groups)))]
+    return [*ungrouped, *(_make_group(section, index, members[index]) for index in range(len(section.groups)))]
 
 
-def _group(section: Optimizer, index: int, parameters: list[nn.Parameter]) -> dict[str, Any]:
+def _make_group(section: Optimizer, index: int, parameters: list[nn.Parameter]) -> dict[str, Any]:
     group = section.groups[index]
     decay = {} if group.weight_decay is None else {"weight_decay": group.weight_decay}
     return {"params": parameters, "lr": section.lr * group.lr_factor, **decay}
 
 
-def _parameters_path(index: int) -> str:
+def _format_parameters_path(index: int) -> str:
     return f"optimizer.groups[{index}].parameters"
 
 
@@ -225,8 +226,8 @@ def describe_groups(section: Optimizer, model: nn.Module) -> tuple[str, ...]:
     for settings, group in zip(section.groups, groups[len(groups) - len(section.groups) :], strict=True):
         decay = section.weight_decay if settings.weight_decay is None else settings.weight_decay
         lines.append(
-            f"group {', '.join(settings.parameters)}: {plural(len(group['params']), 'tensor')}, lr {number(group['lr'])},"
-            f" weight decay {number(decay)}"
+            f"group {', '.join(settings.parameters)}: {format_count(len(group['params']), 'tensor')}, lr {format_number(group['lr'])},"
+            f" weight decay {format_number(decay)}"
         )
     return tuple(lines)
 
@@ -240,7 +241,7 @@ SAFE_CLASSES = {
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),
 }
-"""What metadata names beside its own records and torch's types of numbers."""
+"""Names in the metadata beside its records and torch's dtypes."""
 
 
 class SafeShardReader(FileSystemReader):
@@ -271,7 +272,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             "builtins",
             "getattr",
         ):  # by which Python 3.11.2 and others write a member of an enumeration
-            return _allow_member
+            return _allow_frozen_member
         is_metadata_class = module == metadata.__name__ and isinstance(vars(metadata).get(name), type)
         number = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_metadata_class and not number and (module, name) not in SAFE_CLASSES:
@@ -279,7 +280,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _allow_member(kind: Any, name: str) -> Any:
+def _allow_frozen_member(kind: Any, name: str) -> Any:
     if not isinstance(kind, type) or not issubclass(kind, enum.Enum):
         raise pickle.UnpicklingError(f"the metadata asks for {name} of {kind!r}")
     return kind[name]
@@ -304,7 +305,7 @@ class SafeLoadPlanner(DefaultLoadPlanner):
 STATE_KEYS = ("model", "state_dict", "model_state_dict")
 """Keys under which training scripts, and tula, save a model's state beside other things."""
 PREFIXES = ("module.", "_orig_mod.", "model.")
-"""What DDP, torch.compile and Lightning put before each name."""
+"""Prefixes that DDP, torch.compile and Lightning put before each name."""
 KEY = "model.weights"
 _OTHER_OBJECTS = re.compile(r"Unsupported (?:global|class)[: ]+(?:GLOBAL )?([\w.]+)")
 """How torch's unpickler tells of an object that is no tensor."""
@@ -355,7 +356,7 @@ def read_weights(path: str, *, key: str = KEY) -> dict[str, Any]:
     except OSError as error:
         raise SpecError(f"{key}: {path} cannot be read: {error.strerror or error}") from None
     except Exception as error:  # noqa: BLE001 - the unpickler, and the archive, trip over what is damaged in ways of their own
-        raise _unreadable_file(path, key, error) from None
+        raise _make_unreadable_file_error(path, key, error) from None
     for key_name in STATE_KEYS:
         if isinstance(content, Mapping) and isinstance(content.get(key_name), Mapping):
             content = content[key_name]
@@ -364,7 +365,7 @@ def read_weights(path: str, *, key: str = KEY) -> dict[str, Any]:
     return dict(content)
 
 
-def _unreadable_file(path: str, key: str, error: Exception) -> SpecError:
+def _make_unreadable_file_error(path: str, key: str, error: Exception) -> SpecError:
     """Tell a file of other objects, which torch names, from one that is damaged or no such file."""
     if Path(path).is_dir():
         why = next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -435,7 +436,7 @@ def check_fit(section: Model, model: nn.Module, *, key: str = KEY) -> WeightFit:
     common = {
         name: value
         for name, value in state.items()
-        if name in model_state and _shape_of(value) == _shape_of(model_state[name])
+        if name in model_state and _get_shape(value) == _get_shape(model_state[name])
     }
     fit = WeightFit(
         common,
@@ -443,7 +444,7 @@ def check_fit(section: Model, model: nn.Module, *, key: str = KEY) -> WeightFit:
         missing=tuple(name for name in model_state if name not in state and not name.endswith("num_batches_tracked")),
         unexpected=tuple(name for name in state if name not in model_state),
         other_shape=tuple(
-            f"{name} {_shape_of(value)} for {_shape_of(model_state[name])}"
+            f"{name} {_get_shape(value)} for {_get_shape(model_state[name])}"
             for name, value in state.items()
             if name in model_state and name not in common
         ),
@@ -523,7 +524,7 @@ def _strip_wrapper_prefixes(state: Mapping[str, Any], model_state: Mapping[str, 
     return stripped
 
 
-def _shape_of(value: Any) -> tuple[int, ...] | None:
+def _get_shape(value: Any) -> tuple[int, ...] | None:
     return tuple(value.shape) if isinstance(value, Tensor) else None
 
 

@@ -5,28 +5,28 @@ from collections.abc import Callable
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from tula_cli.models.out_of_memory import batch_norm_limit
+from tula_cli.models.out_of_memory import make_batch_norm_limit
 from tula_cli.worker.build.finetune import FrozenStatistics
 
 
 def count_statistics_batches(model: nn.Module, *, world: int) -> int:
     """Return the micro-batches that statistics are taken over: 1, of SyncBatchNorm alone one of each rank, 0 without either."""
-    norms = batch_norms_of(model)
+    norms = list_batch_norms(model)
     if not norms:
         return 0
     return world if all(isinstance(module, nn.SyncBatchNorm) for module in norms) else 1
 
 
-def micro_batch_limits(model: nn.Module, *, world: int) -> list[tuple[Callable[[int], bool], str]]:
+def list_micro_batch_limits(model: nn.Module, *, world: int) -> list[tuple[Callable[[int], bool], str]]:
     """Return what a micro-batch has to fulfil for each kind of BatchNorm in the model, and why."""
-    norms = batch_norms_of(model)
+    norms = list_batch_norms(model)
     return [
-        batch_norm_limit(ranks=ranks)
+        make_batch_norm_limit(ranks=ranks)
         for ranks in {world if isinstance(norm, nn.SyncBatchNorm) else 1 for norm in norms}
     ]
 
 
-def batch_norms_of(model: nn.Module) -> list[_BatchNorm]:
+def list_batch_norms(model: nn.Module) -> list[_BatchNorm]:
     """Return the BatchNorm layers that take statistics of a batch, as frozen ones do not."""
     norms = (module for module in model.modules() if isinstance(module, _BatchNorm))
     return [module for module in norms if not isinstance(module, FrozenStatistics)]

@@ -26,12 +26,12 @@ def apply_activation_checkpointing(model: nn.Module) -> None:
     Raises:
         SpecError: the model has no such block, so that the setting would do nothing.
     """
-    units = list(_units_to_wrap(model))
+    units = list(_list_units_to_wrap(model))
     for unit in units:
         if isinstance(unit, _CheckpointedChain):
             unit.chain.forward = unit  # type: ignore[method-assign]
         else:
-            unit.forward = _CheckpointedForward(unit.forward, _running_norms([unit]))
+            unit.forward = _CheckpointedForward(unit.forward, _list_running_norms([unit]))
     if not units:
         raise SpecError(
             f"train.activation_checkpointing: {type(model).__name__} has no blocks to checkpoint",
@@ -64,7 +64,9 @@ class _CheckpointedChain:
         layers = list(chain)
         bounds = [0, *cuts, len(layers)]
         segments = [layers[start:end] for start, end in itertools.pairwise(bounds)]
-        self.parts = [_CheckpointedForward(_LayerSequence(segment), _running_norms(segment)) for segment in segments]
+        self.parts = [
+            _CheckpointedForward(_LayerSequence(segment), _list_running_norms(segment)) for segment in segments
+        ]
 
     def __call__(self, value: Any) -> Any:
         for segment in self.parts:
@@ -84,30 +86,30 @@ class _LayerSequence:
         return value
 
 
-def blocks_of(model: nn.Module) -> list[nn.Module]:
+def list_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the model's blocks: the composite members of every Sequential or ModuleList, outermost first."""
-    return [unit for unit in _units_to_wrap(model) if isinstance(unit, nn.Module)]
+    return [unit for unit in _list_units_to_wrap(model) if isinstance(unit, nn.Module)]
 
 
-def _units_to_wrap(module: nn.Module) -> Iterator[nn.Module | _CheckpointedChain]:
+def _list_units_to_wrap(module: nn.Module) -> Iterator[nn.Module | _CheckpointedChain]:
     """Yield blocks to wrap whole and plain chains to cut, outermost first; what is inside a block is left alone."""
     for child in [module] if isinstance(module, nn.Sequential) else module.children():
         if isinstance(child, nn.Sequential | nn.ModuleList):
-            yield from _units_of(child)
+            yield from _list_units(child)
         else:
-            yield from _units_to_wrap(child)
+            yield from _list_units_to_wrap(child)
 
 
-def _units_of(group: nn.Sequential | nn.ModuleList) -> Iterator[nn.Module | _CheckpointedChain]:
+def _list_units(group: nn.Sequential | nn.ModuleList) -> Iterator[nn.Module | _CheckpointedChain]:
     members = list(group)
     if isinstance(group, nn.Sequential) and not any(_is_composite(member) for member in members):
-        cuts = _cut_positions(members)
+        cuts = _choose_cut_positions(members)
         if cuts:
             yield _CheckpointedChain(group, cuts)
         return
     for member in members:
         if isinstance(member, nn.Sequential | nn.ModuleList) and any(_is_composite(inner) for inner in member):
-            yield from _units_of(member)
+            yield from _list_units(member)
         elif _is_composite(member) and not isinstance(member, nn.ModuleList | nn.ModuleDict):
             yield member
 
@@ -116,7 +118,7 @@ def _is_composite(module: nn.Module) -> bool:
     return any(True for _ in module.children())
 
 
-def _cut_positions(layers: Sequence[nn.Module]) -> list[int]:
+def _choose_cut_positions(layers: Sequence[nn.Module]) -> list[int]:
     """Return where parts begin; never at an in-place layer, which would change the input that is kept."""
     behind_pools = [position + 1 for position, layer in enumerate(layers[:-1]) if isinstance(layer, _POOLS)]
     if behind_pools:
@@ -126,14 +128,14 @@ def _cut_positions(layers: Sequence[nn.Module]) -> list[int]:
     else:
         stride = math.isqrt(len(layers))
         starts = list(range(stride, len(layers), stride))
-    return sorted({position for start in starts if (position := _next_with_parameters(layers, start)) is not None})
+    return sorted({position for start in starts if (position := _find_next_with_parameters(layers, start)) is not None})
 
 
-def _next_with_parameters(layers: Sequence[nn.Module], start: int) -> int | None:
+def _find_next_with_parameters(layers: Sequence[nn.Module], start: int) -> int | None:
     return next((p for p in range(start, len(layers)) if any(True for _ in layers[p].parameters())), None)
 
 
-def _running_norms(modules: Sequence[nn.Module]) -> list[nn.Module]:
+def _list_running_norms(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the layers that keep running statistics."""
     return [m for module in modules for m in module.modules() if getattr(m, "num_batches_tracked", None) is not None]
 

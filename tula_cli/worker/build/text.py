@@ -15,9 +15,9 @@ import torch.utils.data
 from torch import nn
 
 from tula_cli.errors import SpecError
-from tula_cli.plugins import nearest
+from tula_cli.plugins import suggest_nearest
 from tula_cli.spec.job import JobSpec
-from tula_cli.worker.build.construct import call_with_arguments, refused_arguments
+from tula_cli.worker.build.construct import call_with_arguments, make_refused_arguments_error
 
 # --- Datasets of text
 #
@@ -92,7 +92,7 @@ def build_block_datasets(spec: JobSpec, *_: Any) -> tuple[Blocks, Blocks, None]:
     length, size = _require_positive(
         call_with_arguments(settings, spec.dataset.args, path="dataset.args", name="python_source")
     )
-    held_out, train_files = _hold_out_files(_take_bytes(_source_files(), size), spec.dataset.eval_fraction)
+    held_out, train_files = _hold_out_files(_take_bytes(_list_source_files(), size), spec.dataset.eval_fraction)
     datasets = Blocks(_join_bytes(train_files), length), Blocks(_join_bytes(held_out), length)
     if not all(map(len, datasets)):
         raise SpecError(
@@ -113,7 +113,7 @@ def build_fragment_datasets(spec: JobSpec, *_: Any) -> tuple[Fragments, Fragment
         call_with_arguments(settings, spec.dataset.args, path="dataset.args", name="python_packages")
     )
     packages: dict[str, list[tuple[str, bytes]]] = {}
-    for name, text in _source_files():
+    for name, text in _list_source_files():
         if "/" in name:
             packages.setdefault(name.partition("/")[0], []).append((name, text))
     several = {name: files for name, files in packages.items() if len(files) > 1}  # one file to train, one held out
@@ -137,7 +137,7 @@ DATASETS: dict[str, Callable[[JobSpec, Any, Any], tuple[Any, Any, int | None]]] 
     "python_packages": build_fragment_datasets,
 }
 COLLATES: dict[str, Callable[[list[Any]], Any]] = {"python_packages": collate_padded}
-"""What makes batches of samples that torch's own function would not stack."""
+"""Collate functions for samples that torch's default one cannot stack."""
 
 
 def _refuse_transforms(spec: JobSpec) -> None:
@@ -153,7 +153,7 @@ def _require_positive(values: Any) -> Any:
     return values
 
 
-def _source_files() -> list[tuple[str, bytes]]:
+def _list_source_files() -> list[tuple[str, bytes]]:
     """Return name and text of each file of the library, in an order of no meaning that is the same everywhere."""
     root = Path(sysconfig.get_path("stdlib"))
     names = [path.relative_to(root).as_posix() for path in root.rglob("*.py")]
@@ -215,7 +215,7 @@ _SETTINGS_OF_TULA = ("attn_implementation",)
 
 
 @contextmanager
-def one_sequence_a_sample() -> Iterator[None]:
+def assume_one_sequence_per_sample() -> Iterator[None]:
     """Have transformers take it that each sample is one sequence, where tensors have no values to read that from.
 
     It otherwise makes ready for several that are packed into one, with a mask of length x length that no training holds.
@@ -261,7 +261,7 @@ class FromConfig:
             auto_classes = [n for n in dir(self.package) if n.startswith("AutoModel")]
             raise SpecError(
                 f"model {name!r}: transformers has no class of models {attribute!r}",
-                nearest(attribute, auto_classes)
+                suggest_nearest(attribute, auto_classes)
                 or "for example transformers:AutoModelForCausalLM with args {model_type: gpt2}",
             )
 
@@ -297,7 +297,7 @@ class FromConfig:
             model = self.target.from_config(config) if self._is_auto_class else self.target(config)
         # Each model checks its sizes in its own way, and newer versions of transformers have errors of their own for it.
         except Exception as error:
-            raise refused_arguments(error, settings, path="model.args", name=self.name) from error
+            raise make_refused_arguments_error(error, settings, path="model.args", name=self.name) from error
         assert isinstance(model, nn.Module)
         return model
 
@@ -315,7 +315,7 @@ class FromConfig:
         if model_type not in configurations:
             raise SpecError(
                 f"model.args.model_type: transformers has no {model_type!r}",
-                nearest(model_type, list(configurations.keys())),
+                suggest_nearest(model_type, list(configurations.keys())),
             )
         return configurations[model_type]
 
@@ -328,7 +328,7 @@ class FromConfig:
             if key not in (*known_keys, *_SETTINGS_OF_TULA) and not hasattr(default, key):
                 raise SpecError(
                     f"model.args.{key}: the configuration {type(default).__name__} of {self.name} has no such setting",
-                    nearest(key, known_keys),
+                    suggest_nearest(key, known_keys),
                 )
 
 

@@ -11,12 +11,12 @@ import torchvision.models
 from torch import nn
 
 from tula_cli.errors import SpecError
-from tula_cli.optim.muon import MuonWithAdamW, missing_muon
+from tula_cli.optim.muon import MuonWithAdamW, describe_missing_muon
 from tula_cli.optim.sharding import local_shard
-from tula_cli.plugins import is_import_string, load, nearest
-from tula_cli.spec.job import JobSpec, beta2_at, beta2_half_life
+from tula_cli.plugins import is_import_string, load, suggest_nearest
+from tula_cli.spec.job import JobSpec, compute_beta2, get_beta2_half_life
 from tula_cli.worker.build.batches import LossFunction, ModelCall
-from tula_cli.worker.build.construct import accepts_argument, call_with_arguments, refused_arguments
+from tula_cli.worker.build.construct import accepts_argument, call_with_arguments, make_refused_arguments_error
 from tula_cli.worker.build.finetune import Parameters, flatten_groups, freeze_parameters
 from tula_cli.worker.build.text import FromConfig, is_transformers_name
 
@@ -26,7 +26,7 @@ from tula_cli.worker.build.text import FromConfig, is_transformers_name
 # block, or leave one pixel for the head, and AlexNet does not run at all.
 
 
-def small_resnet(name: str, **arguments: Any) -> nn.Module:
+def build_small_resnet(name: str, **arguments: Any) -> nn.Module:
     """Return a ResNet with a 3x3 stem of stride 1 and no pooling before the first block (He et al. 2016, section 4.2)."""
     model = _build_torchvision(name, arguments)
     model.conv1 = nn.Conv2d(3, model.conv1.out_channels, 3, padding=1, bias=False)
@@ -35,7 +35,7 @@ def small_resnet(name: str, **arguments: Any) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def small_vgg(name: str, *, num_classes: int = 1000, **arguments: Any) -> nn.Module:
+def build_small_vgg(name: str, *, num_classes: int = 1000, **arguments: Any) -> nn.Module:
     """Return a VGG with one linear layer for a head: five poolings leave one pixel of 512 channels."""
     model = _build_torchvision(name, arguments)
     model.avgpool = nn.AdaptiveAvgPool2d(1)
@@ -43,7 +43,7 @@ def small_vgg(name: str, *, num_classes: int = 1000, **arguments: Any) -> nn.Mod
     return model  # type: ignore[no-any-return]
 
 
-def small_alexnet(*, num_classes: int = 1000, **arguments: Any) -> nn.Module:
+def build_small_alexnet(*, num_classes: int = 1000, **arguments: Any) -> nn.Module:
     """Return an AlexNet whose first convolution is 3x3 with stride 2, and which pools by 2x2; the head sees 2x2 pixels."""
     model = _build_torchvision("alexnet", {**arguments, "num_classes": num_classes})
     model.features[0] = nn.Conv2d(3, 64, 3, stride=2, padding=1)
@@ -55,10 +55,10 @@ def small_alexnet(*, num_classes: int = 1000, **arguments: Any) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def small_mobilenet_v3(name: str, **arguments: Any) -> nn.Module:
+def build_small_mobilenet_v3(name: str, **arguments: Any) -> nn.Module:
     """Return a MobileNetV3 that shrinks images by 8, not by 32: its first two strides are 1."""
     model = _build_torchvision(name, arguments)
-    for layer in list(_strided_convolutions(model))[:2]:
+    for layer in list(_list_strided_convolutions(model))[:2]:
         layer.stride = (1, 1)
     return model  # type: ignore[no-any-return]
 
@@ -67,18 +67,18 @@ def _build_torchvision(name: str, arguments: dict[str, Any]) -> Any:
     return torchvision.models.get_model_builder(name)(**arguments)
 
 
-def _strided_convolutions(model: nn.Module) -> Iterator[nn.Conv2d]:
+def _list_strided_convolutions(model: nn.Module) -> Iterator[nn.Conv2d]:
     return (layer for layer in model.modules() if isinstance(layer, nn.Conv2d) and layer.stride == (2, 2))
 
 
 _FAMILIES: dict[Callable[..., nn.Module], tuple[str, ...]] = {
-    small_resnet: ("resnet18", "resnet34", "resnet50", "resnet101"),
-    small_vgg: ("vgg11", "vgg11_bn", "vgg13", "vgg13_bn", "vgg16", "vgg16_bn"),
-    small_mobilenet_v3: ("mobilenet_v3_small", "mobilenet_v3_large"),
+    build_small_resnet: ("resnet18", "resnet34", "resnet50", "resnet101"),
+    build_small_vgg: ("vgg11", "vgg11_bn", "vgg13", "vgg13_bn", "vgg16", "vgg16_bn"),
+    build_small_mobilenet_v3: ("mobilenet_v3_small", "mobilenet_v3_large"),
 }
 MODELS: dict[str, Callable[..., nn.Module]] = {
     f"{name}_cifar": functools.partial(build, name) for build, names in _FAMILIES.items() for name in names
-} | {"alexnet_cifar": small_alexnet}
+} | {"alexnet_cifar": build_small_alexnet}
 
 
 # --- Models, losses and optimizers by name
@@ -96,10 +96,10 @@ class SmallCNN(nn.Module):
     def __init__(self, num_classes: int = 10, in_channels: int = 3, width: int = 32) -> None:
         super().__init__()
         self.stages = nn.Sequential(
-            _conv_block(in_channels, width),
-            _conv_block(width, width),
-            nn.Sequential(nn.MaxPool2d(2), *_conv_block(width, 2 * width)),
-            _conv_block(2 * width, 2 * width),
+            _build_conv_block(in_channels, width),
+            _build_conv_block(width, width),
+            nn.Sequential(nn.MaxPool2d(2), *_build_conv_block(width, 2 * width)),
+            _build_conv_block(2 * width, 2 * width),
         )
         self.head = nn.Linear(2 * width, num_classes)
 
@@ -110,7 +110,7 @@ class SmallCNN(nn.Module):
         return logits
 
 
-def _conv_block(inputs: int, outputs: int) -> nn.Sequential:
+def _build_conv_block(inputs: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)
     )
@@ -131,7 +131,7 @@ def build_model(spec: JobSpec, classes: int | None) -> nn.Module:
         SpecError: unknown model, arguments that it refuses, or layers to freeze that it does not have.
     """
     name, args = spec.model.name, dict(spec.model.args)
-    target = model_builder(name)
+    target = find_model_builder(name)
     takes_classes = not is_import_string(name) or accepts_argument(target, "num_classes")
     if classes is not None and takes_classes and args.get("weights") is None:
         args.setdefault("num_classes", classes)
@@ -140,21 +140,21 @@ def build_model(spec: JobSpec, classes: int | None) -> nn.Module:
     except (KeyError, RuntimeError) as error:  # unknown weights, impossible sizes
         if is_import_string(name):
             raise
-        raise refused_arguments(error, args, path="model.args", name=name) from error
+        raise make_refused_arguments_error(error, args, path="model.args", name=name) from error
     if not isinstance(model, nn.Module):
         raise SpecError(f"model {name} is a {type(model).__name__}, not a torch.nn.Module")
     freeze_parameters(model, spec.model.frozen)
     return model
 
 
-def model_builder(name: str) -> Callable[..., Any]:
+def find_model_builder(name: str) -> Callable[..., Any]:
     if is_transformers_name(name):
         return FromConfig(name)
     if is_import_string(name) or name in TULA_MODELS:
         return load(name, TULA_MODELS, kind="model")  # type: ignore[no-any-return]
     names = torchvision.models.list_models()
     if name.lower() not in names:
-        hint = nearest(name, [*TULA_MODELS, *names])
+        hint = suggest_nearest(name, [*TULA_MODELS, *names])
         raise SpecError(f"unknown model {name!r}", hint or "a model of your own is written package.module:callable")
     return torchvision.models.get_model_builder(name.lower())  # type: ignore[no-any-return]
 
@@ -173,7 +173,7 @@ def build_loss(spec: JobSpec) -> LossFunction:
     return call_with_arguments(target, tensors, path="loss.args", name=name)  # type: ignore[no-any-return]
 
 
-def model_call(spec: JobSpec, model: nn.Module, loss: LossFunction) -> ModelCall:
+def make_model_call(spec: JobSpec, model: nn.Module, loss: LossFunction) -> ModelCall:
     """Return how a batch is given to the model and the loss.
 
     Args:
@@ -213,7 +213,7 @@ def build_optimizer(
     name, tensors = spec.optimizer.name, flatten_groups(parameters)
     if name == "LBFGS":
         raise SpecError("optimizer.name: LBFGS evaluates a step several times, which tula's loop does not do")
-    if name == "Muon" and (why := missing_muon()):
+    if name == "Muon" and (why := describe_missing_muon()):
         raise SpecError(f"optimizer.name: {why}", "install a newer torch, or set optimizer.name: AdamW")
     if instead is not None:
         _check_replaceable(spec)
@@ -224,7 +224,7 @@ def build_optimizer(
         target, "weight_decay"
     ):
         raise SpecError(f"optimizer.groups: {name} takes no weight_decay", "leave it out of the groups")
-    arguments: dict[str, Any] = {"lr": spec.optimizer.lr, **_momentum_and_weight_decay(spec, target)}
+    arguments: dict[str, Any] = {"lr": spec.optimizer.lr, **_get_momentum_and_weight_decay(spec, target)}
     if target is torch.optim.SGD and not {"fused", "foreach", "differentiable"} & set(spec.optimizer.args):
         arguments["fused" if _has_fused_kernel(tensors) else "foreach"] = True
     optimizer = call_with_arguments(
@@ -235,7 +235,7 @@ def build_optimizer(
     return optimizer
 
 
-def lr_ratios_of(optimizer: torch.optim.Optimizer, lr: float) -> tuple[float, ...]:
+def compute_lr_ratios(optimizer: torch.optim.Optimizer, lr: float) -> tuple[float, ...]:
     """Return each parameter group's learning rate by that of the spec, as the optimizer was built.
 
     A loaded state brings rates from the middle of a training: ask before. A group that names no rate takes the spec's.
@@ -253,7 +253,7 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float, ratios: Sequence[float])
             group["lr"] = lr * ratio
 
 
-def beta2_by_group(optimizer: torch.optim.Optimizer, spec: JobSpec, batch: int) -> tuple[float, ...]:
+def compute_beta2_by_group(optimizer: torch.optim.Optimizer, spec: JobSpec, batch: int) -> tuple[float, ...]:
     """Return each parameter group's beta2 at a batch; empty where the job asks for no half-life of it.
 
     A loaded state brings the beta2 of the batch that it was saved at: ask before.
@@ -266,7 +266,7 @@ def beta2_by_group(optimizer: torch.optim.Optimizer, spec: JobSpec, batch: int) 
     Raises:
         SpecError: the optimizer has no beta2, or it is of no second moment.
     """
-    if beta2_half_life(spec) is None:
+    if get_beta2_half_life(spec) is None:
         return ()
     betas_by_group: list[Any] = [group.get("betas") for group in optimizer.param_groups]
     kind = type(optimizer).__name__
@@ -278,24 +278,24 @@ def beta2_by_group(optimizer: torch.optim.Optimizer, spec: JobSpec, batch: int) 
             f"optimizer.beta2_half_life: {kind} has no beta2 of a second moment",
             "leave it out, or set optimizer.name: AdamW (train.method lamb and schedule_free have one too, in its place)",
         )
-    return tuple(beta2_at(spec, float(second), batch) for _, second in betas_by_group)
+    return tuple(compute_beta2(spec, float(second), batch) for _, second in betas_by_group)
 
 
 def describe_beta2(spec: JobSpec, optimizer: torch.optim.Optimizer) -> str:
     """Describe beta2 at the batches that may be searched; empty if no half-life is set."""
-    train, steps = spec.train, beta2_half_life(spec)
+    train, steps = spec.train, get_beta2_half_life(spec)
     if steps is None:
         return ""
-    at = {batch: beta2_by_group(optimizer, spec, batch)[0] for batch in _batches_of_interest(spec)}
+    at = {batch: compute_beta2_by_group(optimizer, spec, batch)[0] for batch in _list_batches_of_interest(spec)}
     values = ", ".join(f"{value:.6g} at batch {batch}" for batch, value in at.items())
-    reference = beta2_by_group(optimizer, spec, train.reference_batch)[0]
+    reference = compute_beta2_by_group(optimizer, spec, train.reference_batch)[0]
     if steps == "auto" and not 0 < reference < 1:
         return f"second moment: beta2 is {reference:g} at any batch (optimizer.beta2_half_life)"
     half_life = train.reference_batch * math.log(0.5) / math.log(reference) if steps == "auto" else steps
     return f"second moment: half of it is forgotten in {half_life:.0f} samples: beta2 is {values} (optimizer.beta2_half_life)"
 
 
-def _batches_of_interest(spec: JobSpec) -> list[int]:
+def _list_batches_of_interest(spec: JobSpec) -> list[int]:
     """Return the reference batch, and the least and the largest that may be searched as far as the job says."""
     ends = {spec.search.min_batch, spec.train.reference_batch, spec.search.max_batch}
     return sorted(batch for batch in ends if batch is not None)
@@ -324,7 +324,7 @@ def _has_fused_kernel(tensors: Sequence[torch.Tensor]) -> bool:
     )
 
 
-def _momentum_and_weight_decay(spec: JobSpec, target: Callable[..., Any]) -> dict[str, float]:
+def _get_momentum_and_weight_decay(spec: JobSpec, target: Callable[..., Any]) -> dict[str, float]:
     """Return momentum and weight decay as far as they are set; the spec's weight decay replaces the class's own."""
     values = {}
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(target).parameters.values())

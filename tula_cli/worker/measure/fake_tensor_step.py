@@ -14,21 +14,21 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tula_cli.models.memory.allocator import Usage, peak_without_allocator, replay_allocations
+from tula_cli.models.memory.allocator import Usage, compute_peak_without_allocator, replay_allocations
 from tula_cli.optim.gradient_stats import chunk_indices
 from tula_cli.plugins import is_import_string
 from tula_cli.run.records.base import Components
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import zoo
-from tula_cli.worker.build.batches import Collate, ModelCall, allocate_batch, collate_items, named_entries
-from tula_cli.worker.build.finetune import parameter_groups
+from tula_cli.worker.build.batches import Collate, ModelCall, allocate_batch, list_named_entries, make_batch
+from tula_cli.worker.build.finetune import make_parameter_groups
 from tula_cli.worker.build.recompute import apply_activation_checkpointing
-from tula_cli.worker.build.text import one_sequence_a_sample
-from tula_cli.worker.device import tensor_bytes
+from tula_cli.worker.build.text import assume_one_sequence_per_sample
+from tula_cli.worker.device import count_tensor_bytes
 from tula_cli.worker.measure.meter import split_memory
 from tula_cli.worker.methods.plain import Memory
-from tula_cli.worker.methods.scaling import excluded_parameters
-from tula_cli.worker.methods.table import method_of
+from tula_cli.worker.methods.scaling import list_excluded_parameters
+from tula_cli.worker.methods.table import get_method
 
 # --- Storages
 
@@ -100,7 +100,7 @@ class AsOnGpu(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is nn.functional.dropout and (drop := _fused_dropout(*args, **kwargs)) is not None:
+        if func is nn.functional.dropout and (drop := _apply_fused_dropout(*args, **kwargs)) is not None:
             return drop
         name = getattr(func, "__name__", "")
         if name in self.IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
@@ -110,7 +110,7 @@ class AsOnGpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _fused_dropout(
+def _apply_fused_dropout(
     values: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> torch.Tensor | None:
     """Return what CUDA's kernel does; None where it would not run."""
@@ -139,7 +139,7 @@ CUDA 12.2): 300 to 550 MiB by driver and architecture."""
 CUBLAS_WORKSPACES = 2 * 32 * MIB
 """One a thread that calls cuBLAS, forward and backward: 32 MiB on Hopper, 8.1 MiB before (CUBLAS_WORKSPACE_CONFIG)."""
 CUDNN_WORKSPACE = 128 * MIB
-"""What cuDNN's chosen algorithms take at a time; from nothing to some hundred MiB by layer and batch."""
+"""Workspace of cuDNN's chosen algorithms; from nothing to some hundred MiB by layer and batch."""
 NCCL_CONNECTION = 10 * MIB
 """Buffers of one channel to one peer: 4 MiB (NCCL_BUFFSIZE), 4.7 MiB for LL128 and 0.5 MiB for LL, in pieces of 2 MiB."""
 NCCL_CHANNELS = {"one GPU a node": 2, "several": 24}
@@ -147,7 +147,7 @@ NCCL_CHANNELS = {"one GPU a node": 2, "several": 24}
 NCCL_PEERS = 3  # a ring's and a tree's connections, on average
 
 
-def ddp_buckets(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
+def make_ddp_buckets(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
     """Return each parameter's gradient as a view of its DDP bucket.
 
     tula wraps with `gradient_as_bucket_view`: the buckets are the only copy of the gradients. (Without it there would be
@@ -156,7 +156,7 @@ def ddp_buckets(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, torch.
     views: dict[nn.Parameter, torch.Tensor] = {}
     for dtype in dict.fromkeys(p.dtype for p in parameters):
         alike = [p for p in reversed(parameters) if p.dtype == dtype]
-        for members in _group_into_buckets(alike):
+        for members in _list_buckets(alike):
             flat = torch.empty(sum(p.numel() for p in members), dtype=dtype)
             views.update(zip(members, split_flat(flat, members), strict=True))
     return views
@@ -170,13 +170,13 @@ def split_flat(flat: torch.Tensor, members: Iterable[torch.Tensor]) -> Iterator[
         offset += member.numel()
 
 
-def _group_into_buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+def _list_buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """Yield the parameters bucket by bucket."""
     bucket: list[nn.Parameter] = []
     limit = FIRST_BUCKET
     for parameter in parameters:
         bucket.append(parameter)
-        if tensor_bytes(bucket) >= limit:
+        if count_tensor_bytes(bucket) >= limit:
             yield bucket
             bucket, limit = [], BUCKET
     if bucket:
@@ -271,7 +271,9 @@ class FakeStep:
     @property
     def scaled(self) -> list[nn.Parameter]:
         """The parameters that AGS scales where it does: all but those that ags.exclude names."""
-        left_out = set(excluded_parameters(self.model, self.spec.ags)) if self.spec.train.facts.reads_ags else set()
+        left_out = (
+            set(list_excluded_parameters(self.model, self.spec.ags)) if self.spec.train.facts.reads_ags else set()
+        )
         return [p for p in self.parameters if p not in left_out]
 
     @property
@@ -287,7 +289,7 @@ class FakeStep:
     @property
     def memory(self) -> Memory:
         """Return the memory that the method needs in a step."""
-        return method_of(self.spec).memory(self.spec, self.scaled, several=self.several)
+        return get_method(self.spec).memory(self.spec, self.scaled, several=self.several)
 
     def batch(self, size: int) -> Any:
         """Return a fake micro-batch shaped like the sample."""
@@ -299,8 +301,8 @@ class FakeStep:
         return split_memory(
             self.model,
             self.optimizer,
-            batch=micro_batch * tensor_bytes(tree_leaves(self.sample)) // COPIES,
-            factors=tensor_bytes(self.factors),
+            batch=micro_batch * count_tensor_bytes(tree_leaves(self.sample)) // COPIES,
+            factors=count_tensor_bytes(self.factors),
             peak=usage.allocated,
             reserved=usage.reserved,
             libraries=estimate_library_bytes(self.spec) if self.gpu else 0,
@@ -324,9 +326,9 @@ class FakeStep:
 
     def _replay(self, micro_batch: int, *, capacity: int | None = None) -> Usage:
         recording = self._recording = self._recording or self._record()
-        sizes = recording.sizes_at(micro_batch, small_batch=max_small_batch(self.spec))
+        sizes = recording.sizes_at(micro_batch, small_batch=compute_max_small_batch(self.spec))
         if not self.gpu:
-            peak = peak_without_allocator(range(recording.held), recording.events, sizes)
+            peak = compute_peak_without_allocator(range(recording.held), recording.events, sizes)
             return Usage(allocated=peak, reserved=peak)
         early, late = range(recording.early), range(recording.early, recording.held)
         return replay_allocations(early, late, recording.events, sizes, capacity=capacity)
@@ -366,8 +368,10 @@ class FakeStep:
         with ExitStack() as stack:
             stack.enter_context(self.fake)
             stack.enter_context(self.storages)
-            if "position_ids" not in (named_entries(self.sample) or ()):  # by which a batch tells what it has packed
-                stack.enter_context(one_sequence_a_sample())
+            if "position_ids" not in (
+                list_named_entries(self.sample) or ()
+            ):  # by which a batch tells what it has packed
+                stack.enter_context(assume_one_sequence_per_sample())
             if self.gpu:
                 stack.enter_context(AsOnGpu())
             yield
@@ -382,13 +386,13 @@ class FakeStep:
         micro_batches = min(2, self.spec.train.accumulate)
         for micro_batch in range(micro_batches):
             self.synchronise = micro_batch == micro_batches - 1
-            with fake_autocast(self.spec):
+            with make_fake_autocast(self.spec):
                 loss = self.call.compute_loss(self.model, batch)
             loss.backward()
 
     def _refresh(self, batch: Any) -> list[torch.Tensor]:
         """Take the small batch's gradient beside the large one's, as TulaOptimizer does."""
-        with fake_autocast(self.spec):
+        with make_fake_autocast(self.spec):
             loss = self.call.compute_loss(self.model, batch)
         used = [g for g in torch.autograd.grad(loss, self.scaled, allow_unused=True) if g is not None]
         if self.several:
@@ -453,15 +457,15 @@ def build_fake_step(
     model.train()
     _make_fake(model, fake)
     with fake:
-        call = zoo.model_call(spec, model, zoo.build_loss(spec))
-        optimizer = method_of(spec).base(spec, parameter_groups(spec.optimizer, model))
+        call = zoo.make_model_call(spec, model, zoo.build_loss(spec))
+        optimizer = get_method(spec).base(spec, make_parameter_groups(spec.optimizer, model))
     if gpu:
         _use_foreach(optimizer)
-    batch = collate_items(collate, [sample] * COPIES)
+    batch = make_batch(collate, [sample] * COPIES)
     rehearsal = FakeStep(spec, batch, gpu, fake, storages, model, call, optimizer)
     with fake, storages:
         storages.hold([*model.parameters(), *model.buffers()])
-        rehearsal.buckets = ddp_buckets(rehearsal.parameters)
+        rehearsal.buckets = make_ddp_buckets(rehearsal.parameters)
         for parameter in rehearsal.parameters:
             parameter.register_post_accumulate_grad_hook(rehearsal.move_to_bucket)
             parameter.grad = rehearsal.buckets[parameter]
@@ -503,12 +507,12 @@ def _use_foreach(optimizer: torch.optim.Optimizer) -> None:
             group["foreach"] = True
 
 
-def max_small_batch(spec: JobSpec) -> int:
+def compute_max_small_batch(spec: JobSpec) -> int:
     """Return the most samples that AGS draws for its small batch."""
     return spec.train.reference_batch if spec.ags.b_small == "auto" else spec.ags.b_small
 
 
-def fake_autocast(spec: JobSpec) -> AbstractContextManager[Any]:
+def make_fake_autocast(spec: JobSpec) -> AbstractContextManager[Any]:
     """Return the context of the spec's precision on fake CPU tensors."""
     if spec.train.precision == "fp32":
         return contextlib.nullcontext()

@@ -16,13 +16,13 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import text
 from tula_cli.worker.build.batches import (
     Collate,
-    collate_items,
     describe_tree,
-    sequence_length,
+    find_sequence_length,
+    list_tensors,
+    make_batch,
     slice_batch,
-    tensors_of,
 )
-from tula_cli.worker.build.data import Datasets, EvaluationDataset, SeededDataset, check_sample, sample_count
+from tula_cli.worker.build.data import Datasets, EvaluationDataset, SeededDataset, check_sample, count_samples
 
 MAX_COMPARED = 5
 """Samples that have to make a batch: as many as nothing else is in a sample, such as colours."""
@@ -68,10 +68,12 @@ def load_first_samples(spec: JobSpec, datasets: Datasets) -> FirstSamples:
         if is_user_dataset:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             raise JobFailed(
-                f"dataset {spec.dataset.name} gives no sample: {_error_message(error)}",
+                f"dataset {spec.dataset.name} gives no sample: {_format_error_message(error)}",
                 f"raised in {frame.filename}, line {frame.lineno}, {frame.name}",
             ) from error
-        raise SpecError(f"a sample of {spec.dataset.name} cannot be transformed: {_error_message(error)}") from error
+        raise SpecError(
+            f"a sample of {spec.dataset.name} cannot be transformed: {_format_error_message(error)}"
+        ) from error
     _check_leaves(spec, items, held_out, own=is_user_dataset)
     batch = _make_batch(spec, items, datasets.collate)
     for leaf in tree_leaves(batch):
@@ -81,7 +83,7 @@ def load_first_samples(spec: JobSpec, datasets: Datasets) -> FirstSamples:
                 "let it be a tensor, a tuple, a list or a dictionary, or register it with torch's pytree",
             )
     slice_batch(batch, samples=len(items), stop=1, own=datasets.collate is not None)
-    longest = longest_sample(datasets)
+    longest = find_longest_sample(datasets)
     if longest is None:
         return FirstSamples(items[0], batch, len(items))
     item, looked_at = longest
@@ -93,7 +95,7 @@ def load_first_samples(spec: JobSpec, datasets: Datasets) -> FirstSamples:
     return FirstSamples(item, batch, len(items), (warning,))
 
 
-def class_numbers(datasets: Datasets) -> torch.Tensor:
+def find_class_numbers(datasets: Datasets) -> torch.Tensor:
     """Return the class numbers of samples from all parts of the training set; files may be sorted by class."""
     items = [
         item
@@ -111,13 +113,13 @@ def _check_last_sample(spec: JobSpec, datasets: Datasets) -> None:
     """
     for samples, name in ((datasets.train, "training"), (datasets.eval, "evaluation")):
         if isinstance(samples, SeededDataset | EvaluationDataset):
-            last_index = sample_count(samples.samples) - 1
+            last_index = count_samples(samples.samples) - 1
             try:
                 samples[(0, last_index) if isinstance(samples, SeededDataset) else last_index]  # type: ignore[index]
             except Exception as error:
                 raise JobFailed(
                     f"dataset {spec.dataset.name} has {last_index + 1} {name} samples by its __len__, and gives no sample {last_index}:"
-                    f" {_error_message(error)}",
+                    f" {_format_error_message(error)}",
                     "let __len__ return how many samples __getitem__ gives, and correct those that it cannot give",
                 ) from error
 
@@ -127,33 +129,36 @@ def _describe_padding(datasets: Datasets) -> str:
     items = datasets.train.spread_samples(
         MIN_SAMPLES_PADDED
     )  # from all parts: neighbours may be of one class, or sorted by length
-    lengths = [sequence_length(collate_items(datasets.collate, [item])) for item in items]
+    lengths = [find_sequence_length(make_batch(datasets.collate, [item])) for item in items]
     known_lengths = [length for length in lengths if length]
     if not known_lengths or len(known_lengths) < len(lengths):
         return ""
-    some = sequence_length(collate_items(datasets.collate, items)) or max(known_lengths)
+    some = find_sequence_length(make_batch(datasets.collate, items)) or max(known_lengths)
     return (
         f"; {round(100 * (1 - statistics.fmean(known_lengths) / some))} % of a batch of {len(items)} samples is padding"
     )
 
 
-def longest_sample(datasets: Datasets) -> tuple[Any, int] | None:
+def find_longest_sample(datasets: Datasets) -> tuple[Any, int] | None:
     """Return the largest of some training samples as they are in a batch, and of how many; None where all are alike.
 
     Without a collate_fn they have to be alike.
     """
     if datasets.collate is None:
         return None
-    if len({_tensor_shapes(datasets.collate, item) for item in datasets.train.spread_samples(SAMPLES_COMPARED)}) <= 1:
+    if (
+        len({_list_tensor_shapes(datasets.collate, item) for item in datasets.train.spread_samples(SAMPLES_COMPARED)})
+        <= 1
+    ):
         return None
     some = datasets.train.spread_samples(SAMPLES_INSPECTED)
-    return max(some, key=lambda item: sum(t.numel() for t in tensors_of(collate_items(datasets.collate, [item])))), len(
+    return max(some, key=lambda item: sum(t.numel() for t in list_tensors(make_batch(datasets.collate, [item])))), len(
         some
     )
 
 
-def _tensor_shapes(collate: Collate, item: Any) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(tensor.shape) for tensor in tensors_of(collate_items(collate, [item])))
+def _list_tensor_shapes(collate: Collate, item: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(tensor.shape) for tensor in list_tensors(make_batch(collate, [item])))
 
 
 def _check_leaves(spec: JobSpec, items: Sequence[Any], held_out: Any, *, own: bool) -> None:
@@ -175,11 +180,11 @@ def _check_leaves(spec: JobSpec, items: Sequence[Any], held_out: Any, *, own: bo
 
 def _make_batch(spec: JobSpec, items: Sequence[Any], collate: Collate | None) -> Any:
     try:
-        return collate_items(collate, items)
+        return make_batch(collate, items)
     except Exception as error:
         if collate is not None:
             raise JobFailed(
-                f"dataset.collate_fn fails on {describe_tree(list(items))}: {_error_message(error)}"
+                f"dataset.collate_fn fails on {describe_tree(list(items))}: {_format_error_message(error)}"
             ) from error
         descriptions = " and ".join(dict.fromkeys(map(describe_tree, items)))
         raise SpecError(
@@ -189,5 +194,5 @@ def _make_batch(spec: JobSpec, items: Sequence[Any], collate: Collate | None) ->
         ) from error
 
 
-def _error_message(error: BaseException) -> str:
+def _format_error_message(error: BaseException) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"

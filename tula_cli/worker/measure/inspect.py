@@ -19,22 +19,22 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from tula_cli.errors import JobFailed, Problem, SpecError, TulaError
-from tula_cli.host.machine import machine_memory, processor_name
-from tula_cli.models.halving import most_expensive_job
+from tula_cli.host.machine import read_machine_memory, read_processor_name
+from tula_cli.models.halving import find_most_expensive_job
 from tula_cli.plugins import is_import_string
 from tula_cli.run.records.base import Components, Footprint
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import Train
-from tula_cli.words import format_bytes, plural
+from tula_cli.words import format_bytes, format_count
 from tula_cli.worker.build import finetune, zoo
 from tula_cli.worker.build.batches import (
     ModelCall,
     build_collate,
-    collate_items,
     describe_tree,
-    scores_from_outputs,
-    tensors_of,
+    find_scores,
+    list_tensors,
+    make_batch,
 )
 from tula_cli.worker.build.data import (
     Datasets,
@@ -42,16 +42,23 @@ from tula_cli.worker.build.data import (
     build_sampler,
     build_test_dataset,
     build_transforms,
-    dataset_source,
     download_dataset,
+    find_dataset_source,
 )
-from tula_cli.worker.build.finetune import parameter_groups
-from tula_cli.worker.device import gpu_count, gpu_memory, gpu_name, has_convolutions, read_process_memory, tensor_bytes
+from tula_cli.worker.build.finetune import make_parameter_groups
+from tula_cli.worker.device import (
+    count_gpus,
+    count_tensor_bytes,
+    get_gpu_memory,
+    get_gpu_name,
+    has_convolutions,
+    read_process_memory,
+)
 from tula_cli.worker.measure import fake_tensor_step as worker_measure_rehearsal
 from tula_cli.worker.measure.fake_tensor_step import FakeStep
-from tula_cli.worker.measure.first_samples import class_numbers, load_first_samples
-from tula_cli.worker.methods.table import method_of
-from tula_cli.worker.parallel.sharding import check_torch, fsdp_blocks
+from tula_cli.worker.measure.first_samples import find_class_numbers, load_first_samples
+from tula_cli.worker.methods.table import get_method
+from tula_cli.worker.parallel.sharding import check_torch, list_fsdp_blocks
 from tula_cli.worker.train.evaluation import build_metrics
 from tula_cli.worker.train.evaluation import warn_gathered_metrics as metrics_told
 from tula_cli.worker.train.learning_rate import check_user_schedule
@@ -79,43 +86,43 @@ def estimate_footprints(rehearsal: FakeStep, *, largest: int = MICRO_BATCHES[-1]
     below = [size for size in MICRO_BATCHES if size < largest]
     sizes = (*below, MICRO_BATCHES[min(len(below), len(MICRO_BATCHES) - 1)])
     accumulate, room = rehearsal.spec.train.accumulate, rehearsal.allocator_margin()
-    gathered = _gathered_bytes(rehearsal.model, rehearsal.spec.train) if rehearsal.spec.train.sharded else 0
+    gathered = _count_gathered_bytes(rehearsal.model, rehearsal.spec.train) if rehearsal.spec.train.sharded else 0
     components = {size * accumulate: _add_extra(rehearsal.measure(size), gathered) for size in sizes}
     return tuple(
         Footprint(local_batch=b, memory=memory, room=round(room * memory.peak)) for b, memory in components.items()
     )
 
 
-def _gathered_bytes(model: nn.Module, train: Train) -> int:
+def _count_gathered_bytes(model: nn.Module, train: Train) -> int:
     """Return the bytes that are gathered beside a rank's share of a model at the peak of a step (`train.parallel: fsdp`).
 
     What belongs to no block stays gathered all along. Of the largest block there are its parameters and those of the next
     one, which is fetched ahead; its gradient, and that of the one before, on its way.
     """
-    blocks, outside_blocks = _block_sizes(model, train)
+    blocks, outside_blocks = _list_block_sizes(model, train)
     return outside_blocks + 4 * max(blocks, default=0)
 
 
-def _block_sizes(model: nn.Module, train: Train) -> tuple[list[int], int]:
+def _list_block_sizes(model: nn.Module, train: Train) -> tuple[list[int], int]:
     """Return the bytes of each block's parameters, but for those of blocks inside it, and of those that belong to none."""
     counted: set[nn.Parameter] = set()
     blocks = []
-    for block in fsdp_blocks(model, train.fsdp_blocks):  # the inner ones come first
+    for block in list_fsdp_blocks(model, train.fsdp_blocks):  # the inner ones come first
         parameters = set(block.parameters()) - counted
-        blocks.append(tensor_bytes(parameters))
+        blocks.append(count_tensor_bytes(parameters))
         counted |= parameters
-    return blocks, tensor_bytes(model.parameters()) - sum(blocks)
+    return blocks, count_tensor_bytes(model.parameters()) - sum(blocks)
 
 
 def describe_gathering(model: nn.Module, train: Train) -> str:
     """Describe what part of a model is gathered at a time (`train.parallel: fsdp`)."""
-    blocks, outside_blocks = _block_sizes(model, train)
+    blocks, outside_blocks = _list_block_sizes(model, train)
     if not blocks:
         return (
             f"shares: the model has no blocks, so that all of its {format_bytes(outside_blocks)} are gathered at once"
         )
     return (
-        f"shares: {plural(len(blocks), 'block')} of at most {format_bytes(max(blocks))}, gathered one at a time, and {format_bytes(outside_blocks)}"
+        f"shares: {format_count(len(blocks), 'block')} of at most {format_bytes(max(blocks))}, gathered one at a time, and {format_bytes(outside_blocks)}"
         " that stay gathered through a step"
     )
 
@@ -142,11 +149,11 @@ def inspect_job(spec: JobSpec) -> Inspection:
         SpecError: the spec names something that cannot be built or does not fit together.
         JobFailed: the user's own model or dataset fails.
     """
-    spec = most_expensive_job(spec)
+    spec = find_most_expensive_job(spec)
     _check_names(spec)
-    device = _local_device(spec)
+    device = _get_local_device(spec)
     download_dataset(spec)
-    if spec.train.sharded and not _estimates_gpu_memory(spec, device):
+    if spec.train.sharded and not _needs_gpu_memory_estimate(spec, device):
         check_torch(device)
     datasets = build_datasets(spec)
     first_samples = load_first_samples(spec, datasets)
@@ -157,24 +164,24 @@ def inspect_job(spec: JobSpec) -> Inspection:
             spec,
             first_samples.item,
             classes=datasets.classes,
-            gpu=_estimates_gpu_memory(spec, device),
+            gpu=_needs_gpu_memory_estimate(spec, device),
             collate=datasets.collate,
         )
         footprints = estimate_footprints(rehearsal, largest=max(1, len(datasets.train)))
         model, call, optimizer, output = rehearsal.model, rehearsal.call, rehearsal.optimizer, rehearsal.output(2)
-        warnings += _lone_sample_problems(spec, rehearsal)
+        warnings += _list_lone_sample_problems(spec, rehearsal)
         if _has_users_code(spec):  # fake tensors have not the values of the samples, and fewer checks of their types
             notes += _try_real_step(spec, datasets, device, model)
     except TulaError:
         raise
     # A model may read values of its tensors, which fake ones do not have: only a real step can tell then.
     except Exception as error:  # noqa: BLE001
-        estimate_error = f"{type(error).__name__}: {_first_line(error)}"
-        model, call, optimizer, output = _real_step(spec, datasets)
-    warnings += _check_output(spec, scores_from_outputs(output), call.target_of(first_samples.batch), datasets.classes)
+        estimate_error = f"{type(error).__name__}: {_get_first_line(error)}"
+        model, call, optimizer, output = _run_real_step(spec, datasets)
+    warnings += _check_output(spec, find_scores(output), call.target_of(first_samples.batch), datasets.classes)
     if is_import_string(spec.dataset.name) and _is_class_target(call.target_of(first_samples.batch)):
-        _check_output(spec, scores_from_outputs(output), class_numbers(datasets), datasets.classes)
-    method_of(spec).check(spec, model, optimizer)
+        _check_output(spec, find_scores(output), find_class_numbers(datasets), datasets.classes)
+    get_method(spec).check(spec, model, optimizer)
     warnings += [*_warn_unused_entries(spec, call, first_samples.batch), *_warn_ineffective_settings(spec, model)]
     return Inspection(
         dataset_size=len(datasets.train),
@@ -182,7 +189,7 @@ def inspect_job(spec: JobSpec) -> Inspection:
         classes=datasets.classes,
         sample_shape=first_samples.shape,
         sample="" if first_samples.shape else describe_tree(first_samples.item),
-        sample_bytes=tensor_bytes(tensors_of(collate_items(datasets.collate, [first_samples.item]))),
+        sample_bytes=count_tensor_bytes(list_tensors(make_batch(datasets.collate, [first_samples.item]))),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         footprints=footprints,
         estimate_error=estimate_error,
@@ -197,10 +204,10 @@ def inspect_job(spec: JobSpec) -> Inspection:
 def _describe_machine(spec: JobSpec, device: str) -> dict[str, Any]:
     """Return what is told of where this runs."""
     return {
-        "hardware": gpu_name() if device == "cuda" else processor_name(),
-        "capacity": _memory_limit_per_rank(spec, device),
+        "hardware": get_gpu_name() if device == "cuda" else read_processor_name(),
+        "capacity": _get_memory_limit_per_rank(spec, device),
         "cpus": len(os.sched_getaffinity(0)),
-        "gpus": gpu_count() if device == "cuda" else 0,
+        "gpus": count_gpus() if device == "cuda" else 0,
         "process": read_process_memory("VmRSS"),
     }
 
@@ -267,14 +274,14 @@ def _check_names(spec: JobSpec) -> None:
         SpecError: with one problem a part; the error itself where there is only one.
     """
     resolvers: dict[str, Callable[[], object]] = {
-        "model.name": lambda: zoo.model_builder(spec.model.name),
-        "dataset.name": lambda: dataset_source(spec.dataset.name),
+        "model.name": lambda: zoo.find_model_builder(spec.model.name),
+        "dataset.name": lambda: find_dataset_source(spec.dataset.name),
         "dataset.collate_fn": lambda: build_collate(spec),
         "dataset.sampler": lambda: build_sampler(spec),
         "transforms.train": lambda: build_transforms(spec.transforms.train, path="transforms.train"),
         "transforms.eval": lambda: build_transforms(spec.transforms.eval, path="transforms.eval"),
         "loss": lambda: zoo.build_loss(spec),
-        "train.method": lambda: method_of(spec),
+        "train.method": lambda: get_method(spec),
         "train.metrics": lambda: build_metrics(spec.train),
         "schedule": lambda: check_user_schedule(spec),
         "optimizer": lambda: _check_optimizer(spec),
@@ -293,13 +300,13 @@ def _check_names(spec: JobSpec) -> None:
 
 
 def _check_optimizer(spec: JobSpec) -> None:
-    optimizer = method_of(spec).base(spec, [torch.nn.Parameter(torch.zeros(1))])
-    zoo.beta2_by_group(optimizer, spec, spec.train.reference_batch)
+    optimizer = get_method(spec).base(spec, [torch.nn.Parameter(torch.zeros(1))])
+    zoo.compute_beta2_by_group(optimizer, spec, spec.train.reference_batch)
 
 
-def _local_device(spec: JobSpec) -> str:
+def _get_local_device(spec: JobSpec) -> str:
     """Return what the ranks of a local run use here."""
-    has_gpu = gpu_count() > 0
+    has_gpu = count_gpus() > 0
     if spec.cluster.device == "cuda" and spec.cluster.kind == "local" and not has_gpu:
         raise SpecError(
             "cluster.device: cuda, but torch sees no GPU on this machine", "set cluster.device: cpu or auto"
@@ -307,20 +314,20 @@ def _local_device(spec: JobSpec) -> str:
     return "cuda" if has_gpu and spec.cluster.device != "cpu" else "cpu"
 
 
-def _estimates_gpu_memory(spec: JobSpec, device: str) -> bool:
+def _needs_gpu_memory_estimate(spec: JobSpec, device: str) -> bool:
     """Return whether memory is to be estimated for a GPU: where one is here, or may be where the jobs run."""
     return device == "cuda" or (spec.cluster.kind != "local" and spec.cluster.device != "cpu")
 
 
-def _memory_limit_per_rank(spec: JobSpec, device: str) -> int | None:
+def _get_memory_limit_per_rank(spec: JobSpec, device: str) -> int | None:
     """Return the bytes one rank may use: what the spec says, else a share of this machine; None where jobs run elsewhere."""
     if spec.cluster.memory_per_gpu is not None:
         return spec.cluster.memory_per_gpu
     if spec.cluster.kind != "local":
         return None
     if device == "cuda":
-        return gpu_memory()
-    return machine_memory() // (max(spec.search.nodes) * spec.cluster.gpus_per_node)
+        return get_gpu_memory()
+    return read_machine_memory() // (max(spec.search.nodes) * spec.cluster.gpus_per_node)
 
 
 MAX_PARAMETERS_TO_STEP = 30_000_000
@@ -341,21 +348,21 @@ def _try_real_step(spec: JobSpec, datasets: Datasets, device: str, model: nn.Mod
     Of a job that runs on GPUs only faults of the data count: its code may need a GPU for other reasons.
 
     Raises:
-        SpecError, JobFailed: as `_real_step`.
+        SpecError, JobFailed: as `_run_real_step`.
     """
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if spec.train.sharded or parameters > MAX_PARAMETERS_TO_STEP:
         why = "the model is trained in shares" if spec.train.sharded else f"the model has {parameters} parameters"
         return [f"no step of real samples was run here ({why}): only their shapes were checked"]
-    if not _estimates_gpu_memory(spec, device):
-        _real_step(spec, datasets)
+    if not _needs_gpu_memory_estimate(spec, device):
+        _run_real_step(spec, datasets)
         return []
     if spec.train.precision != "fp32":
         return [
             f"no step of real samples was run here (train.precision {spec.train.precision} is for GPUs): only their shapes were checked"
         ]
     try:
-        _real_step(spec, datasets)
+        _run_real_step(spec, datasets)
     except TulaError as error:
         if error.__cause__ is None or _DATA_FAULT.search(str(error.__cause__)):
             raise
@@ -363,7 +370,7 @@ def _try_real_step(spec: JobSpec, datasets: Datasets, device: str, model: nn.Mod
     return []
 
 
-def _real_step(spec: JobSpec, datasets: Datasets) -> tuple[nn.Module, ModelCall, torch.optim.Optimizer, Any]:
+def _run_real_step(spec: JobSpec, datasets: Datasets) -> tuple[nn.Module, ModelCall, torch.optim.Optimizer, Any]:
     """Run one optimizer step of two samples on the CPU.
 
     Raises:
@@ -371,13 +378,13 @@ def _real_step(spec: JobSpec, datasets: Datasets) -> tuple[nn.Module, ModelCall,
         JobFailed: the user's model, loss or optimizer fails.
     """
     items = datasets.train.first_samples(2)
-    batch = collate_items(datasets.collate, items)
+    batch = make_batch(datasets.collate, items)
     model = zoo.build_model(spec, datasets.classes)
-    call = zoo.model_call(spec, model, zoo.build_loss(spec))
-    optimizer = method_of(spec).base(spec, parameter_groups(spec.optimizer, model))
+    call = zoo.make_model_call(spec, model, zoo.build_loss(spec))
+    optimizer = get_method(spec).base(spec, make_parameter_groups(spec.optimizer, model))
     stage = f"model {spec.model.name} cannot take {_describe_inputs(batch)}"
     try:
-        with worker_measure_rehearsal.fake_autocast(spec):
+        with worker_measure_rehearsal.make_fake_autocast(spec):
             output = call.compute_outputs(model, batch)
             stage = f"loss {spec.loss.name} cannot take the output of {spec.model.name}, {_describe_shape(output)}"
             if call.target_of(batch) is not None:
@@ -396,7 +403,7 @@ def _real_step(spec: JobSpec, datasets: Datasets) -> tuple[nn.Module, ModelCall,
         raise
     except Exception as error:
         kind = JobFailed if _has_user_code_in_step(spec) else SpecError
-        raise kind(f"{stage}: {_describe_error(error)}", _failure_hint(stage, error)) from error
+        raise kind(f"{stage}: {_describe_error(error)}", _make_failure_hint(stage, error)) from error
     return model, call, optimizer, output
 
 
@@ -413,7 +420,7 @@ def _has_user_code_in_step(spec: JobSpec) -> bool:
     return any(map(is_import_string, (spec.model.name, spec.loss.name, spec.optimizer.name)))
 
 
-def _failure_hint(stage: str, error: Exception) -> str:
+def _make_failure_hint(stage: str, error: Exception) -> str:
     if "out of bounds" in str(error) and stage.startswith("loss"):
         return (
             "class numbers are 0 to the model's outputs - 1: number the classes from 0, or give the model more outputs"
@@ -470,7 +477,7 @@ def _is_class_target(target: Any) -> bool:
     return isinstance(target, torch.Tensor) and target.ndim == 1 and target.dtype == torch.int64
 
 
-def _lone_sample_problems(spec: JobSpec, rehearsal: worker_measure_rehearsal.FakeStep) -> list[str]:
+def _list_lone_sample_problems(spec: JobSpec, rehearsal: worker_measure_rehearsal.FakeStep) -> list[str]:
     """Return a warning where the search reaches a micro-batch of one sample and the model cannot train on one."""
     ranks = max(spec.search.nodes) * spec.cluster.gpus_per_node
     if spec.search.min_batch // (ranks * spec.train.accumulate) > 1:
@@ -491,10 +498,10 @@ def _describe_shape(output: Any) -> str:
 
 
 def _describe_error(error: BaseException) -> str:
-    return f"{type(error).__name__}: {_first_line(error)}"
+    return f"{type(error).__name__}: {_get_first_line(error)}"
 
 
-def _first_line(error: BaseException) -> str:
+def _get_first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), "")
 
 
@@ -503,20 +510,22 @@ def inspect_json(text: str) -> dict[str, Any]:
     try:
         return inspect_job(JobSpec.model_validate_json(text)).model_dump(mode="json")
     except SpecError as error:
-        return _error_answer("SpecError", error.message, error.hint, error.problems)
+        return _make_error_answer("SpecError", error.message, error.hint, error.problems)
     except TulaError as error:
-        return _error_answer("JobFailed", error.message, error.hint)
+        return _make_error_answer("JobFailed", error.message, error.hint)
     # The one place where the user's imports and constructors run: whatever they raise is their answer.
     except Exception as error:  # noqa: BLE001
-        return _error_answer("JobFailed", f"the job's own code fails: {_describe_error(error)}", _last_frame(error))
+        return _make_error_answer(
+            "JobFailed", f"the job's own code fails: {_describe_error(error)}", _find_last_frame(error)
+        )
 
 
-def _error_answer(kind: str, message: str, hint: str, problems: tuple[Problem, ...] = ()) -> dict[str, Any]:
+def _make_error_answer(kind: str, message: str, hint: str, problems: tuple[Problem, ...] = ()) -> dict[str, Any]:
     error = {"class": kind, "message": message, "hint": hint, "problems": [vars(problem) for problem in problems]}
     return {"error": {**error, "detail": traceback.format_exc()}}
 
 
-def _last_frame(error: BaseException) -> str:
+def _find_last_frame(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     return f"raised in {frames[-1].filename}, line {frames[-1].lineno}, {frames[-1].name}" if frames else ""
 

@@ -6,7 +6,7 @@ from torch.utils._pytree import tree_leaves
 
 from tula_cli.optim.sharding import is_sharded
 from tula_cli.run.records.base import Components
-from tula_cli.worker.device import gpu_memory, tensor_bytes
+from tula_cli.worker.device import count_tensor_bytes, get_gpu_memory
 from tula_cli.worker.ranks import Ranks
 
 
@@ -27,10 +27,10 @@ def split_memory(
     beside them until the last one is reduced: a second copy. Of a model in shares it is this rank's, and each micro-batch is
     reduced by itself.
     """
-    parameters = tensor_bytes([*model.parameters(), *model.buffers()])
-    gradients = tensor_bytes(p.grad if p.grad is not None else p for p in model.parameters() if p.requires_grad)
+    parameters = count_tensor_bytes([*model.parameters(), *model.buffers()])
+    gradients = count_tensor_bytes(p.grad if p.grad is not None else p for p in model.parameters() if p.requires_grad)
     gradients *= 1 if is_sharded(model) else min(2, accumulate)
-    state = tensor_bytes(tree_leaves(list(optimizer.state.values())))
+    state = count_tensor_bytes(tree_leaves(list(optimizer.state.values())))
     return Components(
         parameters=parameters,
         gradients=gradients,
@@ -44,10 +44,10 @@ def split_memory(
     )
 
 
-def memory_capacity(ranks: Ranks, memory_per_gpu: int | None) -> int | None:
+def get_memory_capacity(ranks: Ranks, memory_per_gpu: int | None) -> int | None:
     """Return the bytes one rank may use: the stated limit, else the GPU's memory; None on an unlimited CPU."""
     if memory_per_gpu is not None:
         return memory_per_gpu
     if ranks.device.type == "cuda":
-        return gpu_memory(ranks.device)
+        return get_gpu_memory(ranks.device)
     return None

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from tula_cli.errors import TulaError
 from tula_cli.host import network
-from tula_cli.host.machine import shared_memory
+from tula_cli.host.machine import read_shared_memory
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import ClusterReport, NodeReport, Transfer
 from tula_cli.run.records.tasks import CheckTask
@@ -31,15 +31,15 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.worker import nccl
 from tula_cli.worker.device import (
     Clock,
-    driver_version,
-    gpu_count,
-    gpu_memory,
-    gpu_name,
-    gpu_uuid,
-    nccl_version,
+    count_gpus,
+    get_gpu_memory,
+    get_gpu_name,
+    get_gpu_uuid,
+    get_nccl_version,
+    read_driver_version,
     set_current_gpu,
 )
-from tula_cli.worker.ranks import Ranks, process_group
+from tula_cli.worker.ranks import Ranks, join_process_group
 
 CLOCK_ROUNDS = 20  # of a question about the time
 TRANSFER_SIZES = tuple(2**power for power in range(16, 29, 2))  # bytes, 64 KiB to 256 MiB
@@ -102,15 +102,17 @@ def check_nodes(task: CheckTask, run: RunDir, *, attempt: int) -> None:
     """
     write_error = _write_own_file(task, run)  # before the ranks meet: who signed is told from who never came
     over_gloo = task.spec.cluster.model_copy(update={"device": "cpu"})
-    with process_group(over_gloo, handover=run.handover_path(task.id, attempt)) as ranks:
-        views = [RankReport.loads(text) for text in ranks.gather(_rank_report(task, run, ranks, write_error).dumps())]
+    with join_process_group(over_gloo, handover=run.handover_path(task.id, attempt)) as ranks:
+        views = [
+            RankReport.loads(text) for text in ranks.gather(_make_rank_report(task, run, ranks, write_error).dumps())
+        ]
         first_ranks = range(0, ranks.world, task.spec.cluster.gpus_per_node)
-        clocks = [_clock_offset(ranks, rank) for rank in first_ranks]
+        clocks = [_measure_clock_offset(ranks, rank) for rank in first_ranks]
         nodes = [
-            _node_report(number, views[rank : rank + task.spec.cluster.gpus_per_node], clock)
+            _make_node_report(number, views[rank : rank + task.spec.cluster.gpus_per_node], clock)
             for number, (rank, clock) in enumerate(zip(first_ranks, clocks, strict=True))
         ]
-        device = _transfer_device(task.spec, ranks, views)
+        device = _choose_transfer_device(task.spec, ranks, views)
         backend = "nccl" if device.type == "cuda" else "gloo"
         report = ClusterReport(id=task.id, job=task.job, backend=backend, ranks=ranks.world, nodes=tuple(nodes))
         if ranks.is_first:
@@ -133,23 +135,23 @@ def _write_own_file(task: CheckTask, run: RunDir) -> str:
 # --- one node
 
 
-def _rank_report(task: CheckTask, run: RunDir, ranks: Ranks, write_error: str) -> RankReport:
-    gpus = _visible_gpus()
+def _make_rank_report(task: CheckTask, run: RunDir, ranks: Ranks, write_error: str) -> RankReport:
+    gpus = _list_visible_gpus()
     # What gloo was told to use, by the spec or by the site's own environment.
-    address = network.own_address(os.environ.get("GLOO_SOCKET_IFNAME") or task.spec.cluster.interface)
+    address = network.find_own_address(os.environ.get("GLOO_SOCKET_IFNAME") or task.spec.cluster.interface)
     return RankReport(
         host=platform.node(),
         gpus=gpus,
         own=gpus[ranks.local_rank % len(gpus)].id if gpus else "",
-        driver=driver_version() if gpus else "",
+        driver=read_driver_version() if gpus else "",
         torch=torch.__version__,
         cuda=torch.version.cuda or torch.version.hip or "",
-        nccl=nccl_version(),
+        nccl=get_nccl_version(),
         python=platform.python_version(),
         cpus=len(os.sched_getaffinity(0)),
-        memory=node_memory(),
-        shared=shared_memory(),
-        interface=network.interface_of(address) or "",
+        memory=read_node_memory(),
+        shared=read_shared_memory(),
+        interface=network.find_interface(address) or "",
         address=address,
         token=run.checks.token(task.id),
         write_error=write_error,
@@ -158,11 +160,11 @@ def _rank_report(task: CheckTask, run: RunDir, ranks: Ranks, write_error: str) -
     )
 
 
-def _visible_gpus() -> tuple[Gpu, ...]:
-    return tuple(Gpu(gpu_uuid(index), gpu_name(index), gpu_memory(index)) for index in range(gpu_count()))
+def _list_visible_gpus() -> tuple[Gpu, ...]:
+    return tuple(Gpu(get_gpu_uuid(index), get_gpu_name(index), get_gpu_memory(index)) for index in range(count_gpus()))
 
 
-def node_memory(meminfo: Path = Path("/proc/meminfo")) -> int:
+def read_node_memory(meminfo: Path = Path("/proc/meminfo")) -> int:
     """Return the node's memory in bytes."""
     match = re.search(r"^MemTotal: *(\d+) kB", meminfo.read_text(encoding="ascii"), re.MULTILINE)
     assert match
@@ -176,7 +178,7 @@ def is_dataset_readable(spec: JobSpec) -> bool | None:
     return os.access(Path(spec.dataset.root).expanduser(), os.R_OK | os.X_OK)
 
 
-def _node_report(number: int, views: Sequence[RankReport], clock: tuple[float, float]) -> NodeReport:
+def _make_node_report(number: int, views: Sequence[RankReport], clock: tuple[float, float]) -> NodeReport:
     """Join what the ranks of one node see: each may see all GPUs or one."""
     first_view = views[0]
     gpus = {gpu.id: gpu for view in views for gpu in view.gpus}
@@ -208,7 +210,7 @@ _SAME_IN_BOTH = (
 # --- between nodes
 
 
-def _clock_offset(ranks: Ranks, rank: int) -> tuple[float, float]:
+def _measure_clock_offset(ranks: Ranks, rank: int) -> tuple[float, float]:
     """Return, on rank 0, how far the clock of `rank` is ahead of its own, and how wrong that may be. Seconds.
 
     Of some round trips the shortest counts: the answer was given in the middle of it, give or take half of it.
@@ -234,11 +236,11 @@ def _round_trip(rank: int) -> tuple[float, float]:
     return end - start, float(answer.item()) - (start + end) / 2
 
 
-def _transfer_device(spec: JobSpec, ranks: Ranks, views: Sequence[RankReport]) -> torch.device:
+def _choose_transfer_device(spec: JobSpec, ranks: Ranks, views: Sequence[RankReport]) -> torch.device:
     """Return where the transfers start and end: on GPUs if every rank of every node has one of its own."""
     if spec.cluster.device == "cpu" or not has_gpu_per_rank(views):
         return torch.device("cpu")
-    device = torch.device("cuda", ranks.local_rank % gpu_count())
+    device = torch.device("cuda", ranks.local_rank % count_gpus())
     set_current_gpu(device)
     return device
 
@@ -262,7 +264,7 @@ def _measure_network(ranks: Ranks, first_ranks: Sequence[int], *, backend: str, 
             if backend == "nccl" and len(first_ranks) < ranks.world:
                 fields["inside"] = tuple(_measure_pair((0, 1), backend=backend, device=device))
         except RuntimeError as failure:  # torch's errors of a backend are RuntimeErrors
-            error = "; ".join([str(failure).strip().splitlines()[0], *nccl.nccl_warnings()])
+            error = "; ".join([str(failure).strip().splitlines()[0], *nccl.list_nccl_warnings()])
     errors = [text for text in ranks.gather(error) if text]  # over gloo, as the ranks have met
     return {"network_error": errors[0]} if errors else fields
 

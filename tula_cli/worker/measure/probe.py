@@ -20,29 +20,29 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from tula_cli.errors import Diverged
 from tula_cli.host import failures
 from tula_cli.models.efficiency import Pair, summarise
-from tula_cli.models.halving import most_expensive_job
+from tula_cli.models.halving import find_most_expensive_job
 from tula_cli.models.memory.host_memory import PREFETCH_FACTOR
-from tula_cli.models.time.noise import standard_error, trimmed_mean
+from tula_cli.models.time.noise import compute_standard_error, compute_trimmed_mean
 from tula_cli.optim.ddp_hook import add_listener
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import Components
 from tula_cli.run.records.probes import GpuState, GradientStats, Measured, OutOfMemory, Overheads, RankPace, Tokens
-from tula_cli.run.records.tasks import ProbeTask, probe_identity
+from tula_cli.run.records.tasks import ProbeTask, make_probe_identity
 from tula_cli.spec.sections import LEAST_STEPS, Search
 from tula_cli.worker import device, environment
 from tula_cli.worker.build import finetune
-from tula_cli.worker.build.batches import TokenCounter, collate_items, slice_batch, tensors_of
+from tula_cli.worker.build.batches import TokenCounter, list_tensors, make_batch, slice_batch
 from tula_cli.worker.build.data import Datasets, Position
-from tula_cli.worker.device import gpu_uuid
-from tula_cli.worker.energy import EnergyMeter, nvml_device
+from tula_cli.worker.device import get_gpu_uuid
+from tula_cli.worker.energy import EnergyMeter, open_nvml_device
 from tula_cli.worker.measure import meter as worker_measure_meter
-from tula_cli.worker.measure.first_samples import longest_sample
+from tula_cli.worker.measure.first_samples import find_longest_sample
 from tula_cli.worker.parallel.sharding import Sharded
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import checkpoint, evaluation
 from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train.divergence import DivergenceDetector
-from tula_cli.worker.train.gradient_noise import compute_gradient, squared_norm
+from tula_cli.worker.train.gradient_noise import compute_gradient, compute_squared_norm
 from tula_cli.worker.train.loop import Step, Trainer
 from tula_cli.worker.train.step_watch import SynchronisationTimer
 
@@ -88,7 +88,7 @@ def count_steps_for_median(times: Sequence[float], search: Search) -> int:
 
     The variance of a median is pi/2 that of a mean, where values are normal.
     """
-    error = standard_error(times) / (PRECISION * trimmed_mean(times))
+    error = compute_standard_error(times) / (PRECISION * compute_trimmed_mean(times))
     return min(search.split_steps, max(LEAST_STEPS, math.ceil(min(math.pi / 2 * len(times) * error**2, 1e9))))
 
 
@@ -109,7 +109,7 @@ def count_steps_to_time(times: Sequence[float], search: Search) -> int:
     mean = seconds / timed
     missing = max(search.min_steps - timed, math.ceil((search.min_seconds - seconds) / mean))
     if missing <= 0:
-        if standard_error(times) <= PRECISION * trimmed_mean(times):
+        if compute_standard_error(times) <= PRECISION * compute_trimmed_mean(times):
             return 0
         missing = max(LEAST_STEPS, timed // 2)
     return min(missing, math.ceil((search.max_seconds - seconds) / mean))
@@ -118,7 +118,7 @@ def count_steps_to_time(times: Sequence[float], search: Search) -> int:
 # --- States of the GPU
 
 REASONS = {0x04: "power cap", 0x08: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "power brake"}
-"""What holds a clock down, by NVML's bits of the reasons; an idle GPU, or a clock that is set lower, is not held down."""
+"""Reasons for a lowered clock, by NVML's bits; an idle GPU and a clock that is set lower are none."""
 
 
 class GpuStateRecorder:
@@ -127,7 +127,7 @@ class GpuStateRecorder:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         on_gpu = ranks.device.type == "cuda"
-        self._device = nvml_device(gpu_uuid()) if on_gpu else None
+        self._device = open_nvml_device(get_gpu_uuid()) if on_gpu else None
         self._looks: list[GpuState] = []
 
     def sample(self) -> None:
@@ -203,8 +203,8 @@ class GradientNormRecorder:
         if not self.watching:
             return None
         gradient = bucket.buffer()
-        self.local.append(_squared_bucket_norm(gradient))
-        return lambda: self.reduced.append(_squared_bucket_norm(gradient))
+        self.local.append(_compute_squared_bucket_norm(gradient))
+        return lambda: self.reduced.append(_compute_squared_bucket_norm(gradient))
 
     def watch(self, steps: Iterator[Step], scaler: torch.amp.GradScaler) -> Iterator[Step]:
         """Pass the steps on, and keep the norms of each."""
@@ -228,12 +228,12 @@ class GradientNormRecorder:
         return [(total / self.ranks.world, big) for total, big in zip(small, norms[:, 1].tolist(), strict=True)]
 
 
-def _squared_bucket_norm(gradient: torch.Tensor) -> torch.Tensor:
+def _compute_squared_bucket_norm(gradient: torch.Tensor) -> torch.Tensor:
     norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32)
     return norm
 
 
-def half_batch_norms(trainer: Trainer) -> Pair:
+def measure_half_batch_norms(trainer: Trainer) -> Pair:
     """Return the squared norms of the gradients of the two halves of the newest micro-batch, and of their mean.
 
     Of a model in shares they are those of the halves of all ranks' micro-batches together; every rank takes part.
@@ -247,13 +247,13 @@ def half_batch_norms(trainer: Trainer) -> Pair:
         )
         for at in (0, half)
     )
-    squares = [squared_norm(trainer, gradients) for gradients in (first_half, second)]
+    squares = [compute_squared_norm(trainer, gradients) for gradients in (first_half, second)]
     for parameter, gradient in second.items():
         first_half[parameter] = first_half[parameter].add_(gradient) if parameter in first_half else gradient
-    return sum(squares) / 2, squared_norm(trainer, first_half) / 4
+    return sum(squares) / 2, compute_squared_norm(trainer, first_half) / 4
 
 
-def half_batch_bytes(trainer: Trainer) -> int:
+def count_half_batch_bytes(trainer: Trainer) -> int:
     """Return the bytes of a GPU that `halves` takes beside the training: two gradients of float32."""
     return sum(8 * parameter.numel() for parameter in trainer.parallel.parameters() if parameter.requires_grad)
 
@@ -278,20 +278,20 @@ def measure_breakdown(
         norms: the most steps whose gradient norms are taken.
         room: bytes of a GPU that the probe has left free; None where nothing bounds them.
     """
-    with zero_learning_rate(trainer):
+    with use_zero_learning_rate(trainer):
         breakdown: dict[str, Any] = {
-            "cached_time": _cached_batch_time(trainer, steps),
-            "sync_time": _synchronisation_time(trainer, stream, steps),
+            "cached_time": _measure_cached_batch_time(trainer, steps),
+            "sync_time": _measure_synchronisation_time(trainer, stream, steps),
         }
-    breakdown["gradients"] = _gradient_stats(trainer, stream, norms=norms, room=room)
-    breakdown["compute_time"], breakdown["ranks"] = _local_step_time(trainer, stream, steps, room=room)
+    breakdown["gradients"] = _measure_gradient_stats(trainer, stream, norms=norms, room=room)
+    breakdown["compute_time"], breakdown["ranks"] = _measure_local_step_time(trainer, stream, steps, room=room)
     stream.close()  # with its workers
-    breakdown["loader_time"], breakdown["tokens"] = loader_time(trainer)
+    breakdown["loader_time"], breakdown["tokens"] = measure_loader_time(trainer)
     return breakdown
 
 
 @contextmanager
-def zero_learning_rate(trainer: Trainer) -> Iterator[None]:
+def use_zero_learning_rate(trainer: Trainer) -> Iterator[None]:
     """Take steps at a learning rate of 0, which take what others do.
 
     Gradient norms belong to the start of training. A window of seconds may hold epochs of a small dataset.
@@ -301,20 +301,20 @@ def zero_learning_rate(trainer: Trainer) -> Iterator[None]:
     trainer.lr_factor = factor
 
 
-def step_seconds(trainer: Trainer, steps: list[Step]) -> list[float]:
+def measure_step_seconds(trainer: Trainer, steps: list[Step]) -> list[float]:
     return [trainer.clock.seconds(step.start, step.end) for step in steps]
 
 
-def _cached_batch_time(trainer: Trainer, count: int) -> float:
+def _measure_cached_batch_time(trainer: Trainer, count: int) -> float:
     """Return the median seconds of a step on data that is on the device already.
 
     One batch again and again, and none beside those that training holds: a probe near the limit of memory is not ended.
     """
-    steps = itertools.islice(worker_train_loop.cached_steps(trainer), count)
-    return trainer.ranks.max(statistics.median(step_seconds(trainer, list(steps))))
+    steps = itertools.islice(worker_train_loop.run_cached_steps(trainer), count)
+    return trainer.ranks.max(statistics.median(measure_step_seconds(trainer, list(steps))))
 
 
-def loader_time(trainer: Trainer) -> tuple[float, Tokens | None]:
+def measure_loader_time(trainer: Trainer) -> tuple[float, Tokens | None]:
     """Return the seconds in which the data loader makes the data of a step, all ranks at once, while nothing else is done.
 
     And what tokens a sample of it has, where it is text.
@@ -338,7 +338,7 @@ def loader_time(trainer: Trainer) -> tuple[float, Tokens | None]:
     return seconds, tokens and Tokens(length=tokens[0], real=tokens[1])
 
 
-def _gradient_stats(trainer: Trainer, stream: Iterator[Step], *, norms: int, room: int | None) -> GradientStats:
+def _measure_gradient_stats(trainer: Trainer, stream: Iterator[Step], *, norms: int, room: int | None) -> GradientStats:
     """Return the gradient norms of some more steps; where no probe of the search has two ranks, those of half batches.
 
     These are of no steps where a GPU has not the room for them: what trains is no out-of-memory.
@@ -349,26 +349,30 @@ def _gradient_stats(trainer: Trainer, stream: Iterator[Step], *, norms: int, roo
     if isinstance(trainer.parallel, Sharded):
         if trainer.micro_batch < 4:
             return summarise([], local_batch=trainer.local_batch, batch=trainer.batch)
-        _run_steps(trainer, stream, trainer.spec.search.split_steps, lambda: pairs.append(half_batch_norms(trainer)))
+        _run_steps(
+            trainer, stream, trainer.spec.search.split_steps, lambda: pairs.append(measure_half_batch_norms(trainer))
+        )
         samples = half * trainer.ranks.world
         return summarise(pairs, local_batch=samples, batch=2 * samples)
-    if _max_search_ranks(trainer) > 1 or trainer.micro_batch < 4:  # batch norm cannot do with one sample
+    if _compute_max_search_ranks(trainer) > 1 or trainer.micro_batch < 4:  # batch norm cannot do with one sample
         recorder = GradientNormRecorder.attach(trainer)
         for _ in recorder.watch(itertools.islice(stream, norms), trainer.scaler):
             pass
         return summarise(recorder.pairs(), local_batch=trainer.local_batch, batch=trainer.batch)
-    if room is not None and room < _MEMORY_MARGIN * half_batch_bytes(trainer):
+    if room is not None and room < _MEMORY_MARGIN * count_half_batch_bytes(trainer):
         return summarise([], local_batch=half, batch=2 * half)
-    _run_steps(trainer, stream, trainer.spec.search.split_steps, lambda: pairs.append(half_batch_norms(trainer)))
+    _run_steps(
+        trainer, stream, trainer.spec.search.split_steps, lambda: pairs.append(measure_half_batch_norms(trainer))
+    )
     return summarise(pairs, local_batch=half, batch=2 * half)
 
 
-def _max_search_ranks(trainer: Trainer) -> int:
+def _compute_max_search_ranks(trainer: Trainer) -> int:
     """Return the ranks of the largest probe of the search."""
     return max(trainer.ranks.world, max(trainer.spec.search.nodes) * trainer.spec.cluster.gpus_per_node)
 
 
-def _synchronisation_time(trainer: Trainer, stream: Iterator[Step], count: int) -> float | None:
+def _measure_synchronisation_time(trainer: Trainer, stream: Iterator[Step], count: int) -> float | None:
     """Return the exposed synchronisation in seconds; None of shares, which are gathered all along the passes."""
     if isinstance(trainer.parallel, Sharded):
         return None
@@ -377,7 +381,7 @@ def _synchronisation_time(trainer: Trainer, stream: Iterator[Step], count: int) 
     return trainer.ranks.max(spy.median())
 
 
-def _local_step_time(
+def _measure_local_step_time(
     trainer: Trainer, stream: Iterator[Step], count: int, *, room: int | None
 ) -> tuple[float | None, tuple[RankPace, ...]]:
     """Return the seconds of a step without synchronisation, the slowest rank's and each one's; None of shares that do not
@@ -401,7 +405,7 @@ def _local_step_time(
         steps = _run_steps(trainer, stream, count, None)  # last: the replicas drift apart
     own_pace = RankPace(
         host=platform.node(),
-        compute=statistics.median(step_seconds(trainer, steps)),
+        compute=statistics.median(measure_step_seconds(trainer, steps)),
         wait=statistics.median(trainer.clock.seconds(step.start, step.loaded) for step in steps),
     )
     paces = tuple(map(RankPace.model_validate_json, trainer.ranks.gather(own_pace.model_dump_json())))
@@ -434,7 +438,7 @@ def run_probes(task: ProbeTask, run: RunDir, ranks: Ranks, datasets: Datasets, *
     Args:
         started_at: Unix time at which the supervisor started this attempt.
     """
-    task = task.model_copy(update={"spec": most_expensive_job(task.spec)})
+    task = task.model_copy(update={"spec": find_most_expensive_job(task.spec)})
     overheads: JobOverheads | None = None
     for local_batch in task.local_batches:
         marks_progress = ranks.is_first and run.current_probe(task) == local_batch
@@ -474,12 +478,12 @@ def _measure_job_overheads(
 ) -> JobOverheads:
     """Take the first steps of this process, which load libraries and their buffers: no probe shall count those."""
     trainer = _build_trainer(task, ranks, datasets, local_batch=local_batch)
-    stream = endless_steps(trainer)
+    stream = repeat_steps(trainer)
     first_step = next(stream)
     trainer.clock.seconds(first_step.start, first_step.end)
     startup = time.time() - started_at
     next(stream)
-    longest = longest_sample(datasets)
+    longest = find_longest_sample(datasets)
     return JobOverheads(
         startup=ranks.max(startup),
         save=ranks.max(_measure_save_time(trainer, run)),
@@ -509,27 +513,27 @@ def measure_probe(
     meter = device.MemoryMeter(ranks.device)
     meter.reset()
     trainer = _build_trainer(task, ranks, datasets, local_batch=local_batch)
-    stream = endless_steps(trainer)
-    warmup_times = _warm_up(trainer, stream)
+    stream = repeat_steps(trainer)
+    warmup_times = _run_warm_up(trainer, stream)
     if why := DivergenceDetector(trainer).describe_divergence(weights=True):
         raise Diverged(why, failures.advise("diverged"))
     if overheads.longest is not None:
-        _largest_step(trainer, overheads.longest)
+        _run_largest_step(trainer, overheads.longest)
     meter.restart_after_warmup()
-    with zero_learning_rate(trainer):
+    with use_zero_learning_rate(trainer):
         window = _time_steps(trainer, stream)
         refresh_time = _measure_refresh_time(trainer, stream, window.steps)
         eval_time = _measure_eval_time(trainer)
-        memory = _peak_components(trainer, meter)  # before all that trainings do not do
+        memory = _measure_peak_components(trainer, meter)  # before all that trainings do not do
         retries = int(ranks.max(meter.allocator_retries()))
-    capacity = worker_measure_meter.memory_capacity(ranks, task.spec.cluster.memory_per_gpu)
+    capacity = worker_measure_meter.get_memory_capacity(ranks, task.spec.cluster.memory_per_gpu)
     room = None if capacity is None else capacity - memory.reserved - memory.libraries
     steps = ranks.broadcast(count_steps_for_median(window.steps, trainer.spec.search) if ranks.is_first else 0)
     breakdown = measure_breakdown(trainer, stream, steps=steps, norms=min(MAX_NORM_STEPS, len(window.steps)), room=room)
     if retries:
-        return _out_of_memory_by_retries(task, local_batch, retries)
+        return _find_out_of_memory_by_retries(task, local_batch, retries)
     return Measured(
-        **probe_identity(task, local_batch),
+        **make_probe_identity(task, local_batch),
         batch=trainer.batch,
         accumulate=trainer.parts,
         step_times=tuple(window.steps),
@@ -552,22 +556,22 @@ def measure_probe(
     )
 
 
-def _warm_up(trainer: Trainer, stream: Iterator[Step]) -> list[float]:
+def _run_warm_up(trainer: Trainer, stream: Iterator[Step]) -> list[float]:
     """Take steps until they are alike; return their seconds."""
     first_steps = [next(stream)]
     # With factors in place the timed steps scale as training does.
-    first_steps.append(_step_with_refresh(trainer, stream))
+    first_steps.append(_run_step_with_refresh(trainer, stream))
     queue = -(-PREFETCH_FACTOR * trainer.workers // trainer.parts)
     blocks = StepBlocks(trainer, partial(count_warm_up_steps, search=trainer.spec.search, prefetched=queue))
     blocks.run(stream)
-    return step_seconds(trainer, first_steps) + blocks.steps
+    return measure_step_seconds(trainer, first_steps) + blocks.steps
 
 
-def _largest_step(trainer: Trainer, sample: Any) -> None:
+def _run_largest_step(trainer: Trainer, sample: Any) -> None:
     """Take a step of the largest sample alone, as many times as it has room: what it holds, a training may come to hold."""
-    batch = collate_items(trainer.datasets.collate, [sample] * trainer.micro_batch)
-    with zero_learning_rate(trainer):
-        worker_train_loop.step_on(trainer, batch)
+    batch = make_batch(trainer.datasets.collate, [sample] * trainer.micro_batch)
+    with use_zero_learning_rate(trainer):
+        worker_train_loop.run_step_on(trainer, batch)
 
 
 @dataclass(frozen=True)
@@ -609,16 +613,16 @@ class StepBlocks:
         while count := trainer.ranks.broadcast(self.more(self.steps) if trainer.ranks.is_first else 0):
             block = list(itertools.islice(stream, count))
             self.at_work()
-            self.steps += step_seconds(trainer, block)
+            self.steps += measure_step_seconds(trainer, block)
             self.waits += [trainer.clock.seconds(step.start, step.loaded) for step in block]
 
 
-def _out_of_memory_by_retries(task: ProbeTask, local_batch: int, retries: int) -> OutOfMemory:
+def _find_out_of_memory_by_retries(task: ProbeTask, local_batch: int, retries: int) -> OutOfMemory:
     message = f"it ran only because the allocator flushed its cache {retries} times"
-    return OutOfMemory(**probe_identity(task, local_batch), assumed=False, message=message)
+    return OutOfMemory(**make_probe_identity(task, local_batch), assumed=False, message=message)
 
 
-def _peak_components(trainer: Trainer, meter: device.MemoryMeter) -> Components:
+def _measure_peak_components(trainer: Trainer, meter: device.MemoryMeter) -> Components:
     """Return the memory of the steps so far, the most of all ranks."""
     ranks, limit = trainer.ranks, trainer.spec.cluster.memory_per_gpu
     peak, reserved = meter.peak()
@@ -626,7 +630,7 @@ def _peak_components(trainer: Trainer, meter: device.MemoryMeter) -> Components:
     return worker_measure_meter.split_memory(
         trainer.parallel.module,
         trainer.base,
-        batch=device.tensor_bytes(tensors_of(trainer.last_batch)),
+        batch=device.count_tensor_bytes(list_tensors(trainer.last_batch)),
         factors=trainer.ags.memory() if trainer.ags else 0,
         peak=int(ranks.max(peak)),
         reserved=int(ranks.max(reserved)),
@@ -635,7 +639,7 @@ def _peak_components(trainer: Trainer, meter: device.MemoryMeter) -> Components:
     )
 
 
-def endless_steps(trainer: Trainer) -> Generator[Step, None, None]:
+def repeat_steps(trainer: Trainer) -> Generator[Step, None, None]:
     """Yield the loop's steps, starting over where a small dataset is used up before the probe is done."""
     while True:
         yield from worker_train_loop.run_steps(trainer)
@@ -646,12 +650,12 @@ def _measure_refresh_time(trainer: Trainer, stream: Iterator[Step], timed: list[
     """Return what a refresh of the AGS factors adds to a step, in seconds."""
     if trainer.ags is None or trainer.ags.identity or trainer.spec.ags.resolved().each_step:
         return 0.0
-    with_refresh = [_step_with_refresh(trainer, stream) for _ in range(REFRESHES)]
-    extra = statistics.median(step_seconds(trainer, with_refresh)) - statistics.median(timed)
+    with_refresh = [_run_step_with_refresh(trainer, stream) for _ in range(REFRESHES)]
+    extra = statistics.median(measure_step_seconds(trainer, with_refresh)) - statistics.median(timed)
     return max(0.0, extra)
 
 
-def _step_with_refresh(trainer: Trainer, stream: Iterator[Step]) -> Step:
+def _run_step_with_refresh(trainer: Trainer, stream: Iterator[Step]) -> Step:
     """Take a step that refreshes the AGS factors; where it overflows, as the first of fp16 may, the next one does."""
     if trainer.ags:
         trainer.ags.refresh_soon()
@@ -682,6 +686,6 @@ def _measure_save_time(trainer: Trainer, run: RunDir) -> float:
         return 0.0
     path = run.path / ".timing.pt"
     began = time.perf_counter()
-    checkpoint.write_checkpoint(path, checkpoint.checkpoint_state(trainer, best={}))
+    checkpoint.write_checkpoint(path, checkpoint.make_checkpoint_state(trainer, best={}))
     path.unlink()
     return time.perf_counter() - began

@@ -36,7 +36,7 @@ class WithAdaScale(Plain):
         return 2 if world == 1 else 1
 
     def change_batch(self, loop: Loop) -> None:
-        _adascale_of(loop).batch = loop.batch  # its averages are of the reference batch
+        _find_adascale(loop).batch = loop.batch  # its averages are of the reference batch
 
     def after_first_backward(self, loop: Loop) -> None:
         """Show AdaScale the gradient of the first micro-batch, where no other rank has one to compare with.
@@ -48,7 +48,7 @@ class WithAdaScale(Plain):
         square = squared_norm([p.grad for p in loop.parallel.parameters() if p.grad is not None])
         # the loss was divided by the one and multiplied by the other, which stays on the device
         unscaled = loop.parts / loop.splits / loop.scaler.scale(torch.ones_like(square))
-        _adascale_of(loop).observe(square * unscaled**2, loop.micro_batch * loop.splits)
+        _find_adascale(loop).observe(square * unscaled**2, loop.micro_batch * loop.splits)
 
     def remarks(self, loop: Loop) -> list[str]:
         if (batch := loop.sizes.batch) > loop.spec.train.reference_batch:
@@ -57,12 +57,12 @@ class WithAdaScale(Plain):
 
     def report(self, loop: Loop) -> dict[str, Any]:
         """Return the gain, and how many epochs of the reference batch the steps are worth so far."""
-        report = _adascale_of(loop).report()
+        report = _find_adascale(loop).report()
         per_epoch = len(loop.datasets.train) / loop.spec.train.reference_batch
         return {"adascale": {"gain": report["gain"], "epochs": report["iterations"] / per_epoch}}
 
 
-def _adascale_of(loop: Loop) -> AdaScale:
+def _find_adascale(loop: Loop) -> AdaScale:
     assert isinstance(loop.optimizer, AdaScale)
     return loop.optimizer
 

@@ -8,33 +8,33 @@ import torch
 from torch import Tensor, nn
 
 from tula_cli.errors import SpecError
-from tula_cli.models.refresh import small_batch_size
+from tula_cli.models.refresh import compute_small_batch_size
 from tula_cli.optim import TulaOptimizer, configured
 from tula_cli.optim.ags import Configured, draw_counts, embeddings
 from tula_cli.spec.ags import Ags
 from tula_cli.spec.job import JobSpec
-from tula_cli.worker.build.finetune import parameters_matching
+from tula_cli.worker.build.finetune import find_parameters
 from tula_cli.worker.methods.plain import Configuration, Loop, Memory, Plain
 from tula_cli.worker.parallel.sharding import Parallel
 
 
-def ags_arguments(ags: Ags, **changed: Any) -> Configured:
+def make_ags_arguments(ags: Ags, **changed: Any) -> Configured:
     """Return new arguments of one TulaOptimizer; `changed` are settings that differ from the section's."""
     return configured(ags.resolved().model_dump() | changed)
 
 
-def small_batch_limit(configuration: Configuration) -> int:
+def get_small_batch_limit(configuration: Configuration) -> int:
     """Return the samples that a rank has for AGS's small batch: a micro-batch, of which no more is cut off than it leaves."""
     return configuration.batch // configuration.world // configuration.spec.train.accumulate
 
 
-def excluded_parameters(model: nn.Module, ags: Ags) -> Iterable[nn.Parameter]:
+def list_excluded_parameters(model: nn.Module, ags: Ags) -> Iterable[nn.Parameter]:
     """Return the parameters that are not scaled: embeddings, unless `ags.parameters` is all, and what `ags.exclude` names.
 
     Raises:
         SpecError: a pattern names none of the model's.
     """
-    by_name = parameters_matching(model, ags.exclude, path="ags.exclude").values() if ags.exclude else ()
+    by_name = find_parameters(model, ags.exclude, path="ags.exclude").values() if ags.exclude else ()
     return {*(embeddings(model) if ags.parameters == "auto" else ()), *by_name}
 
 
@@ -43,7 +43,7 @@ class Scaling(Plain):
 
     def settings(self, ags: Ags, **changed: Any) -> Configured:
         """Return new arguments of one TulaOptimizer."""
-        return ags_arguments(ags, **changed)
+        return make_ags_arguments(ags, **changed)
 
     def wrap(
         self, base: torch.optim.Optimizer, parallel: Parallel, configuration: Configuration
@@ -58,18 +58,18 @@ class Scaling(Plain):
                 base,
                 model=parallel,
                 b_large=batch,
-                b_small=small_batch_size(spec, batch),
+                b_small=compute_small_batch_size(spec, batch),
                 **arguments,
                 max_grad_norm=spec.train.max_grad_norm,
-                available=small_batch_limit(configuration),
+                available=get_small_batch_limit(configuration),
                 seed=spec.train.seed,
-                exclude=excluded_parameters(parallel.module, spec.ags),
+                exclude=list_excluded_parameters(parallel.module, spec.ags),
             )
 
     def check(self, spec: JobSpec, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         b_small = spec.train.reference_batch if spec.ags.b_small == "auto" else spec.ags.b_small
         limit = spec.train.max_grad_norm
-        arguments = ags_arguments(spec.ags)
+        arguments = make_ags_arguments(spec.ags)
         try:
             TulaOptimizer(
                 optimizer,
@@ -78,7 +78,7 @@ class Scaling(Plain):
                 b_small=b_small,
                 **arguments,
                 max_grad_norm=limit,
-                exclude=excluded_parameters(model, spec.ags),
+                exclude=list_excluded_parameters(model, spec.ags),
             )
         except ValueError as error:
             raise SpecError(
@@ -89,18 +89,20 @@ class Scaling(Plain):
     def small_batch_shares(self, configuration: Configuration) -> Sequence[int]:
         """Return the samples that each rank gives to a small batch; empty if none is taken."""
         spec, world = configuration.spec, configuration.world
-        if not _draws_small_batch(spec, several=world > 1):
+        if not _needs_small_batch(spec, several=world > 1):
             return ()
-        return draw_counts(small_batch_size(spec, configuration.batch), small_batch_limit(configuration), world, 0)
+        return draw_counts(
+            compute_small_batch_size(spec, configuration.batch), get_small_batch_limit(configuration), world, 0
+        )
 
     def fewest_samples(self, configuration: Configuration) -> int:
-        if small_batch_size(configuration.spec, configuration.batch) >= configuration.batch:
+        if compute_small_batch_size(configuration.spec, configuration.batch) >= configuration.batch:
             return 1  # nothing is scaled
         return max(self.small_batch_shares(configuration), default=1)
 
     def memory(self, spec: JobSpec, parameters: Sequence[nn.Parameter], *, several: bool) -> Memory:
         copied = parameters if spec.ags.resolved().apply_to == "update" else ()
-        return Memory(factors=True, small_batch=_draws_small_batch(spec, several=several), before=copied, after=True)
+        return Memory(factors=True, small_batch=_needs_small_batch(spec, several=several), before=copied, after=True)
 
     def scaling(self, optimizer: torch.optim.Optimizer) -> TulaOptimizer | None:
         return optimizer if isinstance(optimizer, TulaOptimizer) else None
@@ -111,8 +113,8 @@ class Scaling(Plain):
         configuration = Configuration(spec, loop.batch, loop.ranks.world)
         ags.change_batch(
             b_large=configuration.batch,
-            b_small=small_batch_size(spec, configuration.batch),
-            available=small_batch_limit(configuration),
+            b_small=compute_small_batch_size(spec, configuration.batch),
+            available=get_small_batch_limit(configuration),
         )
 
     def refresh(self, loop: Loop, small_loss: Callable[[int], Tensor]) -> bool:
@@ -140,7 +142,7 @@ class Scaling(Plain):
         ]
 
 
-def _draws_small_batch(spec: JobSpec, *, several: bool) -> bool:
+def _needs_small_batch(spec: JobSpec, *, several: bool) -> bool:
     """Return whether the gradient of a small batch is taken; several ranks may find their factors without."""
     return not (several and spec.ags.resolved().source == "local_norms")
 

@@ -10,14 +10,14 @@ from tula_cli.optim.ags import Configured
 from tula_cli.spec.ags import Ags
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.methods.plain import Configuration, Memory
-from tula_cli.worker.methods.scaling import Scaling, ags_arguments
+from tula_cli.worker.methods.scaling import Scaling, make_ags_arguments
 
 
 class StaticScaling(Scaling):
     """Adaptive gradient scaling whose factors are known beforehand."""
 
     def settings(self, ags: Ags, **changed: Any) -> Configured:
-        arguments = ags_arguments(ags, **changed)
+        arguments = make_ags_arguments(ags, **changed)
         arguments["factors"] = Static(None if ags.factor == "auto" else ags.factor)
         return arguments
 

@@ -9,7 +9,7 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.worker.methods.plain import Plain
 
 
-def method_of(spec: JobSpec) -> Plain:
+def get_method(spec: JobSpec) -> Plain:
     """Return the object of the job's method; where arms have not parted yet, auto is plain.
 
     Raises:

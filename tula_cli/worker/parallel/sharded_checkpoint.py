@@ -17,12 +17,12 @@ from torch import nn
 from tula_cli.errors import CannotWrite, TulaError
 from tula_cli.run import files
 from tula_cli.run.damage import SUMS
-from tula_cli.run.disk_space import missing_bytes
+from tula_cli.run.disk_space import make_missing_bytes_error
 from tula_cli.run.files import make_folder, write_atomic, write_error
 from tula_cli.worker.ranks import Ranks
 
 REST_FILE = "rest.pt"
-"""What no rank has a share of: position, best metrics, factors. A file of torch.save."""
+"""The file of torch.save with the state that is not sharded: position, best metrics, factors."""
 _CHUNK = 2**24  # bytes that are summed at a time
 
 
@@ -49,16 +49,16 @@ def save_sharded(
     # Each rank's BatchNorm has seen its own samples, and torch writes any rank's; what is evaluated is rank 0's.
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
-    draft = draft_path(folder)
+    draft = get_draft_path(folder)
     _run_on_first_rank(lambda: _create_draft(draft), folder, ranks)
     try:
-        save(_sharded_state(model, optimizer), checkpoint_id=draft)
+        save(_make_sharded_state(model, optimizer), checkpoint_id=draft)
     except CheckpointException as error:
-        why = _first_cause(error)
+        why = _find_first_cause(error)
         if isinstance(why, OSError):
             raise write_error(folder, why) from error
         # torch's writer of archives tells a full disk as a RuntimeError of its own
-        if code := missing_bytes(folder.parent):
+        if code := make_missing_bytes_error(folder.parent):
             raise write_error(folder, OSError(code, os.strerror(code))) from error
         first_line = next(iter(str(why).splitlines()), type(why).__name__)
         raise CannotWrite(
@@ -66,13 +66,13 @@ def save_sharded(
         ) from error
     _run_on_first_rank(lambda: write_atomic(draft / REST_FILE, _serialize(content)), folder, ranks)
     files = sorted(path.name for path in draft.iterdir()) if ranks.is_first else []
-    sums = _file_checksums(draft, json.loads(ranks.gather(json.dumps(files))[0]), ranks)
+    sums = _list_file_checksums(draft, json.loads(ranks.gather(json.dumps(files))[0]), ranks)
     if lost := [name for name, total in sums.items() if total < 0]:
         raise CannotWrite(f"cannot write {folder}: what was written cannot be read again: {', '.join(lost)}")
     _run_on_first_rank(lambda: _write_checksums(draft, folder, sums), folder, ranks)
 
 
-def draft_path(folder: Path) -> Path:
+def get_draft_path(folder: Path) -> Path:
     """Return where a folder is while it is written."""
     return folder.with_name(f".{folder.name}.draft")
 
@@ -82,7 +82,7 @@ def is_complete(folder: Path, ranks: Ranks) -> bool:
     checksums: dict[str, int] = json.loads(
         ranks.gather(json.dumps(_read_checksums(folder) if ranks.is_first else {}))[0]
     )
-    return REST_FILE in checksums and _file_checksums(folder, sorted(checksums), ranks) == checksums
+    return REST_FILE in checksums and _list_file_checksums(folder, sorted(checksums), ranks) == checksums
 
 
 def _read_checksums(folder: Path) -> dict[str, int]:
@@ -108,7 +108,7 @@ def load_sharded(folder: Path, model: nn.Module, optimizer: torch.optim.Optimize
 
     from tula_cli.worker.build.finetune import SafeLoadPlanner, SafeShardReader
 
-    state = _sharded_state(model, optimizer)
+    state = _make_sharded_state(model, optimizer)
     states = state["optimizer"]["state"]
     try:
         untouched = _without_state(states, SafeShardReader(folder).read_metadata().state_dict_metadata)
@@ -122,7 +122,7 @@ def load_sharded(folder: Path, model: nn.Module, optimizer: torch.optim.Optimize
             planner=SafeLoadPlanner(),
         )
     except (CheckpointException, pickle.UnpicklingError) as error:
-        why = _first_cause(error) if isinstance(error, CheckpointException) else error
+        why = _find_first_cause(error) if isinstance(error, CheckpointException) else error
         raise TulaError(
             f"the checkpoint {folder} does not fit the model: {why}", "was the model's code changed?"
         ) from None
@@ -139,22 +139,22 @@ def _without_state(states: dict[str, Any], saved: Collection[str]) -> set[str]:
     return {name for name in states if not any(key.startswith(f"optimizer.state.{name}.") for key in saved)}
 
 
-def _sharded_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _make_sharded_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
     return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
 
 
-def _file_checksums(folder: Path, names: list[str], ranks: Ranks) -> dict[str, int]:
+def _list_file_checksums(folder: Path, names: list[str], ranks: Ranks) -> dict[str, int]:
     """Return the check sum of each file, -1 of one that cannot be read; each rank reads its share of them."""
-    own_checksums = {name: _file_checksum(folder / name) for name in names[ranks.rank :: ranks.world]}
+    own_checksums = {name: _compute_file_checksum(folder / name) for name in names[ranks.rank :: ranks.world]}
     checksums: dict[str, int] = {}
     for text in ranks.gather(json.dumps(own_checksums)):
         checksums |= json.loads(text)
     return checksums
 
 
-def _file_checksum(path: Path) -> int:
+def _compute_file_checksum(path: Path) -> int:
     total = 0
     try:
         with files.open_file(path) as file:
@@ -165,7 +165,7 @@ def _file_checksum(path: Path) -> int:
     return total
 
 
-def _first_cause(error: Any) -> BaseException:
+def _find_first_cause(error: Any) -> BaseException:
     """Return what went wrong on the first rank where anything did."""
     cause: BaseException = next((failure[0] for failure in error.failures.values()), error)
     return cause

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tula_cli.errors import SpecError
 from tula_cli.spec.sections import Train
-from tula_cli.worker.build.recompute import blocks_of
+from tula_cli.worker.build.recompute import list_blocks
 
 
 class Sharded(nn.Module):
@@ -42,9 +42,9 @@ class Sharded(nn.Module):
         super().__init__()
         check_torch(device.type)
         _check_average(device)
-        _broadcast([*model.parameters(), *model.buffers()], device)
+        _broadcast_tensors([*model.parameters(), *model.buffers()], device)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        self.parts: list[Any] = [*fsdp_blocks(model, blocks), model]
+        self.parts: list[Any] = [*list_fsdp_blocks(model, blocks), model]
         for block in self.parts:
             fully_shard(block, mesh=mesh)
         self.module = model
@@ -135,7 +135,7 @@ def _check_average(device: torch.device) -> None:
         )
 
 
-def fsdp_blocks(model: nn.Module, names: Literal["auto"] | Sequence[str]) -> list[nn.Module]:
+def list_fsdp_blocks(model: nn.Module, names: Literal["auto"] | Sequence[str]) -> list[nn.Module]:
     """Return the blocks of a model that are gathered one at a time, in the order of its modules.
 
     A block that shares a parameter with what is outside of it (tied embeddings) is none: the rest of the model holds it.
@@ -148,15 +148,15 @@ def fsdp_blocks(model: nn.Module, names: Literal["auto"] | Sequence[str]) -> lis
             f"train.parallel: fsdp cannot divide parameters without a dimension: {', '.join(undivided)}",
             "make each a tensor of shape (1,): nn.Parameter(torch.ones(1)); or take train.parallel: ddp",
         )
-    blocks = blocks_of(model) if names == "auto" else _modules_of_classes(model, names)
+    blocks = list_blocks(model) if names == "auto" else _list_modules_of_classes(model, names)
     return [
         block
         for block in blocks
-        if block is not model and any(True for _ in block.parameters()) and _shares_no_parameter(block, model)
+        if block is not model and any(True for _ in block.parameters()) and _has_no_shared_parameter(block, model)
     ]
 
 
-def _modules_of_classes(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+def _list_modules_of_classes(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     """Return the modules of classes, the inner ones before those that hold them."""
     # a list of modules has no forward pass that a block could be gathered for
     modules = [module for module in model.modules() if not isinstance(module, nn.ModuleList | nn.ModuleDict)]
@@ -170,7 +170,7 @@ def _modules_of_classes(model: nn.Module, names: Sequence[str]) -> list[nn.Modul
     return [module for module in reversed(modules) if type(module).__name__ in names]
 
 
-def _shares_no_parameter(block: nn.Module, model: nn.Module) -> bool:
+def _has_no_shared_parameter(block: nn.Module, model: nn.Module) -> bool:
     inside = set(block.modules())
     block_parameters = {id(p) for p in block.parameters()}
     return not any(
@@ -181,7 +181,7 @@ def _shares_no_parameter(block: nn.Module, model: nn.Module) -> bool:
     )
 
 
-def _broadcast(tensors: Iterable[Tensor], device: torch.device) -> None:
+def _broadcast_tensors(tensors: Iterable[Tensor], device: torch.device) -> None:
     """Give tensors rank 0's values, one at a time over the device."""
     for tensor in tensors:
         on_device = tensor.detach().to(device)

@@ -22,7 +22,7 @@ from torch.utils.data import Subset
 
 from tula_cli.models import halving
 from tula_cli.models.halving import BranchRequest
-from tula_cli.models.ramp.stages import Stages, stages_of_branch, stages_of_training
+from tula_cli.models.ramp.stages import Stages, plan_stages_of_branch, plan_stages_of_training
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import Branch, Tuning
 from tula_cli.run.records.tasks import TrainTask
@@ -35,13 +35,13 @@ from tula_cli.worker.build.data import (
     Position,
     SeededDataset,
     build_datasets,
-    epoch_permutation,
+    make_epoch_permutation,
 )
 from tula_cli.worker.preemption import Preempted, PreemptionHandler
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import checkpoint, evaluation
 from tula_cli.worker.train import loop as worker_train_loop
-from tula_cli.worker.train.batch_partition import batch_sizes_of
+from tula_cli.worker.train.batch_partition import compute_batch_sizes
 from tula_cli.worker.train.evaluation import Evaluation
 from tula_cli.worker.train.loop import Trainer
 from tula_cli.worker.train.metrics import MetricsFile
@@ -89,16 +89,18 @@ class Choice:
 
     def task(self, task: TrainTask, *, size: int) -> TrainTask:
         """Return the task as the arm trains it, on so many samples an epoch."""
-        return task_of_arm(task, self.arm, stages_of_training(task.spec, self.arm, batch=task.batch, size=size))
+        return make_task_of_arm(
+            task, self.arm, plan_stages_of_training(task.spec, self.arm, batch=task.batch, size=size)
+        )
 
     @property
     def lr_factor(self) -> Callable[[float], float]:
-        return partial(halving.lr_factor, self.arm, start=self.epoch)
+        return partial(halving.compute_lr_factor, self.arm, start=self.epoch)
 
 
-def task_of_arm(task: TrainTask, arm: Arm, stages: Stages) -> TrainTask:
+def make_task_of_arm(task: TrainTask, arm: Arm, stages: Stages) -> TrainTask:
     """Return a task as an arm trains it, with the stages of its batch."""
-    return task.model_copy(update={"spec": halving.job_of_arm(task.spec, arm), "stages": stages})
+    return task.model_copy(update={"spec": halving.make_job_of_arm(task.spec, arm), "stages": stages})
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ class BranchContext:
         with contextlib.closing(worker_train_loop.run_steps(trainer)) as stream:
             for _ in stream:
                 self.check()
-        return copy.deepcopy(checkpoint.checkpoint_state(trainer, best={}))
+        return copy.deepcopy(checkpoint.make_checkpoint_state(trainer, best={}))
 
     @property
     def size(self) -> int:
@@ -145,8 +147,8 @@ def load_choice(task: TrainTask, run: RunDir, ranks: Ranks) -> Choice | None:
     assert tuning.chosen is not None
     arm = tuning.chosen
     if task.batch != tuning.batch:
-        arm = halving.limit_lr_factor(arm, task.batch / task.spec.train.reference_batch)
-    control = halving.longest_control_branch(tuning.branches)
+        arm = halving.with_limited_lr_factor(arm, task.batch / task.spec.train.reference_batch)
+    control = halving.find_longest_control_branch(tuning.branches)
     longest = max((branch.epochs for branch in tuning.branches), default=0.0)
     limit = control.loss if control is not None else None
     return Choice(arm, tuning.epoch, tuning.start, longest, limit, tuning.broken)
@@ -175,14 +177,14 @@ def choose_next_arm(task: TrainTask, run: RunDir, ranks: Ranks, *, samples: int)
         assert tuning is not None and tuning.chosen is not None
         checkpoint.discard_after(run, task.signature, tuning.start)
         broken = (*tuning.broken, tuning.chosen.name)
-        name = halving.next_best_arm(tuning.branches, broken)
+        name = halving.find_next_best_arm(tuning.branches, broken)
         chosen = next(arm for arm in tuning.arms if arm.name == name)
         lost = tuning.lost + samples - tuning.start
         run.write_tuning(tuning.model_copy(update={"broken": broken, "chosen": chosen, "lost": lost}))
     ranks.broadcast(0)  # no rank looks for a checkpoint before
 
 
-def tune(
+def run_tuning(
     task: TrainTask, run: RunDir, ranks: Ranks, datasets: Datasets, *, preemption: PreemptionHandler, log: Log
 ) -> Choice:
     """Train branches until one arm is left, for a training that stands where they part; what is recorded is kept.
@@ -208,19 +210,26 @@ def tune(
         epoch=position.epoch + position.done / (len(datasets.train) + len(datasets.eval)),
         preemption=preemption,
     )
-    arms = halving.arms_of_training(task.spec, task.batch)
+    arms = halving.list_arms_of_training(task.spec, task.batch)
     tuning = _load_record(context, run, position, arms)
     if ranks.is_first:
         run.write_tuning(tuning)
-    while (turn := _next_turn(tuning, ranks)) is not None:
-        branch = _train_branch(context, arms[turn.arm], turn, control=_control_branch(tuning, turn))
+    while (turn := _find_next_turn(tuning, ranks)) is not None:
+        branch = _train_branch(context, arms[turn.arm], turn, control=_find_control_branch(tuning, turn))
         tuning = tuning.model_copy(update={"branches": (*tuning.branches, branch)})
         if ranks.is_first:
             run.write_tuning(tuning)
             row = branch.model_dump(exclude={"samples"})  # of a row they are the training's
-            log("branch", position, context.epoch, **row, trained=branch.samples, eta=_seconds_left(context, tuning))
+            log(
+                "branch",
+                position,
+                context.epoch,
+                **row,
+                trained=branch.samples,
+                eta=_estimate_seconds_left(context, tuning),
+            )
     if ranks.is_first:
-        _, winner = halving.next_branch_or_winner([arm.name for arm in arms], tuning.branches)
+        _, winner = halving.find_next_branch_or_winner([arm.name for arm in arms], tuning.branches)
         run.write_tuning(tuning.model_copy(update={"chosen": next(arm for arm in arms if arm.name == winner)}))
     choice = load_choice(task, run, ranks)
     assert choice is not None
@@ -235,8 +244,8 @@ def hold_out_samples(spec: JobSpec, datasets: Datasets, *, batch: int) -> Datase
     """
     size = len(datasets.train)
     halving.require_tuning_samples(spec, batch=batch, dataset_size=size)
-    count = halving.holdout_size(size)
-    order = epoch_permutation(size, seed=spec.train.seed, epoch=_HELD_OUT).tolist()
+    count = halving.count_holdout_samples(size)
+    order = make_epoch_permutation(size, seed=spec.train.seed, epoch=_HELD_OUT).tolist()
     plain = spec.transforms.model_copy(update={"train": spec.transforms.eval})
     view = datasets.train.samples
     if plain != spec.transforms:
@@ -258,30 +267,30 @@ def _load_record(context: BranchContext, run: RunDir, position: Position, arms: 
         start=position.samples,
         epoch=context.epoch,
         arms=arms,
-        beginning=_samples_of_beginning(context) if len(arms) > 1 else 0,
+        beginning=_count_samples_of_beginning(context) if len(arms) > 1 else 0,
     )
     tuning = run.training(context.task.signature).tuning() if context.ranks.is_first else None
     alike = tuning is not None and fresh == tuning.model_copy(update={"branches": (), "chosen": None})
     return tuning if tuning is not None and alike else fresh
 
 
-def _samples_of_beginning(context: BranchContext) -> int:
+def _count_samples_of_beginning(context: BranchContext) -> int:
     """Return the samples that the branches' common beginning is trained on."""
     control = Choice(Arm(name=halving.CONTROL_ARM), 0.0).task(context.task, size=context.size)
-    sizes = batch_sizes_of(control, batch=control.batch, world=context.ranks.world, dataset_size=context.size)
+    sizes = compute_batch_sizes(control, batch=control.batch, world=context.ranks.world, dataset_size=context.size)
     steps = sizes.ramp.remaining_steps(size=context.size, epochs=context.task.spec.auto.after)
     return sum(batch * count for batch, count in steps.items())
 
 
-def _next_turn(tuning: Tuning, ranks: Ranks) -> BranchRequest | None:
+def _find_next_turn(tuning: Tuning, ranks: Ranks) -> BranchRequest | None:
     """Return the branch that rank 0 finds next, on every rank; None where one arm is left."""
     names = [arm.name for arm in tuning.arms]
-    turn, _ = halving.next_branch_or_winner(names, tuning.branches) if ranks.is_first else (None, None)
+    turn, _ = halving.find_next_branch_or_winner(names, tuning.branches) if ranks.is_first else (None, None)
     number = ranks.broadcast(-1 if turn is None else turn.rung * len(names) + turn.arm)
     return None if number < 0 else BranchRequest(*divmod(number, len(names)))
 
 
-def _control_branch(tuning: Tuning, turn: BranchRequest) -> Branch | None:
+def _find_control_branch(tuning: Tuning, turn: BranchRequest) -> Branch | None:
     """Return the control's branch of the same rung; it is the first there."""
     same = (branch for branch in tuning.branches if branch.rung == turn.rung)
     return next((branch for branch in same if branch.arm == halving.CONTROL_ARM), None)
@@ -290,9 +299,9 @@ def _control_branch(tuning: Tuning, turn: BranchRequest) -> Branch | None:
 def _train_branch(context: BranchContext, arm: Arm, turn: BranchRequest, *, control: Branch | None) -> Branch:
     """Train one branch and judge it."""
     began = time.monotonic()
-    count = len(halving.arms_of_training(context.task.spec, context.task.batch))
-    length = halving.branch_samples(context.task.spec, turn.rung, count, context.size)
-    trainer = _branch_trainer(context, arm, length)
+    count = len(halving.list_arms_of_training(context.task.spec, context.task.batch))
+    length = halving.count_branch_samples(context.task.spec, turn.rung, count, context.size)
+    trainer = _build_branch_trainer(context, arm, length)
     start = trainer.position.samples
     finite = _train_samples(context, trainer, length)
     if finite:
@@ -305,23 +314,23 @@ def _train_branch(context: BranchContext, arm: Arm, turn: BranchRequest, *, cont
         rung=turn.rung,
         epochs=samples / len(context.datasets.train),
         samples=samples,
-        loss=_finite_or_none(result.loss) if result else None,
-        top1=_finite_or_none(result.top1) if result else None,
+        loss=_replace_infinite(result.loss) if result else None,
+        top1=_replace_infinite(result.top1) if result else None,
         diverged=result is None or _has_diverged(result, context.datasets.classes, control),
         seconds=time.monotonic() - began,
     )
 
 
-def _branch_trainer(context: BranchContext, arm: Arm, length: int) -> Trainer:
+def _build_branch_trainer(context: BranchContext, arm: Arm, length: int) -> Trainer:
     """Return a fresh trainer where the arms part, for a branch of so many samples."""
     start, choice, size = context.start, Choice(arm, context.epoch), context.size
     position, batch = Position(**start["position"]), context.task.batch
     passed = position.epoch * size + position.done
-    stages = stages_of_branch(context.task.spec, arm, batch=batch, start=passed, length=length)
-    trainer = _build_arm_trainer(context, task_of_arm(context.task, arm, stages))
+    stages = plan_stages_of_branch(context.task.spec, arm, batch=batch, start=passed, length=length)
+    trainer = _build_arm_trainer(context, make_task_of_arm(context.task, arm, stages))
     checkpoint.restore_checkpoint(trainer, copy.deepcopy(start))  # an optimizer takes the tensors over as they are
     trainer.lr_factor = lambda epoch: (
-        choice.lr_factor(epoch) * halving.cooldown_factor(epoch, start=context.epoch, length=length / size)
+        choice.lr_factor(epoch) * halving.compute_cooldown_factor(epoch, start=context.epoch, length=length / size)
     )
     return trainer
 
@@ -359,12 +368,12 @@ def _has_diverged(result: Evaluation, classes: int | None, control: Branch | Non
     return result.loss > max(math.log(classes), control.loss)
 
 
-def _finite_or_none(value: float) -> float | None:
+def _replace_infinite(value: float) -> float | None:
     """Return a number as JSON can hold it."""
     return value if math.isfinite(value) else None
 
 
-def _seconds_left(context: BranchContext, tuning: Tuning) -> float:
+def _estimate_seconds_left(context: BranchContext, tuning: Tuning) -> float:
     """Return the time until the training's end, by the pace of the branches so far."""
     size, epochs = len(context.datasets.train) + len(context.datasets.eval), context.task.spec.train.epochs
     planned = halving.plan_tuning(context.task.spec, batch=context.task.batch, dataset_size=size)
@@ -411,7 +420,7 @@ def _choose(task: TrainTask, context: TrainContext) -> Choice:
         run, task, is_first=ranks.is_first, samples=run.training(task.signature).newest_samples()
     ) as metrics:
         try:
-            return tune(task, run, ranks, split, preemption=context.preemption, log=metrics.add)
+            return run_tuning(task, run, ranks, split, preemption=context.preemption, log=metrics.add)
         except Preempted as preempted:
             if ranks.is_first:
                 run.write_stop(task.id, context.attempt, preempted.reason)

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 
 from tula_cli.errors import SpecError
-from tula_cli.models.out_of_memory import splits_of
-from tula_cli.models.ramp.stages import Ramp, build_ramp, stages_below
+from tula_cli.models.out_of_memory import list_splits
+from tula_cli.models.ramp.stages import Ramp, build_ramp, list_stages_below
 from tula_cli.run.records.base import MicroBatches, Splits
 from tula_cli.run.records.recommendations import Stage
 from tula_cli.run.records.tasks import LoopTask, TrainTask
@@ -12,13 +12,13 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build.batches import BatchSizes
 from tula_cli.worker.build.norms import (
     count_statistics_batches,
-    micro_batch_limits,
+    list_micro_batch_limits,
 )
 from tula_cli.worker.methods.plain import Configuration, Loop
-from tula_cli.worker.methods.table import method_of
+from tula_cli.worker.methods.table import get_method
 
 
-def batch_sizes_of(task: LoopTask, *, batch: int, world: int, dataset_size: int) -> BatchSizes:
+def compute_batch_sizes(task: LoopTask, *, batch: int, world: int, dataset_size: int) -> BatchSizes:
     """Return the batches of a task; only a training has more than one.
 
     Args:
@@ -33,15 +33,15 @@ def batch_sizes_of(task: LoopTask, *, batch: int, world: int, dataset_size: int)
     spec = task.spec
     splits = task.splits if isinstance(task, TrainTask) else 1
     _check_batch(spec, batch, world=world, splits=splits, dataset_size=dataset_size)
-    micro_batches_of_step = micro_batches_per_rank(spec, world)
+    micro_batches_of_step = count_micro_batches_per_rank(spec, world)
     ramp = None
     largest = batch
     if isinstance(task, TrainTask):
         largest = max((stage.batch for stage in task.stages if stage.nodes == task.nodes), default=batch)
-        ramp = ramp_from_stages(task, task.stages, world, dataset_size)
+        ramp = build_ramp_from_stages(task, task.stages, world, dataset_size)
     stages = {stage.batch: 1 for stage in ramp.stages} if ramp else {}
     if splits > 1:
-        stages = {stage: _splits_for_stage(spec, stage, batch, world=world, splits=splits) for stage in stages}
+        stages = {stage: _choose_splits_for_stage(spec, stage, batch, world=world, splits=splits) for stage in stages}
     for stage, micro_batches_of_stage in stages.items():
         _check_batch(spec, stage, world=world, splits=micro_batches_of_stage, dataset_size=dataset_size)
     return BatchSizes(
@@ -49,9 +49,9 @@ def batch_sizes_of(task: LoopTask, *, batch: int, world: int, dataset_size: int)
     )
 
 
-def _splits_for_stage(spec: JobSpec, stage: int, batch: int, *, world: int, splits: int) -> int:
+def _choose_splits_for_stage(spec: JobSpec, stage: int, batch: int, *, world: int, splits: int) -> int:
     """Return the parts of a stage's micro-batches: the fewest with no more samples than one of the whole batch has."""
-    micro_batches_of_step, method = micro_batches_per_rank(spec, world), method_of(spec)
+    micro_batches_of_step, method = count_micro_batches_per_rank(spec, world), get_method(spec)
     micro_batch, max_samples = (
         stage // (world * micro_batches_of_step),
         batch // (world * micro_batches_of_step * splits),
@@ -62,48 +62,48 @@ def _splits_for_stage(spec: JobSpec, stage: int, batch: int, *, world: int, spli
     return next(fitting, 1)
 
 
-def ramp_from_stages(task: TrainTask, stages: Sequence[Stage], world: int, dataset_size: int) -> Ramp:
+def build_ramp_from_stages(task: TrainTask, stages: Sequence[Stage], world: int, dataset_size: int) -> Ramp:
     """Return the batches of a training by stages that were decided, or where there are none by what the job says.
 
     Raises:
         SpecError: as `build_ramp`.
     """
-    micro_batches_in_all = world * micro_batches_per_rank(task.spec, world)
+    micro_batches_in_all = world * count_micro_batches_per_rank(task.spec, world)
     if stages and stages[0].nodes is not None:
-        return _ramp_on_nodes(task, stages, micro_batches_in_all)
+        return _build_ramp_on_nodes(task, stages, micro_batches_in_all)
     return build_ramp(
         task.spec, batch=task.batch, divisor=micro_batches_in_all, dataset_size=dataset_size, decided=stages
     )
 
 
-def _ramp_on_nodes(task: TrainTask, stages: Sequence[Stage], micro_batches_in_all: int) -> Ramp:
+def _build_ramp_on_nodes(task: TrainTask, stages: Sequence[Stage], micro_batches_in_all: int) -> Ramp:
     """Return the batches of a training that has fewer nodes at first (`train.ramp_nodes`): of all numbers of ranks the same.
 
     What ran on fewer nodes need not divide among these: only a checkpoint that cannot be read leads back there, and then the
     first batch of these nodes is taken.
     """
-    every = [*stages_below(stages, task.batch)]
+    every = [*list_stages_below(stages, task.batch)]
     first_batch = next(stage.batch for stage in every if (stage.nodes or 0) >= task.nodes)
     fitting = [stage.batch if stage.batch % micro_batches_in_all == 0 else first_batch for stage in every]
     return Ramp(tuple(stage.model_copy(update={"batch": fit}) for stage, fit in zip(every, fitting, strict=True)))
 
 
 def _check_batch(spec: JobSpec, batch: int, *, world: int, splits: int, dataset_size: int) -> None:
-    micro_batches_in_all = world * micro_batches_per_rank(spec, world) * splits
+    micro_batches_in_all = world * count_micro_batches_per_rank(spec, world) * splits
     if batch % micro_batches_in_all:
         plain = micro_batches_in_all == world * spec.train.accumulate * splits
-        why = "ranks x train.accumulate" if plain else method_of(spec).least_parts_why
+        why = "ranks x train.accumulate" if plain else get_method(spec).least_parts_why
         raise SpecError(f"batch {batch} does not divide by {micro_batches_in_all} ({why})")
     if batch > dataset_size:
         raise SpecError(f"batch {batch} is larger than the dataset, which has {dataset_size} training samples")
 
 
-def micro_batches_per_rank(spec: JobSpec, world: int) -> int:
+def count_micro_batches_per_rank(spec: JobSpec, world: int) -> int:
     """Return the micro-batches of a step, uncut."""
-    return max(spec.train.accumulate, method_of(spec).least_parts(world))
+    return max(spec.train.accumulate, get_method(spec).least_parts(world))
 
 
-def possible_splits(loop: Loop, batches: Sequence[int], jobs: Callable[[int], Sequence[JobSpec]]) -> MicroBatches:
+def list_possible_splits(loop: Loop, batches: Sequence[int], jobs: Callable[[int], Sequence[JobSpec]]) -> MicroBatches:
     """Return how far the micro-batches of each batch may be cut after an out-of-memory.
 
     Args:
@@ -112,17 +112,17 @@ def possible_splits(loop: Loop, batches: Sequence[int], jobs: Callable[[int], Se
         jobs: returns what may be trained at a batch; with method auto each arm's, which differ in their method.
     """
     world, model = loop.ranks.world, loop.parallel.module
-    norms = micro_batch_limits(model, world=world)
+    norms = list_micro_batch_limits(model, world=world)
 
     def of(batch: int) -> Splits:
         specs = jobs(batch)
-        micro_batches_of_step = max(micro_batches_per_rank(spec, world) for spec in specs)
-        fewest = max(method_of(spec).fewest_samples(Configuration(spec, batch, world)) for spec in specs)
+        micro_batches_of_step = max(count_micro_batches_per_rank(spec, world) for spec in specs)
+        fewest = max(get_method(spec).fewest_samples(Configuration(spec, batch, world)) for spec in specs)
         method_limit = (
             lambda micro_batch: micro_batch >= fewest,
             f"its method compares gradients over {fewest} samples of it",
         )
-        return splits_of(
+        return list_splits(
             batch,
             micro_batch=batch // world // micro_batches_of_step,
             micro_batches=micro_batches_of_step,

@@ -30,7 +30,7 @@ CHECKPOINTS_KEPT = 2
 """The newest checkpoints kept beside the best: one more than needed, should the newest be damaged."""
 
 
-def checkpoint_state(
+def make_checkpoint_state(
     trainer: Trainer, *, best: dict[str, float], owed: bool = False, ended: str = ""
 ) -> dict[str, Any]:
     """Return everything a resumed run needs.
@@ -42,10 +42,10 @@ def checkpoint_state(
         ended: why the training ends here, before its last epoch; empty where it goes on.
     """
     model, optimizer = trainer.method.model_state(trainer), trainer.optimizer.state_dict()
-    return {"model": model, "optimizer": optimizer, **_training_state(trainer, best=best, owed=owed, ended=ended)}
+    return {"model": model, "optimizer": optimizer, **_make_training_state(trainer, best=best, owed=owed, ended=ended)}
 
 
-def _training_state(trainer: Trainer, *, best: dict[str, float], owed: bool, ended: str) -> dict[str, Any]:
+def _make_training_state(trainer: Trainer, *, best: dict[str, float], owed: bool, ended: str) -> dict[str, Any]:
     """Return what a resumed run needs beside model and optimizer."""
     extra_state = trainer.method.own_state(trainer)
     return {
@@ -81,16 +81,16 @@ def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
     try:
         write_atomic(path, save)
     except DiskFull as error:
-        error.needed = _tensor_bytes(content)
+        error.needed = _count_tensor_bytes(content)
         raise
 
 
-def _tensor_bytes(content: Any) -> int:
+def _count_tensor_bytes(content: Any) -> int:
     """Return the bytes of all tensors in what is to be written: about those of the file."""
     if isinstance(content, torch.Tensor):
         return content.nbytes
     inner = content.values() if isinstance(content, dict) else content if isinstance(content, list | tuple) else ()
-    return sum(map(_tensor_bytes, inner))
+    return sum(map(_count_tensor_bytes, inner))
 
 
 class _FileRecorder:
@@ -132,7 +132,7 @@ def save_checkpoint(
     if shares:
         write_sharded(path, trainer, best=best, owed=owed, ended=ended)
     else:
-        write_checkpoint(path, checkpoint_state(trainer, best=best, owed=owed, ended=ended))
+        write_checkpoint(path, make_checkpoint_state(trainer, best=best, owed=owed, ended=ended))
     if trainer.ranks.is_first:
         _remove_outdated(run, signature, path, is_best=is_best, keep=keep)
     return path
@@ -150,7 +150,7 @@ def write_sharded(path: Path, trainer: Trainer, *, best: dict[str, float], owed:
         TulaError: the disk is full; older checkpoints stand.
     """
     ags = {} if trainer.ags is None else {"ags": trainer.ags.ags_state_dict()}
-    content = _training_state(trainer, best=best, owed=owed, ended=ended) | ags
+    content = _make_training_state(trainer, best=best, owed=owed, ended=ended) | ags
     sharded_checkpoint.save_sharded(path, trainer.parallel.module, trainer.base, content, trainer.ranks)
 
 
@@ -162,7 +162,7 @@ def _remove_outdated(run: RunDir, signature: str, path: Path, *, is_best: bool, 
         _replace_link(folder / "best", path)
     # A run that stands before a checkpoint of its own has found it damaged.
     newest = [old for old in run.training(signature).checkpoints() if old <= path][:CHECKPOINTS_KEPT]
-    retained = {*newest, _link_target(folder / "best"), _link_target(folder / "last")}
+    retained = {*newest, _read_link_target(folder / "best"), _read_link_target(folder / "last")}
     for old in run.training(signature).checkpoints():
         if old not in retained and int(old.stem) not in keep:
             remove_path(old)
@@ -179,7 +179,7 @@ def discard_after(run: RunDir, signature: str, samples: int) -> None:
     for link in (folder / "last", folder / "best"):
         if newest is None:
             link.unlink(missing_ok=True)
-        elif link.name == "last" or _link_target(link) in dropped:
+        elif link.name == "last" or _read_link_target(link) in dropped:
             _replace_link(link, newest)
     for path in dropped:
         remove_path(path)
@@ -201,7 +201,7 @@ def load_newest(
         content = _read_checkpoint(path) if is_complete_archive(path) else None
         if content is not None:
             return path, content
-        tell(_set_aside_damaged(path))
+        tell(_rename_damaged(path))
     return None
 
 
@@ -224,7 +224,7 @@ def load_for_all(
         if rest is not None:
             return {**rest, "folder": folder}
         if ranks.is_first:
-            tell(_set_aside_damaged(folder))
+            tell(_rename_damaged(folder))
     newest = load_newest(run, signature, tell) if ranks.is_first else None
     samples = ranks.broadcast(-1 if newest is None else newest[1]["position"]["samples"])
     if samples < 0:
@@ -237,7 +237,7 @@ def load_for_all(
     return content
 
 
-def _set_aside_damaged(path: Path) -> str:
+def _rename_damaged(path: Path) -> str:
     """Give a damaged checkpoint a name that is not of tula, so that nothing trips over it again; say so."""
     path_aside = path.with_name(f"damaged-{path.name}")
     number = 1
@@ -338,5 +338,5 @@ def _replace_link(link: Path, target: Path) -> None:
     draft.replace(link)
 
 
-def _link_target(link: Path) -> Path | None:
+def _read_link_target(link: Path) -> Path | None:
     return link.parent / link.readlink() if link.is_symlink() else None

@@ -64,12 +64,12 @@ class Diagnostics:
             if (
                 isinstance(trainer.parallel, Sharded)
                 and "gradient_norms" in trainer.spec.train.diagnostics
-                and _scaling_optimizer(trainer) is None
+                and _find_scaling_optimizer(trainer) is None
             ):
-                trainer.on_gradient = _squared_norm
+                trainer.on_gradient = _compute_squared_norm
             return None
         diagnostics = cls()
-        if (ags := _scaling_optimizer(trainer)) is not None:
+        if (ags := _find_scaling_optimizer(trainer)) is not None:
             diagnostics._update_factor_mean(ags)
             return diagnostics
         if "gradient_norms" not in trainer.spec.train.diagnostics:
@@ -83,7 +83,7 @@ class Diagnostics:
 
     def record_norm(self, trainer: Trainer) -> None:
         """Take the norm of the gradient that a step is about to use: averaged, unless post-local SGD has switched."""
-        square = _squared_norm(trainer)
+        square = _compute_squared_norm(trainer)
         # Divided as a number and not as a gradient: the step stays what it was.
         scale = trainer.scaler.get_scale() if trainer.scaler.is_enabled() else 1.0
         self.square = None if square is None else square / scale**2
@@ -94,7 +94,7 @@ class Diagnostics:
         if self.takes_norms:
             self.waiting.append(_UnreadStep(samples, batch, lr, self.square))
             self.square = None
-        elif (ags := _scaling_optimizer(trainer)) is not None:
+        elif (ags := _find_scaling_optimizer(trainer)) is not None:
             gate = ags.gate
             skipped = gate.square is None or gate.square is self.last
             gate_values = (None, None, None) if skipped else (gate.square, gate.change, gate.scaled)
@@ -159,14 +159,14 @@ class Diagnostics:
             elements (or tensors), one more, with those below and above all edges at its ends.
         """
         self._read_waiting()
-        ags = _scaling_optimizer(trainer)
+        ags = _find_scaling_optimizer(trainer)
         factors = ags.factors.values if ags else []
         norms, changes = self.norms, self.changes
         self.norms, self.changes = [], []
         return {
             "steps": len(norms),
-            "norm": _quantiles_of(norms),
-            "delta": _quantiles_of(changes),
+            "norm": _compute_quantiles(norms),
+            "delta": _compute_quantiles(changes),
             "scaled": scaled,
             "factors": {"edges": list(EDGES), "counts": count_per_bin(factors)} if factors else None,
         }
@@ -179,7 +179,7 @@ def _read_numbers(numbers: Sequence[Tensor | float | None]) -> list[float | None
     return [next(read) if isinstance(value, Tensor) else value for value in numbers]
 
 
-def _squared_norm(trainer: Trainer) -> Tensor | None:
+def _compute_squared_norm(trainer: Trainer) -> Tensor | None:
     """Return the squared norm of the gradient; every rank takes part where each holds a share of it."""
     gradients = [sharding.local_shard(p.grad) for p in trainer.parallel.parameters() if p.grad is not None]
     if not gradients:
@@ -189,11 +189,11 @@ def _squared_norm(trainer: Trainer) -> Tensor | None:
     )
 
 
-def _scaling_optimizer(trainer: Trainer) -> TulaOptimizer | None:
+def _find_scaling_optimizer(trainer: Trainer) -> TulaOptimizer | None:
     return None if trainer.ags is None or trainer.ags.identity else trainer.ags
 
 
-def _quantiles_of(values: Sequence[float]) -> dict[str, float] | None:
+def _compute_quantiles(values: Sequence[float]) -> dict[str, float] | None:
     finite = torch.tensor(values, dtype=torch.float64)
     finite = finite[finite.isfinite()]
     if not len(finite):

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tula_cli.models.loss_level import max_spike_steps
+from tula_cli.models.loss_level import compute_max_spike_steps
 from tula_cli.optim.sharding import local_shard
-from tula_cli.spec.job import lr_scale
-from tula_cli.words import number
+from tula_cli.spec.job import compute_lr_scale
+from tula_cli.words import format_number
 from tula_cli.worker.build.data import Position
 from tula_cli.worker.train.loop import Step, Trainer
 
@@ -58,9 +58,9 @@ class DivergenceDetector:
             return
         trainer, steps = self.trainer, self.losses[self.judged :]
         size, epochs = len(trainer.datasets.train), trainer.spec.train.epochs
-        longest = max_spike_steps(sum(trainer.sizes.ramp.remaining_steps(size=size, epochs=epochs).values()))
-        for (at, batch, _), loss in zip(steps, _loss_values(steps), strict=True):
-            trainer.losses.add(loss, samples=at.samples, lr_factor=lr_scale(trainer.spec, batch))
+        longest = compute_max_spike_steps(sum(trainer.sizes.ramp.remaining_steps(size=size, epochs=epochs).values()))
+        for (at, batch, _), loss in zip(steps, _list_loss_values(steps), strict=True):
+            trainer.losses.add(loss, samples=at.samples, lr_factor=compute_lr_scale(trainer.spec, batch))
             if trainer.losses.above >= longest:
                 self.blown_up = (trainer.losses.lowest, trainer.losses.level)
         self.judged = len(self.losses)
@@ -78,7 +78,7 @@ class DivergenceDetector:
         self.update_loss_level()
         losses, self.losses, self.judged = self.losses, [], 0
         local_values = [
-            -_first_non_finite(losses),
+            -_find_first_non_finite(losses),
             float(self.spoilt),
             float(self._scale_has_collapsed()),
             *self.blown_up,
@@ -94,7 +94,7 @@ class DivergenceDetector:
             return f"the gradient overflows fp16 at every step, up to {self._describe_position(self.trainer.position)}"
         if math.isfinite(level):
             at = self._describe_position(self.trainer.position)
-            return f"the loss rose from {number(lowest)} and has not recovered: {number(level)} at {at}"
+            return f"the loss rose from {format_number(lowest)} and has not recovered: {format_number(level)} at {at}"
         return ""
 
     def _scale_has_collapsed(self) -> bool:
@@ -106,13 +106,13 @@ class DivergenceDetector:
         return f"epoch {epoch:.2f}, step {at.steps}, {at.samples} samples"
 
 
-def _loss_values(steps: list[tuple[Position, int, torch.Tensor]]) -> list[float]:
+def _list_loss_values(steps: list[tuple[Position, int, torch.Tensor]]) -> list[float]:
     return torch.stack([loss for *_, loss in steps]).tolist() if steps else []
 
 
-def _first_non_finite(losses: list[tuple[Position, int, torch.Tensor]]) -> float:
+def _find_first_non_finite(losses: list[tuple[Position, int, torch.Tensor]]) -> float:
     """Return the number of the first step whose loss is not finite; infinity where there is none."""
-    values = zip(losses, _loss_values(losses), strict=True)
+    values = zip(losses, _list_loss_values(losses), strict=True)
     return next((float(at.steps) for (at, *_), loss in values if not math.isfinite(loss)), math.inf)
 
 

@@ -15,17 +15,17 @@ from torch.utils._pytree import tree_map
 from tula_cli.errors import JobFailed, SpecError
 from tula_cli.plugins import load
 from tula_cli.spec.sections import Train
-from tula_cli.words import perplexity_of
-from tula_cli.worker.build.batches import collate_items, is_language_model_output, scores_from_outputs, takes_batch
+from tula_cli.words import compute_perplexity
+from tula_cli.worker.build.batches import find_scores, is_language_model_output, make_batch, takes_batch
 from tula_cli.worker.build.compiled import without_compilation
 from tula_cli.worker.build.construct import call_with_arguments
 from tula_cli.worker.build.data import build_eval_loader
-from tula_cli.worker.build.norms import batch_norms_of
+from tula_cli.worker.build.norms import list_batch_norms
 from tula_cli.worker.parallel.sharding import Sharded
 from tula_cli.worker.ranks import Ranks
-from tula_cli.worker.seeding import seed_torch, stable_seed
+from tula_cli.worker.seeding import compute_stable_seed, seed_torch
 from tula_cli.worker.train import loop as worker_train_loop
-from tula_cli.worker.train.loop import Trainer, autocast_context, to_device
+from tula_cli.worker.train.loop import Trainer, make_autocast_context, to_device
 
 # --- Metrics of the user's own
 
@@ -62,7 +62,7 @@ def is_stateful(metric: Any) -> bool:
     return all(callable(getattr(metric, name, None)) for name in STATEFUL)
 
 
-def synchronizes_itself(metric: Any) -> bool:
+def has_own_synchronization(metric: Any) -> bool:
     """Return whether a metric puts what all ranks have seen together by itself."""
     return callable(getattr(metric, "sync", None))
 
@@ -78,7 +78,7 @@ def warn_gathered_metrics(section: Train) -> list[str]:
         f"train.metrics.{name} has neither sync nor merge_state: each batch of an evaluation is sent to the first GPU for it, with"
         f" {'its inputs' if takes_batch(metric.update) else 'scores and targets alone'}"
         for name, metric in build_metrics(section).items()
-        if is_stateful(metric) and not synchronizes_itself(metric) and not can_merge_states(metric)
+        if is_stateful(metric) and not has_own_synchronization(metric) and not can_merge_states(metric)
     ]
 
 
@@ -121,7 +121,7 @@ class UserMetrics:
                     self._call_metric(name, metric.update, *arguments)
 
     def _uses_own_batches(self, metric: Any) -> bool:
-        return self.ranks.world == 1 or synchronizes_itself(metric)
+        return self.ranks.world == 1 or has_own_synchronization(metric)
 
     def _add_batch_value(self, name: str, shown: "MetricInput") -> None:
         value = self._number(name, self._call_metric(name, self.metrics[name], shown.outputs, shown.batch))
@@ -130,7 +130,7 @@ class UserMetrics:
 
     def _gather_batches(self, arguments: tuple[Any, ...] | None) -> list[tuple[Any, ...]]:
         """Return what a metric is shown of each rank that has a batch, on rank 0; nothing on the others."""
-        local = None if arguments is None else tree_map(_on_cpu, arguments)
+        local = None if arguments is None else tree_map(_move_to_cpu, arguments)
         gathered: list[Any] | None = [None] * self.ranks.world if self.ranks.is_first else None
         dist.gather_object(local, gathered, dst=0)
         return [tree_map(self._to_device, entry) for entry in gathered or () if entry is not None]
@@ -202,7 +202,7 @@ class MetricInput:
         return (self.outputs, self.batch) if takes_batch(update) else (self.scores, self.target)
 
 
-def _on_cpu(leaf: Any) -> Any:
+def _move_to_cpu(leaf: Any) -> Any:
     return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
 
 
@@ -296,7 +296,7 @@ class Evaluator:
             return Evaluation(float("nan"), float("nan"), float("nan"), 0, own=unknown)
         mean = loss / samples
         # Of a loss of the user's own nobody knows whether it is the mean logarithm that perplexity is made of.
-        perplexity_value = perplexity_of(mean) if language == samples and trainer.call.default else math.nan
+        perplexity_value = compute_perplexity(mean) if language == samples and trainer.call.default else math.nan
         user_metrics = self.own.compute()
         return Evaluation(
             mean, 100 * top1 / samples, 100 * top5 / samples, int(samples), perplexity_value, user_metrics
@@ -308,8 +308,8 @@ class Evaluator:
         if not isinstance(trainer.parallel, Sharded):
             return
         if batch is None:  # fewer samples than ranks
-            batch = collate_items(trainer.datasets.collate, trainer.datasets.train.first_samples(1))
-        with without_compilation(trainer.spec.train), autocast_context(trainer):
+            batch = make_batch(trainer.datasets.collate, trainer.datasets.train.first_samples(1))
+        with without_compilation(trainer.spec.train), make_autocast_context(trainer):
             trainer.call.compute_outputs(trainer.parallel.module, to_device(trainer, batch))
 
     def _sample_count(self, rank: int) -> int:
@@ -329,10 +329,13 @@ class Evaluator:
         """Return (loss, top-1 hits, top-5 hits, samples, samples of language) summed over a batch of `count` samples."""
         trainer = self.trainer
         odd = count != trainer.largest_micro_batch  # the last batch, which is not worth a compilation
-        with without_compilation(trainer.spec.train) if odd else contextlib.nullcontext(), autocast_context(trainer):
+        with (
+            without_compilation(trainer.spec.train) if odd else contextlib.nullcontext(),
+            make_autocast_context(trainer),
+        ):
             outputs = trainer.call.compute_outputs(trainer.parallel.module, batch)
             loss = trainer.call.loss_from_outputs(outputs, batch)
-        guesses, targets = scores_from_outputs(outputs), trainer.call.target_of(batch)
+        guesses, targets = find_scores(outputs), trainer.call.target_of(batch)
         self.own.update(MetricInput(outputs, scores=guesses, target=targets, batch=batch, samples=count))
         if not _is_classification(guesses, targets):
             hits1 = hits5 = torch.tensor(float("nan"))
@@ -360,7 +363,9 @@ def average_batch_norm_statistics(trainer: Trainer, *, between: Callable[[], Non
     samples = min(STATISTICS_SAMPLES, len(trainer.datasets.train) // 10)
     batches = max(1, samples // (ranks.world * trainer.micro_batch))
     with torch.random.fork_rng(devices=[ranks.device] if ranks.device.type == "cuda" else []):
-        seed_torch(stable_seed(trainer.spec.train.seed, _STREAM, trainer.position.samples, ranks.rank), ranks.device)
+        seed_torch(
+            compute_stable_seed(trainer.spec.train.seed, _STREAM, trainer.position.samples, ranks.rank), ranks.device
+        )
         norms = recompute_batch_norm_statistics(trainer, batches=batches, between=between)
     for norm in norms:
         for mean in (norm.running_mean, norm.running_var):
@@ -384,7 +389,7 @@ def recompute_batch_norm_statistics(trainer: Trainer, *, batches: int, between: 
     Returns:
         The modules; none where the model has none, and then no batch is loaded.
     """
-    norms = [norm for norm in batch_norms_of(trainer.parallel) if norm.track_running_stats]
+    norms = [norm for norm in list_batch_norms(trainer.parallel) if norm.track_running_stats]
     if not norms:
         return []
     norm_modules = set(norms)
@@ -397,9 +402,9 @@ def recompute_batch_norm_statistics(trainer: Trainer, *, batches: int, between: 
         norm.reset_running_stats()
         norm.momentum = None  # the mean of all batches
     try:
-        with contextlib.closing(worker_train_loop.upcoming_micro_batches(trainer)) as stream:
+        with contextlib.closing(worker_train_loop.list_upcoming_micro_batches(trainer)) as stream:
             for batch in itertools.islice(stream, batches):
-                with without_compilation(trainer.spec.train), autocast_context(trainer):
+                with without_compilation(trainer.spec.train), make_autocast_context(trainer):
                     trainer.call.compute_outputs(trainer.parallel.module, batch)
                 between()
     finally:

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from tula_cli.models.efficiency import Pair, noise_scale, summarise
+from tula_cli.models.efficiency import Pair, estimate_noise_scale, summarise
 from tula_cli.optim import sharding
 from tula_cli.worker.build.compiled import without_compilation
 from tula_cli.worker.build.data import count_remaining_steps
 from tula_cli.worker.parallel.sharding import Sharded
-from tula_cli.worker.seeding import seed_torch, stable_seed
+from tula_cli.worker.seeding import compute_stable_seed, seed_torch
 from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train.loop import Trainer
 
@@ -49,20 +49,20 @@ def measure_gradient_noise(
     """
     began, pairs, position = time.monotonic(), list[Pair](), trainer.position
     # By the position, not by what ran before: stages follow from it, and a training that was interrupted has the same.
-    seed = stable_seed(trainer.spec.train.seed, _STREAM, position.samples, trainer.ranks.rank)
+    seed = compute_stable_seed(trainer.spec.train.seed, _STREAM, position.samples, trainer.ranks.rank)
     seed_torch(seed, trainer.ranks.device)
     count = min(batches, _count_upcoming(trainer))
     size = max(2, min(BATCHES_PER_GROUP, count // MIN_GROUPS))
     with (
         _restore_buffers(trainer.parallel.module),
-        contextlib.closing(worker_train_loop.upcoming_micro_batches(trainer)) as stream,
+        contextlib.closing(worker_train_loop.list_upcoming_micro_batches(trainer)) as stream,
     ):
         trainer.parallel.train()
         for _ in range(count // size):
             pairs.append(_measure_group(trainer, itertools.islice(stream, size), between))
     together = trainer.micro_batch * (trainer.ranks.world if isinstance(trainer.parallel, Sharded) else 1)
-    stats = summarise(_mean_over_ranks(trainer, pairs), local_batch=together, batch=size * together)
-    noise = noise_scale([stats])
+    stats = summarise(_average_over_ranks(trainer, pairs), local_batch=together, batch=size * together)
+    noise = estimate_noise_scale([stats])
     interval = {} if noise is None else {"scale": noise.scale, "low": noise.low, "high": noise.high}
     return {"stats": stats.model_dump(mode="json"), **interval, "seconds": time.monotonic() - began}
 
@@ -73,7 +73,7 @@ def _count_upcoming(trainer: Trainer) -> int:
     return (count_remaining_steps(size, samples_done, trainer.batch) + size // trainer.batch) * trainer.parts
 
 
-def _mean_over_ranks(trainer: Trainer, pairs: Sequence[Pair]) -> list[Pair]:
+def _average_over_ranks(trainer: Trainer, pairs: Sequence[Pair]) -> list[Pair]:
     """Return the means over all ranks, whose samples differ."""
     world = trainer.ranks.world
     sums = trainer.ranks.sum([value for pair in pairs for value in pair])
@@ -86,12 +86,12 @@ def _measure_group(trainer: Trainer, batches: Iterator[Any], between: Callable[[
     squares = []
     for batch in batches:
         gradients = compute_gradient(trainer, batch)
-        squares.append(squared_norm(trainer, gradients))
+        squares.append(compute_squared_norm(trainer, gradients))
         for parameter, gradient_sum in gradients.items():
             total[parameter] = total[parameter].add_(gradient_sum) if parameter in total else gradient_sum
         between()
     mean = {parameter: gradient_sum / len(squares) for parameter, gradient_sum in total.items()}
-    return sum(squares) / len(squares), squared_norm(trainer, mean)
+    return sum(squares) / len(squares), compute_squared_norm(trainer, mean)
 
 
 @contextmanager
@@ -113,7 +113,7 @@ def compute_gradient(trainer: Trainer, batch: Any) -> Gradient:
     """Return the gradient of a batch of this rank's, unscaled; of a model in shares this rank's share of that of all ranks'."""
 
     def loss() -> torch.Tensor:
-        with without_compilation(trainer.spec.train), worker_train_loop.autocast_context(trainer):
+        with without_compilation(trainer.spec.train), worker_train_loop.make_autocast_context(trainer):
             return trainer.call.compute_loss(trainer.parallel.module, batch)
 
     if isinstance(trainer.parallel, Sharded):
@@ -125,7 +125,7 @@ def compute_gradient(trainer: Trainer, batch: Any) -> Gradient:
     return {p: tensor if scale == 1 else tensor.div_(scale) for p, tensor in tensors}
 
 
-def squared_norm(trainer: Trainer, gradient: Gradient) -> float:
+def compute_squared_norm(trainer: Trainer, gradient: Gradient) -> float:
     """Return the squared norm of the whole gradient; of shares every rank takes part."""
     if isinstance(trainer.parallel, Sharded):
         return float(sharding.sharded_squared_norm(list(gradient.values())))

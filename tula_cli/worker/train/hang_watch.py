@@ -19,7 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from tula_cli import words
-from tula_cli.host.network import node_name
+from tula_cli.host.network import get_node_name
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Failure
 
@@ -106,8 +106,8 @@ class HangWatch:
         message = (
             f"no end of a step for {silent:.0f} s, where one takes {statistics.median(self._took):.3g} s: {position}"
         )
-        detail = f"rank {self.rank} hangs: {message}\n{_thread_stacks()}"
-        tag = words.rank_tag(self.rank)
+        detail = f"rank {self.rank} hangs: {message}\n{_list_thread_stacks()}"
+        tag = words.make_rank_tag(self.rank)
         # Past Python's own stream, which the thread that hangs may have locked.
         os.write(2, "".join(f"{tag}{line}\n" for line in detail.splitlines()).encode())
         self.run.write_failure(
@@ -115,7 +115,7 @@ class HangWatch:
                 task=self.task.id,
                 attempt=self.attempt,
                 rank=self.rank,
-                host=node_name(),
+                host=get_node_name(),
                 pid=os.getpid(),
                 outcome="hung",
                 message=message,
@@ -147,7 +147,7 @@ def describe_position(frame: FrameType) -> str:
 _PYTHON = (os.path.dirname(os.__file__), "<")  # noqa: PTH120 - once, at the import of every rank
 
 
-def _thread_stacks() -> str:
+def _list_thread_stacks() -> str:
     """Return the stacks of all threads of this process."""
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file=file, all_threads=True)

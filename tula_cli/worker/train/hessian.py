@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_map_only
 from tula_cli.errors import SpecError
 from tula_cli.worker.build.batches import ModelCall
 from tula_cli.worker.build.compiled import without_compilation
-from tula_cli.worker.build.data import StreamedDataset, build_fixed_loader, epoch_permutation
+from tula_cli.worker.build.data import StreamedDataset, build_fixed_loader, make_epoch_permutation
 from tula_cli.worker.ranks import Ranks
-from tula_cli.worker.seeding import seed_torch, stable_seed
+from tula_cli.worker.seeding import compute_stable_seed, seed_torch
 from tula_cli.worker.train.loop import Trainer
 
 TOLERANCE = 0.05
@@ -76,7 +76,7 @@ class Curvature:
     seconds: float
 
 
-def step_size_bound(smoothness: float, s_min: float, s_max: float) -> float | None:
+def compute_step_size_bound(smoothness: float, s_min: float, s_max: float) -> float | None:
     """Return Lemma 1's bound on the learning rate, 2 s_min / (L s_max^2) (Eq. 11); None where nothing bounds it.
 
     It is that of plain SGD with factors in [s_min, s_max]; both are 1 without scaling. (The paper's text prints the
@@ -85,14 +85,14 @@ def step_size_bound(smoothness: float, s_min: float, s_max: float) -> float | No
     return 2 * s_min / (smoothness * s_max**2) if smoothness > 0 else None
 
 
-def lemma_1_terms(trainer: Trainer, smoothness: float) -> dict[str, float | None]:
+def compute_lemma_1_terms(trainer: Trainer, smoothness: float) -> dict[str, float | None]:
     """Return what Lemma 1 needs and says, as a row of metrics.jsonl holds it.
 
     `s_min` and `s_max` are the interval of what gradients are multiplied by, unscaled steps included.
     """
     ags = trainer.ags
     low, high = (1.0, 1.0) if ags is None or ags.identity else (ags.bounds.low, ags.bounds.high)
-    return {"s_min": low, "s_max": high, "lr": trainer.lr, "lr_bound": step_size_bound(smoothness, low, high)}
+    return {"s_min": low, "s_max": high, "lr": trainer.lr, "lr_bound": compute_step_size_bound(smoothness, low, high)}
 
 
 def measure_curvature(trainer: Trainer, *, samples: int, between: Callable[[], None] = lambda: None) -> Curvature:
@@ -107,7 +107,7 @@ def measure_curvature(trainer: Trainer, *, samples: int, between: Callable[[], N
         SpecError: a layer has no second derivative.
     """
     began = time.monotonic()
-    with _restore_afterwards(trainer.parallel.module), _plain_attention(), without_compilation(trainer.spec.train):
+    with _restore_afterwards(trainer.parallel.module), _use_plain_attention(), without_compilation(trainer.spec.train):
         batches = _load_batches(trainer, samples)
         surface = LossSurface(
             trainer.parallel.module, trainer.call, batches, trainer.ranks, seed=trainer.spec.train.seed
@@ -119,12 +119,12 @@ def measure_curvature(trainer: Trainer, *, samples: int, between: Callable[[], N
             between()
             return result
 
-        extremes = lanczos(product, surface.direction())
+        extremes = run_lanczos(product, surface.direction())
     return Curvature(
         eigenvalue=extremes.largest,
         smoothness=extremes.magnitude,
         error=extremes.error,
-        gradient_norm=_vector_norm(gradient),
+        gradient_norm=_compute_vector_norm(gradient),
         loss=loss,
         iterations=extremes.iterations,
         converged=extremes.converged,
@@ -136,11 +136,13 @@ def measure_curvature(trainer: Trainer, *, samples: int, between: Callable[[], N
 # --- the iteration
 
 
-def lanczos(product: Product, start: Tensor, *, tolerance: float = TOLERANCE, most: int = MAX_ITERATIONS) -> Extremes:
+def run_lanczos(
+    product: Product, start: Tensor, *, tolerance: float = TOLERANCE, most: int = MAX_ITERATIONS
+) -> Extremes:
     """Return both ends of the spectrum of a symmetric operator, with at most `most` products.
 
     A residual |Hv - rv| does not tell when to end: it is small beside any eigenvalue, an inner one too. So the bound is
-    that for a random start: after k products neither end is missed by more than `missed_share_bound` of the spectrum's width,
+    that for a random start: after k products neither end is missed by more than `compute_missed_share_bound` of the spectrum's width,
     whatever the spectrum. Fewer products do where they span all that the start is made of. Three vectors are held;
     nothing is made orthogonal again, which finds eigenvalues more than once and the extreme ones no later (Paige 1980).
 
@@ -158,13 +160,13 @@ def lanczos(product: Product, start: Tensor, *, tolerance: float = TOLERANCE, mo
     for count in itertools.count(1):
         image = product(vector).sub_(previous, alpha=beta)
         diagonal.append(float(torch.dot(vector, image)))
-        beta = _vector_norm(image.sub_(vector, alpha=diagonal[-1]))
+        beta = _compute_vector_norm(image.sub_(vector, alpha=diagonal[-1]))
         if not math.isfinite(beta):
             return Extremes(math.nan, math.nan, math.inf, count, converged=False)
-        smallest, largest = _tridiagonal_ends(diagonal, off_diagonal)
+        smallest, largest = _compute_tridiagonal_ends(diagonal, off_diagonal)
         magnitude = max(abs(smallest), abs(largest))
         exhausted = beta <= rounding * magnitude
-        error = rounding * magnitude if exhausted else _error_bound(count, size, largest - smallest)
+        error = rounding * magnitude if exhausted else _compute_error_bound(count, size, largest - smallest)
         if (converged := error <= tolerance * magnitude) or count == most:
             return Extremes(largest, smallest, error, count, converged)
         previous, vector = vector, image.div_(beta)
@@ -172,7 +174,7 @@ def lanczos(product: Product, start: Tensor, *, tolerance: float = TOLERANCE, mo
     raise AssertionError("the iteration has an end")
 
 
-def missed_share_bound(products: int, size: int) -> float:
+def compute_missed_share_bound(products: int, size: int) -> float:
     """Return the share of a spectrum's width that so many products miss at each end at most, with probability 1 - FAILURE.
 
     Kuczynski and Wozniakowski 1992, Theorem 4.2: for a start uniform on the sphere in R^n, the largest eigenvalue of a
@@ -182,13 +184,13 @@ def missed_share_bound(products: int, size: int) -> float:
     return (math.log(2 * 1.648 * math.sqrt(size) / FAILURE_PROBABILITY) / (2 * products - 1)) ** 2
 
 
-def _error_bound(products: int, size: int, width: float) -> float:
+def _compute_error_bound(products: int, size: int, width: float) -> float:
     """Return the bound on the error of both ends, where they are `width` apart as they were found."""
-    share = missed_share_bound(products, size)
+    share = compute_missed_share_bound(products, size)
     return share * width / (1 - 2 * share) if share < 0.5 else math.inf
 
 
-def _tridiagonal_ends(diagonal: Sequence[float], off_diagonal: Sequence[float]) -> tuple[float, float]:
+def _compute_tridiagonal_ends(diagonal: Sequence[float], off_diagonal: Sequence[float]) -> tuple[float, float]:
     """Return the smallest and the largest eigenvalue of a symmetric tridiagonal matrix."""
     matrix = torch.tensor(diagonal, dtype=torch.float64).diag()
     if off_diagonal:
@@ -197,7 +199,7 @@ def _tridiagonal_ends(diagonal: Sequence[float], off_diagonal: Sequence[float]) 
     return float(values[0]), float(values[-1])
 
 
-def _vector_norm(vector: Tensor) -> float:
+def _compute_vector_norm(vector: Tensor) -> float:
     return float(torch.linalg.vector_norm(vector))
 
 
@@ -224,7 +226,7 @@ class LossSurface:
 
     def direction(self) -> Tensor:
         """Return a seeded random vector to start from, the same on every rank."""
-        generator = torch.Generator().manual_seed(stable_seed(self.seed, _STREAM))
+        generator = torch.Generator().manual_seed(compute_stable_seed(self.seed, _STREAM))
         size = sum(p.numel() for p in self.parameters)
         return torch.randn(size, generator=generator, dtype=self._dtype).to(self.ranks.device)
 
@@ -265,7 +267,7 @@ class LossSurface:
     def _losses(self) -> Iterator[tuple[float, Tensor]]:
         """Yield (share of all samples, mean loss) of each batch."""
         for count, batch in self.batches:
-            seed_torch(stable_seed(self.seed, _STREAM, self.ranks.rank), self.ranks.device)
+            seed_torch(compute_stable_seed(self.seed, _STREAM, self.ranks.rank), self.ranks.device)
             with torch.enable_grad():
                 yield count / self.samples, self.call.compute_loss(self.model, batch)
 
@@ -297,7 +299,7 @@ class LossSurface:
 def _load_batches(trainer: Trainer, samples: int) -> list[tuple[int, Any]]:
     """Load this rank's share of the fixed samples onto the device."""
     ranks, seed, size = trainer.ranks, trainer.spec.train.seed, len(trainer.datasets.train)
-    order = epoch_permutation(size, seed=stable_seed(seed, _STREAM), epoch=0)[:samples].tolist()
+    order = make_epoch_permutation(size, seed=compute_stable_seed(seed, _STREAM), epoch=0)[:samples].tolist()
     keys = [(0, index) for index in order[ranks.rank :: ranks.world]]
     batch = max(1, trainer.micro_batch // _MEMORY_RATIO)
     samples_by_number = trainer.datasets.train
@@ -323,7 +325,7 @@ def _refuse_dead_ends(gradients: Sequence[Tensor | None]) -> None:
     while waiting:
         node = waiting.pop()
         if node.name().endswith("Error"):
-            raise _no_second_derivative("its backward is marked @once_differentiable")
+            raise _make_no_second_derivative_error("its backward is marked @once_differentiable")
         next_nodes = {after for after, _ in node.next_functions if after is not None} - visited
         visited |= next_nodes
         waiting.extend(next_nodes)
@@ -332,10 +334,10 @@ def _refuse_dead_ends(gradients: Sequence[Tensor | None]) -> None:
 def _explain(error: RuntimeError) -> None:
     """Raise SpecError where the model is the reason; an out-of-memory, for one, stays what it is."""
     if _NO_SECOND_DERIVATIVE.search(str(error)):
-        raise _no_second_derivative(str(error).splitlines()[0]) from error
+        raise _make_no_second_derivative_error(str(error).splitlines()[0]) from error
 
 
-def _no_second_derivative(why: str) -> SpecError:
+def _make_no_second_derivative_error(why: str) -> SpecError:
     return SpecError(
         f"train.diagnostics: hessian: a layer of the model has no second derivative: {why}",
         "leave hessian out of train.diagnostics, or write the layer's backward so that it can be differentiated",
@@ -361,7 +363,7 @@ def _restore_afterwards(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _plain_attention() -> Iterator[None]:
+def _use_plain_attention() -> Iterator[None]:
     """Attention by plain products: the fast kernels have no second derivative."""
     with sdpa_kernel(SDPBackend.MATH):
         yield

@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 from tula_cli.errors import JobFailed
 from tula_cli.plugins import is_import_string, load
-from tula_cli.spec.job import JobSpec, lr_scale, reference_rate, warmup_epochs
-from tula_cli.spec.schedules import scheduled_lr, warmup_factor
+from tula_cli.spec.job import JobSpec, compute_lr_scale, compute_reference_rate, get_warmup_epochs
+from tula_cli.spec.schedules import compute_scheduled_lr, compute_warmup_factor
 from tula_cli.worker.build.construct import accepts_argument, call_with_arguments
 
 
-def learning_rate(spec: JobSpec, epoch: float, batch: int) -> float:
+def compute_learning_rate(spec: JobSpec, epoch: float, batch: int) -> float:
     """Return the learning rate at a point of training.
 
     Args:
@@ -20,18 +20,18 @@ def learning_rate(spec: JobSpec, epoch: float, batch: int) -> float:
         epoch: epochs done, with fraction: samples seen / dataset size.
         batch: global batch, samples an optimizer step.
     """
-    scale, warmup = lr_scale(spec, batch), warmup_epochs(spec)
+    scale, warmup = compute_lr_scale(spec, batch), get_warmup_epochs(spec)
     if spec.train.stages == "decay":  # at every point a multiple of the reference batch's, min_lr and warm-up included
-        return scale * reference_rate(spec, epoch)
+        return scale * compute_reference_rate(spec, epoch)
     base = spec.optimizer.lr * scale
     if epoch < warmup:
-        base *= warmup_factor(epoch, warmup, scale)
+        base *= compute_warmup_factor(epoch, warmup, scale)
     if is_import_string(spec.schedule.kind):
-        return base * user_schedule_factor(spec)(epoch)
-    return scheduled_lr(spec.schedule, base, epoch=epoch, warmup=warmup, epochs=spec.train.epochs)
+        return base * load_user_schedule(spec)(epoch)
+    return compute_scheduled_lr(spec.schedule, base, epoch=epoch, warmup=warmup, epochs=spec.train.epochs)
 
 
-def user_schedule_factor(spec: JobSpec) -> Callable[[float], float]:
+def load_user_schedule(spec: JobSpec) -> Callable[[float], float]:
     """Return the user's own schedule: a factor of the learning rate at epochs done, 0 to those of the training.
 
     Raises:
@@ -41,10 +41,10 @@ def user_schedule_factor(spec: JobSpec) -> Callable[[float], float]:
 
 
 def check_user_schedule(spec: JobSpec) -> None:
-    """Ask a schedule of the user's own for its factors at the beginning, in the middle and at the end; `user_schedule_factor`'s errors."""
+    """Ask a schedule of the user's own for its factors at the beginning, in the middle and at the end; `load_user_schedule`'s errors."""
     if is_import_string(spec.schedule.kind):
         for epoch in (0.0, spec.train.epochs / 2, float(spec.train.epochs)):
-            user_schedule_factor(spec)(epoch)
+            load_user_schedule(spec)(epoch)
 
 
 @functools.lru_cache(maxsize=8)

@@ -23,16 +23,16 @@ from tula_cli.worker.build import zoo
 from tula_cli.worker.build.batches import BatchSizes, LossFunction, ModelCall, slice_batch
 from tula_cli.worker.build.compiled import compile_model, without_compilation
 from tula_cli.worker.build.data import Datasets, MicroBatchSampler, Position, build_train_loader
-from tula_cli.worker.build.finetune import parameter_groups
+from tula_cli.worker.build.finetune import make_parameter_groups
 from tula_cli.worker.build.recompute import apply_activation_checkpointing
-from tula_cli.worker.device import Clock, Mark, bring, should_use_channels_last, to_channels_last
+from tula_cli.worker.device import Clock, Mark, move_to_device, should_use_channels_last, to_channels_last
 from tula_cli.worker.methods.plain import Configuration, Plain
-from tula_cli.worker.methods.table import method_of
+from tula_cli.worker.methods.table import get_method
 from tula_cli.worker.parallel.sharding import Parallel, Sharded, wrap_model
 from tula_cli.worker.ranks import Ranks
-from tula_cli.worker.seeding import seed_torch, stable_seed
-from tula_cli.worker.train.batch_partition import batch_sizes_of
-from tula_cli.worker.train.learning_rate import learning_rate
+from tula_cli.worker.seeding import compute_stable_seed, seed_torch
+from tula_cli.worker.train.batch_partition import compute_batch_sizes
+from tula_cli.worker.train.learning_rate import compute_learning_rate
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -145,7 +145,7 @@ class Trainer:
     @property
     def lr(self) -> float:
         """Return the learning rate of the next step."""
-        return learning_rate(self.spec, self.epoch, self.batch) * self.lr_factor(self.epoch)
+        return compute_learning_rate(self.spec, self.epoch, self.batch) * self.lr_factor(self.epoch)
 
     @property
     def epoch(self) -> float:
@@ -165,8 +165,8 @@ def build_trainer(
         SpecError: the batch does not divide among ranks and micro-batches, or is larger than the dataset.
     """
     spec = task.spec
-    sizes = batch_sizes_of(task, batch=batch, world=ranks.world, dataset_size=len(datasets.train))
-    seed_torch(stable_seed(spec.train.seed), ranks.device)
+    sizes = compute_batch_sizes(task, batch=batch, world=ranks.world, dataset_size=len(datasets.train))
+    seed_torch(compute_stable_seed(spec.train.seed), ranks.device)
     model = zoo.build_model(spec, datasets.classes)
     if not spec.train.sharded:  # shares are moved a block at a time
         model = model.to(ranks.device)
@@ -176,11 +176,11 @@ def build_trainer(
     if channels_last:
         to_channels_last(model)
     loss = _build_loss(spec, ranks.device)
-    call = zoo.model_call(spec, model, loss)
+    call = zoo.make_model_call(spec, model, loss)
     compile_model(model, spec.train, shapes=len(sizes.splits))
     parallel = wrap_model(model, spec.train, ranks.device)
-    method = method_of(spec)
-    base = method.base(spec, parameter_groups(spec.optimizer, model))
+    method = get_method(spec)
+    base = method.base(spec, make_parameter_groups(spec.optimizer, model))
     return Trainer(
         spec=spec,
         ranks=ranks,
@@ -195,8 +195,8 @@ def build_trainer(
         sizes=sizes,
         workers=spec.train.loaders(ranks.cores()) if workers == "auto" else workers,
         clock=Clock(ranks.device),
-        lr_ratios=zoo.lr_ratios_of(base, spec.optimizer.lr),
-        beta2s_at={batch: zoo.beta2_by_group(base, spec, batch) for batch in sizes.splits},
+        lr_ratios=zoo.compute_lr_ratios(base, spec.optimizer.lr),
+        beta2s_at={batch: zoo.compute_beta2_by_group(base, spec, batch) for batch in sizes.splits},
         channels_last=channels_last,
         refresh_each_epoch=refresh,
     )
@@ -262,19 +262,19 @@ def load_micro_batches(trainer: Trainer, epochs: int, ramp: Ramp | None = None) 
     )
 
 
-def cached_steps(trainer: Trainer) -> Iterator[Step]:
+def run_cached_steps(trainer: Trainer) -> Iterator[Step]:
     """Yield steps on the newest micro-batch, which is on the device, again and again: none of them waits for data."""
     assert trainer.last_batch is not None
     while True:
-        yield step_on(trainer, trainer.last_batch)
+        yield run_step_on(trainer, trainer.last_batch)
 
 
-def step_on(trainer: Trainer, batch: Any) -> Step:
+def run_step_on(trainer: Trainer, batch: Any) -> Step:
     """Take a step of which this is each micro-batch."""
     return _train_step(trainer, itertools.repeat(batch), epoch_ends=False)
 
 
-def upcoming_micro_batches(trainer: Trainer) -> Generator[Any, None, None]:
+def list_upcoming_micro_batches(trainer: Trainer) -> Generator[Any, None, None]:
     """Yield the micro-batches that would be trained next at the batch in use, over two epochs at most."""
     for batch in load_micro_batches(trainer, trainer.position.epoch + 2, Ramp.constant(trainer.batch)):
         yield to_device(trainer, batch)
@@ -287,17 +287,17 @@ def _train_step(trainer: Trainer, stream: Iterator[Any], *, epoch_ends: bool) ->
     zoo.set_lr(trainer.optimizer, lr, trainer.lr_ratios)
     zoo.set_beta2(trainer.optimizer, trainer.beta2s)  # a state of another batch has brought its own
     # Random layers draw from the position, not from what ran before: a resumed run repeats an uninterrupted one.
-    seed = stable_seed(trainer.spec.train.seed, trainer.position.samples, trainer.ranks.rank)
+    seed = compute_stable_seed(trainer.spec.train.seed, trainer.position.samples, trainer.ranks.rank)
     seed_torch(seed, trainer.ranks.device)
     trainer.method.before_backward(trainer)
-    loss, loaded = _backward(trainer, stream, start)
+    loss, loaded = _run_backward(trainer, stream, start)
     refreshed = _refresh_method(trainer)
     _update(trainer)
     trainer.method.after_step(trainer)
     return Step(loss, trainer.batch, lr, start, loaded, trainer.clock.mark(), refreshed, epoch_ends)
 
 
-def _backward(trainer: Trainer, stream: Iterator[Any], start: Mark) -> tuple[torch.Tensor, Mark]:
+def _run_backward(trainer: Trainer, stream: Iterator[Any], start: Mark) -> tuple[torch.Tensor, Mark]:
     """Accumulate the gradient of one local batch; only the last micro-batch is synchronised."""
     micro_batches, splits = trainer.parts, trainer.splits
     total, loaded = torch.zeros((), device=trainer.ranks.device), start
@@ -309,7 +309,7 @@ def _backward(trainer: Trainer, stream: Iterator[Any], start: Mark) -> tuple[tor
             trainer.last_batch = batch
         is_last = index == micro_batches - 1
         with nullcontext() if is_last and trainer.synchronise else trainer.parallel.no_sync():
-            with autocast_context(trainer):
+            with make_autocast_context(trainer):
                 loss = trainer.call.compute_loss(trainer.parallel, batch) / micro_batches
             trainer.scaler.scale(loss).backward()
         if index == splits - 1:
@@ -332,7 +332,7 @@ def _refresh_method(trainer: Trainer) -> bool:
     def small_loss(count: int) -> torch.Tensor:
         assert count <= samples, f"{count} samples of a micro-batch of {samples}"
         small = slice_batch(trainer.last_batch, samples=samples, stop=count, own=trainer.datasets.collate is not None)
-        with nullcontext() if each_step else without_compilation(trainer.spec.train), autocast_context(trainer):
+        with nullcontext() if each_step else without_compilation(trainer.spec.train), make_autocast_context(trainer):
             return trainer.call.compute_loss(trainer.parallel.module, small)
 
     return trainer.method.refresh(trainer, small_loss)
@@ -360,7 +360,7 @@ def _update(trainer: Trainer) -> None:
     trainer.optimizer.zero_grad()
 
 
-def autocast_context(trainer: Trainer) -> AbstractContextManager[Any]:
+def make_autocast_context(trainer: Trainer) -> AbstractContextManager[Any]:
     dtype = _DTYPES.get(trainer.spec.train.precision)
     if dtype is None:
         return nullcontext()
@@ -369,4 +369,4 @@ def autocast_context(trainer: Trainer) -> AbstractContextManager[Any]:
 
 def to_device(trainer: Trainer, batch: Any) -> Any:
     """Return a loader's batch where the model is; a GPU takes it while it still computes what came before."""
-    return bring(batch, trainer.ranks.device, channels_last=trainer.channels_last)
+    return move_to_device(batch, trainer.ranks.device, channels_last=trainer.channels_last)

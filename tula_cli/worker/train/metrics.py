@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
-from tula_cli.models.time.noise import trimmed_mean
+from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import append_json_line, open_file, open_to_append, read_lines, write_atomic
 from tula_cli.run.records.tasks import TrainTask
-from tula_cli.run.secrets import values_without_secrets
+from tula_cli.run.secrets import remove_secrets
 from tula_cli.run.step_series import MOST_ROWS, StepRow, format_rows, join_neighbours
 from tula_cli.run.training_run import TrainingRun, is_row
 from tula_cli.worker.build.data import Position
@@ -149,12 +149,12 @@ class MetricsFile:
             "time": time.time(),
             "samples": position.samples,
             "epoch": epoch,
-            **values_without_secrets(_replace_non_finite(values)),
+            **remove_secrets(_replace_non_finite(values)),
         }
         append_json_line(self.path, row)
 
 
-def mean_step_time(rows: Iterable[dict[str, Any]], configuration: tuple[int, int, int]) -> float | None:
+def compute_mean_step_time(rows: Iterable[dict[str, Any]], configuration: tuple[int, int, int]) -> float | None:
     """Return the step time (s) over all epochs at these nodes, batch and micro-batch, of whatever attempt; None without any.
 
     A late epoch alone may have two steps, and another speed than the training that the prediction is of.
@@ -172,7 +172,7 @@ def mean_step_time(rows: Iterable[dict[str, Any]], configuration: tuple[int, int
             and row.get("batch", own_batch) == own_batch
         ):
             times.append(row["step_time"])
-    return trimmed_mean(times) if times else None
+    return compute_trimmed_mean(times) if times else None
 
 
 def _replace_non_finite(values: dict[str, Any]) -> dict[str, Any]:

@@ -9,8 +9,8 @@ stands there, so that a training that was interrupted is the same, bit for bit, 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tula_cli.models.ramp.by_noise import apply_decisions, decide_stage, next_stage
-from tula_cli.models.ramp.stages import noise_factor
+from tula_cli.models.ramp.by_noise import apply_decisions, decide_stage, find_next_stage
+from tula_cli.models.ramp.stages import get_noise_factor
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.recommendations import Stage
 from tula_cli.run.records.results import StageDecision
@@ -18,7 +18,7 @@ from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.sections import NOISE_BATCHES
 from tula_cli.worker.build.data import Position
 from tula_cli.worker.train import gradient_noise
-from tula_cli.worker.train.batch_partition import ramp_from_stages
+from tula_cli.worker.train.batch_partition import build_ramp_from_stages
 from tula_cli.worker.train.loop import Trainer
 from tula_cli.worker.train.training_log import TrainingLog
 
@@ -75,7 +75,7 @@ class StageControl:
     def _apply(self, decisions: list[StageDecision]) -> None:
         self.taken += decisions
         if decisions:
-            self.trainer.use_ramp(ramp_from_stages(self.task, self.stages, self.trainer.ranks.world, self._size))
+            self.trainer.use_ramp(build_ramp_from_stages(self.task, self.stages, self.trainer.ranks.world, self._size))
 
     # --- at the end of an epoch
 
@@ -103,7 +103,7 @@ class StageControl:
     def _next_stage(self) -> Stage | None:
         """Return the stage that begins before the next measurement; None where none does."""
         passed = self.trainer.samples_passed
-        return next_stage(self.stages, passed=passed, end=passed + self._size) if self.acts else None
+        return find_next_stage(self.stages, passed=passed, end=passed + self._size) if self.acts else None
 
     def decide(self, noise: Mapping[str, Any]) -> StageDecision | None:
         """Decide of the coming stage by a row of the noise, the same on every rank; None where none is to come."""
@@ -125,7 +125,7 @@ class StageControl:
         row = decide_stage(
             stage,
             noise={name: noise[name] for name in ("scale", "low", "high") if name in noise},
-            factor=noise_factor(self.task.spec),
+            factor=get_noise_factor(self.task.spec),
             reference=self.task.spec.train.reference_batch,
             passed=passed,
             size=self._size,

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tula_cli.models.time.changes import Level, LevelDetector, StepSample
-from tula_cli.models.time.noise import trimmed_mean
+from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.run.records.results import StepParts
 from tula_cli.worker.device import Clock, Mark
 from tula_cli.worker.train.loop import Step, Trainer
@@ -135,8 +135,8 @@ class StepWatch:
         if not plain:
             return None
         seconds = self.trainer.clock.seconds
-        step_time = trimmed_mean([seconds(step.start, step.end) for step in plain])
-        data = trimmed_mean([seconds(step.start, step.loaded) for step in plain])
+        step_time = compute_trimmed_mean([seconds(step.start, step.end) for step in plain])
+        data = compute_trimmed_mean([seconds(step.start, step.loaded) for step in plain])
         if not self.can_separate_parts:
             (data,) = self.trainer.ranks.elementwise_max([data])
             return StepParts(step=step_time, data=data, compute=None, sync=None)

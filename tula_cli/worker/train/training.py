@@ -10,11 +10,11 @@ from tula_cli.errors import Diverged
 from tula_cli.host import failures
 from tula_cli.models import halving
 from tula_cli.models.choice import early_stopping
-from tula_cli.models.cost import checkpoint_interval, interruption_rate
+from tula_cli.models.cost import compute_checkpoint_interval, compute_interruption_rate
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import Reached, TrainResult
 from tula_cli.run.records.tasks import TrainTask
-from tula_cli.spec.job import lr_scale
+from tula_cli.spec.job import compute_lr_scale
 from tula_cli.spec.sections import HESSIAN_SAMPLES
 from tula_cli.worker.build import finetune
 from tula_cli.worker.build.data import Datasets, Position
@@ -23,12 +23,12 @@ from tula_cli.worker.preemption import Preempted, PreemptionHandler
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import checkpoint, evaluation, hessian
 from tula_cli.worker.train import loop as worker_train_loop
-from tula_cli.worker.train.batch_partition import possible_splits
+from tula_cli.worker.train.batch_partition import list_possible_splits
 from tula_cli.worker.train.divergence import DivergenceDetector
 from tula_cli.worker.train.evaluation import Evaluation
 from tula_cli.worker.train.hang_watch import HangWatch
 from tula_cli.worker.train.loop import Step
-from tula_cli.worker.train.metrics import MetricsFile, mean_step_time
+from tula_cli.worker.train.metrics import MetricsFile, compute_mean_step_time
 from tula_cli.worker.train.stage_control import StageControl
 from tula_cli.worker.train.step_watch import StepWatch
 from tula_cli.worker.train.training_log import TrainingLog
@@ -102,8 +102,10 @@ class Training:
         if self.first:
             task, tunes = self.context.asked, self.context.asked.spec.train.facts.tunes
             batches = [rung.batch for rung in task.ladder]
-            splits = possible_splits(
-                self.trainer, batches, lambda batch: halving.jobs_of_arms(task.spec, batch) if tunes else [task.spec]
+            splits = list_possible_splits(
+                self.trainer,
+                batches,
+                lambda batch: halving.make_jobs_of_arms(task.spec, batch) if tunes else [task.spec],
             )
             self.run.training(self.task.signature).write_micro_batches(splits)
 
@@ -243,7 +245,7 @@ class Training:
     def _divergence_error(self, description: str) -> Exception:
         """Return what is raised where `found` is not finite, on every rank; a ramp's checkpoints since the loss rose are dropped."""
         if self.divergence.judges_finite_losses:
-            losses, factor = self.trainer.losses, lr_scale(self.task.spec, self.trainer.batch)
+            losses, factor = self.trainer.losses, compute_lr_scale(self.task.spec, self.trainer.batch)
             self.log.add("diverged", message=description, sound=losses.sound, lr_factor=losses.lr_factor or factor)
             checkpoint.discard_after(self.run, self.task.signature, losses.sound)
         self.context.ranks.broadcast(0)  # the first rank that ends has the others ended
@@ -263,8 +265,8 @@ class Training:
         """Return whether the newest checkpoint is old enough."""
         interval = self.task.spec.train.checkpoint_every
         if interval == "auto":
-            rate = interruption_rate(self.task.spec.pricing, self.task.nodes)
-            interval = checkpoint_interval(self.save_time, rate=rate)
+            rate = compute_interruption_rate(self.task.spec.pricing, self.task.nodes)
+            interval = compute_checkpoint_interval(self.save_time, rate=rate)
         return time.monotonic() - self.last_save >= interval
 
     def _save_finite(self) -> None:
@@ -363,7 +365,9 @@ class Training:
         """
         if "hessian" in self.task.spec.train.diagnostics:
             curvature = hessian.measure_curvature(self.trainer, samples=HESSIAN_SAMPLES, between=self._check)
-            self.log.add("hessian", **asdict(curvature), **hessian.lemma_1_terms(self.trainer, curvature.smoothness))
+            self.log.add(
+                "hessian", **asdict(curvature), **hessian.compute_lemma_1_terms(self.trainer, curvature.smoothness)
+            )
 
     def _write_result(self, result: Evaluation) -> None:
         trainer, signature = self.trainer, self.task.signature
@@ -380,12 +384,14 @@ class Training:
                 epochs=trainer.position.epoch,
                 # JSON knows no nan: accuracies without classes, or the loss of an evaluation that is not finite.
                 metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
-                best_top1=_finite_or_none(self.best["top1"]),
-                best_loss=_finite_or_none(self.best["loss"]),
+                best_top1=_replace_infinite(self.best["top1"]),
+                best_loss=_replace_infinite(self.best["loss"]),
                 best_epoch=int(self.best["epoch"]),
                 best=Reached.from_metric(metric, self.best.get("value")),
                 ended=self.ended,
-                step_time=mean_step_time(rows, (self.task.nodes, trainer.sizes.batch, trainer.largest_micro_batch)),
+                step_time=compute_mean_step_time(
+                    rows, (self.task.nodes, trainer.sizes.batch, trainer.largest_micro_batch)
+                ),
                 finished_at=time.time(),
                 tuning=self.run.training(signature).tuning(),
             )
@@ -408,5 +414,5 @@ class Training:
             self._write_result(result)
 
 
-def _finite_or_none(value: float) -> float | None:
+def _replace_infinite(value: float) -> float | None:
     return value if math.isfinite(value) else None

@@ -11,13 +11,20 @@ from typing import Any
 from tula_cli.models.out_of_memory import MIN_NORMALISED
 from tula_cli.models.ramp.by_noise import describe_decision
 from tula_cli.models.time.changes import Level, StepTimeDrift, describe_level_change, describe_step_change
-from tula_cli.models.time.noise import trimmed_mean
+from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.optim import advice
 from tula_cli.run.records.recommendations import Prediction, StageSteps
 from tula_cli.run.records.results import StageDecision, StepParts
 from tula_cli.run.records.tasks import TrainTask
-from tula_cli.spec.job import warmup_epochs
-from tula_cli.words import describe_progress, format_duration, log_pause, number, plural, stamp_line
+from tula_cli.spec.job import get_warmup_epochs
+from tula_cli.words import (
+    compute_log_pause,
+    describe_progress,
+    format_count,
+    format_duration,
+    format_number,
+    stamp_line,
+)
 from tula_cli.worker import environment
 from tula_cli.worker.build.batches import TokenCounter
 from tula_cli.worker.build.data import StreamedDataset
@@ -54,7 +61,7 @@ class TrainingLog:
         self.changed = False  # a change of the step time was told
         self.last_row = 0.0
         self.began = time.monotonic()
-        self.next_words = self.began + log_pause(0.0)  # when the job's log tells of the steps again
+        self.next_words = self.began + compute_log_pause(0.0)  # when the job's log tells of the steps again
         self.unjudged: list[Mapping[str, float]] = []  # what AGS did in the newest epochs
         self.said: set[str] = set()  # what is said once
 
@@ -91,12 +98,12 @@ class TrainingLog:
         beta2_text = f", beta2 {trainer.beta2s[0]:.6g}" if trainer.beta2s else ""
         later = f" (of {task.own_nodes} later)" * (task.own_nodes != task.nodes)
         self._print(
-            f"training on {plural(task.nodes)}{later}, batch {task.batch}{beta2_text}, {at}"
+            f"training on {format_count(task.nodes)}{later}, batch {task.batch}{beta2_text}, {at}"
             + f": {cause}" * bool(cause)
         )
         if len(trainer.sizes.ramp.stages) > 1:
             self.begin_stage()
-        for message in ineffective_settings(trainer):
+        for message in list_ineffective_settings(trainer):
             self.warn(message)
 
     def _environment(self) -> dict[str, Any]:
@@ -117,10 +124,10 @@ class TrainingLog:
         noise = stages[number_].noise
         by = {} if noise is None else {"noise": noise}  # the scale that it was planned by
         self.add("stage", batch=self.batch, stage=number_ + 1, stages=len(stages), lr=trainer.lr, **by, **beta2)
-        noise_text = "" if noise is None else f", noise scale {number(noise)}"
+        noise_text = "" if noise is None else f", noise scale {format_number(noise)}"
         self._print(
             f"batch {self.batch} from epoch {trainer.epoch:.3g} on, sample {trainer.position.samples}: stage {number_ + 1} of"
-            f" {len(stages)}, lr {number(trainer.lr)}{noise_text}"
+            f" {len(stages)}, lr {format_number(trainer.lr)}{noise_text}"
         )
 
     def log_stage_decision(self, decision: StageDecision | None) -> None:
@@ -199,7 +206,7 @@ class TrainingLog:
 
     def _delay_next_print(self) -> None:
         """Tell of the steps again a while after a line that has told how far the training is."""
-        self.next_words = time.monotonic() + log_pause(time.monotonic() - self.began)
+        self.next_words = time.monotonic() + compute_log_pause(time.monotonic() - self.began)
 
     def _tokens(self, step_time: float) -> dict[str, float | None]:
         """Return the tokens of all GPUs a second and the share of padding beside them; None where batches are no text."""
@@ -253,7 +260,7 @@ class TrainingLog:
             overhead: seconds of an epoch's evaluation and checkpoint.
         """
         trainer, prediction = self.trainer, self.expected
-        step_time = trimmed_mean(self.step_times) if self.step_times else None
+        step_time = compute_trimmed_mean(self.step_times) if self.step_times else None
         # The prediction is of synchronous steps, which post-local SGD leaves behind.
         recent = None if trainer.local_sgd else self._recent_step_time()
         within = self.drift.is_within(recent)
@@ -294,14 +301,14 @@ class TrainingLog:
     ) -> str:
         position, classes = self.trainer.position, math.isfinite(result.top1)
         remaining = format_duration(self._seconds_left(step_time, overhead)) if step_time else ""
-        pace = f", {number(self.batch / step_time)} samples/s, {remaining} left" if step_time else ""
+        pace = f", {format_number(self.batch / step_time)} samples/s, {remaining} left" if step_time else ""
         return (
-            f"epoch {position.epoch} of {self.task.spec.train.epochs_at_most}: {position.samples} samples, loss {number(loss, 4)},"
-            f" eval loss {number(result.loss, 4)}, "
-            + f"top-1 {number(result.top1, 4)} %, " * classes
-            + f"perplexity {number(result.perplexity, 4)}, " * math.isfinite(result.perplexity)
-            + "".join(f"{name} {number(value, 4)}, " for name, value in result.own.items())
-            + f"batch {self.batch}, lr {number(lr)}, {number(step_time and 1000 * step_time)} ms a step{pace}"
+            f"epoch {position.epoch} of {self.task.spec.train.epochs_at_most}: {position.samples} samples, loss {format_number(loss, 4)},"
+            f" eval loss {format_number(result.loss, 4)}, "
+            + f"top-1 {format_number(result.top1, 4)} %, " * classes
+            + f"perplexity {format_number(result.perplexity, 4)}, " * math.isfinite(result.perplexity)
+            + "".join(f"{name} {format_number(value, 4)}, " for name, value in result.own.items())
+            + f"batch {self.batch}, lr {format_number(lr)}, {format_number(step_time and 1000 * step_time)} ms a step{pace}"
         )
 
     def _diagnostics(self, ags: Mapping[str, float] | None) -> dict[str, Any] | None:
@@ -357,13 +364,13 @@ class TrainingLog:
         min_steps = max(len(self.step_times), self.task.spec.search.timed_steps(prediction.step_time))
         while len(self.window) > min_steps:
             self.window.popleft()
-        return trimmed_mean(list(self.window)) if len(self.window) == min_steps else None
+        return compute_trimmed_mean(list(self.window)) if len(self.window) == min_steps else None
 
 
-def ineffective_settings(trainer: Trainer) -> list[str]:
+def list_ineffective_settings(trainer: Trainer) -> list[str]:
     """Return what the user has asked for and what does nothing in this training."""
     train, warnings = trainer.spec.train, []
-    if (warmup := warmup_epochs(trainer.spec)) >= train.epochs:
+    if (warmup := get_warmup_epochs(trainer.spec)) >= train.epochs:
         warnings.append(
             f"the learning rate never reaches its full value: its warm-up of {warmup:g} epochs is not shorter than"
             f" train.epochs {train.epochs}; set schedule.warmup_epochs"
@@ -390,7 +397,7 @@ def _warn_small_norm_batches(trainer: Trainer) -> list[str]:
     few = {batch: count for batch, count in samples.items() if over and count < MIN_NORMALISED}
     if not few:
         return []
-    counts = ", ".join(f"{plural(count, 'sample')} at batch {batch}" for batch, count in few.items())
+    counts = ", ".join(f"{format_count(count, 'sample')} at batch {batch}" for batch, count in few.items())
     return [
         f"BatchNorm takes its statistics over few samples in the first stages of train.ramp: {counts}; name stages with larger"
         " batches, or train on fewer GPUs"

@@ -4,7 +4,7 @@ import pytest
 from accounting_recorded import Slurm
 from make_runs import spec
 
-from tula_cli.cluster.slurm.billing import account_balance, user_name
+from tula_cli.cluster.slurm.billing import get_user_name, read_account_balance
 from tula_cli.spec.slurm_options import Slurm as Slurm_
 
 SPEC = spec(cluster={"kind": "slurm", "slurm": {"account": "proj", "qos": "dear"}}, pricing={"kind": "billing"})
@@ -15,9 +15,9 @@ def lefts(found):
 
 
 def test_every_limit_from_the_user_to_the_root_and_of_the_qos():
-    found = account_balance(SPEC, qos="dear", ask=Slurm(user_name()))
+    found = read_account_balance(SPEC, qos="dear", ask=Slurm(get_user_name()))
     assert lefts(found) == {
-        (f"{user_name()} in account proj", "cpu"): 52,
+        (f"{get_user_name()} in account proj", "cpu"): 52,
         ("account proj", "billing"): 1000 - 19 - 40,
         ("account big", "cpu"): 492,
         ("account big", "billing"): 100 - 19 - 40,
@@ -27,7 +27,7 @@ def test_every_limit_from_the_user_to_the_root_and_of_the_qos():
 
 
 def test_where_the_controller_shows_nothing_the_shares_do():
-    found = account_balance(SPEC, qos="", ask=Slurm(user_name(), without=["assoc_mgr"]))
+    found = read_account_balance(SPEC, qos="", ask=Slurm(get_user_name(), without=["assoc_mgr"]))
     assert lefts(found) == {
         ("account big", "cpu"): 492,
         ("account big", "billing"): 41,
@@ -36,38 +36,41 @@ def test_where_the_controller_shows_nothing_the_shares_do():
 
 
 def test_what_nobody_shows_is_said_and_no_error():
-    found = account_balance(SPEC, qos="dear", ask=Slurm(user_name(), without=["assoc_mgr", "sshare"]))
+    found = read_account_balance(SPEC, qos="dear", ask=Slurm(get_user_name(), without=["assoc_mgr", "sshare"]))
     assert found.limits == ()
     assert "access denied" in found.unseen
-    silent = account_balance(
+    silent = read_account_balance(
         SPEC.model_copy(update={"cluster": SPEC.cluster.model_copy(update={"slurm": None})}),
         qos="",
-        ask=Slurm(user_name(), without=["sacctmgr"]),
+        ask=Slurm(get_user_name(), without=["sacctmgr"]),
     )
     assert "does not tell the account" in silent.unseen
 
 
 def test_a_qos_that_is_not_shown_is_said_beside_what_is():
-    found = account_balance(SPEC, qos="dear", ask=Slurm(user_name(), without=["flags=qos"]))
+    found = read_account_balance(SPEC, qos="dear", ask=Slurm(get_user_name(), without=["flags=qos"]))
     assert ("account proj", "billing") in lefts(found)
     assert "of QOS dear nothing is shown" in found.unseen
-    assert account_balance(SPEC, qos="nix", ask=Slurm(user_name())).unseen == "of QOS nix nothing is shown"
+    assert read_account_balance(SPEC, qos="nix", ask=Slurm(get_user_name())).unseen == "of QOS nix nothing is shown"
 
 
 def test_names_are_read_as_slurm_reads_them_and_variables_of_sbatch_count(monkeypatch):
     def asked(**slurm):
         return SPEC.model_copy(update={"cluster": SPEC.cluster.model_copy(update={"slurm": Slurm_(**slurm)})})
 
-    assert account_balance(asked(account="Proj"), qos="Dear", ask=Slurm(user_name())) == account_balance(
-        SPEC, qos="dear", ask=Slurm(user_name())
+    assert read_account_balance(asked(account="Proj"), qos="Dear", ask=Slurm(get_user_name())) == read_account_balance(
+        SPEC, qos="dear", ask=Slurm(get_user_name())
     )
     monkeypatch.setenv("SBATCH_ACCOUNT", "big")
-    assert account_balance(asked(), qos="", ask=Slurm(user_name())).account == "big"
-    assert account_balance(asked(account="proj"), qos="", ask=Slurm(user_name())).account == "proj"
+    assert read_account_balance(asked(), qos="", ask=Slurm(get_user_name())).account == "big"
+    assert read_account_balance(asked(account="proj"), qos="", ask=Slurm(get_user_name())).account == "proj"
 
 
 @pytest.mark.parametrize("account", ["hidden"])
 def test_an_account_that_is_not_shown(account):
     slurm = SPEC.cluster.slurm.model_copy(update={"account": account})
     asked = SPEC.model_copy(update={"cluster": SPEC.cluster.model_copy(update={"slurm": slurm})})
-    assert account_balance(asked, qos="", ask=Slurm(user_name())).unseen == "account hidden is not shown (PrivateData?)"
+    assert (
+        read_account_balance(asked, qos="", ask=Slurm(get_user_name())).unseen
+        == "account hidden is not shown (PrivateData?)"
+    )

@@ -5,9 +5,9 @@ from accounting_recorded import CONFIG, NODE, NODE_24_11, PARTITION_24_11, Slurm
 from make_runs import spec
 
 from tula_cli.cluster.slurm.allocations import parse_record
-from tula_cli.cluster.slurm.billing import FOLDER, KEPT_SECONDS, site_bill, user_name
+from tula_cli.cluster.slurm.billing import FOLDER, KEPT_SECONDS, find_site_bill, get_user_name
 from tula_cli.errors import SpecError
-from tula_cli.models.cost import cost, describe_price, hourly_charge, max_price
+from tula_cli.models.cost import compute_cost, compute_hourly_charge, compute_max_price, describe_price
 
 
 def job(*, gpus=1, device="cpu", pricing=None, **slurm):
@@ -16,7 +16,9 @@ def job(*, gpus=1, device="cpu", pricing=None, **slurm):
 
 
 def billed(asked, ask=None, root=None):
-    return asked.pricing.model_copy(update={"slurm_billing": site_bill(asked, root, ask=ask or Slurm(user_name()))})
+    return asked.pricing.model_copy(
+        update={"slurm_billing": find_site_bill(asked, root, ask=ask or Slurm(get_user_name()))}
+    )
 
 
 # What `sacct` showed of real jobs that asked for the same (AllocTRES billing=).
@@ -33,7 +35,7 @@ def billed(asked, ask=None, root=None):
     ],
 )
 def test_a_job_is_billed_what_slurm_billed_it(asked, nodes, billing):
-    assert hourly_charge(billed(asked), nodes) == billing
+    assert compute_hourly_charge(billed(asked), nodes) == billing
 
 
 @pytest.mark.parametrize(
@@ -47,12 +49,12 @@ def test_a_job_is_billed_what_slurm_billed_it(asked, nodes, billing):
     ],
 )
 def test_memory_is_what_is_asked_for_else_what_the_partition_gives(asked, memory):
-    assert site_bill(asked, None, ask=Slurm(user_name())).tres["mem"] == memory
+    assert find_site_bill(asked, None, ask=Slurm(get_user_name())).tres["mem"] == memory
 
 
 def test_a_newer_slurm_with_typed_gpus_and_whole_nodes_by_the_partition():
-    ask = Slurm(user_name(), config="PriorityFlags = MAX_TRES_GRES\n", partitions=PARTITION_24_11, nodes=NODE_24_11)
-    found = site_bill(job(gpus=4, device="cuda", exclusive=False), None, ask=ask)
+    ask = Slurm(get_user_name(), config="PriorityFlags = MAX_TRES_GRES\n", partitions=PARTITION_24_11, nodes=NODE_24_11)
+    found = find_site_bill(job(gpus=4, device="cuda", exclusive=False), None, ask=ask)
     assert found.tres["mem"] == 4 * 64000  # DefMemPerGPU among JobDefaults
     assert found.node == pytest.approx(128 + 4 * 50)
     assert "MAX_TRES_GRES" in found.words
@@ -60,76 +62,78 @@ def test_a_newer_slurm_with_typed_gpus_and_whole_nodes_by_the_partition():
 
 def test_a_shared_node_gives_whole_cores_and_the_gpus_asked_for():
     told = PARTITION_24_11.replace("EXCLUSIVE", "NO")
-    ask = Slurm(user_name(), config="SelectTypeParameters = CR_CORE_MEMORY\n", partitions=told, nodes=NODE_24_11)
-    found = site_bill(job(gpus=1, device="cuda", exclusive=False, cpus_per_task=3, memory="10G"), None, ask=ask)
+    ask = Slurm(get_user_name(), config="SelectTypeParameters = CR_CORE_MEMORY\n", partitions=told, nodes=NODE_24_11)
+    found = find_site_bill(job(gpus=1, device="cuda", exclusive=False, cpus_per_task=3, memory="10G"), None, ask=ask)
     assert (found.tres["cpu"], found.tres["gres/gpu:a100"]) == (4, 1)
     assert found.node == pytest.approx(4 + 1 + 50)
 
 
 def test_the_dearest_of_several_kinds_of_nodes_counts_and_is_told():
     larger = NODE.replace("bl1", "bl3").replace("CPUEfctv=2", "CPUEfctv=8").replace("cpu=2", "cpu=8")
-    ask = Slurm(user_name(), nodes=f"{NODE}\n{larger}")
-    found = site_bill(job(partition="half"), None, ask=ask)
+    ask = Slurm(get_user_name(), nodes=f"{NODE}\n{larger}")
+    found = find_site_bill(job(partition="half"), None, ask=ask)
     assert found.node == pytest.approx(8 * 0.3)
     assert "from 0.600 on" in found.words
 
 
 def test_a_constraint_and_a_type_of_gpu_choose_nodes():
     other = NODE.replace("rack1", "rack2").replace("a100", "h100").replace("cpu=2", "cpu=8")
-    ask = Slurm(user_name(), nodes=f"{NODE}\n{other}")
-    assert site_bill(job(partition="half", constraint="rack2"), None, ask=ask).node == pytest.approx(2.4)
+    ask = Slurm(get_user_name(), nodes=f"{NODE}\n{other}")
+    assert find_site_bill(job(partition="half", constraint="rack2"), None, ask=ask).node == pytest.approx(2.4)
     one = job(partition="half", gpu_type="a100", device="cuda", gpus=2)
-    assert site_bill(one, None, ask=ask).node == pytest.approx(0.6)
+    assert find_site_bill(one, None, ask=ask).node == pytest.approx(0.6)
     with pytest.raises(SpecError, match="no node of partition half gives what the job asks for"):
-        site_bill(job(partition="half", constraint="rack9"), None, ask=ask)
+        find_site_bill(job(partition="half", constraint="rack9"), None, ask=ask)
 
 
 def test_a_type_of_gpu_is_not_the_beginning_of_another():
     other = NODE.replace("a100", "a10").replace("cpu=2", "cpu=1")
     one = job(partition="half", gpu_type="a10", device="cuda", gpus=2)
-    assert site_bill(one, None, ask=Slurm(user_name(), nodes=f"{NODE}\n{other}")).node == pytest.approx(0.3)
+    assert find_site_bill(one, None, ask=Slurm(get_user_name(), nodes=f"{NODE}\n{other}")).node == pytest.approx(0.3)
 
 
 def test_licenses_are_of_the_job_not_of_its_nodes():
     weights = "PartitionName=lic Default=YES OverSubscribe=NO TRESBillingWeights=CPU=1,License/matlab=7"
-    ask = Slurm(user_name(), partitions=weights, nodes=NODE.replace("Partitions=main", "Partitions=lic"))
+    ask = Slurm(get_user_name(), partitions=weights, nodes=NODE.replace("Partitions=main", "Partitions=lic"))
     pricing = billed(job(extra={"licenses": "matlab:2"}), ask)
-    assert [hourly_charge(pricing, nodes) for nodes in (1, 4)] == [2 + 14, 8 + 14]
+    assert [compute_hourly_charge(pricing, nodes) for nodes in (1, 4)] == [2 + 14, 8 + 14]
 
 
 def test_factors_of_slurm_and_of_the_site_multiply():
     factors = {"qos_factors": {"dear": 3.0}, "partition_factors": {"billed": 0.5, "half": 9.0}}
     pricing = billed(job(partition="billed", qos="dear", pricing=factors))
-    assert hourly_charge(pricing, 2) == 10 * 2 * 3 * 0.5
+    assert compute_hourly_charge(pricing, 2) == 10 * 2 * 3 * 0.5
     assert "QOS dear counts 2 times" in describe_price(pricing)
     assert "charge factor 1.5" in describe_price(pricing)
 
 
 def test_without_accounting_the_usage_factor_is_one():
     assert (
-        site_bill(job(partition="billed", qos="dear"), None, ask=Slurm(user_name(), without=["sacctmgr"])).usage_factor
+        find_site_bill(
+            job(partition="billed", qos="dear"), None, ask=Slurm(get_user_name(), without=["sacctmgr"])
+        ).usage_factor
         == 1
     )
 
 
 def test_a_usage_factor_that_is_not_told_is_said_and_not_kept(tmp_path):
-    asked, silent = job(partition="billed", qos="dear"), Slurm(user_name(), without=["sacctmgr"])
-    found = site_bill(asked, tmp_path, ask=silent)
+    asked, silent = job(partition="billed", qos="dear"), Slurm(get_user_name(), without=["sacctmgr"])
+    found = find_site_bill(asked, tmp_path, ask=silent)
     assert (found.usage_factor, found.qos) == (1, "dear")
     assert "the usage factor of its QOS is not known" in found.words
-    assert site_bill(asked, tmp_path, ask=Slurm(user_name())).usage_factor == 2  # asked again, and kept
-    assert site_bill(asked, tmp_path, ask=silent).usage_factor == 2
-    unknown = site_bill(job(partition="billed", qos="deer"), None, ask=Slurm(user_name()))
+    assert find_site_bill(asked, tmp_path, ask=Slurm(get_user_name())).usage_factor == 2  # asked again, and kept
+    assert find_site_bill(asked, tmp_path, ask=silent).usage_factor == 2
+    unknown = find_site_bill(job(partition="billed", qos="deer"), None, ask=Slurm(get_user_name()))
     assert "the accounting tells no usage factor of QOS deer, and 1 is taken" in unknown.words
-    none = Slurm(user_name(), config="AccountingStorageType = accounting_storage/none\n", without=["sacctmgr"])
-    assert "usage factor" not in site_bill(asked, None, ask=none).words
+    none = Slurm(get_user_name(), config="AccountingStorageType = accounting_storage/none\n", without=["sacctmgr"])
+    assert "usage factor" not in find_site_bill(asked, None, ask=none).words
 
 
 def test_names_are_read_as_slurm_reads_them():
     pricing = billed(job(partition="billed", qos="Dear", pricing={"qos_factors": {"DEAR": 3.0}}))
     assert (pricing.slurm_billing.usage_factor, pricing.slurm_billing.charge_factor) == (2, 3)
     own = {"per_node": 64, "partition_factors": {"gpu": 2, "debug": 0.5}}
-    assert hourly_charge(billed(job(partition="debug,gpu", pricing=own)), 1) == 128
+    assert compute_hourly_charge(billed(job(partition="debug,gpu", pricing=own)), 1) == 128
 
 
 def test_variables_of_sbatch_count_where_the_job_says_nothing(monkeypatch):
@@ -139,51 +143,53 @@ def test_variables_of_sbatch_count_where_the_job_says_nothing(monkeypatch):
 
 
 def test_the_default_qos_of_the_association_counts():
-    assert site_bill(job(partition="billed"), None, ask=Slurm(user_name())).qos == "normal"
+    assert find_site_bill(job(partition="billed"), None, ask=Slurm(get_user_name())).qos == "normal"
 
 
 def test_what_it_costs_in_units_and_in_money():
     units = billed(job(partition="billed", pricing={"unit": "core-hours"}))
     assert units.currency == "core-hours"
-    assert cost(units, hours=2.0, nodes=2, gpus_per_node=1, reserved=0) == 20.0
+    assert compute_cost(units, hours=2.0, nodes=2, gpus_per_node=1, reserved=0) == 20.0
     assert describe_price(units).startswith("core-hours, the hours of billing as SLURM counts them; a node is billed 5")
     money = billed(job(partition="billed", pricing={"price": 0.02, "currency": "EUR", "unit": "core-hours"}))
-    assert cost(money, hours=2.0, nodes=2, gpus_per_node=1, reserved=0) == pytest.approx(0.4)
+    assert compute_cost(money, hours=2.0, nodes=2, gpus_per_node=1, reserved=0) == pytest.approx(0.4)
     assert describe_price(money).startswith("0.02 EUR per core-hours")
 
 
 def test_an_upper_bound_of_node_hours_is_no_lower_than_any_job():
     asked = job(partition="half")
     asked = asked.model_copy(update={"pricing": billed(asked)})
-    assert max_price(asked, 10.0, None) >= cost(asked.pricing, hours=10 / 4, nodes=4, gpus_per_node=1, reserved=0)
+    assert compute_max_price(asked, 10.0, None) >= compute_cost(
+        asked.pricing, hours=10 / 4, nodes=4, gpus_per_node=1, reserved=0
+    )
 
 
 def test_an_answer_is_kept_for_a_day_and_goes_on_where_slurm_does_not_answer(tmp_path, monkeypatch):
-    asked, first = job(partition="billed"), Slurm(user_name())
-    assert site_bill(asked, tmp_path, ask=first) == site_bill(
-        asked, tmp_path, ask=Slurm(user_name(), without=["scontrol"])
+    asked, first = job(partition="billed"), Slurm(get_user_name())
+    assert find_site_bill(asked, tmp_path, ask=first) == find_site_bill(
+        asked, tmp_path, ask=Slurm(get_user_name(), without=["scontrol"])
     )
     assert [file.parent.name for file in tmp_path.rglob("bill-*.json")] == [FOLDER]
     other = job(partition="billed", memory="0")
     with pytest.raises(SpecError, match="SLURM does not tell what it bills"):
-        site_bill(other, tmp_path, ask=Slurm(user_name(), without=["scontrol"]))
+        find_site_bill(other, tmp_path, ask=Slurm(get_user_name(), without=["scontrol"]))
     import time
 
     later = time.time() + 2 * KEPT_SECONDS
     monkeypatch.setattr(time, "time", lambda: later)
-    stale = site_bill(asked, tmp_path, ask=Slurm(user_name(), without=["scontrol"]))
+    stale = find_site_bill(asked, tmp_path, ask=Slurm(get_user_name(), without=["scontrol"]))
     assert stale.node == 5
     assert "SLURM does not answer now" in stale.words
 
 
 def test_a_number_of_the_users_own_asks_nobody():
-    silent = Slurm(user_name(), without=["scontrol", "sacctmgr"])
+    silent = Slurm(get_user_name(), without=["scontrol", "sacctmgr"])
     own = {"per_node": 64, "qos_factors": {"premium": 2}}
-    assert hourly_charge(billed(job(qos="premium", pricing=own), silent), 3) == 384
+    assert compute_hourly_charge(billed(job(qos="premium", pricing=own), silent), 3) == 384
     assert not silent.asked
     local = spec(pricing={"kind": "billing"})
     with pytest.raises(SpecError, match=r"cluster\.kind is local"):
-        site_bill(local, None, ask=silent)
+        find_site_bill(local, None, ask=silent)
 
 
 def test_a_record_whose_values_have_words_and_equals_signs():

@@ -17,7 +17,7 @@ def test_it_is_that_of_explicit_gradients(alone: Ranks) -> None:
     subject = trainer(spec(), alone)
     stats = GradientStats.model_validate(gradient_noise.measure_gradient_noise(subject, batches=8)["stats"])
     assert (stats.local_batch, stats.batch, stats.steps) == (16, 32, 4)
-    stream = worker_train_loop.upcoming_micro_batches(subject)
+    stream = worker_train_loop.list_upcoming_micro_batches(subject)
     singles = []
     for _ in range(8):
         inputs, targets = next(stream)

@@ -26,8 +26,8 @@ search: {nodes: [1], min_batch: 32, max_batch: 32, max_node_hours: 5}
 cluster: {device: cpu}
 pricing: {price: 2.0}
 """
-SETTLED = 50
-"""Rows of steps, one or two a look, after which their level is known."""
+SETTLED = 100
+"""Rows of steps, one or two a look, after which their level is known; half as many looks are too few beside the hog's."""
 EARLY = 3.0
 """Seconds by which a change may seem to begin before its cause: other load on the machine is in the same looks."""
 

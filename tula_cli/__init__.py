@@ -48,7 +48,7 @@ _PLACES = {"TulaError": "errors", "__version__": "version"}
 
 
 def __getattr__(name: str) -> Any:
-    """Look a function of the Python API up when it is asked for: `import tula_cli` itself imports nothing."""
+    """Import a name of the Python API on first access, so that `import tula_cli` itself imports nothing."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

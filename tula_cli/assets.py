@@ -1,4 +1,4 @@
-"""Files that come with tula, and those that a site or a user puts in their place."""
+"""Files that are shipped with tula, and those with which a site or a user replaces them."""
 
 import os
 from collections.abc import Mapping
@@ -11,13 +11,13 @@ _PACKAGE = Path(__file__).parent
 
 
 def find_asset(name: str) -> Path:
-    """Return the path of a file that comes with tula: inside the package in a wheel, beside it in a checkout.
+    """Return the path of a file that is shipped with tula: inside the package (wheel) or next to it (checkout).
 
     Args:
         name: for example "templates/job.yaml".
 
     Raises:
-        TulaError: it is in neither place.
+        TulaError: the file is missing from both folders.
     """
     places = [_PACKAGE / name, _PACKAGE.parent / name]
     for path in places:
@@ -27,11 +27,11 @@ def find_asset(name: str) -> Path:
 
 
 def _list_config_folders(*, environ: Mapping[str, str] = os.environ) -> list[Path]:
-    """Return the folders of the user's and the site's own files, whether they are there or not; the user's first, which wins.
+    """Return the folders that may hold configuration files of the user and the site, existing or not, by precedence.
 
-    They are `tula/` of $XDG_CONFIG_HOME (~/.config where it is unset) and of each of $XDG_CONFIG_DIRS, and
-    /etc/tula, which a variable that some module sets must not hide. Paths that are not absolute do not count
-    (XDG Base Directory Specification 0.8).
+    They are `tula/` in $XDG_CONFIG_HOME (~/.config if it is unset) and in each of $XDG_CONFIG_DIRS, then /etc/tula,
+    which is always included so that a variable set by an environment module cannot hide it. Paths that are not absolute
+    are ignored (XDG Base Directory Specification 0.8).
     """
     home = Path(environ.get("XDG_CONFIG_HOME", ""))
     user = home if home.is_absolute() else Path("~/.config").expanduser()
@@ -40,10 +40,10 @@ def _list_config_folders(*, environ: Mapping[str, str] = os.environ) -> list[Pat
 
 
 def config_files(name: str, *, environ: Mapping[str, str] = os.environ) -> list[Path]:
-    """Return the user's and the site's files of a name, those that there are; the user's first, which wins."""
+    """Return the existing configuration files called `name`, by precedence: the user's before the site's."""
     return [path for folder in _list_config_folders(environ=environ) if (path := folder / name).is_file()]
 
 
 def find_site_asset(name: str) -> Path | None:
-    """Return a user's or a site's own file, for example "slurm-setup.sh", or None where neither has one."""
+    """Return the user's or the site's version of a file, for example "slurm-setup.sh", or None if neither has one."""
     return next(iter(config_files(name)), None)

@@ -1,6 +1,6 @@
-"""The errors a user meets: what is wrong, what to do, and the exit code of each class.
+"""Errors shown to the user: what is wrong, what to do, and the exit code of each class.
 
-Anything that is not a TulaError is a defect of tula and keeps its traceback.
+Any exception that is not a TulaError is a defect of tula and keeps its traceback.
 """
 
 from collections.abc import Iterable
@@ -9,11 +9,11 @@ from numbers import Integral, Real
 
 
 class TulaError(Exception):
-    """Something the user can act on.
+    """An error that the user can act on.
 
     Args:
-        message: what is wrong, with the value that is wrong.
-        hint: what to do about it, or nothing.
+        message: what is wrong, with the offending value.
+        hint: what to do about it, or empty.
     """
 
     exit_code = 1
@@ -25,7 +25,7 @@ class TulaError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        """Return all that the command would say: a notebook shows this and nothing else."""
+        """Return the message, details and hint, as the command prints them: a notebook shows only this text."""
         return "\n".join((self.message, *self._details(), *([f"HINT: {self.hint}"] if self.hint else [])))
 
     def _details(self) -> tuple[str, ...]:
@@ -34,7 +34,7 @@ class TulaError(Exception):
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong in a job spec: where, what, and the nearest valid value if there is one."""
+    """One problem of a job spec: its key, the message, and the nearest valid value as a hint if there is one."""
 
     path: str
     message: str
@@ -45,18 +45,18 @@ class Problem:
 
 
 class CannotWrite(TulaError):
-    """A file that cannot be written: no space, no right."""
+    """A file cannot be written: no space, or no permission."""
 
 
 class DiskFull(CannotWrite):
-    """No space, no quota or no more files on the file system of the run, of what the job writes, or of the answer.
+    """No space, quota or inodes are left on the file system of the run, of the job's output or of the command's output.
 
     Args:
-        message: what could not be written, and what is free.
+        message: what could not be written, and the free space.
         hint: what to do about it.
-        folder: where it was to be written.
-        quota: whether the user's quota is used up, rather than the file system.
-        needed: bytes of what was to be written; None where that is not known.
+        folder: the folder that was written to.
+        quota: whether the user's quota is exhausted, not the file system.
+        needed: bytes of the data to write; None if unknown.
     """
 
     exit_code = 13
@@ -72,24 +72,24 @@ class DiskFull(CannotWrite):
 
 
 class StorageFailed(CannotWrite):
-    """The file system did not answer, or lost a file: a time-out, a stale handle, an error of the disk."""
+    """The file system did not answer or lost a file: a time-out, a stale handle or a disk error."""
 
     exit_code = 14
     code = "storage"
 
 
 class NotYours(TulaError):
-    """A run, its lock or one of its records belongs to another user, and may not be read or changed."""
+    """A run, its lock or one of its records belongs to another user and may not be read or changed."""
 
     exit_code = 15
     code = "owner"
 
 
 class RunGone(TulaError):
-    """The run directory that a job works for is no longer where it was.
+    """The run directory of a job was moved or removed while the job ran.
 
     Args:
-        path: where it was.
+        path: the path that the run directory had.
     """
 
     def __init__(self, path: object) -> None:
@@ -100,7 +100,7 @@ class RunGone(TulaError):
 
 
 class SpecError(TulaError):
-    """A job spec or a command line that cannot be used. Carries all problems found, not the first."""
+    """A job spec or a command line is invalid. `problems` lists all problems found, not only the first."""
 
     exit_code = 2
     code = "spec"
@@ -114,13 +114,13 @@ class SpecError(TulaError):
 
 
 def require_positive(**given: object) -> None:
-    """Refuse what the command line does not let through, and Python code may give.
+    """Check that arguments are whole numbers of at least 1: Python callers bypass the checks of the command line.
 
     Args:
-        given: whole numbers by the names that they were given under; None for none.
+        given: values by argument name; None if not given.
 
     Raises:
-        SpecError: one of them is no whole number, or below 1.
+        SpecError: a value is not a whole number, or is below 1.
     """
     for name, value in given.items():
         if value is not None and (not isinstance(value, Integral) or isinstance(value, bool)):
@@ -130,10 +130,13 @@ def require_positive(**given: object) -> None:
 
 
 def require_number(**given: object) -> None:
-    """Refuse what is no number, by the name that it was given under; None for none.
+    """Check that arguments are numbers.
+
+    Args:
+        given: values by argument name; None if not given.
 
     Raises:
-        SpecError: one of them is none.
+        SpecError: a value is not a number.
     """
     for name, value in given.items():
         if value is not None and (not isinstance(value, Real) or isinstance(value, bool)):
@@ -141,10 +144,13 @@ def require_number(**given: object) -> None:
 
 
 def require_callable(**given: object) -> None:
-    """Refuse what is no function, by the name that it was given under; None for none.
+    """Check that arguments are callable.
+
+    Args:
+        given: values by argument name; None if not given.
 
     Raises:
-        SpecError: one of them is none.
+        SpecError: a value is not callable.
     """
     for name, value in given.items():
         if value is not None and not callable(value):
@@ -152,13 +158,13 @@ def require_callable(**given: object) -> None:
 
 
 def require_list(**given: object) -> None:
-    """Refuse one value where several are meant; a string would be taken for its letters.
+    """Check that arguments are lists and not strings, which would be iterated by character.
 
     Args:
-        given: lists by the names that they were given under; None for none.
+        given: values by argument name; None if not given.
 
     Raises:
-        SpecError: one of them is a string, or no list.
+        SpecError: a value is a string or not iterable.
     """
     for name, value in given.items():
         if value is not None and (isinstance(value, str) or not isinstance(value, Iterable)):
@@ -166,14 +172,14 @@ def require_list(**given: object) -> None:
 
 
 class Infeasible(TulaError):
-    """No configuration satisfies memory and constraints."""
+    """No configuration satisfies the memory limit and the constraints."""
 
     exit_code = 3
     code = "infeasible"
 
 
 class BadMeasurements(TulaError):
-    """Too few measurements, or none that can be used together."""
+    """There are too few measurements, or they cannot be used together."""
 
     exit_code = 4
     code = "measurements"
@@ -194,78 +200,78 @@ class JobFailed(TulaError):
 
 
 class OutOfMemoryAtMinimum(TulaError):
-    """Out of memory at the smallest batch there is."""
+    """Out of memory at the smallest possible batch."""
 
     exit_code = 7
     code = "memory"
 
 
 class OverBudget(TulaError):
-    """More node-hours than the cap allows, or not confirmed."""
+    """The job needs more node-hours than the cap allows, or the user did not confirm it."""
 
     exit_code = 8
     code = "budget"
 
 
 class Diverged(TulaError):
-    """A training whose loss or weights are not finite, or every probe of one."""
+    """The loss or weights of a training, or of all probes of a job, are not finite."""
 
     exit_code = 9
     code = "diverged"
 
 
 class DeviceFault(TulaError):
-    """Node after node, or GPU after GPU, was faulty."""
+    """Several nodes or GPUs in succession were faulty."""
 
     exit_code = 10
     code = "device"
 
 
 class NoGpu(DeviceFault):
-    """Jobs are to compute on GPUs, and a rank sees none: its node is faulty, or its job did not ask for any."""
+    """A rank of a GPU job sees no GPU: its node is faulty, or the job did not request any."""
 
 
 class CannotResume(TulaError):
-    """A script that cannot go on from its own checkpoint, as a rehearsal has found."""
+    """The resume test found that a script cannot resume from its own checkpoint."""
 
     exit_code = 11
     code = "resume"
 
 
 class NotRehearsed(TulaError):
-    """A rehearsal that has not found out how a script goes on from its checkpoint."""
+    """The resume test did not reach a verdict on how a script resumes."""
 
     exit_code = 12
     code = "unrehearsed"
 
 
 class OtherFormat(TulaError):
-    """A run directory in a format that this tula does not read; it was left as it is."""
+    """A run directory has a format that this version of tula does not read; it was not changed."""
 
     exit_code = 16
     code = "format"
 
 
 class TrackerError(TulaError):
-    """A tracker (MLflow, Weights & Biases, TensorBoard) that is not installed, does not answer, or refuses."""
+    """A tracker (MLflow, Weights & Biases, TensorBoard) is not installed, does not answer or refuses the request."""
 
     exit_code = 18
     code = "tracker"
 
 
 class Pending(TulaError):
-    """Still queued or running."""
+    """The job is still queued or running."""
 
     exit_code = 75
     code = "pending"
 
 
 class Interruption(KeyboardInterrupt):
-    """Ctrl-C while a service worked. No TulaError: whoever goes on after an error still ends on Ctrl-C.
+    """Ctrl-C during a service. Not a TulaError, so that code which continues after an error still stops on Ctrl-C.
 
     Args:
-        message: what became of the jobs.
-        hint: what to do about them, or nothing.
+        message: the state in which the jobs were left.
+        hint: what to do about them, or empty.
     """
 
     def __init__(self, message: str, hint: str = "") -> None:

@@ -22,15 +22,16 @@ def is_import_string(name: str) -> bool:
 
 
 def load(name: str, builtins: Mapping[str, Any], *, kind: str) -> Any:
-    """Return what `name` stands for.
+    """Return the object that `name` refers to.
 
     Args:
         name: a key of `builtins`, or `package.module:attribute` (the working directory is importable).
-        builtins: the names tula knows.
-        kind: what the name is for ("model", "dataset"), for the message.
+        builtins: built-in objects by name.
+        kind: kind of object ("model", "dataset"), for the error message.
 
     Raises:
-        SpecError: the name is unknown (with the nearest known ones), or its import fails.
+        SpecError: the name is unknown (the hint lists the nearest known names), or its module or attribute does not
+            exist.
     """
     if name in builtins:
         return builtins[name]

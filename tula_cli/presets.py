@@ -1,4 +1,7 @@
-"""Constants that the job file and the optimizers share; standard library only, and all of tula that `optim` imports."""
+"""Constants shared by the job file and the optimizers; standard library only.
+
+`optim` imports no other module of tula.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -25,11 +28,12 @@ AGS_PRESETS: Mapping[str, Mapping[str, Any]] = {
         "scale_ema": 0.9,
     },
 }
-"""Settings of adaptive gradient scaling, as section `ags` of a job spells them. "paper" is Algorithm 1; "robust" one
-smoothed factor a parameter, taken at every step from the ranks' own gradients, and no gate."""
+"""Settings of adaptive gradient scaling, in the form of section `ags` of a job. "paper" is Algorithm 1; "robust" uses
+one smoothed factor per parameter tensor, updated at every step from the ranks' own gradients, without a gate."""
 
 DIVIDING = frozenset(
     {"Adam", "AdamW", "NAdam", "RAdam", "Adamax", "SparseAdam", "FusedAdam", "Adagrad", "Adadelta", "Adafactor"}
     | {"RMSprop", "Rprop", "Muon", "Lion", "LAMB", "Lamb", "FusedLAMB", "LARS", "Lars"}
 )
-"""Optimizers that divide by the gradient's own magnitude, or keep its sign only: a factor on the gradient cancels out."""
+"""Optimizers that divide by the gradient's magnitude or use only its sign, so that a factor on the gradient has no
+effect."""

@@ -1,3 +1,3 @@
-"""The version of tula, in the one place that the package is built from."""
+"""The version of tula, the single source from which the package is built."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Numbers, durations, sizes, plurals and places in words; no styles, no screen."""
+"""Format numbers, durations, sizes, plurals and configurations as plain text, without styles."""
 
 import math
 import re
@@ -11,7 +11,10 @@ from pathlib import Path
 
 
 def format_number(value: float | None, digits: int = 3) -> str:
-    """Return a number with `digits` significant digits, all of its digits before the point, and no exponent."""
+    """Return a number with `digits` significant digits and no exponent; "-" if it is not finite.
+
+    Digits before the point are never rounded away.
+    """
     if value is None or not math.isfinite(value):
         return "-"
     if value == 0:
@@ -21,12 +24,12 @@ def format_number(value: float | None, digits: int = 3) -> str:
 
 
 def compute_perplexity(loss: float) -> float:
-    """Return the perplexity of a mean loss in nats a token; huge, and not infinite, where the loss is huge."""
+    """Return the perplexity of a mean loss in nats per token; the loss is capped at 700 to keep the result finite."""
     return math.exp(min(loss, 700.0))
 
 
 def format_duration(seconds: float | None) -> str:
-    """Return a time with its unit."""
+    """Return a duration with its unit."""
     if seconds is None:
         return "-"
     divisor, unit = choose_time_unit(seconds)
@@ -34,16 +37,16 @@ def format_duration(seconds: float | None) -> str:
 
 
 WIDEST_INTERVAL = 3.0
-"""The upper end of an interval that is of use, over its lower end."""
+"""Ratio of the upper to the lower end of an interval above which it is too wide to base a decision on."""
 
 
 def is_too_wide(low: float | None, high: float | None) -> bool:
-    """Return whether an interval is too wide to decide by; one of which an end is not known is not."""
+    """Return whether an interval is too wide to base a decision on; False if one of its ends is unknown."""
     return low is not None and high is not None and high > WIDEST_INTERVAL * max(low, 0.0)
 
 
 def format_interval_of_hours(low: float | None, high: float | None) -> str:
-    """Return an interval in brackets, and that it is too wide to decide by; empty where there is none."""
+    """Return an interval in parentheses, marked if it is too wide to decide by; empty if there is no interval."""
     if low is None or high is None:
         return ""
     wide = ", too wide to decide by" * is_too_wide(low, high)
@@ -51,29 +54,29 @@ def format_interval_of_hours(low: float | None, high: float | None) -> str:
 
 
 def choose_time_unit(longest: float) -> tuple[float, str]:
-    """Return the unit in which a column up to `longest` seconds is read best: its seconds and its name."""
+    """Return the unit in which a column of up to `longest` seconds is displayed: its length in seconds and its name."""
     if longest < 120:
         return 1.0, "s"
     return (60.0, "min") if longest < 7200 else (3600.0, "h")
 
 
 def is_cost_in_node_hours(cost: float, node_hours: float, currency: str) -> bool:
-    """Return whether a cost is the number of node-hours itself, as it is without a price: it is shown once then."""
+    """Return whether a cost equals the node-hours because no price is set, so that only one of them is shown."""
     return currency == "node-h" and math.isclose(cost, node_hours)
 
 
 def format_count(count: int, noun: str = "node") -> str:
-    """Return how many, in words: 1 node, 2 nodes, 3 batches."""
+    """Return a count with its noun: 1 node, 2 nodes, 3 batches."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith('tch') else 's'}"
 
 
 def describe_configuration(nodes: int, batch: int, local_batch: int) -> str:
-    """Return a configuration in words, with both of its batches."""
+    """Return a configuration in words, with its global and local batch."""
     return f"{format_count(nodes)}, batch {batch} (local {local_batch})"
 
 
 def describe_method_label(method: str, *, reference: bool) -> str:
-    """Return a method of a comparison, and whether it is what the others are held against."""
+    """Return the label of a method of a comparison, marked if it is the reference."""
     return f"{method} (reference)" if reference else method
 
 
@@ -89,9 +92,11 @@ _CONTROLS = re.compile(
 
 
 def without_controls(text: str) -> str:
-    """Return text without what steers a terminal or reorders a line: control characters, escape sequences, bidi marks.
+    """Return text without characters that control a terminal or reorder a line.
 
-    Newlines and tabs stay; a carriage return inside a line is a space.
+    These are control characters, escape sequences and bidi marks.
+
+    Newlines and tabs are kept; a carriage return inside a line becomes a space.
     """
     if text.isprintable():
         return text
@@ -101,9 +106,9 @@ def without_controls(text: str) -> str:
 
 
 def escape_spreadsheet_cell(value: object) -> object:
-    """Return a value as a cell of CSV that no spreadsheet computes: one line, and an apostrophe before what is a formula.
+    """Return a value as a CSV cell that no spreadsheet evaluates: one line, with an apostrophe before a formula.
 
-    Spreadsheets take text for a formula that begins with one of ``=+-@``. Numbers stay as they are.
+    Spreadsheets treat text that starts with one of ``=+-@`` as a formula. Numbers are not changed.
     """
     if not isinstance(value, str):
         return value
@@ -112,7 +117,7 @@ def escape_spreadsheet_cell(value: object) -> object:
 
 
 def parse_number(text: str) -> float | None:
-    """Return the finite number that a text is, or None if it is none."""
+    """Parse a finite number; return None if the text is not one."""
     try:
         value = float(text)
     except ValueError:
@@ -121,7 +126,7 @@ def parse_number(text: str) -> float | None:
 
 
 def make_relative_path(path: Path) -> str:
-    """Return a path as it is seen from the working directory, where it lies in it."""
+    """Return a path relative to the working directory if it lies inside it, else unchanged."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
@@ -131,7 +136,7 @@ def format_percent(share: float | None) -> str:
 
 
 def choose_size_unit(largest: float | None) -> tuple[float, str]:
-    """Return the unit in which a column up to `largest` bytes is read best: its bytes and its name."""
+    """Return the unit in which a column of up to `largest` bytes is displayed: its bytes and its name."""
     return (1024**2, "MiB") if largest is not None and largest < 1024**3 else (1024**3, "GiB")
 
 
@@ -140,7 +145,7 @@ def format_size(value: float | None, divisor: float) -> str:
 
 
 def format_bytes(value: float) -> str:
-    """Return bytes with their unit."""
+    """Return a number of bytes with its unit."""
     divisor, unit = choose_size_unit(value)
     return f"{format_number(value / divisor)} {unit}"
 
@@ -158,12 +163,12 @@ _TAG = re.compile(r"\[rank([0-9]+)\]: ?")
 
 
 def stamp_line(line: str) -> str:
-    """Return a line of a log with the time before it."""
+    """Return a log line with the current time in front."""
     return f"{time.strftime('%Y-%m-%d %H:%M:%S%z')} {line}"
 
 
 def parse_line_time(line: str) -> float | None:
-    """Return the Unix time that a line of a log begins with (local where it names no zone); None where it has none."""
+    """Return the Unix time at the start of a log line (local time if it has no zone), or None if it has no time."""
     match = _STAMP.match(line)
     if match is None:
         return None
@@ -175,7 +180,7 @@ def parse_line_time(line: str) -> float | None:
 
 
 def format_number_ranges(numbers: Iterable[int]) -> str:
-    """Return ascending numbers as "0-3, 7"."""
+    """Format ascending numbers as ranges, "0-3, 7"."""
     runs: list[list[int]] = []
     for value in numbers:
         if runs and value == runs[-1][-1] + 1:
@@ -186,12 +191,12 @@ def format_number_ranges(numbers: Iterable[int]) -> str:
 
 
 def make_rank_tag(rank: int) -> str:
-    """Return what stands before a rank's line in a log that several share, as torch marks its own."""
+    """Return the tag before a rank's line in a log shared by several ranks, in torch's format."""
     return f"[rank{rank}]: "
 
 
 def parse_rank(line: str) -> int | None:
-    """Return the rank whose tag stands before a line; None where none does."""
+    """Return the rank from the tag at the start of a line, or None if it has no tag."""
     match = _TAG.match(line)
     return int(match[1]) if match else None
 
@@ -206,7 +211,10 @@ def describe_progress(
     step_time: float,
     left: float | None,
 ) -> str:
-    """Return how far a training is: of its epochs, in samples, at a global batch, with the time of a step and what is left (s)."""
+    """Describe the progress of a training: epoch, samples, global batch, loss, throughput and remaining time.
+
+    `of` is the number of epochs; `step_time` and `left` are in seconds.
+    """
     epochs = "" if epoch is None else f"epoch {epoch:.4g}" + (f" of {of}" if of else "") + ", "
     text = f"{epochs}sample {samples}: batch {batch}"
     text += "" if loss is None else f", loss {format_number(loss, 4)}"
@@ -215,12 +223,12 @@ def describe_progress(
 
 
 def compute_log_pause(age: float) -> float:
-    """Return the seconds until a log tells again how far a training is, `age` seconds after it began: ever fewer lines."""
+    """Return the seconds until the next progress line, `age` seconds after the start: first 15, later up to 240."""
     return min(240.0, max(15.0, age))
 
 
 def shorten_pair(before: str, after: str, longest: int) -> tuple[str, str]:
-    """Return two texts in so many characters each, if they are longer those about the first in which they differ."""
+    """Shorten two texts to at most `longest` characters each, keeping the part around their first difference."""
     pairs = enumerate(zip(before, after, strict=False))
     common = next((place for place, (word, other) in pairs if word != other), min(len(before), len(after)))
     start = max(0, min(common - longest // 3, max(len(before), len(after)) - longest + 3))
@@ -237,12 +245,12 @@ def get_first_line(text: str) -> str:
 
 
 def describe_probe_place(nodes: int, local_batch: int) -> str:
-    """Return where a probe is made, in words."""
+    """Describe the configuration of a probe: nodes and local batch."""
     return f"{format_count(nodes)}, local batch {local_batch}"
 
 
 def describe_part(name: str) -> str:
-    """Return what of a job is meant by the name of a part: a type of node, a length of text, or both."""
+    """Describe the partition of a job that a name stands for: a node type, a text length, or both."""
     kind, at, length = f"-{name}".rpartition("-length-")
     words = [f"node type {kind[1:] if at else name}"] if kind[1:] or not at else []
     return ", ".join(words + [f"length {length}"] * bool(at))

@@ -1,1 +1,1 @@
-"""The command line: parse arguments, call one service, show the result."""
+"""The command line: commands parse arguments, call one service and show the result."""

@@ -1,4 +1,4 @@
-"""The command line: the error boundary around the commands, and the only place that exits."""
+"""The command-line application: the error boundary around the commands, and the only place that exits."""
 
 import functools
 import os
@@ -46,7 +46,7 @@ WORKFLOW: Mapping[Callable[..., None], str] = {
     export.export: "tula export --to mlflow --follow",
     clean.clean: "tula clean --older 30d --dry-run",
 }
-"""The commands in the order in which one uses them, which is that of `tula --help`, and an example of each."""
+"""The commands in order of use, as in `tula --help`, with an example of each."""
 REPLACED: Mapping[str, str] = {
     "estimate": "type tula check job.yaml --memory 32GiB",
     "schema": "tula init writes .tula/job.schema.json and .tula/site.schema.json beside the job file",
@@ -79,7 +79,7 @@ for _function, _example in WORKFLOW.items():
 _SHARED = {
     word for kind in COMMON.values() for option in get_args(kind)[1:] for word in (option.default, *option.param_decls)
 }
-"""The options that every command takes, and `tula` by itself does not; typer keeps the first word as the default."""
+"""Options that every command takes but `tula` itself does not; typer keeps the first word as the default."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -104,11 +104,11 @@ def _show_help(
 
 
 READER_IS_GONE = 128 + signal.SIGPIPE
-"""The exit code where nobody reads the answer to its end: what a shell shows of other tools too."""
+"""Exit code if the reader of the output is gone, as a shell reports it for other programs."""
 
 
 def run(arguments: Sequence[str], *, screen: Screen | None = None) -> int:
-    """Run one command; return its exit code. What is not the user's to mend is raised."""
+    """Run one command and return its exit code; errors that the user cannot fix are raised."""
     screen = screen or Screen()
     screen.expect(arguments)
     with warnings.catch_warnings():
@@ -120,7 +120,7 @@ def run(arguments: Sequence[str], *, screen: Screen | None = None) -> int:
 def _show_warning(
     screen: Screen, default: Callable[..., None], message: Warning | str, *where: Any, **more: Any
 ) -> None:
-    """Show an old name of a key in a job as a warning of the command; other warnings of Python as they are."""
+    """Show renamed keys as warnings of the command, and other Python warnings unchanged."""
     if isinstance(message, OldKeyWarning):
         screen.warn(str(message))
     else:
@@ -156,7 +156,7 @@ def _run(arguments: Sequence[str], screen: Screen) -> int:
 
 
 def _report_error(screen: Screen, error: TulaError) -> int:
-    """Show an error; return its exit code, which stands whether or not somebody reads."""
+    """Show an error and return its exit code, even if the output cannot be written."""
     try:
         screen.fail(error)
     except (OSError, SystemExit):  # rich exits by itself where the reader is gone
@@ -165,7 +165,7 @@ def _report_error(screen: Screen, error: TulaError) -> int:
 
 
 def _describe_machine_error(error: OSError) -> TulaError | None:
-    """Return what the machine lacks, where it is no defect of ours; whatever writes a file of a run says so itself."""
+    """Return the error for a full disk or a removed working directory; None for other errors."""
     if error.errno in FULL_DISK_ERRNOS:
         hint = "free some space there, or send the answer elsewhere, and run the same command again"
         return DiskFull(f"cannot write {error.filename or 'the answer'}: {error.strerror}", hint)
@@ -184,13 +184,13 @@ def _has_lost_working_directory() -> bool:
 
 
 def _discard(stream: TextIO) -> None:
-    """Let what is still to be written go nowhere: python flushes at its end, and would complain and change the exit code."""
+    """Redirect unwritten output to /dev/null, because Python flushes at exit and would change the exit code."""
     with suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _discard_unwritable() -> None:
-    """Give up on a stream that takes no more."""
+    """Discard the output of streams that cannot be written any more."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -199,7 +199,7 @@ def _discard_unwritable() -> None:
 
 
 def _convert_usage_error(error: Any, arguments: Sequence[str]) -> SpecError:
-    """Return click's complaint about the arguments as an error of ours."""
+    """Convert click's usage error to a SpecError."""
     path = error.ctx.command_path if getattr(error, "ctx", None) is not None else "tula"
     message = error.format_message().replace("Value error, ", "")  # pydantic's, which checks typer's literals
     option = getattr(error, "option_name", None)
@@ -215,7 +215,7 @@ def _convert_usage_error(error: Any, arguments: Sequence[str]) -> SpecError:
 
 
 def _exit_on_broken_pipe() -> int:
-    """End quietly when a pager or `head` has closed the pipe."""
+    """Discard the output after a pager or `head` has closed the pipe, and return the exit code."""
     _discard(sys.stdout)
     return READER_IS_GONE
 
@@ -224,7 +224,7 @@ _REPORT = "this is a defect of tula; please report it with the lines above"
 
 
 def _report_defect(screen: Screen, kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Show a defect of ours, or of a scheduler or another part of the user's, with its traceback; the envelope says so too."""
+    """Show an unexpected error of tula or of user code with its traceback, also in the envelope."""
     screen.print_traceback(error.with_traceback(trace))
     theirs = _find_user_line(trace)
     hint = f"raised by {theirs}, which is no part of tula" if theirs else _REPORT
@@ -232,7 +232,7 @@ def _report_defect(screen: Screen, kind: type[BaseException], error: BaseExcepti
 
 
 def _find_user_line(trace: Any) -> str:
-    """Return the file and line of the user's own code that an error comes from; empty where it comes from ours."""
+    """Return file and line of the user code that raised an error; empty if the error comes from tula."""
     import sysconfig
     import traceback
 
@@ -247,7 +247,7 @@ def _find_user_line(trace: Any) -> str:
 
 
 NARROWEST = 20
-"""Columns; what COLUMNS says below, 0 for one, is of no terminal, and nothing can be shown in it."""
+"""Minimum number of columns; a smaller COLUMNS (0, for example) is not from a real terminal and is ignored."""
 
 
 def main() -> None:

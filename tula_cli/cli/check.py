@@ -108,7 +108,7 @@ def _read_script(path: Path) -> str:
 
 
 def _ask_missing(screen: Screen, make: "Callable[[dict[str, str]], FromCommand]") -> "FromCommand":
-    """Return the job, after asking on a terminal for what the command does not tell; without one that is an error."""
+    """Return the job, asking on a terminal for facts that the command does not state; an error without a terminal."""
     from tula_cli.services.init import LENGTH_QUESTION
     from tula_cli.spec.scripts.launchers import Unknown
 
@@ -319,7 +319,7 @@ def _rehearse_resume(
 
 
 def _list_value_origins(job: Path, spec: "JobSpec", overrides: Sequence[str] | None) -> dict[str, show_screen.Origin]:
-    """Return each value of the spec and where it comes from."""
+    """Return each value of the spec with its source."""
     from tula_cli.spec.merge import flatten, merge_sources
 
     sources = merge_sources(job, overrides=overrides or ())[1]
@@ -328,7 +328,7 @@ def _list_value_origins(job: Path, spec: "JobSpec", overrides: Sequence[str] | N
 
 
 def _find_origin_of_key(key: str, sources: dict[str, str]) -> str:
-    """Return what set a key; a list or mapping may have been set as a whole."""
+    """Return the source of a key, which may have been set as part of a list or mapping."""
     parts = key.split(".")
     prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     return next((sources[prefix] for prefix in prefixes if prefix in sources), "default")
@@ -344,7 +344,7 @@ def _check_memory(
     node_type: str | None,
     fresh: bool,
 ) -> None:
-    """Show the memory of one GPU by batch size; where the job has been probed, that corrects it."""
+    """Show the estimated memory of one GPU by batch size, corrected by probes of the job if there are any."""
     from tula_cli.run.code import run_of_job
     from tula_cli.services import estimate as service
 

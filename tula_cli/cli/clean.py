@@ -70,11 +70,12 @@ def clean(
 
 
 def _find_runs(screen: Screen, named: Sequence[Path] | None, root: Path) -> "list[RunDir]":
-    """Return this user's runs that are meant, each once.
+    """Return the user's runs to clean, each once.
 
     Raises:
-        NotYours: one that is named is another user's.
-        OtherFormat: it is in a format that this tula does not read.
+        NotYours: a named run belongs to another user.
+        OtherFormat: a named run has a format that this version of tula does not read.
+        SpecError: `root` is given and does not exist.
     """
     from tula_cli.run import format as run_format
     from tula_cli.run import owner

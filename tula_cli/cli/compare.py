@@ -97,7 +97,7 @@ def compare(
 def _show(
     screen: Screen, run: "RunDir", spec: "JobSpec", request: "GridRequest", *, node_type: str | None, html: Path | None
 ) -> None:
-    """Show what there is; start nothing."""
+    """Show the current comparison without starting anything."""
     from tula_cli.cluster import launcher
     from tula_cli.services.comparison import session
 
@@ -135,7 +135,7 @@ def _split_numbers(option: str, text: str | None) -> tuple[int, ...]:
 
 
 def _check_page(html: Path | None) -> None:
-    """Refuse a page that cannot be written, before anything is trained for it."""
+    """Reject a page that cannot be written, before anything is trained for it."""
     check_page(html, "compare.html")
     if html is not None:
         from tula_cli.show.html.figures import require_matplotlib
@@ -146,7 +146,7 @@ def _check_page(html: Path | None) -> None:
 def _answer_with_table(
     screen: Screen, part: "Part", comparison: "Comparison", comparison_result: "ComparisonResult", *, html: Path | None
 ) -> None:
-    """Answer with the table, and write the page."""
+    """Show the comparison table, and write the page if requested."""
     report = comparison_result.report
     screen.status = "done" if report.complete else "pending" if comparison_result.active else "partial"
     screen.answer(report, show_compare.render_comparison(report, width=screen.width, color=screen.colored))

@@ -59,7 +59,7 @@ def export(
 
 
 def _load_page_renderer() -> "Callable[[Document], str] | None":
-    """Return what draws a report's page; None without a matplotlib that works, where its Markdown alone is sent."""
+    """Return the renderer of a report's page; None if matplotlib is unusable, so that only Markdown is sent."""
     from tula_cli.show.html.figures import require_matplotlib
     from tula_cli.show.html.page import render_page
 

@@ -1,4 +1,4 @@
-"""Shared parts of the commands: how a command is registered, and arguments that several commands have."""
+"""Shared parts of the commands: their registration, and arguments used by several commands."""
 
 import functools
 import inspect
@@ -13,7 +13,7 @@ from tula_cli.show.screen import Screen
 
 RUNS = Path("tula-runs")
 USAGE_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])
-"""The base of click's errors about arguments; typer brings its own copy of click and does not name it."""
+"""Base class of click's usage errors; typer has its own copy of click and does not export the class."""
 
 
 class Interrupted(TulaError):
@@ -149,16 +149,16 @@ COMMON: dict[str, Any] = {
 
 
 def check_page(html: Path | None, example: str) -> None:
-    """Refuse a page that cannot be written, before anything is done for it.
+    """Reject a page that cannot be written, before any work is done for it.
 
-    A page takes the place of what its path names, which a device (/dev/stdout, for who may write there) must not.
+    A page replaces the file at its path, so the path must not be a device (such as /dev/stdout).
 
     Args:
-        html: where it is to be written; None for no page.
-        example: a name for one.
+        html: path of the page; None for no page.
+        example: example of a file name.
 
     Raises:
-        SpecError: there is a folder or no file, or no folder for it.
+        SpecError: the path is a folder or not a regular file, or its folder does not exist.
     """
     if html is None:
         return
@@ -173,12 +173,14 @@ def check_page(html: Path | None, example: str) -> None:
 
 
 def register(app: typer.Typer, function: Callable[..., None], *, example: str) -> None:
-    """Make a function a command of `app`: its first parameter is the screen, which the flags that all commands share set up.
+    """Register a function as a command of `app`.
+
+    The function's first parameter is the screen, which is set up by the options common to all commands.
 
     Args:
-        app: where it is registered.
-        function: what it does; its docstring is its help.
-        example: a line of it, which ends its help.
+        app: application of the command.
+        function: implementation of the command; its docstring is the help text.
+        example: example of a command line, shown at the end of the help text.
     """
 
     @functools.wraps(function)

@@ -101,7 +101,7 @@ def recommend(
 def _render_answer(
     screen: Screen, answer: "Answer", *, pareto: bool, every: bool, kept: bool
 ) -> "Iterator[RenderableType]":
-    """Yield the answer for people; `kept`: whether it was written."""
+    """Yield the answer for terminal output; `kept` states whether the answer was written."""
     whole = every and len(answer.offers) <= show_recommend.MOST
     yield from show_recommend.render_recommendation(
         answer.with_all_rows() if whole else answer.recommendation,
@@ -125,7 +125,7 @@ def _save_answer(
     is_required: bool,
     every: bool,
 ) -> bool:
-    """Save an answer and return whether it was saved; where it is required to be, an error is raised instead."""
+    """Save an answer and return whether this succeeded; if `is_required`, a failure is raised."""
     from tula_cli.services import recommend as services_recommend
 
     try:
@@ -142,7 +142,7 @@ def _save_answer(
 
 
 def _replaces_kept_answer(screen: Screen, run: "RunDir", recommendation: "Recommendation") -> bool:
-    """Return whether an answer takes the place of the kept one unasked; say so where it does not."""
+    """Return whether an answer replaces the stored one without a request; print a note if it does not."""
     from tula_cli.services import recommend as services_recommend
 
     stored = run.recommendation()
@@ -155,7 +155,11 @@ def _replaces_kept_answer(screen: Screen, run: "RunDir", recommendation: "Recomm
 def _find_measured_run(
     screen: Screen, job: Path | None, named: Path | None, root: Path, overrides: Sequence[str] | None
 ) -> tuple["RunDir", "JobSpec"]:
-    """Return run and spec; a job.yaml must have a run already."""
+    """Return run and spec of a job that has a run.
+
+    Raises:
+        BadMeasurements: the run does not exist yet.
+    """
     run, spec = open_run(screen, job, named, root, overrides)
     if not run.exists:
         raise BadMeasurements(f"nothing was measured for {job} yet", f"run tula profile {job} first")

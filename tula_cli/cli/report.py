@@ -76,10 +76,10 @@ def report(
 
 
 def _choose_form_for_stdout(csv: Path | None, *, markdown: bool, latex: bool) -> str | None:
-    """Return the form that goes to stdout; None for none.
+    """Return the format to print on stdout, or None.
 
     Raises:
-        SpecError: there are several.
+        SpecError: more than one format is requested.
     """
     text_forms = {"--markdown": markdown, "--latex": latex, "--csv -": csv == Path("-")}
     forms = [name for name, wanted in text_forms.items() if wanted]
@@ -89,7 +89,7 @@ def _choose_form_for_stdout(csv: Path | None, *, markdown: bool, latex: bool) ->
 
 
 def _check_places(html: Path | None, svg: Path | None, csv: Path | None) -> None:
-    """Refuse files that cannot be written, before anything is read for them."""
+    """Reject files that cannot be written, before anything is read for them."""
     check_page(html, "report.html")
     for option, path in (("--svg", svg), ("--csv", csv)):
         if path is not None and path != Path("-") and not path.absolute().parent.is_dir():
@@ -110,7 +110,7 @@ def _render_text_for_stdout(document: "Document", form: str | None) -> str | Non
 
 
 def _write(document: "Document", html: Path | None, svg: Path | None, csv: Path | None) -> list[str]:
-    """Write the files that are asked for; return their paths, or those of their folders."""
+    """Write the requested files, and return the given paths, relative to the current folder."""
     from tula_cli.run.files import MODE_FOR_ALL, write_atomic
     from tula_cli.services.reporting import formats
 

@@ -1,4 +1,4 @@
-"""Which run the user means, and its parts."""
+"""Resolution of the run that the user means."""
 
 import os
 import re
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def find_run(screen: Screen, named: Path | None, root: Path) -> "RunDir":
-    """Return the run the user means, by its name, its folder or its job file.
+    """Return the run given by its name, folder or job file; by default that of $TULA_RUN or the newest.
 
-    Says which where it was not named on the command line, and with which overrides of earlier commands it was made.
+    A note names the run if it was not given on the command line, and the overrides of earlier commands.
     """
     from tula_cli.run.directory import RunDir
 
@@ -68,7 +68,7 @@ def _find_named_run(named: Path, root: Path) -> "RunDir":
 
 
 def _find_ids_of_name(named: Path, root: Path) -> list[str]:
-    """Return the ids of the runs whose job has this name: name and signature, plain-9accf564 of plain."""
+    """Return the ids of the runs of a job name; an id is name and signature, such as plain-9accf564 for plain."""
     from tula_cli.run import files
 
     form = re.compile(rf"{re.escape(str(named))}-[0-9a-f]{{8}}")
@@ -76,7 +76,7 @@ def _find_ids_of_name(named: Path, root: Path) -> list[str]:
 
 
 def _run_of_job(job: Path, root: Path) -> "RunDir":
-    """Return the run of a job file as it is now; else the newest run that was made from the file."""
+    """Return the run of a job file in its current state, otherwise the newest run created from the file."""
     from tula_cli.run.code import run_of_job
     from tula_cli.run.directory import RunDir
 
@@ -93,13 +93,13 @@ def _run_of_job(job: Path, root: Path) -> "RunDir":
 
 
 def _list_overrides(run: "RunDir") -> tuple[str, ...]:
-    """Return the overrides (`a.b=c`) that a run's settings were made with, the last one of each key."""
+    """Return the overrides (`a.b=c`) of a run's settings, the last one of each key."""
     file = run.job_file()
     return tuple({text.partition("=")[0].strip(): text for text in (file.overrides if file else ())}.values())
 
 
 def resolve_job_or_run(job: Path | None, named: Path | None, root: Path) -> tuple[Path | None, Path | None]:
-    """Return the job file and the run of a command that takes either as its argument; one of them is None."""
+    """Return job file and run of a command that accepts either as its argument; at most one of them is set."""
     from tula_cli.plugins import suggest_nearest
     from tula_cli.run import files
 
@@ -125,7 +125,7 @@ def load(path: Path, overrides: Sequence[str] | None) -> "JobSpec":
 def open_run(
     screen: Screen, job: Path | None, named: Path | None, root: Path, overrides: Sequence[str] | None
 ) -> tuple["RunDir", "JobSpec"]:
-    """Return run and spec: those of a job.yaml (whose run may not be there yet), else those of a run."""
+    """Return run and spec: of a job.yaml, whose run may not exist yet, or of an existing run."""
     from tula_cli.run.code import describe_user_code, list_runs_with_other_code, run_of_job
     from tula_cli.run.jobfile import find_config_drift, load_with_overrides
 
@@ -155,10 +155,10 @@ def confirm_unedited(
     *,
     then: "Callable[[Planned], bool]",
 ) -> "Callable[[Planned], bool]":
-    """Return who is asked before a training starts: `then`, but settings that their job.yaml no longer has are refused.
+    """Return a confirmation callback that checks for an edited job.yaml before it calls `then`.
 
-    They are where neither it nor --run is `named`, and it has other values that a training depends on, or cannot be used:
-    a SpecError.
+    The callback raises a SpecError if neither the job file nor the run is `named`, and the job file was changed in
+    settings that affect training or cannot be used.
     """
     from tula_cli.run.jobfile import find_config_drift
 
@@ -183,16 +183,16 @@ def _make_edited_error(screen: Screen, run: "RunDir", config_drift: "ConfigDrift
 
 
 def say_type(screen: Screen, part: "Part") -> None:
-    """Say which type of node a command is about, where the job names any."""
+    """Print the node type that a command is about, if the job has node types."""
     if part.type is not None:
         screen.note(f"node type {part.type}")
 
 
 def parse_age(text: str, option: str) -> float:
-    """Return the seconds that an option's value such as 90s, 30m, 2h or 30d stands for.
+    """Return the seconds of an age such as 90s, 30m, 2h or 30d.
 
     Raises:
-        SpecError: it stands for none.
+        SpecError: the text is not an age.
     """
     match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhdw])", text.strip())
     if match is None:
@@ -201,10 +201,10 @@ def parse_age(text: str, option: str) -> float:
 
 
 def parse_since(text: str, *, now: float) -> float:
-    """Return the Unix time that --since means: so long before `now`, or a local date, with or without the time of day.
+    """Return the Unix time of --since: an age before `now`, or a local date with or without a time of day.
 
     Raises:
-        SpecError: it means none.
+        SpecError: the text is neither.
     """
     day = text.strip()
     missing = " 00:00:00"[len(day) - 10 :] if 10 <= len(day) < 19 else ""  # 2026-11-24, 2026-11-24 09:30

@@ -1,4 +1,4 @@
-"""Showing the events of a service, asking before money is spent, and answering for jobs that nobody waits for."""
+"""Display of service events, confirmation before money is spent, and answers for jobs that run in the background."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def follow_work(screen: Screen, work: "Work[T]") -> T:
-    """Do the work of a service, show its events, and return its result."""
+    """Run the work of a service, show its events, and return its result."""
     from tula_cli.services import events
 
     with ExitStack() as drawn:
@@ -35,7 +35,7 @@ def follow_work(screen: Screen, work: "Work[T]") -> T:
 
 
 class _Shown:
-    """Shows events; what is drawn while one waits is taken away before anything else is said."""
+    """Displays events; the live display is removed before other output."""
 
     def __init__(self, screen: Screen, drawn: ExitStack) -> None:
         self.screen, self.drawn = screen, drawn
@@ -81,7 +81,7 @@ def _say(screen: Screen, event: "Note | WarningEvent | Planned | NodeCheckProgre
 
 
 def make_dependencies(inspect: "CachedInspection", confirm: "Callable[[Planned], bool]") -> "Dependencies":
-    """Return what a command that submits works with."""
+    """Return the dependencies of a command that submits jobs."""
     from tula_cli.cluster import launcher
     from tula_cli.services.waiting import Dependencies
 
@@ -89,7 +89,7 @@ def make_dependencies(inspect: "CachedInspection", confirm: "Callable[[Planned],
 
 
 def make_inspector(screen: Screen, root: Path, *, fresh: bool = False, keep: bool = True) -> "CachedInspection":
-    """Return what inspects jobs, and remembers under `root` what it found."""
+    """Return the inspector of jobs, which caches its findings under `root`."""
     from tula_cli.cluster import inspection
     from tula_cli.cluster.inspection import CachedInspection
 
@@ -97,7 +97,11 @@ def make_inspector(screen: Screen, root: Path, *, fresh: bool = False, keep: boo
 
 
 def make_confirm(screen: Screen, spec: "JobSpec", *, yes: bool) -> "Callable[[Planned], bool]":
-    """Return who is asked: nobody where the user said yes before, or has set a cap and there is nobody to ask."""
+    """Return the confirmation callback of a command.
+
+    Nobody is asked if `yes` is set, or if the job has a cap on node-hours and there is no terminal. With neither a
+    terminal nor a cap the callback raises OverBudget.
+    """
 
     def confirm(_: "Planned") -> bool:
         if yes or (spec.search.max_node_hours is not None and not sys.stdin.isatty()):
@@ -115,13 +119,13 @@ def refuse(given: bool, option: str, why: str) -> None:
 
 
 def warn_all(screen: Screen, warnings: Sequence[str]) -> None:
-    """Warn of what an answer is to be read with, below it: above a long table nobody sees it."""
+    """Print warnings about an answer after it, because they would be overlooked above a long table."""
     for text in warnings:
         screen.warn(text)
 
 
 def answer_detached(screen: Screen, run: "RunDir", detached_jobs: "DetachedJobs", data: dict[str, Any]) -> None:
-    """Answer for jobs that nobody waits for."""
+    """Answer for jobs that run in the background."""
     screen.status = "pending"
     started = [job for job in detached_jobs.jobs if job not in detached_jobs.under_way]
     sentences = [f"started {', '.join(started)}"] if started else []

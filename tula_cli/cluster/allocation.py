@@ -1,4 +1,4 @@
-"""The allocation that a supervisor runs in: its rank there, SIGTERM, the time limit, and why the scheduler ended it."""
+"""The allocation of a supervisor: its index, SIGTERM, the time limit, and why the scheduler ended the allocation."""
 
 import signal
 import time
@@ -13,21 +13,21 @@ from tula_cli.run.records.base import OutcomeClass
 
 POLL = 0.2  # seconds
 MAX_POLL = 2.0
-"""Seconds between two looks at a script's ranks, at most."""
+"""Maximum interval in seconds between two polls of a script's ranks."""
 ACCOUNTING_LAG = 1.0
-"""Seconds that the scheduler gets to know why it has ended an allocation."""
+"""Seconds to wait until the scheduler reports why an allocation ended."""
 TIME_LIMIT_MARGIN = (0.05, 10.0, 60.0)
-"""How long before its time limit an allocation should be empty: a share of what is left of it, and its bounds (s)."""
+"""How long before its time limit an allocation should be empty: fraction of the remaining time, and bounds (s)."""
 
 
 @dataclass
 class TerminationSignal:
-    """Whether the scheduler has asked this job to end: a time limit, a preemption, a cancel, a lost node."""
+    """Whether the scheduler has asked this job to exit: time limit, preemption, cancellation or lost node."""
 
     received: bool = False
 
     def listen(self) -> None:
-        """Take the signals from submitit, which would end this process over the one that warns of the time limit."""
+        """Install signal handlers; those of submitit would end this process on the time-limit warning."""
         for number in END_SIGNALS:
             signal.signal(number, self._receive)
         for number in WARNING_SIGNALS:
@@ -38,15 +38,14 @@ class TerminationSignal:
 
 
 def _ignore_signal(*_: object) -> None:
-    """The clock says the same as the signal that warns of a time limit, and SIGCONT comes before each SIGTERM."""
+    """Ignore warning signals: the time limit is known from the clock, and SIGCONT precedes each SIGTERM."""
 
 
 @dataclass
 class Allocation:
-    """The allocation of a job, as one of its supervisors sees it.
+    """The allocation of a job, as seen by one of its supervisors.
 
-    There is a supervisor a rank or one a node where a scheduler starts them, and one for all ranks where the job runs on this
-    machine.
+    A scheduler starts one supervisor per rank or per node; a job on this machine has one supervisor for all ranks.
     """
 
     index: int  # of this supervisor, from 0
@@ -67,20 +66,20 @@ class Allocation:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str], scheduler: Scheduler | None = None) -> "Allocation":
-        """Return what a process sees of its job.
+        """Return the allocation of a process, read from its environment.
 
         Args:
-            environ: its environment.
-            scheduler: whose job it is; None: SLURM's where the environment says so, else this machine's.
+            environ: environment of the process.
+            scheduler: scheduler of the job; None: SLURM if the environment is that of a SLURM job, else this machine.
 
         Raises:
-            SchedulerError: a scheduler of the user's own does not know the process.
+            SchedulerError: a user-defined scheduler does not recognise the process as part of one of its jobs.
         """
-        scheduler_ = scheduler or SlurmScheduler()
-        job_place = scheduler_.place(environ)
+        job_scheduler = scheduler or SlurmScheduler()
+        job_place = job_scheduler.place(environ)
         if job_place is None:
-            if not isinstance(scheduler_, LocalScheduler | SlurmScheduler):
-                raise SchedulerError(f"{scheduler_.name} does not know this process as one of its jobs' (place)")
+            if not isinstance(job_scheduler, LocalScheduler | SlurmScheduler):
+                raise SchedulerError(f"{job_scheduler.name} does not know this process as one of its jobs' (place)")
             return cls(0, 1, environ=environ, scheduler=LocalScheduler())
         return cls(
             index=job_place.index,
@@ -94,7 +93,7 @@ class Allocation:
             cpus=job_place.cpus,
             node=job_place.node,
             neighbours=job_place.neighbours,
-            scheduler=scheduler_,
+            scheduler=job_scheduler,
         )
 
     @property
@@ -104,12 +103,12 @@ class Allocation:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this supervisor decides what the others, its followers, do."""
+        """Whether this supervisor is the leader, which decides what the other supervisors (followers) do."""
         return self.index == 0
 
     @property
     def is_alone_on_node(self) -> bool:
-        """Whether no other supervisor is on its node, as far as the scheduler tells."""
+        """Whether no other supervisor is on this node, as far as the scheduler reports."""
         return self.nodes is None or self.count <= self.nodes
 
     @property
@@ -117,20 +116,20 @@ class Allocation:
         return "" if self.is_local else f"{self.job_id}.{self.restarts}"
 
     def has_nodes(self, nodes: int) -> bool:
-        """Return whether it has so many nodes; this machine has as many as are asked for."""
+        """Return whether the allocation has at least `nodes` nodes; always true on this machine."""
         return self.nodes is None or nodes <= self.nodes
 
     @property
     def poll_interval(self) -> float:
-        """Seconds between two looks at what a script's ranks tell, where many supervisors share the file system."""
+        """Seconds between two polls of a script's ranks; longer if many supervisors share the file system."""
         return min(MAX_POLL, max(POLL, self.count / 50))
 
     def time_limit_variable(self) -> dict[str, str]:
-        """Return the variable that tells the ranks when to save and leave: some time before the allocation ends."""
+        """Return TULA_LEAVE_AT, the Unix time at which ranks save and exit; empty without a time limit."""
         return {} if self.ends_at is None else {"TULA_LEAVE_AT": f"{self.leave_time(self.ends_at):.1f}"}
 
     def termination_reason(self, allocation_id: str = "") -> ExitReason:
-        """Tell how the scheduler ended an allocation, given as `id`; this one where none is given."""
+        """Return why the scheduler ended an allocation (`allocation_id`; default: this allocation)."""
         job_id, _, restarts = (allocation_id or self.id).rpartition(".")
         deadline = time.monotonic() + ACCOUNTING_LAG
         while True:
@@ -144,7 +143,7 @@ class Allocation:
         return ExitReason("signal", f"job {job_id} was ended from outside, or its supervisor was killed")
 
     def leave_time(self, ends_at: float) -> float:
-        """Return when an allocation that began now would have to be left, before its end (Unix times)."""
+        """Return when the ranks of an allocation that starts now and ends at `ends_at` must exit (Unix times)."""
         share, least, most = TIME_LIMIT_MARGIN
         return ends_at - min(most, max(least, share * (ends_at - time.time())))
 

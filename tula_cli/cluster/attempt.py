@@ -1,4 +1,4 @@
-"""One attempt: the ranks are started, watched, and ended together."""
+"""One attempt of a task: starting, monitoring and terminating its ranks together."""
 
 import contextlib
 import os
@@ -41,19 +41,19 @@ from tula_cli.spec.signature import compute_cluster_signature
 from tula_cli.version import __version__
 
 PEER_GRACE = 5.0
-"""Seconds the other ranks get to end by themselves once one has failed, and to say why."""
+"""Seconds that the other ranks have, after one failed, to exit by themselves and report why."""
 END_GRACE = 10.0
-"""Seconds between asking child processes to end and killing them."""
+"""Seconds between SIGTERM and SIGKILL of child processes."""
 LOG_PAUSE = 1.0
-"""Seconds between two looks at the size of the ranks' log."""
+"""Seconds between two checks of the size of the ranks' log."""
 LIFE_SIGN_SECONDS = 60.0
-"""Seconds between two signs of life of a job on one machine."""
+"""Seconds between two heartbeats of a job on this machine."""
 TERMINATION_GRACE = 25.0
-"""The same when the scheduler ends the allocation: it kills everything itself after its KillWait, 30 s by default."""
+"""END_GRACE for an allocation that the scheduler ends: SLURM kills all processes after KillWait, 30 s by default."""
 
 
 def open_attempt(run: RunDir, allocation: Allocation, task: Task) -> Attempt:
-    """Write down that a task is started once more."""
+    """Record the start of a new attempt of a task and return it."""
     training = run.training(task.signature) if isinstance(task, TrainTask) else None
     attempt = Attempt(
         task=task.id,
@@ -73,7 +73,7 @@ def open_attempt(run: RunDir, allocation: Allocation, task: Task) -> Attempt:
 
 
 def close_record(attempt: Attempt, reason: ExitReason) -> Attempt:
-    """Return an attempt as it ended just now."""
+    """Return a copy of an attempt that ends now, with its outcome."""
     update = {
         "ended_at": time.time(),
         "outcome": reason.outcome or "done",
@@ -87,12 +87,12 @@ def close_record(attempt: Attempt, reason: ExitReason) -> Attempt:
 
 
 def close_attempt(run: RunDir, attempt: Attempt, reason: ExitReason) -> None:
-    """Write down how an attempt ended."""
+    """Record the outcome of an attempt."""
     run.write_attempt(close_record(attempt, reason))
 
 
 def compute_job_deadline(task: Task) -> float:
-    """Return when a job that starts now has to end, however often its ranks are started: its cost is bounded."""
+    """Return the deadline (monotonic clock) of a job that starts now, over all attempts; infinite for a training."""
     match task:
         case TrainTask() | EvaluateTask():
             return float("inf")
@@ -110,7 +110,7 @@ def _describe_overdue(task: Task) -> str:
 
 @dataclass
 class RunningAttempt:
-    """One attempt as one supervisor runs it: the ranks that it starts are its children."""
+    """One attempt as run by one supervisor, whose child processes are the ranks that it starts."""
 
     run: RunDir
     allocation: Allocation
@@ -125,7 +125,7 @@ class RunningAttempt:
     _log_capped: float = 0.0
 
     def run_to_exit(self) -> ExitReason:
-        """Start the ranks of this supervisor, wait for their end and tell it."""
+        """Start the ranks of this supervisor, wait until they exit, and return the exit reason."""
         log = self._log
         kills = exit_reason.count_oom_kills()
         try:
@@ -172,7 +172,7 @@ class RunningAttempt:
 
     @cached_property
     def _script(self) -> ScriptWatch | None:
-        """Return the watcher of a script, or None for tula's worker, which records its own events."""
+        """Return the watcher of a script, or None for tula's worker, which records events itself."""
         if not runs_script(self.task):
             return None
         first_rank = self._first_rank
@@ -185,7 +185,7 @@ class RunningAttempt:
         return ScriptWatch(self.run, task, self.command, ranks, training)
 
     def _clean_up_earlier_attempts(self, starts: Sequence[RankCommand]) -> Iterator[str]:
-        """End what earlier attempts have left on this node, and let their GPU memory come back; yields what to tell."""
+        """Kill leftovers of earlier attempts on this node, wait for their GPU memory, and yield messages to log."""
         own_mark = self.allocation.environ.get(MARK_VARIABLE)
         if own_mark is None:
             return
@@ -199,7 +199,7 @@ class RunningAttempt:
                 yield f"GPU memory of an earlier attempt is not free again: {memory_holders}"
 
     def reason_by_scheduler(self, reason: ExitReason) -> ExitReason:
-        """Return the attempt's exit reason in the scheduler's words, where it has ended the allocation."""
+        """Return the exit reason of an attempt, replaced by that of the scheduler if it ended the allocation."""
         if self.allocation.termination.received and not is_finished(self.run, self.task):
             if self.run.is_cancelled(self.task.job):
                 return ExitReason("cancelled", "cancelled by the user")
@@ -222,10 +222,13 @@ class RunningAttempt:
         return get_first_rank(self.allocation, self.task)
 
     def _watch_ranks(self, group: RankGroup) -> ExitReason | None:
-        """Wait for the ranks; end them when the user cancels or their time is over. None: they ended by themselves.
+        """Wait for the ranks; terminate them on cancellation, at a deadline, or after a failed peer.
+
+        Returns:
+            Why this supervisor terminated the ranks; None if the exit of the ranks themselves gives the reason.
 
         Raises:
-            RunGone: the run directory was moved or removed, so that nothing of them would be found.
+            RunGone: the run directory was moved or removed, so that no result of the ranks would be found.
         """
         failed_at: float | None = None
         self.lookout.force_check()
@@ -262,14 +265,14 @@ class RunningAttempt:
         return None
 
     def _touch_log(self) -> None:
-        """Touch the log of a job on this machine each minute: another machine that sees the run has no scheduler to ask."""
+        """Touch the log of a local job each minute, as a heartbeat for other machines that see the run directory."""
         if self.allocation.is_local and time.monotonic() >= self._life_shown + LIFE_SIGN_SECONDS:
             self._life_shown = time.monotonic()
             with contextlib.suppress(OSError):
                 os.utime(self.run.log_path(self.task.id, self.attempt.number))
 
     def _cap_log(self) -> None:
-        """Keep the log of the ranks within bounds; of supervisors that share one the first of the node does."""
+        """Limit the size of the ranks' log; of supervisors that share a log, only the first of the node does so."""
         pause = max(LOG_PAUSE, self.allocation.count / 10)  # all of a job look ten times a second, at most
         if time.monotonic() < self._log_capped + pause or (self.spawner.output.shared and self.allocation.local_index):
             return
@@ -279,13 +282,14 @@ class RunningAttempt:
 
     @cached_property
     def _leave_at(self) -> float | None:
-        """When the time limit is near, as seen at the start (Unix time); None without one, and for followers."""
+        """Unix time at which to leave before the time limit, computed once; None without a limit, and for followers."""
         return None if self.allocation.ends_at is None else self.allocation.leave_time(self.allocation.ends_at)
 
     def _seconds_to_leave(self, is_due: bool) -> float | None:
-        """Return the seconds that a script has to save before the time limit, once it is to; the worker sees to it itself.
+        """Return the seconds that a script has left to save before the time limit, or None if it need not save yet.
 
-        Followers hear of it from the leader, and so where there is news.
+        None also for tula's worker, which saves by itself. Followers learn the time from a file that the leader writes,
+        which they read only if a poll is due.
         """
         if self._script is None or not self._script.can_save:
             return None
@@ -296,7 +300,9 @@ class RunningAttempt:
         return None if ends_at is None else max(0.0, ends_at - END_GRACE - time.time())
 
     def _end_ranks(self, group: RankGroup, *, deadline: float) -> None:
-        """Ask the ranks to save and leave, and kill what is left then (by the monotonic clock); a script is asked its way."""
+        """Ask the ranks to save and exit, and kill what remains at the deadline (monotonic clock).
+
+        A script that can save is first asked to in the way that its job configures."""
         if self._script is not None and self._script.can_save:
             asked_at = time.time()
             self._script.ask_to_save()
@@ -311,7 +317,7 @@ class RunningAttempt:
         return isinstance(task, TrainTask) and not self.allocation.is_local and self.run.is_superseded(task)
 
     def _end_waiting_ranks(self, group: RankGroup) -> ExitReason | None:
-        """End ranks that sit in a reduction with one that is gone. None: that was one of them."""
+        """Kill ranks that wait in a collective for a failed rank; None if the failed rank is one of this supervisor."""
         is_own_failure = group.first_failure() is not None
         group.kill()
         # Not its own end, so not its own report.
@@ -324,7 +330,7 @@ class RunningAttempt:
         return self.allocation.termination.received or self._stop_reason(self.lookout.is_due()) is not None
 
     def _stop_reason(self, is_due: bool) -> ExitReason | None:
-        """Tell why the ranks are to run no longer: cancelled (which takes a look), or overdue."""
+        """Return why the ranks must stop: cancelled (checked only if a poll is due) or past the deadline; else None."""
         if is_due and self.run.is_cancelled(self.task.job):
             return ExitReason("cancelled", "cancelled by the user")
         if time.monotonic() <= self.deadline:
@@ -351,10 +357,10 @@ class RunningAttempt:
         return self._root_cause(reason)
 
     def _await_reports(self) -> None:
-        """Wait until each supervisor has written why its ranks ended: the first cause may be another's. At most a grace.
+        """Wait, at most PEER_GRACE seconds, for the reports of all supervisors: the root cause may be on another one.
 
-        A rank that lost its peer writes so at once. Under torchrun the supervisor beside it reports only when torchrun has
-        ended, so reports of lost peers alone do not name the cause yet.
+        A rank that lost its peer reports so at once. Under torchrun its supervisor reports only when torchrun has
+        exited, so reports of lost peers alone do not name the cause yet.
         """
         deadline, own_ranks = time.monotonic() + PEER_GRACE, count_ranks_of_supervisor(self.task)
         supervisors = set(range(0, self.command.ranks, own_ranks))

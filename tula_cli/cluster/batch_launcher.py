@@ -1,4 +1,4 @@
-"""Jobs that wait in a queue: a training as a chain of them, whatever the scheduler is."""
+"""Jobs on any scheduler with a queue; a training is submitted as a chain of jobs."""
 
 import hashlib
 import json
@@ -31,15 +31,15 @@ from tula_cli.spec.resources import OwnScheduler
 from tula_cli.version import __version__
 
 PROGRAM = "tula_cli.cluster.job_main"
-"""The command of every task of a job, if the scheduler starts tula itself."""
+"""Module that every task of a job runs, if the scheduler starts tula directly."""
 _BAD_ID = re.compile(r"[\s/_]")
 
 
 class BatchLauncher:
-    """Jobs on a scheduler with a queue: it starts one supervisor a rank, or one a node.
+    """Launcher of jobs on a scheduler with a queue, which starts one supervisor per rank or per node.
 
     Args:
-        scheduler: who takes the jobs.
+        scheduler: scheduler to submit to.
         kind: `cluster.kind` of the jobs.
     """
 
@@ -52,7 +52,7 @@ class BatchLauncher:
         return f"{self.scheduler.name} has forgotten it"
 
     def script(self, run: RunDir, task: Task) -> str:
-        """Return the text that would be submitted; later links of a chain wait for the one before them as well."""
+        """Return the script of the first job of a task; the scripts of later jobs also wait for earlier ones."""
         from tula_cli.cluster.scripts.start import preview_command  # for a dry run alone, not for each look at the jobs
 
         text = self.script_text(run, self.request(run, task, self._link_names(run, task)[0]), task)
@@ -61,10 +61,10 @@ class BatchLauncher:
         return f"{text.rstrip()}\n\n# where tula then starts, on each GPU or node: {preview_text}\n"
 
     def submit(self, run: RunDir, task: Task) -> Job:
-        """Submit a job, a training with all links of its chain; what is in the queue already is taken as it is.
+        """Submit a task, a training as all jobs of its chain; jobs that are already in the queue are reused.
 
         Raises:
-            SchedulerError: it was refused, in the scheduler's own words, or nobody answers.
+            SchedulerError: the job was refused (with the scheduler's message), or the scheduler does not answer.
         """
         earlier, names, nodes = run.job(task.job), self._link_names(run, task), list_nodes_of_links(task)
         if earlier is not None and is_moved(earlier, run.path.resolve()):
@@ -98,11 +98,11 @@ class BatchLauncher:
         )
 
     def patient(self) -> "BatchLauncher":
-        """Return this one: what other schedulers are asked is not shared among commands that wait."""
+        """Return this launcher: its queries are not shared among waiting commands."""
         return self
 
     def states(self, look: Snapshot, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
-        """Ask for all jobs at once. A job that nobody knows is over, unless it is too young to be known."""
+        """Query the states of all jobs at once. An unknown job has ended, unless it was submitted only seconds ago."""
         states = self.scheduler.ask([id_ for job in jobs for id_ in job.ids])
         return {
             job.id: _add_error_output(look, job, self._explain_missing_log(look, job, self._state(look, job, states)))
@@ -120,7 +120,7 @@ class BatchLauncher:
         return state
 
     def _explain_missing_log(self, snapshot: Snapshot, job: Job, state: SchedulerState) -> SchedulerState:
-        """Add to a job without any log that its nodes probably do not see the run directory."""
+        """Add to the state of a job that left no log that its nodes probably do not see the run directory."""
         ran = not state.reason or state.reason.startswith(("FAILED", self.forgotten))
         if not (state.without_log or (state.state == "ended" and ran)) or list_attempts_of_submission(snapshot, job):
             return state
@@ -133,10 +133,10 @@ class BatchLauncher:
         return replace(state, reason=f"{state.reason}; {reason}" if state.reason else reason)
 
     def cancel(self, run: RunDir, job: Job) -> None:
-        """Mark it, so that no supervisor starts anything more, and cancel its allocations; only our own ids.
+        """Mark a job as cancelled, so that its supervisors start nothing more, and cancel its allocations by their ids.
 
         Raises:
-            SchedulerError: the scheduler did not do it.
+            SchedulerError: the scheduler did not cancel the allocations.
         """
         run.cancel(job.id)
         # The last first: the end of one link would start the next.
@@ -149,7 +149,7 @@ class BatchLauncher:
     # --- one job
 
     def request(self, run: RunDir, task: Task, name: str, after: Sequence[str] = ()) -> JobRequest:
-        """Return what the scheduler is asked for: a job in which every task starts a supervisor."""
+        """Return the resources and command to request from the scheduler: each task of the job starts a supervisor."""
         cluster = task.spec.cluster
         scheduler_section = cluster.own_scheduler or OwnScheduler()
         arguments = (PROGRAM, self.kind, str(run.path.resolve()), task.id, json.dumps(scheduler_section.options))
@@ -172,26 +172,26 @@ class BatchLauncher:
         return self.scheduler.script(job)
 
     def prepare(self, run: RunDir, task: Task, id_: str) -> None:
-        """Leave what a submitted job needs and its script does not say: nothing, where the scheduler starts tula itself."""
+        """Write files that a submitted job needs besides its script: none if the scheduler starts tula directly."""
 
     def name_of_first_job(self, run: RunDir, task: Task) -> str:
-        """Return the name of a task's first job: by the run's place, for the queue may not tell which script a job has."""
+        """Return the name of a task's first job; has a hash of the run's path, as queues may not report scripts."""
         return f"tula-{run.id}-{hashlib.sha256(str(run.path.resolve()).encode()).hexdigest()[:6]}-{task.job}"
 
     def queued_jobs(self, run: RunDir, task: Task, names: Sequence[str]) -> dict[str, Queued]:
-        """Return the jobs of a task's chain that are in the queue, by their names as of `_link_names`."""
+        """Return the jobs of a task's chain that are in the queue, by the names that `_link_names` gives."""
         return find_queued(self.scheduler, run, names)
 
     def jobs_to_name(self, run: RunDir, task: Task, there: Mapping[str, Queued], ids: Sequence[str]) -> Sequence[str]:
-        """Return which of the jobs in the queue the next link of their chain has to name."""
+        """Return the queued jobs that the next job of their chain has to name in its dependency."""
         return ids
 
     def jobs_waited_for(self, after: Sequence[str], ids: Sequence[str]) -> Sequence[str]:
-        """Return which jobs a link waits for: of those that were in the queue, and of those submitted now."""
+        """Return the jobs that the next job waits for: those already queued (`after`) and those submitted now."""
         return (*after, *ids)
 
     def _link_names(self, run: RunDir, task: Task) -> list[str]:
-        """Return the names of the jobs to submit: they find a job again of which nobody told the id."""
+        """Return the names of the jobs to submit, by which a job is found again if its id was not recorded."""
         first_name = self.name_of_first_job(run, task)
         return [first_name, *(f"{first_name}.{number}" for number in range(2, len(list_chain_tasks(task)) + 1))]
 
@@ -199,7 +199,7 @@ class BatchLauncher:
         """Submit one job; return its id.
 
         Raises:
-            SchedulerError: it was refused, or nobody answered and nothing is in the queue.
+            SchedulerError: the job was refused, or the scheduler did not answer and the job is not in the queue.
         """
         run.lock.heartbeat()
         job = self.request(run, task, name, after)
@@ -210,12 +210,12 @@ class BatchLauncher:
     def _submit_links(
         self, run: RunDir, named: Sequence[tuple[Task, str]], *, after: Sequence[str], rehearsal: Sequence[str]
     ) -> list[str]:
-        """Submit jobs, each with its name, to start when all before it have ended; return their ids.
+        """Submit named jobs, each to start when all earlier jobs have ended; return their ids.
 
-        All: the end of one that waits (scancel) must not start the next beside one that runs.
+        A job depends on all earlier ones, so cancelling a pending one does not start the next beside a running one.
 
         Raises:
-            SchedulerError: the first one was refused.
+            SchedulerError: the first job was refused and no earlier job is in the queue.
         """
         ids: list[str] = []
         for task, name in named:
@@ -229,10 +229,11 @@ class BatchLauncher:
 
 
 def submit_script(scheduler: Scheduler, run: RunDir, job: JobRequest, text: str) -> str:
-    """Submit a script under a name that finds its job again; return the job's id.
+    """Submit a script under a name by which its job can be found again; return the job's id.
 
     Raises:
-        SchedulerError: it was refused, or nobody answered and nothing is in the queue.
+        SchedulerError: the job was refused, the scheduler did not answer and the job is not in the queue, or the
+            scheduler returned an invalid id.
     """
     package.keep_package(run.path.resolve())
     id_ = scheduler.submit(run.write_script(job.name, text), job)
@@ -245,9 +246,10 @@ def submit_script(scheduler: Scheduler, run: RunDir, job: JobRequest, text: str)
 
 
 def find_queued(scheduler: Scheduler, run: RunDir, names: Sequence[str]) -> dict[str, Queued]:
-    """Return this run's jobs in the queue by their names.
+    """Return this run's jobs in the queue, by their names.
 
-    A run of the same job in another folder may have the same names; its scripts are elsewhere.
+    A run of the same job in another folder may have jobs of the same names; they are
+    distinguished by the folder of their script.
 
     Raises:
         SchedulerError: the scheduler does not answer.
@@ -258,7 +260,7 @@ def find_queued(scheduler: Scheduler, run: RunDir, names: Sequence[str]) -> dict
 
 
 def _get_script_write_time(job: Queued) -> float:
-    """Return when the script of a job was written, just before it was submitted."""
+    """Return when the script of a job was written (Unix time), just before its submission; now if unknown."""
     try:
         return Path(job.script).stat().st_mtime if job.script else time.time()
     except OSError:
@@ -266,18 +268,18 @@ def _get_script_write_time(job: Queued) -> float:
 
 
 def _count_submitted_links(names: Sequence[str], queued: Mapping[str, Queued]) -> int:
-    """Return how many links need no submission: a link before one that is there has run, or must not run beside it."""
+    """Return how many jobs need no submission: all up to the last queued one; earlier ones have run or must not."""
     return max((names.index(name) + 1 for name in queued), default=0)
 
 
 def _resume_test_jobs(run: RunDir, task: Task) -> Sequence[str]:
-    """Return the jobs that a training waits for before its first link."""
+    """Return the ids of the jobs that the first job of a training waits for."""
     job = run.job(task.after) if isinstance(task, TrainTask) and task.after else None
     return () if job is None else job.ids
 
 
 def _add_error_output(snapshot: Snapshot, job: Job, state: SchedulerState) -> SchedulerState:
-    """Add what the shell, srun or python said in the last job of a chain that failed before it started a supervisor."""
+    """Add the last error line of the scheduler log to the state of a chain that failed before a supervisor started."""
     if state.state != "ended" or not state.reason.startswith("FAILED"):
         return state
     started = {attempt.job_id for attempt in list_attempts_of_submission(snapshot, job)}

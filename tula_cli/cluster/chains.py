@@ -1,4 +1,4 @@
-"""Chains of jobs: a training on a batch scheduler is a chain of jobs, each of which starts when the earlier ones have ended."""
+"""Chains of jobs: each job of a training on a batch scheduler starts when the earlier ones have ended."""
 
 import math
 import time
@@ -11,34 +11,33 @@ from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask, Rehea
 from tula_cli.spec.slurm_options import ROOM
 
 SPARE_LINKS = 2
-"""Links of a chain beyond those that a training is predicted to need: for a preemption, a lost node, a slow day."""
+"""Jobs of a chain beyond the predicted number, for preemptions, lost nodes and slow hardware."""
 MAX_LINKS = 50
-"""Of one chain: queues bound how many jobs a user may have. The same command goes on where a chain ends."""
+"""Maximum jobs of one chain, as queues limit the jobs of a user; the same command resumes after the last one."""
 FOLDER_PATIENCE = 30
-"""Seconds for which a job waits for a folder that is away."""
+"""Seconds for which a job waits for a folder that is unavailable."""
 TRAINING_PATIENCE = 600
-"""The same of a job of a training, at most: it is never longer than half of its time limit."""
+"""Maximum of the same for a job of a training, which waits for at most half of its time limit."""
 FIRST_DELAY, LONGEST_DELAY = 10, 30
-"""Minutes by which the job after one that the scheduler could not start is delayed: the least, and the most."""
+"""Minimum and maximum minutes by which a job is delayed after one that did not start tula."""
 YOUNG_SECONDS = 30.0
-"""Seconds for which a submitted job may be known to neither the queue nor the accounting."""
+"""Seconds after its submission in which a job may be missing from both queue and accounting."""
 YOUNG_WORDS = "just submitted"
 DEPENDENCY = "Dependency"
-"""The reason of a job that waits for the end of another."""
+"""The scheduler's reason for a job that waits for another job to end."""
 
 
 def count_links(task: Task) -> int:
-    """Return how many jobs a task is submitted as: a training in a queue as several, one after the other.
+    """Return how many jobs a task is submitted as: several successive ones for a training on a scheduler with a queue.
 
-    Half as many again as it is predicted to need, and two for what is lost. Stages of `train.ramp` that run on fewer nodes have
-    links of their own before those; one that has too many nodes for its stage can do it all the same, so they have one
-    to spare.
+    A training gets 1.5 times the predicted number of jobs, and two spare jobs. Stages of `train.ramp` on fewer nodes
+    have separate jobs before those, with one spare job, as a job with more nodes than a stage needs can also run it.
     """
     return len(list_chain_tasks(task))
 
 
 def list_chain_tasks(task: Task) -> Sequence[Task]:
-    """Return the jobs of a task's chain, each as the task that it asks for nodes for."""
+    """Return the jobs of a task's chain, each as a copy of the task with the number of nodes that the job requests."""
     if task.spec.cluster.kind == "local" or not isinstance(task, TrainTask):
         return [task]
     predicted = task.prediction
@@ -57,25 +56,25 @@ def list_chain_tasks(task: Task) -> Sequence[Task]:
 
 
 def _get_time_limit_on_nodes(task: TrainTask, nodes: int) -> int:
-    """Return the time limit of a job on so many nodes, within the site's bins (cluster.slurm.limits)."""
+    """Return the time limit (minutes) of a job on `nodes` nodes, within the site's limits (cluster.slurm.limits)."""
     slurm = task.spec.cluster.slurm
     return task.spec.cluster.minutes if slurm is None else max(1, slurm.job_minutes(nodes))
 
 
 def _count_links_needed(task: TrainTask, hours: float | None, limit: int, *, spare: int) -> int:
-    """Return the links that so many hours need; None: that is not known."""
+    """Return how many jobs of `limit` minutes a training of `hours` needs; train.max_attempts if hours is None."""
     if hours is None:
         return task.spec.train.max_attempts
     return spare + (1 if 60 * hours < limit / 2 else math.ceil(1.5 * 60 * hours / limit))
 
 
 def list_nodes_of_links(task: Task) -> tuple[int, ...]:
-    """Return the nodes that each job of a task asks for."""
+    """Return the number of nodes that each job of a task requests."""
     return tuple(link.nodes for link in list_chain_tasks(task))
 
 
 def get_time_limit(task: Task) -> int:
-    """Return the time limit of a job, minutes; none is above its bin of the site's (cluster.slurm.limits)."""
+    """Return the time limit of a job in minutes, within the site's limit for its nodes (cluster.slurm.limits)."""
     match task:
         case ProbeTask() | RehearsalTask():
             needed = math.ceil(task.spec.measuring_minutes())
@@ -88,15 +87,16 @@ def get_time_limit(task: Task) -> int:
 
 
 def get_folder_patience(task: Task) -> int:
-    """Return the seconds for which a job waits for its folders: a job of a chain must outlast a file system's failure.
+    """Return the seconds for which a job waits for its folders.
 
-    Where somebody waits for the answer, and no job of the run has seen the folders yet, it is short.
+    Long for a job of a training, which should survive a file-system outage; short for other jobs, whose result a user
+    waits for and before which no job of the run has seen the folders.
     """
     return min(TRAINING_PATIENCE, 30 * get_time_limit(task)) if isinstance(task, TrainTask) else FOLDER_PATIENCE
 
 
 def start_delay(number: int) -> int:
-    """Return the minutes between the starts of a job of a chain (from 2) and the one before it, should that not start tula."""
+    """Return the minutes by which job `number` (from 2) starts after the previous one if that does not start tula."""
     return min(FIRST_DELAY * (number - 1), LONGEST_DELAY)
 
 
@@ -106,13 +106,13 @@ def start_delay(number: int) -> int:
 def get_chain_state(
     job: Job, known: Mapping[str, SchedulerState], *, forgotten: str, released: Mapping[str, str] | None = None
 ) -> SchedulerState:
-    """Return the state of a job from those of its links.
+    """Return the state of a chain from those of its jobs.
 
     Args:
-        job: the job.
-        known: what the scheduler says; it does not know all of them.
-        forgotten: what to say of those.
-        released: links that tula itself has cancelled, and why: they report nothing about the others.
+        job: the chain.
+        known: states that the scheduler reports, by job id; may lack some jobs.
+        forgotten: reason to show for jobs that the scheduler does not know.
+        released: ids of jobs that tula itself cancelled, with the reason; they are ignored for the state.
     """
     if released and (cancelled := [id_ for id_ in job.ids if id_ in released]):
         ids = cancelled[0] if len(cancelled) == 1 else f"{cancelled[0]} to {cancelled[-1]}"
@@ -137,7 +137,7 @@ def get_chain_state(
 
 
 def _add_next_reason(ids: Sequence[str], states: Sequence[SchedulerState], at: int) -> SchedulerState:
-    """Return the state of the link that runs, with what keeps those after it from going on."""
+    """Return the state of the running job, with the reason why a later job of the chain cannot start, if any."""
     state = states[at]
     for id_, following in zip(ids[at + 1 :], states[at + 1 :], strict=True):
         if following.hopeless or following.without_nodes:
@@ -147,7 +147,7 @@ def _add_next_reason(ids: Sequence[str], states: Sequence[SchedulerState], at: i
 
 
 def _get_waiting_state(earlier: Sequence[str], states: Sequence[SchedulerState]) -> SchedulerState:
-    """Return what the first waiting link of a chain waits for: for the story of the link before it, if there is one."""
+    """Return the state of the first waiting job, with the outcome of the job before it if it waits for that job."""
     last_state = states[-1]
     if last_state.reason != DEPENDENCY or not earlier:
         return last_state

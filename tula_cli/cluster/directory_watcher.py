@@ -1,4 +1,4 @@
-"""When a supervisor polls the run directory, and how it informs the other supervisors of its node."""
+"""Polling of the run directory by a supervisor, and notification of the other supervisors of its node."""
 
 import contextlib
 import hashlib
@@ -22,20 +22,20 @@ _MAX_PEERS = 256  # supervisors of a node that may wait to be heard
 
 
 def make_socket_address(*parts: str) -> bytes:
-    """Return the socket's name for a job and a run; the leading zero makes it abstract."""
+    """Return the address of the socket for a job and a run; the leading NUL byte makes it abstract (not a file)."""
     digest = hashlib.sha256("\n".join((str(os.getuid()), *parts)).encode()).hexdigest()
     return f"\0tula-{digest[:32]}".encode()
 
 
 def _is_same_user(peer: socket.socket) -> bool:
-    """Return whether the other end is a process of this user: anybody on the machine may use any name."""
+    """Return whether the peer process belongs to this user: any user of the machine may bind the address."""
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return bool(struct.unpack("3i", credentials)[1] == os.getuid())
 
 
 @dataclass
 class NodeBroadcaster:
-    """The end of the supervisor that looks."""
+    """The end of the supervisor that polls the run directory for its node."""
 
     address: bytes
     _server: socket.socket | None = None
@@ -52,7 +52,7 @@ class NodeBroadcaster:
             server.close()
 
     def broadcast(self, message: bytes) -> None:
-        """Tell the others that there is something new, or that there is nothing; who comes anew is told to look."""
+        """Send NEWS or NOTHING to the other supervisors; newly connected ones are sent NEWS, so that they poll."""
         for peer in list(self._peers):
             self._send(peer, message)
         while self._server is not None:
@@ -76,7 +76,7 @@ class NodeBroadcaster:
             peer.close()
 
     def close(self) -> None:
-        """Let the others hear nothing more."""
+        """Close all connections; the other supervisors then poll by themselves."""
         for end in (*self._peers, *filter(None, [self._server])):
             end.close()
         self._peers, self._server = [], None
@@ -84,13 +84,13 @@ class NodeBroadcaster:
 
 @dataclass
 class NodeSubscriber:
-    """The end of a supervisor that is told."""
+    """The end of a supervisor that receives news."""
 
     address: bytes
     _socket: socket.socket | None = None
 
     def receive(self) -> bytes:
-        """Return what was told since the last call, without waiting; empty where nothing was."""
+        """Return the bytes received since the last call, without waiting; empty if there are none."""
         heard = b""
         with contextlib.suppress(BlockingIOError):
             try:
@@ -113,7 +113,7 @@ class NodeSubscriber:
             raise PermissionError
 
     def close(self) -> None:
-        """Listen no longer."""
+        """Close the connection."""
         if self._socket is not None:
             self._socket.close()
         self._socket = None
@@ -125,26 +125,26 @@ class NodeSubscriber:
 # files only where something is: after news, and a few times more, for a file may show up later than the news of it.
 
 MAX_STATS_PER_SECOND = 40
-"""Of all nodes of a job."""
+"""Maximum rate of stats, of all nodes of a job together."""
 MAX_PACE = 1.75
-"""Seconds between two stats of a node, at most: with the ranks' grace, peers of a dead rank end within 7 s."""
+"""Maximum seconds between two stats of a node: with PEER_GRACE, peers of a dead rank exit within 7 s."""
 READ_WITHOUT_NEWS = (2.0, 120.0)
-"""Seconds a node between two looks without news, and at most: for what was written by a hand that told nobody."""
+"""Seconds per node between two reads without news, and their maximum: for files written without a notification."""
 READS_AFTER_NEWS = (2.0, 8.0, 32.0)
-"""Seconds after news at which to look again: other machines' files may show up late on NFS."""
+"""Seconds after news at which to read again: files of other machines may become visible late on NFS."""
 MAX_SILENCE = 6.0
-"""Seconds without a word after which a supervisor looks by itself: the one that looks for the node hangs, or is gone."""
+"""Seconds without a message after which a supervisor polls by itself, as the polling one hangs or has exited."""
 STAT_WITHOUT_PEER = (2.0, 10.0)
-"""Bounds of the seconds between two stats of such a supervisor; between them all of a job come to 50 stats a second."""
+"""Bounds of the interval (s) of such a supervisor; in between, all supervisors of a job make 50 stats per second."""
 
 
 @dataclass
 class ChangeWatcher:
-    """Tells a supervisor when to look.
+    """Decides when a supervisor reads the run directory.
 
     Args:
         run: the run directory.
-        allocation: where the supervisor stands in its job.
+        allocation: allocation of the supervisor.
     """
 
     run: Path
@@ -169,11 +169,11 @@ class ChangeWatcher:
             self._teller = NodeBroadcaster(name)
 
     def force_check(self) -> None:
-        """Look the next time whatever there is: something else is looked for than before."""
+        """Make the next `is_due` return True, for a caller that now waits for something else."""
         self._again = True
 
     def is_due(self) -> bool:
-        """Return whether to look: something is new since the last time, or may be."""
+        """Return whether to read the run directory: something has changed since the last time, or may have."""
         now = time.monotonic()
         if self._has_peer_news(now) or self._has_stat_news(now) or self._again:
             self._again = False
@@ -181,27 +181,27 @@ class ChangeWatcher:
         return False
 
     def pause(self, seconds: float = POLL) -> None:
-        """Wait a moment, or until the scheduler ends the job."""
+        """Wait for `seconds`, or until the scheduler asks the job to exit."""
         deadline = time.monotonic() + seconds
         while not self.allocation.termination.received and (remaining := deadline - time.monotonic()) > 0:
             time.sleep(min(POLL, remaining))
 
     def close(self) -> None:
-        """Tell and hear nothing more."""
+        """Close the connections to the other supervisors of the node."""
         if self._teller is not None:
             self._teller.close()
         if self._listener is not None:
             self._listener.close()
 
     def _has_peer_news(self, now: float) -> bool:
-        """Return whether the supervisor that looks for this node has told of news."""
+        """Return whether the supervisor that polls for this node has sent news."""
         heard = self._listener.receive() if self._listener is not None else b""
         if heard:
             self._heard_at = now
         return NEWS in heard
 
     def _has_stat_news(self, now: float) -> bool:
-        """Return whether a stat has told of news, or it is time to look without; False where another one looks."""
+        """Return whether a stat shows a change, or a read without news is due; False while another supervisor polls."""
         if now < self._next or now - self._heard_at < MAX_SILENCE:
             return False
         self._next = now + self._stat_interval
@@ -221,7 +221,7 @@ class ChangeWatcher:
 
     @property
     def _stat_interval(self) -> float:
-        """Seconds between two stats."""
+        """Seconds between two stats of the run directory by this supervisor."""
         if self._listener is not None:
             return min(STAT_WITHOUT_PEER[1], max(STAT_WITHOUT_PEER[0], self.allocation.count / 50))
         return min(MAX_PACE, max(POLL, (self.allocation.nodes or 1) / MAX_STATS_PER_SECOND))

@@ -1,4 +1,4 @@
-"""Why an attempt ended: by what its ranks wrote, else by the end of their log."""
+"""Why an attempt ended, from the failures that its ranks wrote or else from the end of their log."""
 
 import contextlib
 import os
@@ -34,14 +34,14 @@ from tula_cli.run.shortages import describe_shortage, get_shortage, parse_shorta
 CGROUPS = Path("/sys/fs/cgroup")
 
 _NOISE = re.compile(r"\b\w*Warning: |\bwarnings\.warn\(|\bresource_tracker\b|^\[?[IW]\d{4}[ :]")
-"""Lines that say nothing of an end, though they may come last."""
+"""Lines that are unrelated to an exit, though they may be the last ones."""
 _THREAD = "can't start new thread"
 _CRASH = re.compile(r"exitcode *: *-(?:11|6)\b")  # SIGSEGV, SIGABRT
 
 
 @dataclass(frozen=True)
 class ExitReason:
-    """Why the ranks of one attempt ended; `outcome` None is well."""
+    """Why the ranks of one attempt ended; `outcome` None means success."""
 
     outcome: OutcomeClass | None
     message: str = ""
@@ -54,27 +54,27 @@ class ExitReason:
 
     @property
     def description(self) -> str:
-        """Return what happened, and on which node if it concerns that node or its devices."""
+        """The message, with the node if the outcome concerns the node or its devices."""
         on_node = self.outcome is not None and FAILURE_KINDS[self.outcome].names_host and self.host
         return f"{self.message} on {self.host}" if on_node else self.message
 
     @classmethod
     def from_failure(cls, failure: Failure) -> "ExitReason":
-        """Return the reason that a rank's failure tells; of a lost peer what is known, which is little."""
+        """Return the exit reason for a rank's failure; a lost peer gets a generic message, as its cause is unknown."""
         lost = failure.outcome == "peer" and PEER.pattern.search(failure.message)
         message = f"rank {failure.rank} lost its connection to another rank, which has not said why" if lost else ""
         return cls(failure.outcome, message or failure.message, failure.rank, failure.host, failure.shortage)
 
     @classmethod
     def disk_full(cls, shortage: Shortage, *, rank: int | None = None, host: str = "") -> "ExitReason":
-        """Return the reason that a full disk is, with the folder and what is missing there."""
+        """Return the exit reason for a full disk, with the folder and the missing space."""
         problem = "disk quota exceeded" if shortage.quota else "no space left on device"
         return cls("disk", f"{problem}: {describe_shortage(shortage)}", rank, host, shortage)
 
 
 @dataclass(frozen=True)
 class RankExit:
-    """How what a supervisor started has exited: of several processes, the one that failed first."""
+    """How a process that a supervisor started has exited; of several processes, the one that failed first."""
 
     exit_code: int
     oom_kill: bool  # the kernel killed a process for memory meanwhile
@@ -83,7 +83,7 @@ class RankExit:
 
 
 def find_reason_of_ranks(run: RunDir, task: Task, attempt: Attempt, exited: RankExit) -> ExitReason:
-    """Tell how the ranks of this supervisor ended when they did not end well."""
+    """Return why the ranks of this supervisor failed."""
     device = compute_device(run, task)
     failure = find_root_failure(run.failures(task.id, attempt.number))
     # The kernel's count is evidence, and outweighs what others saw: of a rank, or of a process that a rank of this node has lost.
@@ -98,8 +98,8 @@ def find_reason_of_ranks(run: RunDir, task: Task, attempt: Attempt, exited: Rank
         outcome = "signal"
     elif outcome in ("peer", "unknown"):  # that a rank was killed says more than that its peers noticed
         # SIGABRT is no kill: torch ends its own process by it over a lost peer.
-        message_ = "" if exited.exit_code < 0 and exited.exit_code != -signal.SIGABRT else summary
-        outcome = classify_failure(message_, exit_code=exited.exit_code, device=device)
+        exit_message = "" if exited.exit_code < 0 and exited.exit_code != -signal.SIGABRT else summary
+        outcome = classify_failure(exit_message, exit_code=exited.exit_code, device=device)
     host = get_node_name()
     if outcome == "disk" or (outcome in ("unknown", "peer") and _is_disk_full(run, task, exited)):
         return add_disk_shortage(run, task, ExitReason("disk", rank=exited.rank, host=host), output_text)
@@ -117,28 +117,30 @@ def find_reason_of_ranks(run: RunDir, task: Task, attempt: Attempt, exited: Rank
     if failure is not None and outcome in ("unknown", "peer"):
         return ExitReason.from_failure(failure.model_copy(update={"outcome": "peer"}))
     killed = _kill_signal(exited.exit_code)
-    message_ = (
+    exit_message = (
         killed
         or (find_user_exception(output_text) if outcome == "user" else "")
         or _find_most_informative_line(summary)
     )
-    return ExitReason(outcome, message_, exited.rank if killed else None, host)
+    return ExitReason(outcome, exit_message, exited.rank if killed else None, host)
 
 
 def _is_disk_full(run: RunDir, task: Task, exited: RankExit) -> bool:
-    """Return whether ranks that could not write down why they ended did so for that very reason."""
+    """Return whether ranks that wrote no failure record exited because the disk is full."""
     exited_by_worker = task.spec.script is None and exited.exit_code == DiskFull.exit_code
     return exited_by_worker or bool(make_missing_bytes_error(run.path))
 
 
 def add_disk_shortage(run: RunDir, task: Task, reason: ExitReason, text: str) -> ExitReason:
-    """Return a reason with what a full disk had, where it is one; a thread that a limit of memory refused is out of memory.
+    """Return a reason with the missing space added if the disk was full; other reasons are returned as they are.
+
+    A thread that could not start under `cluster.memory_per_gpu` on CPUs becomes out-of-memory.
 
     Args:
         run: the run.
-        task: what was attempted.
-        reason: why it ended.
-        text: what the process has said of it.
+        task: the attempted task.
+        reason: why the attempt ended.
+        text: output of the process about the failure.
     """
     if (
         reason.outcome == "host_limit"
@@ -154,7 +156,7 @@ def add_disk_shortage(run: RunDir, task: Task, reason: ExitReason, text: str) ->
 
 
 def compute_device(run: RunDir, task: Task) -> str:
-    """Return what the ranks computed on: as asked for, else as probes saw it, else by what this node has."""
+    """Return the device of the ranks (cpu or cuda): as configured, else as probes recorded, else what this node has."""
     requested = task.spec.cluster.device
     if requested != "auto":
         return requested
@@ -173,7 +175,7 @@ def _kill_signal(exit_code: int) -> str:
 
 
 def write_exit_report(run: RunDir, task: Task, attempt: Attempt, exited: RankExit, reason: ExitReason) -> None:
-    """Write down how this supervisor's ranks ended, if none of them has: the leader reads it."""
+    """Write a failure record, read by the leader, for this supervisor's ranks unless the rank itself wrote one."""
     written = {failure.rank: failure.outcome for failure in run.failures(task.id, attempt.number)}
     by_kernel = (
         exited.oom_kill and reason.outcome in ("host_oom", "device_oom") and written.get(exited.rank) == "signal"
@@ -198,13 +200,13 @@ def write_exit_report(run: RunDir, task: Task, attempt: Attempt, exited: RankExi
 
 
 def find_root_cause(run: RunDir, task: Task, attempt: Attempt, reason: ExitReason) -> ExitReason:
-    """Tell the attempt's end from what the ranks of all supervisors wrote."""
+    """Return the exit reason of an attempt from the failure records of all supervisors; `reason` if there are none."""
     failure = find_root_failure(run.failures(task.id, attempt.number))
     return add_disk_shortage(run, task, ExitReason.from_failure(failure), failure.detail) if failure else reason
 
 
 def _find_most_informative_line(output_text: str) -> str:
-    """Return what tells most: torchrun's exit code, a signal that a launcher names, else the last line with words of its own."""
+    """Return torchrun's exit codes, else a message with the signal that a launcher names, else the last useful line."""
     lines = [line.strip() for line in output_text.splitlines() if line.strip(" =-~^")]
     if exit_lines := [line for line in lines if line.startswith(("exitcode", "rank"))]:
         return ", ".join(" ".join(line.split()) for line in exit_lines)
@@ -215,9 +217,9 @@ def _find_most_informative_line(output_text: str) -> str:
 
 
 def count_oom_kills() -> int:
-    """Return how many processes the kernel has killed for memory: in this process's cgroup, else on the machine.
+    """Return the number of out-of-memory kills by the kernel in this process's cgroup, or else on the machine.
 
-    The machine's count also rises with what other users' processes do.
+    The count of the machine includes processes of other users.
     """
     for counter in _list_oom_counters(Path("/proc/self/cgroup").read_text(encoding="ascii")):
         if (count := _read_oom_kills(counter)) is not None:
@@ -226,7 +228,7 @@ def count_oom_kills() -> int:
 
 
 def _list_oom_counters(cgroups: str) -> list[Path]:
-    """Return where version 1 and 2 of cgroups would keep the count, by the lines of /proc/self/cgroup."""
+    """Return the files in which cgroups v1 and v2 keep the count, from the lines of /proc/self/cgroup."""
     counters = []
     for line in cgroups.splitlines():
         _, controllers, path = line.split(":", 2)
@@ -248,19 +250,19 @@ def _read_oom_kills(counter: Path) -> int | None:
 # --- Failures of the supervisor itself
 
 SUPERVISOR_OUTCOMES: tuple[OutcomeClass, ...] = ("disk", "storage", "supervisor")
-"""Classes of what ends a supervisor from within."""
+"""Outcomes of errors in a supervisor itself."""
 
 
 @contextlib.contextmanager
 def write_supervisor_failure(run: RunDir, died: Callable[[Exception], None]) -> Iterator[None]:
-    """Have it written down what fails in a supervisor itself.
+    """Record errors of a supervisor itself, and raise them again.
 
     Args:
         run: the run.
-        died: writes an error down, as far as that can be done still.
+        died: records an error, as far as that is still possible.
 
     Raises:
-        DiskFull, StorageFailed: what the file system has refused.
+        DiskFull, StorageFailed: an operation that the file system refused.
     """
     try:
         yield
@@ -276,7 +278,7 @@ def write_supervisor_failure(run: RunDir, died: Callable[[Exception], None]) -> 
 
 
 def as_named_error(error: Exception, run: RunDir) -> Exception:
-    """Return an error of the file system that nobody has named yet as the one that it is to the user; any other as it is."""
+    """Return the user-facing error (DiskFull, StorageFailed) for an OSError of the file system; else `error`."""
     if isinstance(error, OSError) and error.errno in (*FULL_DISK_ERRNOS, *IO_ERRNOS):
         name = error.filename if isinstance(error.filename, str) else ""
         return write_error(Path(name) if name else run.path / "logs", error)
@@ -284,7 +286,7 @@ def as_named_error(error: Exception, run: RunDir) -> Exception:
 
 
 def find_reason_of_error(error: Exception, run: RunDir, task: Task) -> ExitReason:
-    """Return why a supervisor ends that an error has come up in."""
+    """Return the exit reason for an error raised in a supervisor."""
     host = get_node_name()
     if isinstance(error, DiskFull):
         return add_disk_shortage(run, task, ExitReason("disk", host=host, shortage=get_shortage(error)), error.message)
@@ -298,7 +300,7 @@ def find_reason_of_error(error: Exception, run: RunDir, task: Task) -> ExitReaso
 
 
 def keep_traceback(run: RunDir, attempt: Attempt, index: int, error: Exception) -> None:
-    """Add where an error came up to the log that `tula logs` shows; nothing where that cannot be written."""
+    """Append the traceback of an error to the log that `tula logs` shows, if the log can be written."""
     with (
         contextlib.suppress(TulaError, OSError),
         run.open_log(run.log_path(attempt.task, attempt.number, index)) as log,
@@ -307,7 +309,7 @@ def keep_traceback(run: RunDir, attempt: Attempt, index: int, error: Exception) 
 
 
 def make_failure_of_follower(task: Task, attempt: Attempt, rank: int, reason: ExitReason, error: Exception) -> Failure:
-    """Return what a follower leaves for its leader, which srun ends together with it."""
+    """Return the failure record of a follower for its leader, which srun terminates together with the follower."""
     assert reason.outcome is not None
     return Failure(
         task=task.id,
@@ -324,7 +326,7 @@ def make_failure_of_follower(task: Task, attempt: Attempt, rank: int, reason: Ex
 
 
 def find_reason_by_supervisors(run: RunDir, attempt: Attempt) -> ExitReason | None:
-    """Return what ended an attempt by what a supervisor has left; None where none of them has failed."""
+    """Return the exit reason of an attempt from the failure records of supervisors; None if no supervisor failed."""
     failures = [
         failure for failure in run.failures(attempt.task, attempt.number) if failure.outcome in SUPERVISOR_OUTCOMES
     ]

@@ -1,4 +1,4 @@
-"""A chain whose disk is full is held: each job of it would fail at once, and all would be gone in half a minute."""
+"""Holding and releasing a chain whose disk is full, as otherwise all of its jobs would fail within half a minute."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ from tula_cli.run.shortages import describe_shortage, find_remaining_shortage, m
 
 
 def hold_chain(reason: ExitReason, waiting: Sequence[str], scheduler: Scheduler) -> ExitReason:
-    """Hold the jobs of a chain that wait, where the disk is full; return the reason with what was done.
+    """Hold the waiting jobs of a chain if the disk is full; return the reason with the action added to its message.
 
     Args:
         reason: why an attempt ended.
-        waiting: the jobs of its chain that come after this one.
-        scheduler: that they wait for.
+        waiting: ids of the later jobs of its chain.
+        scheduler: scheduler of these jobs.
     """
     if reason.outcome != "disk" or not waiting:
         return reason
@@ -36,14 +36,14 @@ def hold_chain(reason: ExitReason, waiting: Sequence[str], scheduler: Scheduler)
 
 
 def require_disk_space(run: RunDir, last_attempt: Attempt | None) -> None:
-    """See that what filled the disk fits now, after an attempt that ended of it.
+    """Check that the disk has enough space again, if the last attempt failed on a full disk.
 
     Args:
         run: the run.
-        last: the newest attempt of a training.
+        last_attempt: the newest attempt of a training.
 
     Raises:
-        DiskFull: it does not.
+        DiskFull: space is still missing.
     """
     if last_attempt is None or last_attempt.outcome != "disk":
         return
@@ -62,10 +62,10 @@ def require_disk_space(run: RunDir, last_attempt: Attempt | None) -> None:
 
 
 def resume_with_space(run: RunDir, task: TrainTask, last_attempt: Attempt) -> TrainTask:
-    """Go on after a full disk, in a job that was released.
+    """Return the relaunch of a training after a full disk, in a job that was released, and record it.
 
     Raises:
-        DiskFull: it is full still.
+        DiskFull: space is still missing.
     """
     require_disk_space(run, last_attempt)
     relaunch = relaunch_task(task, f"there is room again: {last_attempt.message}")
@@ -74,9 +74,9 @@ def resume_with_space(run: RunDir, task: TrainTask, last_attempt: Attempt) -> Tr
 
 
 def _estimate_checkpoint_bytes(run: RunDir, last_attempt: Attempt) -> int | None:
-    """Return the bytes that a checkpoint of an attempt's training takes: as the largest there is, else as probes tell.
+    """Return the bytes of a checkpoint of an attempt's training: the largest existing one, else as probes measured.
 
-    What filled the disk does not always tell how much it was about to write, and no other file of a run is as large.
+    An error of a full disk does not always report the size of the write, and a checkpoint is the largest file.
     """
     task = run.task(last_attempt.task)
     if not isinstance(task, TrainTask):
@@ -92,11 +92,11 @@ def _estimate_checkpoint_bytes(run: RunDir, last_attempt: Attempt) -> int | None
 
 
 def release_held_jobs(run: RunDir, task: TrainTask) -> None:
-    """Let the held jobs of a training's chain start again, where there is room for what filled the disk.
+    """Release the held jobs of a training's chain if its last attempt failed on a full disk that has space again.
 
     Raises:
-        DiskFull: there is none.
-        SchedulerError: the scheduler does not do it.
+        DiskFull: space is still missing.
+        SchedulerError: the scheduler did not release the jobs.
     """
     attempts, job = run.training(task.signature).attempts(), run.job(task.job)
     if not attempts or attempts[-1].outcome != "disk":

@@ -1,4 +1,4 @@
-"""The inspection: what building model and dataset tells, asked of a process of its own."""
+"""Inspection of a job: properties of its model and dataset, found by building them in a separate process."""
 
 import contextlib
 import hashlib
@@ -38,18 +38,19 @@ from tula_cli.spec.signature import compute_measurement_signature
 
 PYTHON = re.compile(r"python(\d(\.\d+)?)?")
 IMPORT_SECONDS = 60.0
-"""That importing torch may take; after that nothing is said of it."""
+"""Timeout in seconds of the trial import of torch; no warning is given after a timeout."""
 
 
 def describe_script_job(spec: JobSpec, script: Script) -> Inspection:
-    """Return what takes the place of building a model and a dataset: nothing is started.
+    """Return the inspection of a script's job from its spec alone, without starting the script.
 
     Args:
         spec: the job.
         script: its script.
 
     Raises:
-        SpecError: nothing bounds the batches that are to be measured, or the command's program is not on this machine.
+        SpecError: nothing limits the batches to measure, or, for a job on this machine, the command's program is
+            missing here or its Python cannot import torch.
     """
     warnings = _warn_missing_program(spec, script) or _warn_missing_torch(spec, script)
     bounds = [bound for bound in (script.known_dataset_size, spec.search.max_batch) if bound is not None]
@@ -78,10 +79,10 @@ def describe_script_job(spec: JobSpec, script: Script) -> Inspection:
 
 
 def _warn_missing_program(spec: JobSpec, script: Script) -> tuple[str, ...]:
-    """Return what to say of a program that is not here but may be on a node.
+    """Return a warning if the program of a script is missing here but may exist on the nodes.
 
     Raises:
-        SpecError: it is to run here.
+        SpecError: the program is missing and the job runs on this machine.
     """
     program = shlex.split(script.command)[0]
     if program.endswith(".py") or "{" in program or shutil.which(program):  # which takes a path from here, too
@@ -93,10 +94,10 @@ def _warn_missing_program(spec: JobSpec, script: Script) -> tuple[str, ...]:
 
 
 def _warn_missing_torch(spec: JobSpec, script: Script) -> tuple[str, ...]:
-    """Return what to say of a Python, not tula's own, that cannot import torch here but may on a node.
+    """Return a warning if the Python of a script, unless it is tula's, cannot import torch here but may on the nodes.
 
     Raises:
-        SpecError: it is to run here.
+        SpecError: torch cannot be imported and the job runs on this machine.
     """
     program = shlex.split(script.command)[0]
     python = shutil.which(program) if PYTHON.fullmatch(Path(program).name) else None
@@ -127,19 +128,19 @@ INSPECTION_TIMEOUT = 600.0  # seconds; a first download of a dataset is part of 
 
 
 Inspect = Callable[[JobSpec], Inspection]
-"""Tells what building model and dataset tells: `inspect`, or one that remembers."""
+"""Function that inspects a job: `inspect`, or a cached version."""
 
 
 @dataclass(frozen=True)
 class ResourceLimit:
-    """A limit of a machine that ends programs, and the signs of it.
+    """A resource limit that makes programs fail, and how such failures are recognised.
 
     Args:
-        name: of the resource.
-        signs: what programs print that reach it.
-        signals: by which the kernel kills them.
-        settings: the shell's names of the limit, and the kernel's.
-        remedy: what a user can do here.
+        name: name of the resource.
+        signs: regular expression of messages that programs print at the limit.
+        signals: signals by which the kernel kills such programs.
+        settings: names of the limit in the shell, with the kernel's constants.
+        remedy: what a user can do on this machine.
     """
 
     name: str
@@ -179,11 +180,11 @@ RESOURCE_LIMITS = (
 
 
 class NotInspectable(JobFailed):
-    """The model and the dataset cannot be built on this machine: what they are is not known yet.
+    """The model and the dataset cannot be built on this machine, so their properties are not known yet.
 
     Args:
-        message: why.
-        remedy: what would make it possible here.
+        message: why they cannot be built.
+        remedy: what would make building possible on this machine.
         elsewhere: what to do instead.
     """
 
@@ -193,7 +194,7 @@ class NotInspectable(JobFailed):
 
 
 def inspect(spec: JobSpec, *, timeout: float = INSPECTION_TIMEOUT) -> Inspection:
-    """Build the model and the dataset in a process of its own, and tell what was found; of a script, what its spec says.
+    """Build the model and the dataset in a separate process and return their properties; for a script, use its spec.
 
     Args:
         spec: the job.
@@ -202,7 +203,8 @@ def inspect(spec: JobSpec, *, timeout: float = INSPECTION_TIMEOUT) -> Inspection
     Raises:
         SpecError: the model, dataset, optimizer ... of the spec cannot be built.
         JobFailed: the user's code failed, or took too long.
-        NotInspected: the interpreter that the jobs will use cannot run here, has no torch, or exceeds a limit of this machine.
+        NotInspectable: the interpreter that the jobs will use cannot run here, has no torch, or exceeds a limit of this
+            machine.
     """
     if spec.script is not None:
         return describe_script_job(spec, spec.script)
@@ -237,11 +239,11 @@ def inspect(spec: JobSpec, *, timeout: float = INSPECTION_TIMEOUT) -> Inspection
 
 
 def find_exceeded_limit(error: JobFailed, stderr: str, code: int = 0) -> tuple[ResourceLimit, str] | None:
-    """Return the limit of a machine that a program has exceeded and the sign of it; None if there is no sign of any.
+    """Return the resource limit that a program exceeded and the evidence for it; None if there is no evidence.
 
     Args:
         error: how the program failed.
-        stderr: what it printed.
+        stderr: its standard error.
         code: its exit code; 128 + N if signal N killed it.
     """
     for limit in RESOURCE_LIMITS:
@@ -254,7 +256,7 @@ def find_exceeded_limit(error: JobFailed, stderr: str, code: int = 0) -> tuple[R
 
 
 def _describe_limits(limit: ResourceLimit) -> str:
-    """Say which limits of a resource hold in this process, if any is known."""
+    """Return the known limits of a resource for this process, as text; empty if there are none."""
     soft = {option: resource.getrlimit(kind)[0] for option, kind in limit.settings.items()}
     limits = [f"{option}: {value}" for option, value in soft.items() if value != resource.RLIM_INFINITY]
     if limit.name == "memory":
@@ -264,22 +266,22 @@ def _describe_limits(limit: ResourceLimit) -> str:
 
 
 def get_interpreter_command(spec: JobSpec) -> str:
-    """Return the shell's words that start the python of the jobs."""
+    """Return the shell command that starts the Python of the jobs."""
     return get_other_interpreter(spec) or shlex.quote(sys.executable)
 
 
 def get_other_interpreter(spec: JobSpec) -> str | None:
-    """Return the shell's words that start the python of the jobs, where it is not the one that runs this."""
+    """Return the shell command of the Python of the jobs if it is configured, or None if it is the one running tula."""
     return spec.cluster.python
 
 
 def make_interpreter_error(python: str, stderr: str, *, elsewhere: str = "") -> NotInspectable:
-    """Return the error of an interpreter that ended before it began: it is not there, or lacks something.
+    """Return the error for an interpreter that exited before the inspection started: it is missing or lacks a module.
 
     Args:
-        python: the shell's words that start it.
-        stderr: what was said.
-        elsewhere: where it may be otherwise than here.
+        python: the shell command that starts the interpreter.
+        stderr: its standard error.
+        elsewhere: what to do instead, if the interpreter may work on another machine.
     """
     messages = [line for line in stderr.splitlines() if line.strip() and not line.startswith(_STEP_WORDS)]
     last_message = messages[-1].strip() if messages else "it said nothing"
@@ -287,10 +289,10 @@ def make_interpreter_error(python: str, stderr: str, *, elsewhere: str = "") -> 
 
 
 def parse_inspection(stdout: str, stderr: str) -> Inspection:
-    """Return what the inspection answered in its last line, after the one that says that it has begun.
+    """Return the inspection from the last line of its output; the first line only marks its start.
 
     Raises:
-        SpecError, JobFailed: as `inspect`.
+        SpecError, JobFailed: as in `inspect`.
     """
     try:
         answer: Mapping[str, Any] = json.loads(stdout.strip().splitlines()[1:][-1])
@@ -315,11 +317,11 @@ FOLDER = ".inspections"
 MAX_ENTRIES_KEPT = 50
 MAX_DAYS = 30.0
 MAX_FILES_SEEN = 5_000
-"""Files and folders of a dataset whose times are looked at."""
+"""Maximum files and folders of a dataset whose modification times are read."""
 MAX_DEPTH = 1
-"""Folders below a dataset's root that are looked through: root/split; root/split/class tells by its own time."""
+"""Depth of listed folders below a dataset's root: root/split; root/split/class counts by its modification time."""
 DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-"""Environment variables that say which of the machine's GPUs there are."""
+"""Environment variables that select which of the machine's GPUs are visible."""
 VERSIONS_TIMEOUT = 60.0  # seconds that another interpreter has to tell its versions
 
 Facts = dict[str, Any]
@@ -327,15 +329,15 @@ Facts = dict[str, Any]
 
 @dataclass
 class CachedInspection:
-    """Inspects a job, unless that was done before and nothing it depends on has changed since.
+    """Inspects a job, and caches the inspection until something that it depends on changes.
 
     Args:
-        root: where runs are kept.
-        build: builds model and dataset in a process of its own.
-        fresh: build anew; what is found is kept all the same.
-        keep: whether anything may be written.
-        note: is told what is done.
-        facts: tells what the answer depends on.
+        root: folder of the runs, in which the cache is kept.
+        build: builds model and dataset in a separate process.
+        fresh: ignore a cached inspection; the new one is cached all the same.
+        keep: whether the cache may be written.
+        note: receives progress messages.
+        facts: returns what the inspection of a job depends on.
     """
 
     root: Path
@@ -346,7 +348,7 @@ class CachedInspection:
     facts: Callable[[JobSpec], Facts] = lambda spec: describe_inspection_dependencies(spec)
 
     def __call__(self, spec: JobSpec) -> Inspection:
-        """Return what building model and dataset tells.
+        """Return the inspection of a job, from the cache if possible.
 
         Raises:
             SpecError: the model, dataset, optimizer ... of the spec cannot be built.
@@ -391,7 +393,7 @@ def _read(path: Path) -> Inspection | None:
 
 
 def _remove_old(folder: Path) -> None:
-    """Remove what is old, and of the rest all but the newest."""
+    """Remove entries older than MAX_DAYS, and all but the newest MAX_ENTRIES_KEPT."""
     # Another command may sweep at the same time: what is gone has changed at 0.
     entries = [(changed, entry) for entry in list_files(folder) if (changed := _get_change_time(entry) / 1e9)]
     for number, (changed, path) in enumerate(sorted(entries, reverse=True)):
@@ -424,7 +426,7 @@ def describe_inspection_dependencies(spec: JobSpec) -> Facts:
 
 
 def list_unmeasured_settings(spec: JobSpec) -> Facts:
-    """Return what an inspection reads of the settings that a measurement does not depend on."""
+    """Return the settings that an inspection depends on and a measurement does not."""
     search, train, half_life = spec.search, spec.train, get_beta2_half_life(spec)
     ranks = max(search.nodes) * spec.cluster.gpus_per_node
     return {
@@ -441,7 +443,7 @@ def list_unmeasured_settings(spec: JobSpec) -> Facts:
 
 
 def _read_package_versions(spec: JobSpec) -> Facts:
-    """Return the versions of Python, torch and the packages that the job names, as the jobs' interpreter has them."""
+    """Return the versions of Python, torch and the job's packages in the interpreter of the jobs."""
     modules = ("torch", "torchvision", *list_installed_packages(spec, Path.cwd()))
     other_python = get_other_interpreter(spec)
     if other_python is None:
@@ -455,9 +457,9 @@ def _read_package_versions(spec: JobSpec) -> Facts:
 
 
 def find_newest_change(root: Path) -> list[int]:
-    """Return the newest change in a folder (ns of Unix time) and how many entries were looked at; empty without one.
+    """Return the newest change in a folder (ns of Unix time) and the number of entries examined; empty if missing.
 
-    A file that is rewritten in place more than `MAX_DEPTH` folders down is not seen.
+    A file that is rewritten in place more than `MAX_DEPTH` folders down is not detected.
     """
     if not _get_change_time(root):
         return []
@@ -481,7 +483,7 @@ def _list_changes(folder: Path, depth: int) -> Iterator[int]:
 
 
 def _describe_hardware() -> Mapping[str, object]:
-    """Return the machine as the kernel and the drivers tell it."""
+    """Return a description of the hardware as the kernel and the drivers report it."""
     gpus = [path.read_text(errors="replace") for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))]
     return {
         "cpu": read_processor_name(),
@@ -496,7 +498,7 @@ def _describe_hardware() -> Mapping[str, object]:
 
 
 def _list_path_candidates(values: Iterable[object]) -> list[str]:
-    """Return what may be paths among a dataset's own arguments."""
+    """Return those arguments of a dataset that may be paths."""
     return [value for value in values if isinstance(value, str) and 0 < len(value) < 4096]
 
 

@@ -1,6 +1,6 @@
 """The program that a job starts once per task: python -m tula_cli.cluster.job_main KIND RUN TASK [OPTIONS].
 
-On SLURM it is submitit that calls the supervisor.
+On SLURM, submitit calls the supervisor instead.
 """
 
 import json
@@ -13,11 +13,11 @@ from tula_cli.cluster.supervise import supervise
 from tula_cli.errors import TulaError
 
 _OF_OTHERS = ("SLURM_", "SUBMITIT_")
-"""How variables begin by which another job, that tula itself was started in, would be taken for this one."""
+"""Prefixes of variables by which an enclosing job, in which tula was started, would be mistaken for this local job."""
 
 
 def main(kind: str, run: str, task: str, options: str = "{}") -> None:
-    """Supervise a task of a run, as this process' part of its job."""
+    """Supervise a task of a run in this process of its job."""
     try:
         scheduler = load_scheduler(kind, json.loads(options))
     except TulaError as error:

@@ -1,4 +1,4 @@
-"""Starting jobs and asking what became of them, wherever they run."""
+"""Launchers: submit jobs and query their states, on this machine or on a scheduler."""
 
 import contextlib
 import time
@@ -19,18 +19,18 @@ from tula_cli.run.snapshot import Snapshot
 from tula_cli.spec.job import JobSpec
 
 LOCK_POLL, LOCK_PATIENCE = 0.5, 600.0
-"""Seconds between two looks whether another command line has submitted its jobs, and how long to look at most."""
+"""Seconds between two checks whether another command has submitted its jobs, and the maximum wait."""
 
 
 class Launcher(Protocol):
-    """Submits jobs; the tests pass one that runs nothing."""
+    """Submits jobs; tests pass a launcher that runs nothing."""
 
     def script(self, run: RunDir, task: Task) -> str:
-        """Return what would be submitted, as text; touches nothing."""
+        """Return the text that would be submitted, without side effects."""
         ...
 
     def submit(self, run: RunDir, task: Task) -> Job:
-        """Submit a job whose task is written already.
+        """Submit a job whose task has already been written.
 
         Raises:
             SchedulerError: the job was refused.
@@ -38,15 +38,15 @@ class Launcher(Protocol):
         ...
 
     def states(self, look: Snapshot, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
-        """Ask what became of jobs, all at once; by the job's own id. `look` is what their run holds."""
+        """Return the states of jobs by their ids in one query; `look` is a snapshot of their run."""
         ...
 
     def patient(self) -> "Launcher":
-        """Return a launcher for a command that waits: it bothers the scheduler less, and hears of jobs up to a minute later."""
+        """Return a launcher for a waiting command: it queries less often and sees changes up to a minute later."""
         ...
 
     def cancel(self, run: RunDir, job: Job) -> None:
-        """End a job and everything it started."""
+        """Cancel a job and everything that it started."""
         ...
 
 
@@ -55,11 +55,11 @@ def make_launcher(spec: JobSpec, *, submits: bool = True) -> Launcher:
 
     Args:
         spec: the job.
-        submits: whether jobs are to be submitted; what became of them can be told from the files alone.
+        submits: whether jobs will be submitted; their states can be read from files without a scheduler.
 
     Raises:
-        SchedulerError: nothing can be submitted from here.
-        SpecError: a scheduler of the user's own cannot be made.
+        SchedulerError: jobs cannot be submitted from this machine.
+        SpecError: a user-defined scheduler cannot be created.
     """
     if spec.cluster.kind == "local":
         return LocalLauncher()
@@ -74,13 +74,13 @@ def make_launcher(spec: JobSpec, *, submits: bool = True) -> Launcher:
 
 @contextlib.contextmanager
 def lock_submission(run: RunDir, *, sleep: Callable[[float], None] = time.sleep) -> Iterator[None]:
-    """Keep other command lines from submitting jobs of a run while this one looks what is there and submits.
+    """Lock a run against submissions by other commands while this one checks for existing jobs and submits.
 
-    Ctrl-C is held back meanwhile: of a job that was started and not written down nobody would know.
+    Ctrl-C is delayed until the end, so that no job is started without being recorded.
 
     Raises:
-        SchedulerError: another one does not come to an end.
-        KeyboardInterrupt: at the end, where Ctrl-C was pressed.
+        SchedulerError: another command still holds the lock after LOCK_PATIENCE seconds.
+        KeyboardInterrupt: at the end, if Ctrl-C was pressed.
     """
     waited = 0.0
     while owner := run.lock.acquire():
@@ -99,7 +99,11 @@ def lock_submission(run: RunDir, *, sleep: Callable[[float], None] = time.sleep)
 
 
 def list_unfinished_jobs(run: RunDir, launcher: Launcher, job_ids: Iterable[str]) -> list[str]:
-    """Return which of these jobs wait or run."""
+    """Return those of the jobs that are pending or running.
+
+    Raises:
+        SchedulerError: the scheduler does not answer.
+    """
     jobs = [job for id_ in job_ids if (job := run.job(id_)) is not None]
     states = launcher.states(run.read(), jobs)
     for state in states.values():

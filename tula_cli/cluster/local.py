@@ -1,4 +1,4 @@
-"""Jobs on this machine."""
+"""Launcher and lock of jobs on this machine."""
 
 import contextlib
 import importlib.util
@@ -25,18 +25,21 @@ from tula_cli.version import __version__
 from tula_cli.words import format_count, format_moment
 
 JOB_MODULE, SUPERVISOR = "tula_cli.cluster.job_main", "tula_cli.cluster.supervise"
-"""Started by its name: the command line never runs it in its own process."""
+"""Modules started by name: the command line never runs them in its process."""
 MAX_SILENCE = 3600.0
-"""Seconds without a sign of life, which it gives each minute, after which a job of another machine is taken for lost."""
+"""Seconds without a heartbeat (one per minute) after which a job on another machine is considered lost."""
 
 
 class LocalLauncher:
-    """Jobs on this machine: probes that share a GPU or a core one at a time, in the order of their start; all else at once."""
+    """Launcher of jobs on this machine.
+
+    Probes that share a GPU or a core run one at a time, in order of their start; all other jobs run at once.
+    """
 
     scheduler = LocalScheduler()
 
     def script(self, run: RunDir, task: Task) -> str:
-        """Return in words what a job on this machine starts."""
+        """Return a description of the processes that a job on this machine starts."""
         from tula_cli.cluster.scripts.start import preview_command  # for a dry run alone, not for each look at the jobs
 
         world = task.nodes * task.spec.cluster.gpus_per_node
@@ -47,7 +50,7 @@ class LocalLauncher:
         """Start a job that outlives this process, its terminal and Ctrl-C.
 
         Raises:
-            JobFailed: there is no torch here.
+            JobFailed: torch is not installed here.
             SchedulerError: the process could not be started.
         """
         if importlib.util.find_spec("torch") is None:
@@ -74,11 +77,11 @@ class LocalLauncher:
         )
 
     def patient(self) -> "LocalLauncher":
-        """Return this one: nobody is bothered."""
+        """Return this launcher: polling it costs no scheduler anything."""
         return self
 
     def states(self, look: Snapshot, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
-        """Ask the kernel: the process that was started is there and is the same one, or it is not."""
+        """Return the states of jobs: a job runs while the kernel lists its process with the recorded start time."""
         return {job.id: self._state(look, job) for job in jobs}
 
     def _state(self, snapshot: Snapshot, job: Job) -> SchedulerState:
@@ -93,7 +96,7 @@ class LocalLauncher:
         return SchedulerState("pending", waits or "starting")
 
     def cancel(self, run: RunDir, job: Job) -> None:
-        """Mark it: the supervisor sees the mark, ends its ranks and then itself. Wait until it has."""
+        """Mark a job as cancelled and wait until its supervisor has exited; kill the supervisor after 30 s."""
         run.cancel(job.id)
         deadline = time.monotonic() + 30
         while _is_alive(job) and time.monotonic() < deadline:
@@ -103,7 +106,7 @@ class LocalLauncher:
 
 
 def run_supervisor(path: str, task_id: str, _: str | None = None) -> None:
-    """Run the supervisor; submitit calls this in a job on SLURM.
+    """Run the supervisor; called by submitit in a job on SLURM.
 
     Args:
         path: the run directory.
@@ -119,13 +122,13 @@ def run_supervisor(path: str, task_id: str, _: str | None = None) -> None:
 
 
 def make_environment_with_package(run: Path | None = None) -> dict[str, str]:
-    """Return the environment in which this tula is imported, also from a checkout that is not installed.
+    """Return an environment in which processes import this tula, even from a checkout that is not installed.
 
     Args:
-        run: of a job, which is to import tula as it is now, whatever becomes of what is installed.
+        run: run of a job, whose processes import an archived copy of tula as it is now, whatever is installed later.
 
     Raises:
-        TulaError: its archive cannot be written into the run.
+        TulaError: the archive cannot be written into the run.
     """
     package_root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([package_root, os.environ.get("PYTHONPATH", "")])
@@ -136,7 +139,7 @@ def make_environment_with_package(run: Path | None = None) -> dict[str, str]:
 
 
 def _get_state_on_other_machine(snapshot: Snapshot, job: Job) -> SchedulerState:
-    """Tell of a job on another machine, which alone knows its processes, by the files that both see."""
+    """Return the state of a job on another machine from shared files, as its processes are visible only there."""
     attempts = list_attempts_of_submission(snapshot, job)
     if not attempts:
         return SchedulerState("running", f"waits on {job.host}, or has ended there: only that machine knows")
@@ -149,7 +152,7 @@ def _get_state_on_other_machine(snapshot: Snapshot, job: Job) -> SchedulerState:
 
 
 def list_attempts_of_submission(snapshot: Snapshot, job: Job) -> list[Attempt]:
-    """Return the attempts of a job since it was submitted."""
+    """Return the attempts of a job since its last submission."""
     return snapshot.attempts_of(job.id, since=job.submitted_at - 1)
 
 
@@ -160,14 +163,14 @@ def _is_alive(job: Job) -> bool:
 
 @contextlib.contextmanager
 def draw_machine_ticket(run: RunDir, task: Task) -> Iterator[machine_lock.TicketHolder | None]:
-    """Yield the ticket of a job in the machine's measuring lock: a probe waits for its turn, all else shows that it is there.
+    """Yield the ticket of a job in the machine's measuring lock; a probe waits for its turn, other jobs only register.
 
-    The kernel drops the ticket with this process. A job that is cancelled while it waits goes on without its turn, to find
-    that it is over.
+    The kernel releases the ticket when this process exits. A probe that is cancelled while it waits proceeds without
+    its turn, and then exits as cancelled. Yields None if no ticket can be drawn.
 
     Args:
         run: the run.
-        task: of the job.
+        task: task of the job.
     """
     measures, ranks = isinstance(task, ProbeTask), task.nodes * task.spec.cluster.gpus_per_node
     gpus = [] if task.spec.cluster.device == "cpu" else [f"gpu {name}" for name in devices.list_lock_names(ranks)]

@@ -1,8 +1,9 @@
-"""The log of a node: one file an attempt, however many supervisors start ranks there.
+"""The log of a node: one file per attempt, however many supervisors start ranks on the node.
 
-One that is alone on its node lets its ranks write into the file. Where there are several, each reads from a pipe what its
-ranks write and adds it line by line, so that lines do not mix, and those of all but the node's first begin with the rank,
-as torch marks its own. What its ranks wrote last a supervisor remembers then: an end is told by a rank's own words.
+If a supervisor is alone on its node, its ranks write into the file directly. If there are several, each supervisor
+reads the output of its ranks from a pipe and appends it line by line, so that lines do not mix. Lines of all
+supervisors but the node's first begin with the rank, like torch's messages. Such a supervisor also keeps the last
+output of its ranks, from which their exit reason is found.
 """
 
 import contextlib
@@ -27,46 +28,46 @@ TAIL = 20_000  # bytes that tell an end
 _CHUNK = 65_536  # bytes: what a pipe holds, and the longest line that is not cut
 _BLOCK = 2**22  # bytes of a log that are searched at a time
 _MAX_WAITING = 256
-"""Pieces that wait for a file system that hangs; what comes then is not written, for a rank must not stand still."""
+"""Maximum pieces queued while a file system hangs; further output is dropped, so that ranks never block."""
 _MARK_TIMEOUT = 2.0  # seconds
 _PAUSE = 0.02
 _MARK = re.compile(rb"\0tula ([0-9]+)\0$")
-"""A mark that a supervisor writes into its own pipe: when it is read, all before it has been read."""
+"""A mark that a supervisor writes into its pipe: once it is read, all earlier output has been read."""
 MAX_LOG = 128 * 2**20
-"""Bytes of a log: of what ranks print beyond them the middle is dropped."""
+"""Maximum bytes of a log; the middle of a longer log is dropped."""
 _DROPPED_LINE = b"tula: %d bytes of this log were dropped here: it had grown beyond %d MiB\n"
 _DROPPED = re.compile(rb"^tula: ([0-9]+) bytes of this log were dropped here: .*\n", re.MULTILINE)
 _LINE_END = re.compile(rb"\r\n|\n|\r")
-"""A progress bar ends its lines by the last: left as it is, the next rank's line would stand behind it."""
+"""Line ends, with the carriage return of progress bars, to which the next rank's line would else be appended."""
 
 
 def get_log_path(run: RunDir, allocation: Allocation, task_id: str, attempt: int) -> Path:
-    """Return where the ranks of a supervisor write: their node's log, which bears the index of its first supervisor, or their own."""
+    """Return the log of a supervisor's ranks: that of the node, named after its first supervisor, or a separate one."""
     first_supervisor = allocation.index - (allocation.local_index if _shares_log(allocation) else 0)
     return run.log_path(task_id, attempt, first_supervisor).resolve()
 
 
 def _shares_log(allocation: Allocation) -> bool:
-    """Return whether others of its node write into its log: a node's ranks that do not follow each other have a log each."""
+    """Return whether supervisors of a node share a log: if there are several, with consecutive indices."""
     first_supervisor = allocation.index - allocation.local_index
     near = allocation.neighbours
     return not allocation.is_alone_on_node and near == tuple(range(first_supervisor, first_supervisor + len(near)))
 
 
 def read_log_end(log: Path) -> str:
-    """Return the end of a log; nothing where there is none."""
+    """Return the end of a log; empty if there is no log."""
     return read_end(log, TAIL)
 
 
 def cap_log(log: Path, *, most: int = MAX_LOG, keep: Sequence[str] = ()) -> None:
-    """Drop the middle of a log that has grown too large: a script that prints without end must not fill the disk.
+    """Drop the middle of a log that is too large, so that endless output does not fill the disk.
 
-    Ranks only ever add to it, so that they write on while the file is cut. What is dropped is said in its place.
+    Ranks open the log in append mode and can write while it is cut. A line in its place reports how much was dropped.
 
     Args:
-        log: the file; there need be none.
-        most: its bytes at most; an eighth of them is kept of its beginning, a quarter of its end.
-        keep: patterns of lines that are kept of the middle too, the newest quarter.
+        log: the file, which may not exist.
+        most: maximum size in bytes; about an eighth of it is kept from the start and a quarter from the end of the log.
+        keep: patterns of lines to keep from the middle too; the newest of them, up to a quarter of `most`.
     """
     try:
         if log.stat().st_size <= most:
@@ -92,7 +93,7 @@ def cap_log(log: Path, *, most: int = MAX_LOG, keep: Sequence[str] = ()) -> None
 
 
 def _find_matching_lines(file: BinaryIO, begin: int, end: int, patterns: Sequence[str]) -> Iterator[bytes]:
-    """Yield the lines of a part of a file in which a pattern matches."""
+    """Yield the lines between two offsets of a file that match any of the patterns."""
     compiled, incomplete = [re.compile(pattern, re.MULTILINE) for pattern in patterns], b""
     for at in range(begin, end, _BLOCK):
         *lines, incomplete = (incomplete + os.pread(file.fileno(), min(_BLOCK, end - at), at)).splitlines(keepends=True)
@@ -104,13 +105,13 @@ def _find_matching_lines(file: BinaryIO, begin: int, end: int, patterns: Sequenc
 
 @dataclass
 class RankOutput:
-    """Where the ranks of one supervisor write, attempt after attempt.
+    """The output of the ranks of one supervisor, over all attempts.
 
-    One thread reads and never waits for a file, another one writes: words that tell an end are there though a disk hangs.
+    One thread reads and never waits for a file, another one writes: the last output is known even if a disk hangs.
 
     Args:
         shared: whether other supervisors of the node write into the same log.
-        rank: the first rank of this supervisor where its lines begin with it; None where they need not.
+        rank: rank to put in front of each line (the first of this supervisor); None for lines without a rank.
     """
 
     shared: bool = False
@@ -126,13 +127,13 @@ class RankOutput:
 
     @classmethod
     def of_allocation(cls, allocation: Allocation) -> "RankOutput":
-        """Return that of this supervisor."""
+        """Return the rank output of the supervisor of an allocation."""
         shared = _shares_log(allocation)
         return cls(shared, allocation.index if shared and allocation.local_index else None)
 
     @contextlib.contextmanager
     def write_into(self, run: RunDir, log: Path) -> Iterator[IO[bytes]]:
-        """Let ranks write into a log; yields what is to be their standard output.
+        """Open a log for ranks; yields the file or pipe to use as their standard output.
 
         Raises:
             TulaError: the disk is full, or the folder cannot be written.
@@ -156,17 +157,17 @@ class RankOutput:
                 written.wait(_MARK_TIMEOUT)
 
     def end_of_output(self, log: Path) -> str:
-        """Return the end of what this supervisor's ranks have written in the last attempt."""
+        """Return the end of the output of this supervisor's ranks in the last attempt."""
         return bytes(self._words).decode(errors="replace") if self.shared else read_log_end(log)
 
     def close(self) -> None:
-        """Let nothing more be written."""
+        """Close the pipe; nothing more is written."""
         if self._pipe is not None:
             self._pipe.close()
         self._pipe = None
 
     def _open_pipe(self) -> IO[bytes]:
-        """Return the pipe: one for all attempts, for what ranks are forked from writes into it as well."""
+        """Return the pipe, one for all attempts, because the fork server of the ranks writes into it as well."""
         if self._pipe is None:
             far, near = os.pipe()
             self._pipe = os.fdopen(near, "wb", buffering=0)
@@ -184,7 +185,7 @@ class RankOutput:
         return number
 
     def _read_pipe(self, pipe: int) -> None:
-        """Read what ranks write until nobody can write any more."""
+        """Read the output of the ranks until all writers have closed the pipe."""
         log: BinaryIO | None = None
         incomplete = b""
         with open(pipe, "rb", buffering=0) as ranks:
@@ -201,7 +202,7 @@ class RankOutput:
                 self._keep_lines(lines_of_log, log)
 
     def _pass_mark(self, mark: int, log: BinaryIO | None) -> BinaryIO | None:
-        """Note that a mark was read; return the log of what follows."""
+        """Record that a mark was read; return the log for the lines after it."""
         begins = self._begin.pop(mark, None)
         if begins is not None:
             self._words.clear()
@@ -220,13 +221,13 @@ class RankOutput:
         self._queue_text(log, text)
 
     def _queue_text(self, log: BinaryIO | None, text: bytes) -> None:
-        """Let text be written; none closes the log."""
+        """Queue text to be written to a log; empty text closes the log."""
         if log is not None:
             with contextlib.suppress(queue.Full):
                 self._waiting.put_nowait((log, text))
 
     def _write_log(self) -> None:
-        """Add to the log what was read, each piece by one write."""
+        """Append queued text to the log, each piece by one write."""
         while True:
             item = self._waiting.get()
             if isinstance(item, threading.Event):
@@ -239,7 +240,7 @@ class RankOutput:
 
 
 def _split_lines(text: bytes) -> tuple[list[bytes], bytes]:
-    """Return the lines that have ended, and what has not; what is too long is cut."""
+    """Return the complete lines and the incomplete rest; a rest that is too long is returned as a line."""
     *lines, incomplete = _LINE_END.split(text)
     if text.endswith(b"\r"):  # half of an end, perhaps
         incomplete = lines.pop() + b"\r"

@@ -1,4 +1,4 @@
-"""The processes of the ranks that a supervisor starts: command and environment, fork server, and the group of them."""
+"""The processes of the ranks that a supervisor starts: command, environment, fork server and process group."""
 
 import contextlib
 import json
@@ -31,11 +31,11 @@ from tula_cli.run.records.tasks import CheckTask, Task
 
 SOCKET_POLL = 0.2  # seconds
 PROGRAM = "import sys; del sys.path[0]; from tula_cli.worker.preloaded import main; main()"
-"""Without the folder it is started in: what lies there is the user's, and is for the ranks to import."""
+"""Program of the fork server; removes the working folder from sys.path, as its modules are for the ranks to import."""
 MAX_MESSAGE = 4096
-"""Bytes of its command line that a rank writes its own over, for ps and pgrep."""
+"""Bytes reserved in the command line of the server, which a forked rank overwrites with its own for ps and pgrep."""
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TULA_LEAVE_AT")
-"""Environment variables that differ between ranks or attempts; a library may have read any other at its import."""
+"""Environment variables that may differ between forked ranks; libraries may have read any other one when imported."""
 WORKER = ("-u", "-m", "tula_cli.worker")
 
 
@@ -50,7 +50,7 @@ class RankCommand:
 
     @property
     def is_forkable(self) -> bool:
-        """Whether it is the worker itself: a wrapper or torchrun has to be executed."""
+        """Whether the command is the worker itself and can be forked; a wrapper or torchrun has to be executed."""
         return self.command[:4] == (sys.executable, *WORKER)
 
     @property
@@ -60,18 +60,18 @@ class RankCommand:
 
 
 class ForkUnavailable(Exception):
-    """No rank can be forked; the words say why."""
+    """Ranks cannot be forked, for the reason in the message."""
 
 
 @dataclass
 class ForkedRank:
-    """A forked rank, with what is used of subprocess.Popen."""
+    """A forked rank, with the methods of subprocess.Popen that are used here."""
 
     pid: int
     returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal; None while it runs."""
+        """Return the exit code, negative for a signal; None while the rank runs."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -79,19 +79,19 @@ class ForkedRank:
         return self.returncode
 
     def wait(self) -> int:
-        """Wait for its end; return the exit code."""
+        """Wait until the rank exits; return its exit code."""
         if self.returncode is None:
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.returncode
 
 
 class ForkServer:
-    """A process that has imported what ranks need.
+    """A process that has imported the modules of ranks, from which ranks are forked.
 
     Args:
-        start: of a rank: the server gets its folder, and its environment less what is one rank's alone.
-        output: where the server writes; what libraries say while they are imported belongs into the ranks' log.
-        program: what it runs.
+        start: command of a rank, whose folder and environment (without RANK_VARIABLES) the server gets.
+        output: output of the server; messages of libraries during their import belong in the ranks' log.
+        program: Python program that the server runs.
     """
 
     def __init__(self, start: RankCommand, output: IO[bytes], *, program: str = PROGRAM) -> None:
@@ -115,18 +115,18 @@ class ForkServer:
         self._received = b""
 
     def can_fork(self, start: RankCommand) -> bool:
-        """Return whether a rank forked from here is what it would be if it were executed."""
+        """Return whether a rank can be forked from this server, i.e. has its folder and environment."""
         return (self.folder, self.environment) == (start.folder, start.shared_environment)
 
     def fork(self, start: RankCommand, *, give_up: Callable[[], bool]) -> ForkedRank:
-        """Start a rank; the first one waits until everything is imported.
+        """Fork a rank; the first fork waits until all modules are imported.
 
         Args:
-            start: of the rank.
-            give_up: asked while waiting.
+            start: command of the rank.
+            give_up: called while waiting; stops the wait if it returns True.
 
         Raises:
-            ForkUnavailable: the import has failed, the server has died, or it was given up.
+            ForkUnavailable: the import failed, the server died, or `give_up` returned True.
         """
         try:
             with adopt_orphans():
@@ -164,7 +164,7 @@ class ForkServer:
         return f"the process that imports it ended with exit code {self.process.wait()}"
 
     def close(self) -> None:
-        """End the server; ranks live on."""
+        """Kill the server; forked ranks keep running."""
         self._socket.close()
         self.process.kill()
         self.process.wait()
@@ -183,25 +183,27 @@ def get_first_rank(allocation: Allocation, task: Task) -> int:
 
 
 def count_ranks_of_supervisor(task: Task) -> int:
-    """Return how many ranks a supervisor has that a scheduler starts: one, or those of its node."""
+    """Return how many ranks a supervisor started by a scheduler has: one, or all of its node."""
     return task.spec.cluster.gpus_per_node if task.spec.task_per_node else 1
 
 
 def has_tagged_lines(task: Task) -> bool:
-    """Return whether lines of a log begin with their rank, but those of its lowest: the worker's do, and those of supervisors that share one."""
+    """Return whether log lines start with their rank (except the lowest): those of the worker and in shared logs."""
     return not runs_script(task) or has_shared_node_log(task)
 
 
 def has_shared_node_log(task: Task) -> bool:
-    """Return whether a scheduler starts a supervisor a rank, and those of a node write into one log."""
+    """Return whether a scheduler starts one supervisor per rank, and those of a node write into one log."""
     return task.spec.cluster.kind != "local" and not task.spec.task_per_node
 
 
 def find_rendezvous_address(task: Task) -> str:
-    """Return where torchrun's agents meet, or the ranks of a script; a port taken meanwhile is an exit reason of its own.
+    """Return the rendezvous address (host:port) of torchrun or of a script's ranks; empty if neither is used.
+
+    A port that is taken in the meantime is a separate exit reason.
 
     Raises:
-        JobFailed: there is no such network interface.
+        JobFailed: the configured network interface does not exist.
     """
     cluster = task.spec.cluster
     if not (_uses_torchrun(task) or runs_script(task)):
@@ -211,18 +213,18 @@ def find_rendezvous_address(task: Task) -> str:
 
 
 def runs_script(task: Task) -> bool:
-    """Return whether a task starts a script of the user's own. A check looks at nodes, whatever is to run there."""
+    """Return whether a task starts a script of the user; a check of nodes does not, even in a script's job."""
     return task.spec.script is not None and not isinstance(task, CheckTask)
 
 
 def _uses_torchrun(task: Task) -> bool:
-    """Return whether torchrun starts the ranks of a node; else supervisors start them themselves."""
+    """Return whether torchrun starts the ranks of a node; otherwise supervisors start them directly."""
     cluster = task.spec.cluster
     return cluster.kind == "slurm" and cluster.slurm is not None and cluster.slurm.launcher == "torchrun"
 
 
 def list_visible_gpus(starts: Sequence[RankCommand]) -> list[str]:
-    """Return the GPUs of these ranks as CUDA_VISIBLE_DEVICES names them; empty for all that are to be seen."""
+    """Return the GPUs of ranks, named as in CUDA_VISIBLE_DEVICES; empty for all visible ones."""
     environment = starts[0].environment
     names = environment.get("CUDA_VISIBLE_DEVICES", "")
     visible = [name.strip() for name in names.split(",") if name.strip()]
@@ -242,16 +244,16 @@ class RankStart:
     command: LeaderCommand
 
     def rank_commands(self, log: Path | None) -> list[RankCommand]:
-        """Return what this supervisor starts: torchrun, its own rank, or all ranks of this machine.
+        """Return the processes that this supervisor starts: torchrun, its single rank, or all ranks of this machine.
 
         Args:
-            log: that its ranks open; None where they are given what to write into.
+            log: log that the ranks open; None if they inherit their standard output.
         """
         argv, folder = tuple(self.argv()), self._python_folder()
         return [RankCommand(argv, environment, folder, str(log or "")) for environment in self.environments()]
 
     def argv(self) -> list[str]:
-        """Return the command line of a rank, or of torchrun, which starts those of a node."""
+        """Return the command line of a rank, or of torchrun, which starts the ranks of a node."""
         task, spec = self.task, self.task.spec
         worker = ["-m", "tula_cli.worker", str(self.run.path.resolve()), task.id, str(self.command.attempt)]
         wrapper = [] if self.allocation.is_local else sbatch.get_wrapper_words(spec, environ=self.allocation.environ)
@@ -287,13 +289,13 @@ class RankStart:
         ]
 
     def _python_folder(self) -> str:
-        """Return where python finds the user's code first: what was submitted runs. The ranks then go to workdir."""
+        """Return the folder in which Python first finds the user's code: the submitted copy, or workdir without one."""
         task = self.task
         code = self.run.code_dir(task.code) if task.code else Path(task.workdir)
         return str(code) if code.is_dir() else task.workdir  # the ranks say what is missing
 
     def _threads_per_rank(self) -> int:
-        """Return the threads of a rank. On this machine the ranks share its cores, one thread each."""
+        """Return the number of threads per rank; one for jobs on this machine, whose ranks share its cores."""
         if self.allocation.is_local:
             return 1
         threads = self.allocation.cpus or 1
@@ -308,7 +310,7 @@ Child = Union["subprocess.Popen[bytes]", ForkedRank]
 
 @dataclass
 class RankGroup:
-    """Processes that end together; each leads a process group, with its data-loader processes in it."""
+    """Processes that are terminated together; each leads a process group that includes its data-loader processes."""
 
     children: list[Child]
     _first_failure: tuple[int, int] | None = None  # what had failed when the others were killed
@@ -317,10 +319,10 @@ class RankGroup:
         return None in [child.poll() for child in self.children]
 
     def first_failure(self) -> tuple[int, int] | None:
-        """Return place and exit code of the process that failed first, of those that have ended so far.
+        """Return index and exit code of the failed process that is most likely the root cause; None if none has failed.
 
-        One that was killed tells more than those that lost it, and have ended meanwhile. SIGABRT is no kill: torch ends
-        its own process by it over a lost peer.
+        A killed process takes precedence over its peers, which have failed in consequence. SIGABRT does not count as a
+        kill, as torch aborts its process after losing a peer. Ties are resolved by the index.
         """
         if self._first_failure is not None:
             return self._first_failure
@@ -332,9 +334,9 @@ class RankGroup:
         )
 
     def end(self, grace: float) -> None:
-        """Ask the ranks to save and leave; kill what is left after `grace` seconds.
+        """Ask the ranks to save and exit (SIGTERM); kill those that remain after `grace` seconds.
 
-        Only the ranks themselves are asked: their data-loader processes have to live until they have saved.
+        Only the ranks themselves get SIGTERM: their data-loader processes must live until the ranks have saved.
         """
         for child in self.children:
             if child.poll() is None:
@@ -345,7 +347,7 @@ class RankGroup:
         self.kill()
 
     def kill(self) -> None:
-        """Kill every rank and what it has started."""
+        """Kill every rank and its process group."""
         self._first_failure = self.first_failure()
         for child in self.children:
             with contextlib.suppress(ProcessLookupError):
@@ -356,11 +358,11 @@ class RankGroup:
 
 @dataclass
 class RankSpawner:
-    """Starts ranks, and keeps for the next attempt where they write and the process that they are forked from.
+    """Starts the ranks of a supervisor, and keeps their output and their fork server for the next attempt.
 
-    Each supervisor has its own. The one that starts all ranks of a machine imports torch once for all of them. Under
-    srun there is a supervisor a rank, and a rank must stay in its own task's cgroup, CPU binding and GPUs, which only a
-    child of that task has: there the relaunches gain. torchrun starts its ranks itself.
+    A supervisor that starts all ranks of a machine imports torch once for all of them. Under srun there is one
+    supervisor per rank, because a rank must stay in the cgroup, CPU binding and GPUs of its task, which only a child of
+    that task inherits; there only relaunches save the import. torchrun starts its ranks itself.
     """
 
     output: RankOutput = field(default_factory=RankOutput)
@@ -368,15 +370,15 @@ class RankSpawner:
     executes: bool = False  # for good: forking has failed once
 
     def spawn(self, starts: Sequence[RankCommand], output: IO[bytes], *, give_up: Callable[[], bool]) -> RankGroup:
-        """Start ranks.
+        """Start ranks, forked if possible and otherwise executed.
 
         Args:
-            starts: what each is started with.
-            output: their log, opened to add to it.
-            give_up: asked while torch is imported, whether not to wait for that any longer.
+            starts: commands of the ranks.
+            output: their log, opened for appending.
+            give_up: called while torch is imported; stops the wait if it returns True.
 
         Raises:
-            OSError: a command or its folder is not there. None of the others runs.
+            OSError: a command or its folder does not exist; ranks that were already started are killed.
         """
         group = RankGroup([])
         try:
@@ -402,11 +404,11 @@ class RankSpawner:
             return None
 
     def surviving_processes(self) -> list[int]:
-        """Return the processes that outlive an attempt on purpose: what ranks are forked from."""
+        """Return the ids of processes that outlive an attempt on purpose: the fork server."""
         return [self.server.process.pid] if self.server is not None else []
 
     def close(self) -> None:
-        """End the process that ranks are forked from, and let nothing more be written."""
+        """Stop the fork server and close the output."""
         self._stop_server()
         self.output.close()
 

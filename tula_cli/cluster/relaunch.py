@@ -1,4 +1,4 @@
-"""The rest of a task, and what follows from an attempt: a result, a relaunch, or the end."""
+"""What remains of a task, and what follows from the outcome of an attempt: result, relaunch, or end of the job."""
 
 import dataclasses
 import time
@@ -35,15 +35,15 @@ from tula_cli.spec.sections import FEWEST_WORKERS
 from tula_cli.words import format_count
 
 MAX_RESTARTS = 2
-"""How often a probe job starts again after a lost process (not after an out-of-memory or the user's own error)."""
+"""Maximum restarts of a job other than a training after lost processes (not after out-of-memory or a user error)."""
 PROCESS_LOST = tuple(
     outcome for outcome, ending in FAILURE_KINDS.items() if ending.follows in ("processes", "paused", "outwaited")
 )
-"""Endings of a process that say nothing against starting it again, a bounded number of times."""
+"""Outcomes after which processes are started again in the same allocation, a limited number of times."""
 COUNTED_OUTCOMES: tuple[OutcomeClass, ...] = (*PROCESS_LOST, "device_fault", "device_error")
-"""Endings of which there may be `MAX_RESTARTS` in a probe job, or `train.max_attempts` without a newer checkpoint."""
+"""Outcomes limited to `MAX_RESTARTS` per job, or in a training to `train.max_attempts` without a newer checkpoint."""
 ALLOCATION_LOST = tuple(outcome for outcome, ending in FAILURE_KINDS.items() if ending.follows == "next job")
-"""Endings of an allocation: training goes on in the next one for as long as checkpoints advance."""
+"""Outcomes that end the allocation: training resumes in the next one as long as checkpoints advance."""
 UNRECORDED_OUTCOMES: tuple[OutcomeClass, ...] = (
     *PROCESS_LOST,
     *ALLOCATION_LOST,
@@ -52,18 +52,18 @@ UNRECORDED_OUTCOMES: tuple[OutcomeClass, ...] = (
     "stage_end",
     "diverged",
 )
-"""Endings whose relaunch may not have been written yet."""
+"""Outcomes whose relaunch may not have been recorded yet."""
 
 
 def needs_new_allocation(outcome: OutcomeClass | Literal["done"] | None, cluster: Cluster) -> bool:
-    """Return whether what follows an ending needs another allocation: this one is lost, or its nodes stay faulty."""
+    """Return whether a relaunch after this outcome needs another allocation: this one is lost or has a faulty node."""
     return outcome in ALLOCATION_LOST or (outcome == "device_fault" and cluster.kind != "local")
 
 
 def count_lost(attempts: Sequence[Attempt], outcome: OutcomeClass | Literal["done"] | None, allocation: str) -> int:
-    """Return how many of these attempts count against what a job may lose, where another one ends of `outcome`.
+    """Return how many attempts count towards the limit of restarts after an attempt with `outcome`.
 
-    A file system that fails is not the program's fault: it counts against itself alone, and in its allocation.
+    Failures of the file system are not the program's fault: they count only among themselves and in their allocation.
     """
     if outcome == "storage":
         return sum(attempt.outcome == "storage" and attempt.allocation == allocation for attempt in attempts)
@@ -71,7 +71,7 @@ def count_lost(attempts: Sequence[Attempt], outcome: OutcomeClass | Literal["don
 
 
 def find_newest_task(run: RunDir, task_id: str) -> Task:
-    """Return the task to start: a training's newest relaunch takes the place of an earlier one."""
+    """Return the task to start; for a training, its newest relaunch."""
     task = run.task(task_id)
     assert task is not None, f"{run.path} has no task {task_id}"
     if isinstance(task, TrainTask):
@@ -80,12 +80,12 @@ def find_newest_task(run: RunDir, task_id: str) -> Task:
 
 
 def is_over(run: RunDir, task: Task) -> bool:
-    """Return whether nothing is left to do: start is resume."""
+    """Return whether a task is cancelled or finished, so that nothing is left to do."""
     return run.is_cancelled(task.job) or is_finished(run, task)
 
 
 def is_finished(run: RunDir, task: Task) -> bool:
-    """Return whether every result of a task is there: success is a valid result file."""
+    """Return whether a task has all its results, i.e. valid result files."""
     match task:
         case TrainTask():
             return run.training(task.signature).result() is not None
@@ -101,13 +101,13 @@ def is_finished(run: RunDir, task: Task) -> bool:
 
 
 def make_next_task(run: RunDir, task: Task, reason: ExitReason, lost: int) -> Task | None:
-    """Write the results that follow from how an attempt ended; return the task to start now, None where the job is over.
+    """Record the results that follow from the outcome of an attempt; return the task to start now, or None.
 
     Args:
         run: the run.
-        task: what was attempted.
-        reason: why it ended.
-        lost: attempts of this job that ended as `COUNTED` so far, this one counted.
+        task: the attempted task.
+        reason: why the attempt ended.
+        lost: number of attempts of this job with `COUNTED_OUTCOMES` so far, including this one.
     """
     match task:
         case ProbeTask():
@@ -149,9 +149,9 @@ def _make_next_probe(run: RunDir, task: ProbeTask, reason: ExitReason, lost: int
 
 
 def _skip_failed_batch(run: RunDir, task: ProbeTask, failed: int) -> ProbeTask | None:
-    """Go on with the other batches once one has failed in the user's code (a batch of one under BatchNorm, say) or diverged.
+    """Return a probe without a batch that failed in the user's code (e.g. batch 1 with BatchNorm) or diverged.
 
-    Two failures say that it is not the batch.
+    None after a second failure, which shows that the batch is not the cause.
     """
     if task.skip:
         return None
@@ -161,7 +161,7 @@ def _skip_failed_batch(run: RunDir, task: ProbeTask, failed: int) -> ProbeTask |
 
 
 def _write_out_of_memory(run: RunDir, task: ProbeTask, current: int, message: str) -> None:
-    """A batch that does not fit is a result; larger ones are taken not to fit either."""
+    """Record an out-of-memory result for the current batch, and an assumed one for all larger batches."""
     for local_batch in task.local_batches:
         if local_batch < current:
             continue
@@ -181,8 +181,10 @@ def _make_next_training(run: RunDir, task: TrainTask, reason: ExitReason, lost: 
 
 
 def _relaunch(run: RunDir, task: TrainTask, reason: ExitReason, lost: int) -> TrainTask | None:
-    """Return the next attempt: less memory after an OOM, fewer loader processes after the host's, a lower learning rate
-    after a growing batch diverged, else the same.
+    """Return the next attempt of a training, or None if it must not be relaunched.
+
+    It uses less memory after a device OOM, fewer loader processes after a host OOM, a lower learning rate after a
+    growing batch diverged, the nodes of the next stage at the end of a stage, and otherwise the same settings.
     """
     update: dict[str, object] = {}
     following = task.next_stage
@@ -219,13 +221,13 @@ def _relaunch(run: RunDir, task: TrainTask, reason: ExitReason, lost: int) -> Tr
 
 
 def relaunch_task(task: TrainTask, cause: str, **update: object) -> TrainTask:
-    """Return the next attempt of a training, and why there is one."""
+    """Return the next attempt of a training, with its cause recorded."""
     attempt = task.attempt + 1
     return task.model_copy(update={**update, "id": f"{task.job}-{attempt}", "attempt": attempt, "cause": cause})
 
 
 def _lower_lr_limit(run: RunDir, task: TrainTask) -> float | None:
-    """Return half the factor of the learning rate at which a growing batch diverged; None at the second time, or at factor 1."""
+    """Return half the learning-rate factor at which a growing batch diverged; None the second time, or at factor 1."""
     if task.max_lr_factor is not None or runs_script(task):
         return None
     rows = (row for row in reversed(run.training(task.signature).metrics()) if row["kind"] == "diverged")
@@ -234,7 +236,7 @@ def _lower_lr_limit(run: RunDir, task: TrainTask) -> float | None:
 
 
 def _choose_fallback(run: RunDir, task: TrainTask) -> Fallback | None:
-    """Return what follows an out-of-memory of a training; None where nothing would take less."""
+    """Return the fallback after an out-of-memory of a training; None if no configuration would use less memory."""
     why_not = cannot_accumulate(task.spec)
     micro_batches = None
     if not why_not:
@@ -248,7 +250,7 @@ def _choose_fallback(run: RunDir, task: TrainTask) -> Fallback | None:
 
 
 def _find_batch_of_stage(run: RunDir, task: TrainTask) -> int | None:
-    """Return the batch that a training was at, where it has grown to less than its own; None where nothing tells it."""
+    """Return the current batch of a growing batch if it is still below the final one; None otherwise or if unknown."""
     if task.spec.train.stages is None or runs_script(task):
         return None
     rows = run.training(task.signature).metrics()
@@ -257,7 +259,7 @@ def _find_batch_of_stage(run: RunDir, task: TrainTask) -> int | None:
 
 
 def _halve_workers(task: TrainTask) -> int | None:
-    """Return half the loader processes, once; of `auto`, whose number only the ranks know, the fewest, and then one."""
+    """Return fewer loader processes, or None: half, once; for `auto` FEWEST_WORKERS, then half each time."""
     if task.workers == "auto":
         return FEWEST_WORKERS
     workers = task.spec.train.workers
@@ -269,16 +271,16 @@ def _halve_workers(task: TrainTask) -> int | None:
 def reconsider_reason(
     run: RunDir, task: Task, attempt: Attempt, reason: ExitReason, earlier: Sequence[Attempt]
 ) -> ExitReason:
-    """Return why an attempt ended, once more considered: what looks like a faulty device may be the user's to mend.
+    """Return the exit reason of an attempt, with an apparent device fault changed to a likelier user error.
 
-    What a device did twice is the program's doing. A node without a GPU is faulty where others have some.
+    A repeated device error is attributed to the program. A missing GPU is a fault of the node only if others have GPUs.
 
     Args:
         run: the run.
-        task: what was attempted.
-        attempt: what ended.
-        reason: why it ended.
-        before: the attempts of this job before it; of a training those since which nothing more has been saved.
+        task: the attempted task.
+        attempt: the attempt that ended.
+        reason: why the attempt ended.
+        earlier: earlier attempts of this job; of a training, those without a newer checkpoint since.
     """
     if reason.outcome == "device_fault" and is_missing_gpu(reason.message) and not _has_gpus_elsewhere(run, attempt):
         message = f"{reason.description}; {advise(reason.outcome, reason.message)}"
@@ -296,7 +298,7 @@ def reconsider_reason(
 
 
 def _list_similar_failures(run: RunDir, task: Task, earlier: Sequence[Attempt]) -> Sequence[Attempt]:
-    """Return the attempts that failed at what the newest one failed at: of a probe job, at the same batch."""
+    """Return the earlier attempts at the same work as the newest one: of a probe job, at the same batch."""
     if not isinstance(task, ProbeTask):
         return earlier
     results = [run.result(make_probe_id(task.nodes, local_batch)) for local_batch in task.local_batches]
@@ -306,26 +308,26 @@ def _list_similar_failures(run: RunDir, task: Task, earlier: Sequence[Attempt]) 
 
 
 def _has_gpus_elsewhere(run: RunDir, attempt: Attempt) -> bool:
-    """Return whether jobs that ask for the same nodes do get GPUs: another node of this attempt, or one of an earlier one.
+    """Return whether jobs with the same cluster section have seen GPUs, in this attempt or earlier ones.
 
-    On this machine there is no other node.
+    Always False on this machine, which is the only node.
     """
-    alike = [attempt_ for attempt_ in run.attempts() if attempt_.cluster == attempt.cluster]
-    return bool(attempt.allocation) and any(run.has_seen_gpus(attempt_) for attempt_ in alike)
+    alike = [other_attempt for other_attempt in run.attempts() if other_attempt.cluster == attempt.cluster]
+    return bool(attempt.allocation) and any(run.has_seen_gpus(other_attempt) for other_attempt in alike)
 
 
 def describe_no_progress(
     attempts: Sequence[Attempt], progress: int, limit: int, setting: str = "cluster.slurm.minutes"
 ) -> str:
-    """Say why a training whose allocations were lost must not go on; empty where it may.
+    """Return why a training that lost its allocation must not resume; empty if it may.
 
-    Preemptions and lost nodes are bounded by the jobs of the chain.
+    Preemptions and lost nodes are limited only by the number of jobs in the chain.
 
     Args:
-        attempts: its attempts, oldest first.
-        progress: samples that have been trained for good by now.
+        attempts: attempts of the training, oldest first.
+        progress: samples trained and saved so far.
         limit: `train.max_attempts`.
-        setting: what sets the time limit of its jobs.
+        setting: name of the setting for the time limit of its jobs.
     """
     if not attempts or attempts[-1].outcome not in ALLOCATION_LOST:
         return ""
@@ -341,7 +343,7 @@ def describe_no_progress(
 
 
 def write_summary(run: RunDir, task: TrainTask) -> None:
-    """Keep predicted against actual; actual is every attempt's wall-clock time, the failed ones too."""
+    """Record predicted and actual duration and cost; actual includes the wall-clock time of failed attempts."""
     training = run.training(task.signature)
     result, tasks, attempts = training.result(), training.tasks(), training.attempts()
     assert result is not None
@@ -363,7 +365,9 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
             actual_hours=hours,
             predicted_cost=prediction.cost if prediction else None,
             actual_cost=sum(
-                _compute_cost_of_hours(task_, took[task_.id], prediction) for task_ in tasks if task_.id in took
+                _compute_cost_of_hours(other_task, took[other_task.id], prediction)
+                for other_task in tasks
+                if other_task.id in took
             ),
             predicted_step=newest.step_time if newest else None,
             actual_step=result.step_time,
@@ -390,7 +394,7 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
 
 
 def _predict_epochs(first_task: TrainTask, result: TrainResult) -> Prediction | None:
-    """Return what was predicted for the epochs that were trained: all, or those up to an early end."""
+    """Return the prediction for the epochs that were trained: all, or those up to early stopping."""
     prediction = first_task.ladder[0].prediction
     if prediction is None or not result.ended:
         return prediction
@@ -398,7 +402,7 @@ def _predict_epochs(first_task: TrainTask, result: TrainResult) -> Prediction | 
 
 
 def _measure_time_parts(training: TrainingRun, seconds: float) -> TimeParts:
-    """Return where the seconds of a training went, by the rows that its newest checkpoint holds; the rest is what is left."""
+    """Return the breakdown of the seconds of a training, from metric rows up to its newest checkpoint."""
     rows, tuning = list(training.metrics()), training.tuning()
     steps = [row for row in rows if row["kind"] == "step"]
     stepping = sum(row["count"] * row["step_time"] for row in steps)

@@ -1,7 +1,7 @@
-"""The protocol of schedulers: what each must do, and what some can do in addition.
+"""The protocol of schedulers: required methods, and optional ones that some schedulers have in addition.
 
-A scheduler says what it says and nothing else: whether a job succeeded is told by the files that it left. One that does not
-answer has told nothing; only `submit` and `queued` raise an error, for there it would cost a second job.
+A scheduler reports only the state of jobs; whether a job succeeded is read from the files that it wrote. If a scheduler
+does not answer, the state is unknown; only `submit` and `queued` raise an error, to avoid submitting a second job.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from tula_cli.run.records.base import OutcomeClass
 # chain: seconds without a file system would cost them all.
 
 MAX_PAUSE = 30
-"""Seconds between two attempts to open the log, at most; the first pause is a second, and each is twice the one before."""
+"""Maximum seconds between two attempts to open the log; the first pause is 1 s, and each further one twice as long."""
 
 
 def make_lines_to_open_log(
@@ -37,18 +37,18 @@ def make_lines_to_open_log(
     on_give_up: Sequence[str] = (),
     on_resume: Sequence[str] = (),
 ) -> list[str]:
-    """Return the lines (POSIX sh) that open `<log>.out` and `<log>.err` and enter the folder, or end the job.
+    """Return POSIX sh lines that open `<log>.out` and `<log>.err` and enter the folder, or exit after `patience`.
 
-    In the lines of the caller, `$tula_why` is the reason and `$tula_waited` the seconds so far.
+    The caller's lines may use `$tula_why`, the reason for waiting, and `$tula_waited`, the seconds waited so far.
 
     Args:
-        log: its path without suffix, as a shell word.
-        folder: that the job starts in, as a shell word.
-        patience: seconds to wait for all of that.
-        python: path of the interpreter that has to be there; empty where a set-up brings it.
+        log: path of the log without suffix, as a shell word.
+        folder: working folder of the job, as a shell word.
+        patience: seconds to wait for log, folder and interpreter.
+        python: path of the interpreter that must exist; empty if set-up lines provide it.
         on_wait: lines that report why the job waits.
-        on_give_up: lines before the job ends in vain.
-        on_resume: lines after a wait.
+        on_give_up: lines run before the job exits without having started.
+        on_resume: lines run after a wait that succeeded.
     """
     python_word = shlex.quote(python)
     interpreter = (
@@ -86,9 +86,9 @@ def quote_log_path(folder: Path, id_: str, name: str) -> str:
     """Return the path of a job's log without suffix, as a shell word.
 
     Args:
-        folder: of the logs.
-        id_: the job's id as a shell reads it in the job: "$PBS_JOBID".
-        name: of the log, after the id.
+        folder: folder of the logs.
+        id_: shell expression of the job's id inside the job, e.g. "$PBS_JOBID".
+        name: name of the log, after the id.
     """
     return f'{shlex.quote(str(folder))}/"{id_}"_{name}'
 
@@ -96,14 +96,14 @@ def quote_log_path(folder: Path, id_: str, name: str) -> str:
 # --- The protocol
 
 END_SIGNALS = (signal.SIGTERM,)
-"""Signals by which a scheduler asks a job to end."""
+"""Signals by which a scheduler asks a job to exit."""
 WARNING_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
-"""Signals that tell what the clock tells as well, or that go before the others; nothing follows from them."""
+"""Signals that announce the time limit, which is known from the clock, or precede END_SIGNALS; they are ignored."""
 
 
 @dataclass(frozen=True)
 class SchedulerState:
-    """The state of a job by its scheduler; a hint, never the truth about results."""
+    """The state of a job as its scheduler reports it; never used to decide whether results are complete."""
 
     state: Literal["pending", "running", "ended", "unknown"]
     # In words for the user: "Dependency" of a job that waits for others to end; begins with FAILED where the job's own script
@@ -121,7 +121,7 @@ class SchedulerState:
 
 @dataclass(frozen=True)
 class Queued:
-    """A job that waits or runs."""
+    """A pending or running job."""
 
     id: str
     name: str
@@ -140,7 +140,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class JobRequest:
-    """A job that is to be submitted: its command is started once a task, on all of its nodes at the same time."""
+    """A job to submit: its command is started once per task, on all of its nodes at the same time."""
 
     name: str  # finds it again in the queue
     command: str  # that every task starts, as a shell reads it
@@ -155,12 +155,12 @@ class JobRequest:
     patience: int = 0  # seconds for which it waits for a folder that is away
 
     def lines(self, id_: str) -> list[str]:
-        """Return the shell lines that come before the command: they open the log, enter the folder, and set up.
+        """Return the shell lines before the command, which open the log, enter the folder and run the set-up.
 
-        They wait `patience` seconds for a folder that is away; then the job ends.
+        They wait up to `patience` seconds for an unavailable folder; then the job exits.
 
         Args:
-            id_: the job's id as a shell reads it in the job: "$PBS_JOBID".
+            id_: shell expression of the job's id inside the job, e.g. "$PBS_JOBID".
         """
         log, folder = quote_log_path(self.logs, id_, "script_log"), shlex.quote(str(self.folder))
         return [*make_lines_to_open_log(log, folder=folder, patience=self.patience), *self.setup]
@@ -168,7 +168,7 @@ class JobRequest:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process stands in its job."""
+    """The position of a process in its job."""
 
     job_id: str
     index: int = 0  # of this task among all of the job, from 0; those of one node follow each other
@@ -183,10 +183,10 @@ class Place:
 
 
 class Scheduler(Protocol):
-    """Submits jobs, reports their states, and tells a process of a job where it runs.
+    """Submits jobs, reports their states, and returns the position of a process in its job.
 
-    `name` is the scheduler in messages; `cancel_command` and `release_command` are what a user would type, before the ids;
-    empty where there is no such command.
+    `name` is the name of the scheduler in messages; `cancel_command` and `release_command` are the commands that a user
+    types before the ids, empty if there is no such command.
     """
 
     name: str
@@ -196,93 +196,93 @@ class Scheduler(Protocol):
     # --- where jobs are submitted
 
     def absent(self) -> str:
-        """Return why nothing can be submitted from here; empty where it can."""
+        """Return why jobs cannot be submitted from this machine; empty if they can."""
         ...
 
     def script(self, job: JobRequest) -> str:
-        """Return the text of a job's script; touches nothing."""
+        """Return the text of a job's script, without side effects."""
         ...
 
     def submit(self, script: Path, job: JobRequest) -> str:
-        """Submit a script that was made of `job`; return the job's id, without "/", "_" and white space.
+        """Submit a script that was made for `job`; return the job's id, without "/", "_" and white space.
 
         Raises:
-            SchedulerError: it was refused, in the scheduler's own words.
+            SchedulerError: the job was refused, with the scheduler's message.
         """
         ...
 
     def queued(self, names: Sequence[str]) -> list[Queued]:
-        """Return this user's jobs of these names that wait or run; one that is being ended does not count.
+        """Return this user's pending or running jobs with these names, without jobs that are being cancelled.
 
         Raises:
-            SchedulerError: nobody answers.
+            SchedulerError: the scheduler does not answer.
         """
         ...
 
     def ask(self, ids: Sequence[str]) -> Mapping[str, SchedulerState]:
-        """Return how jobs stand, asked for all at once; one that nobody knows any more is not in the answer."""
+        """Return the states of jobs, queried at once; jobs unknown to the scheduler are missing from the result."""
         ...
 
     def cancel(self, ids: Sequence[str]) -> str:
-        """End jobs that wait or run, and no others; return what went wrong. One that is over is no complaint."""
+        """Cancel pending or running jobs; return an error message, or empty. Finished jobs are not an error."""
         ...
 
     def hold(self, ids: Sequence[str]) -> str:
-        """Keep waiting jobs from starting until they are released; return what went wrong."""
+        """Hold pending jobs until they are released; return an error message, or empty."""
         ...
 
     def release(self, ids: Sequence[str]) -> str:
-        """Let held jobs start; return what went wrong."""
+        """Release held jobs; return an error message, or empty."""
         ...
 
     def partitions(self) -> Sequence[Limits]:
-        """Return what jobs can have; nothing where nobody tells."""
+        """Return the limits of jobs per partition; empty if unknown."""
         ...
 
     # --- inside a job
 
     def place(self, environ: Mapping[str, str]) -> Place | None:
-        """Return where a process of this environment stands in its job; None where it is in none of this scheduler's."""
+        """Return the position of a process in its job, from its environment; None outside jobs of this scheduler."""
         ...
 
     def ends_at(self, job_id: str, environ: Mapping[str, str]) -> float | None:
-        """Return the Unix time of a running job's time limit; None where there is none, or nobody tells."""
+        """Return the Unix time of a running job's time limit; None if there is none or it is unknown."""
         ...
 
     def ended_how(self, job_id: str, *, restart: int | None = None) -> OutcomeClass | None:
-        """Return what ended a job from outside; None where it lives, is not known, or ended by itself.
+        """Return why a job was ended from outside; None if it still runs, is unknown, or exited by itself.
 
         Args:
             job_id: the job.
-            restart: which of its starts, where the scheduler itself has started it again; None is the last one.
+            restart: index of the start, if the scheduler itself requeued the job; None: the last start.
         """
         ...
 
 
 @runtime_checkable
 class AvoidsNodes(Protocol):
-    """A scheduler that can keep waiting jobs off nodes."""
+    """A scheduler that can exclude nodes for pending jobs."""
 
     def exclude(self, ids: Sequence[str], nodes: str) -> str:
-        """Keep waiting jobs off these nodes and no others; return what went wrong."""
+        """Exclude exactly these nodes for pending jobs; return an error message, or empty."""
         ...
 
 
 @runtime_checkable
 class DelaysJobs(Protocol):
-    """A scheduler whose jobs of a chain start minutes after the one before them, unless that one has started tula."""
+    """A scheduler on which a job of a chain starts minutes after the previous one, unless that one has started tula."""
 
     def end_delay(self, id_: str, after: str) -> str:
-        """Let a waiting job start as soon as the one before it is over; return what went wrong."""
+        """Let a pending job start as soon as job `after` is over; return an error message, or empty."""
         ...
 
     def delay(self, id_: str, minutes: int) -> str:
-        """Let a waiting job start so many minutes from now at the earliest; return what went wrong."""
+        """Delay the start of a pending job until at least `minutes` from now; return an error message, or empty."""
         ...
 
 
 def exclude_nodes(scheduler: Scheduler, ids: Sequence[str], nodes: str) -> str:
-    """Keep waiting jobs off nodes, where the scheduler can; return what went wrong."""
+    """Exclude nodes for pending jobs, if the scheduler can; return an error message, or empty."""
     if isinstance(scheduler, AvoidsNodes):
         return scheduler.exclude(ids, nodes)
     return f"{scheduler.name} cannot keep waiting jobs off nodes"
@@ -291,11 +291,11 @@ def exclude_nodes(scheduler: Scheduler, ids: Sequence[str], nodes: str) -> str:
 # --- This machine as a scheduler
 
 _children: "list[subprocess.Popen[bytes]]" = []
-"""Of this process: each is asked now and then, so that none stays as a zombie."""
+"""Child processes of this process, polled from time to time so that none remains a zombie."""
 
 
 class LocalScheduler:
-    """Jobs on this machine. An id is the process and when it started, "4711-123456", against reused numbers."""
+    """Jobs on this machine. An id has the process id and its start time, "4711-123456", as process ids are reused."""
 
     name = "this machine"
     cancel_command = "kill"
@@ -307,7 +307,7 @@ class LocalScheduler:
         return ""
 
     def script(self, job: JobRequest) -> str:
-        """Return a script that becomes the command, so that the process is the job; it has one task, which starts the others."""
+        """Return a script that execs the command, so that its process is the job; it runs as one task."""
         return "\n".join(("#!/bin/sh", *job.lines("$$"), f"exec {job.command}", ""))
 
     def submit(self, script: Path, job: JobRequest) -> str:
@@ -326,7 +326,7 @@ class LocalScheduler:
         return f"{child.pid}-{start_time(child.pid) or 0:.0f}"
 
     def queued(self, names: Sequence[str]) -> list[Queued]:
-        """Return nothing: a process has no name here, and its id is known as soon as there is one."""
+        """Return an empty list: local jobs have no names, and their ids are known as soon as they start."""
         return []
 
     def ask(self, ids: Sequence[str]) -> Mapping[str, SchedulerState]:
@@ -352,7 +352,7 @@ class LocalScheduler:
     # --- inside a job
 
     def place(self, environ: Mapping[str, str]) -> Place | None:
-        """Return nothing: every process may be one of this machine's, and knows all that there is to know."""
+        """Return None: the environment of a local process does not show whether it belongs to a job."""
         return None
 
     def ends_at(self, job_id: str, environ: Mapping[str, str]) -> float | None:

@@ -1,4 +1,4 @@
-"""The schedulers by the names of `cluster.kind`; one of the user's own is an import string."""
+"""The schedulers by the value of `cluster.kind`; a user-defined one is given as an import string."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from tula_cli.spec.resources import Cluster
 
 SCHEDULERS: Mapping[str, type[Scheduler]] = {"local": LocalScheduler, "slurm": SlurmScheduler}
 PROTOCOL_MEMBERS = (*sorted(name for name in vars(Scheduler) if not name.startswith("_")), *Scheduler.__annotations__)
-"""Members that a scheduler of the user's own needs."""
+"""Members that a user-defined scheduler must have."""
 
 
 def load_scheduler(kind: str, options: Mapping[str, Any] | None = None) -> Scheduler:
@@ -19,10 +19,10 @@ def load_scheduler(kind: str, options: Mapping[str, Any] | None = None) -> Sched
 
     Args:
         kind: `cluster.kind`.
-        options: `cluster.scheduler.options`, which it is made with.
+        options: `cluster.scheduler.options`, the arguments of the scheduler.
 
     Raises:
-        SpecError: the name is unknown, its import fails, it does not take the options, or it lacks a part of the protocol.
+        SpecError: the name is unknown, its import fails, it rejects the options, or it lacks a member of the protocol.
     """
     cls = plugins.load(kind, SCHEDULERS, kind="scheduler")
     try:
@@ -41,7 +41,7 @@ def make_scheduler(cluster: Cluster) -> Scheduler:
     """Return the scheduler of a job.
 
     Raises:
-        SpecError: as `named`.
+        SpecError: as in `load_scheduler`.
     """
     section = cluster.own_scheduler
     return load_scheduler(cluster.kind, section.options if section else None)

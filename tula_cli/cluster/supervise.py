@@ -1,8 +1,8 @@
-"""The supervisor, which the scheduler runs: it starts the ranks as child processes, outlives them, and decides what follows.
+"""The supervisor, which the scheduler runs: it starts the ranks as child processes, outlives them, and relaunches them.
 
-A supervisor imports no torch. When its ranks have failed it reads what they wrote and starts fresh processes: an
-out-of-memory leaves the peers in a reduction, so only a new process group is clean. No command line has to be running.
-Of the supervisors of a job that of index 0 is the leader; the followers do what it writes down.
+A supervisor does not import torch. After a failure it reads what its ranks wrote and starts new processes: after an
+out-of-memory the peers hang in a collective, so only a new process group is clean. No tula command has to be running.
+The supervisor with index 0 is the leader of a job; the followers execute the commands that it writes.
 """
 
 import contextlib
@@ -78,22 +78,22 @@ from tula_cli.run.records.tasks import ProbeTask, Task, TrainTask
 # --- Crash loops
 
 MAX_SECONDS = 30.0
-"""Seconds from the start of the ranks, in which Python, torch and the user's code are imported and the first steps begin."""
+"""Seconds from the start of the ranks, for imports of Python, torch and the user's code and the first steps."""
 _CRASH_SIGNALS = re.compile(r"\bSIG(?:SEGV|ABRT|BUS|ILL|FPE)\b|\bexitcode *: *-(?:11|6|7|4|8)\b")
-"""Signals by which a program ends itself. Any other comes from outside, and may come at any time."""
+"""Signals by which a program crashes. Any other signal is sent from outside, and may come at any time."""
 
 
 def _normalize_message(attempt: Attempt) -> str:
-    """Return the message of an attempt without what differs from process to process: numbers and hosts."""
+    """Return the message of an attempt without numbers and the host, which differ between processes."""
     return re.sub(r"\d+", "", attempt.message.replace(attempt.host or "\0", ""))
 
 
 def describe_crash_loop(attempts: Sequence[Attempt], progress: int) -> str:
-    """Say why a training must not be started again; empty where it may.
+    """Return why a training must not be started again, because it fails repeatedly in the same way; empty if it may.
 
     Args:
-        attempts: its attempts, oldest first; the last one has ended.
-        progress: samples that have been trained for good by now.
+        attempts: attempts of the training, oldest first; the last one has ended.
+        progress: samples trained and saved so far.
     """
     if len(attempts) < 2:
         return ""
@@ -129,11 +129,11 @@ def describe_crash_loop(attempts: Sequence[Attempt], progress: int) -> str:
 
 
 def require_known_format(run: Path, allocation: Allocation) -> None:
-    """See that this tula reads a run's format; where it does not, hold what waits of the chain, and change nothing else.
+    """Check that this tula reads a run's format; otherwise hold the chain's pending jobs and change nothing else.
 
     Raises:
-        OtherFormat: it does not.
-        TulaError: what tells the format cannot be read.
+        OtherFormat: the run has another format.
+        TulaError: the file with the format cannot be read.
     """
     try:
         run_format.require_known_format(run)
@@ -153,7 +153,7 @@ def require_known_format(run: Path, allocation: Allocation) -> None:
 
 
 def _list_later_jobs(run: Path, job_id: str) -> Sequence[str]:
-    """Return the jobs of a chain after one of them, by what any format's records are expected to have."""
+    """Return the jobs after `job_id` in its chain, from fields that records of any format are expected to have."""
     with contextlib.suppress(TulaError, OSError, ValueError, RecursionError):
         for path in list_files(run / "jobs"):
             with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
@@ -166,18 +166,18 @@ def _list_later_jobs(run: Path, job_id: str) -> Sequence[str]:
 # --- Export to trackers beside a training
 
 PATIENCE = 20.0
-"""Seconds for its last look, less than SLURM leaves between SIGTERM and SIGKILL."""
+"""Seconds for the last export, less than SLURM leaves between SIGTERM and SIGKILL."""
 
 
 @contextlib.contextmanager
 def export_in_background(run: RunDir, task_id: str, environ: Mapping[str, str], *, leader: bool) -> Iterator[None]:
-    """Have the run sent to trackers meanwhile, where its training asks for that. What goes wrong there goes to its log alone.
+    """Export the run to trackers in a background process, if its training is so configured; errors go only to its log.
 
     Args:
         run: the run.
-        task_id: of what is supervised.
-        environ: the environment of the process; it touches no GPU.
-        leader: whether this is the one supervisor of several that does.
+        task_id: id of the supervised task.
+        environ: environment of the process, which gets no GPU.
+        leader: whether this supervisor is the leader; only the leader exports.
     """
     task = run.task(task_id) if leader else None
     if not isinstance(task, TrainTask) or all(export.by != "job" for export in task.spec.export):
@@ -213,22 +213,22 @@ def export_in_background(run: RunDir, task_id: str, environ: Mapping[str, str], 
 # --- The supervisor
 
 FIRST_PAUSE, MAX_PAUSE = 5.0, 300.0
-"""Seconds before new processes after a failure of the storage or a limit of the host: the first pause, and the longest."""
+"""First and longest pause in seconds before a relaunch after a storage failure or a limit of the host."""
 PAUSED_OUTCOMES = tuple(outcome for outcome, kind in FAILURE_KINDS.items() if kind.follows in ("paused", "outwaited"))
 NFS_LAG = 60.0
-"""Seconds by which a file may appear later than another one that was written after it."""
+"""Maximum seconds by which, on NFS, a file may become visible after a file that was written later."""
 
 
 def supervise(
     path: Path, task_id: str, *, environ: Mapping[str, str] = os.environ, scheduler: Scheduler | None = None
 ) -> None:
-    """Run a task, and what follows from it, to the end.
+    """Run a task and its relaunches until the job is over.
 
     Args:
         path: the run directory.
-        task_id: the task to start with; a newer attempt of the same training run takes its place.
+        task_id: the task to start with; replaced by a newer attempt of the same training run, if there is one.
         environ: the environment of the ranks.
-        scheduler: whose job this is; None: SLURM's, or this machine's.
+        scheduler: scheduler of this job; None: SLURM or this machine, according to the environment.
     """
     try:
         pin_run(path)
@@ -250,11 +250,11 @@ def supervise(
 
 @dataclass
 class Supervisor:
-    """This process: the leader of a job's supervisors, or a follower.
+    """The supervisor in this process: the leader of a job's supervisors, or a follower.
 
     Args:
-        run: the run directory, through which supervisors talk to each other and to the command line.
-        allocation: what the scheduler gave the job, and this supervisor's index in it.
+        run: the run directory, through which supervisors communicate with each other and with tula commands.
+        allocation: allocation of the job, with the index of this supervisor.
     """
 
     run: RunDir
@@ -273,10 +273,10 @@ class Supervisor:
         self.spawner = RankSpawner(RankOutput.of_allocation(self.allocation))
 
     def supervise(self, task_id: str) -> None:
-        """Run a task, and what follows from it, to the end.
+        """Run a task and its relaunches until the job is over, as leader or follower.
 
         Raises:
-            TulaError: the run directory cannot be written, or shows only a part of what others have written.
+            TulaError: the run directory cannot be written, or files of other supervisors do not appear in it.
         """
         if self.allocation.is_local:
             self._await_resume_test(find_newest_task(self.run, task_id))
@@ -291,7 +291,7 @@ class Supervisor:
             self.follow()
 
     def record_own_failure(self, error: Exception, task_id: str) -> None:
-        """Write down what has failed in this supervisor itself, so that nobody takes it for one that was killed."""
+        """Record an error of this supervisor itself, so that it is not mistaken for a killed supervisor."""
         shortages.release_reserve(self.run.path)
         task, attempt = self._under_way or (find_newest_task(self.run, task_id), None)
         reason = find_reason_of_error(error, self.run, task)
@@ -310,7 +310,7 @@ class Supervisor:
         close_attempt(self.run, attempt, self._reconsider(task, attempt, reason, self._attempts_without_progress(task)))
 
     def _await_resume_test(self, task: Task) -> None:
-        """Wait for the rehearsal that a training on this machine comes after; a scheduler sees to that by itself."""
+        """Wait for the resume test that precedes a training on this machine; on a scheduler, job dependencies do so."""
         job = self.run.job(task.after) if isinstance(task, TrainTask) and task.after else None
         while job is not None and start_time(int(job.scheduler_id)) == job.process_started:
             if self.run.is_cancelled(task.job):
@@ -327,7 +327,7 @@ class Supervisor:
     # --- the leader
 
     def _lead_job(self, task_id: str) -> None:
-        """Start attempt after attempt until the job is over, telling the followers each time."""
+        """Run attempts until the job is over, then write the command that ends the followers."""
         if not self.allocation.termination.received:
             self._lead_task(find_newest_task(self.run, task_id))
         self._write_command(LeaderCommand(task=None))
@@ -383,7 +383,7 @@ class Supervisor:
         self._finish_job(task or first_task)
 
     def _with_trainings(self, attempt: Attempt) -> Attempt:
-        """Return a probe's attempt with the trainings of this user that use its GPUs or cores now, which is written down."""
+        """Record in a probe's attempt the trainings of this user that now use its GPUs or cores; return the attempt."""
         trainings = self._ticket.conflicting_trainings() if self._ticket is not None and self._ticket.measures else []
         names = tuple(dict.fromkeys([*attempt.disturbed_by, *(training.holder for training in trainings)]))
         if names == attempt.disturbed_by:
@@ -393,7 +393,7 @@ class Supervisor:
         return disturbed
 
     def _reconsider(self, task: Task, attempt: Attempt, reason: ExitReason, earlier: Sequence[Attempt]) -> ExitReason:
-        """Return why an attempt ended, where the chain has to stop with what was done about that."""
+        """Return the exit reason of an attempt; if the chain must stop, act on it and add the action to the message."""
         if reason.outcome == "disk":
             shortages.release_reserve(self.run.path)  # to write that down
             return hold_chain(reason, self._later_links(task), self.allocation.scheduler)
@@ -405,14 +405,14 @@ class Supervisor:
             explanation = "the training had made progress, so it is tried once more"
             return dataclasses.replace(reason, message=f"{reason.message}; {explanation}", once_more=True)
         ended_attempts = [
-            *(attempt_ for attempt_ in earlier if attempt_.ended_at is not None),
+            *(earlier_attempt for earlier_attempt in earlier if earlier_attempt.ended_at is not None),
             close_record(attempt, reason),
         ]
         why = describe_crash_loop(ended_attempts, self.run.training(task.signature).progress())
         return dataclasses.replace(reason, message=f"{reason.message}; {why}", final=True) if why else reason
 
     def _delay_next_job(self, task: TrainTask, reason: ExitReason, earlier: Sequence[Attempt]) -> ExitReason:
-        """Leave a file system that has failed all attempts of this job to the next one, which starts minutes later."""
+        """Delay the next job of the chain if all attempts of this job failed on storage; add this to the reason."""
         failed, waiting = count_lost(earlier, "storage", self.allocation.id) + 1, self._later_links(task)
         if failed < task.spec.train.max_attempts or not waiting:
             return reason
@@ -423,7 +423,7 @@ class Supervisor:
         return dataclasses.replace(reason, message=f"{reason.message}; job {waiting[0]} {result}", once_more=True)
 
     def _add_samples_reached(self, task: Task, attempt: Attempt, reason: ExitReason) -> ExitReason:
-        """Return the reason with the samples trained by then; that of a script knows them already."""
+        """Return the reason with the samples reached by the attempt; reasons of scripts already contain them."""
         if not isinstance(task, TrainTask) or runs_script(task):
             return reason
         rows = self.run.training(task.signature).newest_metrics()
@@ -431,24 +431,24 @@ class Supervisor:
         return dataclasses.replace(reason, reached=steps[-1] if steps else None)
 
     def _may_be_passing(self, task: TrainTask, attempt: Attempt, reason: ExitReason) -> bool:
-        """Return whether a failure of class `user` came after progress, and is the first since the newest checkpoint."""
+        """Return whether a `user` failure may be transient: after progress, and first since the newest checkpoint."""
         progress = self.run.training(task.signature).progress()
         stepped = reason.reached is not None or progress != attempt.progress
         since = [
-            attempt_
-            for attempt_ in self._attempts_without_progress(task)
-            if (attempt_.task, attempt_.number) != (attempt.task, attempt.number)
+            earlier_attempt
+            for earlier_attempt in self._attempts_without_progress(task)
+            if (earlier_attempt.task, earlier_attempt.number) != (attempt.task, attempt.number)
         ]
-        return stepped and all(attempt_.outcome != "user" for attempt_ in since)
+        return stepped and all(earlier_attempt.outcome != "user" for earlier_attempt in since)
 
     def _goes_elsewhere(self, task: Task, reason: ExitReason) -> bool:
-        """Return whether the next attempt is another allocation's."""
+        """Return whether the next attempt runs in another allocation."""
         return needs_new_allocation(reason.outcome, task.spec.cluster) or (
             reason.once_more and bool(self._later_links(task))
         )
 
     def _pause(self, task: Task, earlier: Sequence[Attempt], reason: ExitReason) -> None:
-        """Wait before new processes start on a file system or a node that has just refused something, longer each time."""
+        """Wait before a relaunch after a storage failure or a limit of the host, longer after each repetition."""
         refused = sum(
             (attempt.outcome, attempt.allocation) == (reason.outcome, self.allocation.id) for attempt in earlier
         )
@@ -459,12 +459,12 @@ class Supervisor:
             time.sleep(POLL)
 
     def _allocation_ended(self, reason: ExitReason) -> bool:
-        """Return whether an attempt ended with the allocation, or because that is about to end."""
+        """Return whether an attempt ended because its allocation has ended or is about to end."""
         terminated = reason.outcome is not None and self.allocation.termination.received
         return terminated or reason.outcome in ALLOCATION_LOST
 
     def _exclude_faulty_nodes(self, task: Task, reason: ExitReason) -> ExitReason:
-        """Let the next links of a chain run on other nodes than a faulty one; return the reason with what was done."""
+        """Exclude a faulty node for the later jobs of a chain; return the reason with the action added."""
         faulty = reason.outcome == "device_fault" and needs_new_allocation(reason.outcome, task.spec.cluster)
         if not (faulty and isinstance(task, TrainTask)):
             return reason
@@ -475,7 +475,7 @@ class Supervisor:
         return dataclasses.replace(reason, message=f"{reason.description}; {result}", host="")
 
     def _release_small_links(self, task: Task) -> None:
-        """Take links that have too few nodes for what is left out of the queue; one that starts all the same ends at once."""
+        """Cancel later jobs with too few nodes for the rest of the training; one that still starts exits at once."""
         job = self._own_job(task)
         if job is not None:
             waiting = self._later_links(task)
@@ -486,7 +486,7 @@ class Supervisor:
             self._release_links(job, too_small, f"the training now needs {task.nodes} nodes")
 
     def _end_delay(self, waiting: Sequence[str]) -> None:
-        """Let the next job of the chain start as soon as this one is over: the delay is for jobs that never start tula."""
+        """Remove the delay of the next job of the chain, which is for the case that this job does not start tula."""
         scheduler = self.allocation.scheduler
         if self._prompt or not waiting or not isinstance(scheduler, DelaysJobs):
             return
@@ -495,19 +495,19 @@ class Supervisor:
             sys.stderr.write(f"tula: job {waiting[0]} may start some minutes late: {complaint}\n")
 
     def _delay(self, id_: str, minutes: int) -> str:
-        """Let the next job of the chain start so many minutes from now at the earliest; return what went wrong."""
+        """Delay the start of a job until at least `minutes` from now; return an error message, or empty."""
         scheduler = self.allocation.scheduler
         if isinstance(scheduler, DelaysJobs):
             return scheduler.delay(id_, minutes)
         return f"{scheduler.name} cannot delay jobs"
 
     def _later_links(self, task: Task) -> Sequence[str]:
-        """Return the jobs of the chain that wait for this one."""
+        """Return the ids of the jobs after this one in the chain."""
         job = self._own_job(task)
         return () if job is None else job.links[job.links.index(self.allocation.job_id) + 1 :]
 
     def _finish_job(self, task: Task) -> None:
-        """Write what an earlier supervisor still owed, and give the queue back the links that are not needed."""
+        """Write a summary that is still missing, and cancel the jobs of the chain that are not needed."""
         if not isinstance(task, TrainTask):
             return
         training = self.run.training(task.signature)
@@ -519,7 +519,7 @@ class Supervisor:
             self._release_links(job, [link for link in job.links if link != self.allocation.job_id], why)
 
     def _release_links(self, job: Job, links: Sequence[str], why: str) -> None:
-        """Take jobs of the chain out of the queue; what has run already is over for the scheduler too."""
+        """Cancel jobs of the chain, and record why for those after this one; finished jobs are not affected."""
         waiting = [link for link in links if job.links.index(link) > job.links.index(self.allocation.job_id)]
         if waiting and not self.run.is_cancelled(job.id):
             with contextlib.suppress(OSError):  # the jobs are cancelled all the same
@@ -534,12 +534,12 @@ class Supervisor:
     # --- a follower
 
     def follow(self) -> None:
-        """Do what the leader says, until it says that the job is over.
+        """Execute the commands of the leader until the one that ends the job.
 
-        Where it is killed, the scheduler ends this process too.
+        If the leader is killed, the scheduler ends this process too.
 
         Raises:
-            TulaError: what the leader talks about does not appear.
+            TulaError: the task or attempt of a command does not appear in the run directory.
         """
         deadlines: dict[str, float] = {}
         for number in itertools.count():
@@ -559,10 +559,10 @@ class Supervisor:
             self._under_way = None
 
     def _read_subject(self, task_id: str, number: int) -> tuple[Task, Attempt]:
-        """Return task and attempt of a command: written before it, but NFS may show the command first.
+        """Return task and attempt of a command; they are written before it, but may become visible later on NFS.
 
         Raises:
-            TulaError: they do not appear.
+            TulaError: they do not appear within NFS_LAG seconds.
         """
         patience_ends = time.monotonic() + NFS_LAG
         while True:
@@ -576,7 +576,7 @@ class Supervisor:
     # --- after earlier allocations
 
     def _resume_from_links(self, task: Task) -> Task | None:
-        """Continue where earlier links of the chain have left a training; None where they say that it is over."""
+        """Return the task with which to resume after earlier jobs of the chain; None if it must not resume."""
         self._close_lost(task)
         if not isinstance(task, TrainTask):
             return task
@@ -603,7 +603,7 @@ class Supervisor:
         )
 
     def _correct_end(self, last_attempt: Attempt) -> Attempt:
-        """Return an attempt with why its allocation was ended, where its own supervisor could not tell yet."""
+        """Return an attempt; if it only has a signal, with the scheduler's reason for the end of its allocation."""
         if last_attempt.outcome != "signal" or last_attempt.allocation in ("", self.allocation.id):
             return last_attempt
         reason = self.allocation.termination_reason(last_attempt.allocation)
@@ -614,21 +614,21 @@ class Supervisor:
         return corrected
 
     def _own_job(self, task: Task) -> Job | None:
-        """Return the submission that this allocation is of; None while the command line has not written it."""
+        """Return the job record that contains this allocation; None until the submitting command has written it."""
         job = self.run.job(task.job)
         return job if job is not None and self.allocation.job_id in job.links else None
 
     def _is_predecessor_cancelled(self, job: Job, task: Task) -> bool:
-        """Return whether the user has ended the link before this one (scancel, say): it stays ended.
+        """Return whether the user cancelled the previous job of the chain (e.g. by scancel), so that it must end.
 
-        Links of an earlier stage, with fewer nodes, were taken out of the queue when that was over.
+        Jobs with too few nodes belong to an earlier stage, after which tula cancelled them; they are ignored.
         """
         earlier = job.links[: job.links.index(self.allocation.job_id)]
         predecessors = [link for link in earlier if job.nodes_of(link) >= task.nodes]
         return bool(predecessors) and self.allocation.scheduler.ended_how(predecessors[-1]) == "cancelled"
 
     def _attempts_of_submission(self, task: TrainTask) -> list[Attempt]:
-        """Return the attempts of earlier links of this submission; the user's new submission begins anew."""
+        """Return the attempts of a training in this submission; attempts of earlier submissions do not count."""
         attempts = self.run.training(task.signature).attempts()
         if self.allocation.is_local:
             return [attempt for attempt in attempts if attempt.started_at >= self.since]
@@ -637,14 +637,14 @@ class Supervisor:
         return [attempt for attempt in attempts if attempt.job_id in links]
 
     def _attempts_without_progress(self, task: Task) -> list[Attempt]:
-        """Return the attempts of this job so far, of a training those since which nothing more has been saved."""
+        """Return the attempts of this job so far; of a training, those without a newer checkpoint since."""
         if not isinstance(task, TrainTask):
             return [attempt for attempt in self.run.attempts(task.id) if attempt.started_at >= self.since]
         progress = self.run.training(task.signature).progress()
         return [attempt for attempt in self._attempts_of_submission(task) if attempt.progress == progress]
 
     def _close_lost(self, task: Task) -> None:
-        """Close attempts whose supervisor was killed: at their log's last sign of life, as the scheduler tells it."""
+        """Close attempts whose supervisor was killed: at the last change of their log, with the scheduler's reason."""
         run = self.run
         attempts = run.training(task.signature).attempts() if isinstance(task, TrainTask) else run.attempts(task.id)
         for lost in attempts:

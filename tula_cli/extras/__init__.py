@@ -1,1 +1,1 @@
-"""Optional packages: the core never imports them, it looks them up by name where they are asked for."""
+"""Optional packages; the core never imports them but loads them by name on request."""

@@ -1,4 +1,4 @@
-"""The device files of this node's GPUs, who holds them, and how much of the GPUs' memory is in use. No library is loaded."""
+"""The GPUs of this node: device files, processes that hold them, and used memory. No library is loaded."""
 
 import contextlib
 import os
@@ -10,32 +10,32 @@ from pathlib import Path
 from tula_cli.host.processes import PROC_FOLDER, run_command
 
 GPU_DRIVER_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-"""Files of a node that has GPUs to compute on: NVIDIA's driver, AMD's, and Windows' under WSL."""
+"""Files that exist on nodes with GPUs: of the drivers of NVIDIA and AMD, and of Windows under WSL."""
 DEVICE_FILES = [r"/dev/nvidia[^/]*", r"/dev/kfd", r"/dev/dri/.*"]
-"""Device files that a process on a GPU has open: the driver keeps its memory until the last copy is closed."""
+"""Patterns of device files that a process on a GPU has open; its memory is kept until the last copy is closed."""
 VISIBILITY_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
-"""Variables that list the GPUs which a process is to see: NVIDIA's the first, AMD's all three."""
+"""Variables that select the GPUs visible to a process: the first for NVIDIA, all three for AMD."""
 DEV, KFD = Path("/dev"), Path("/sys/class/kfd/kfd/topology/nodes")
-"""Where NVIDIA's driver has a file a GPU, and AMD's a folder a processor or GPU."""
+"""Folders in which NVIDIA's driver has one file per GPU, and AMD's one folder per processor or GPU."""
 NVIDIA_SMI_TIMEOUT = 20.0
-"""Seconds that nvidia-smi may take; on a node with many GPUs and without its persistence daemon that is long."""
+"""Timeout of nvidia-smi in seconds; it is slow on nodes with many GPUs without the persistence daemon."""
 
 
 def has_gpu() -> bool:
-    """Return whether the driver of a GPU is at work here."""
+    """Return whether a GPU driver is active on this node."""
     return any(Path(name).exists() for name in GPU_DRIVER_FILES)
 
 
 def count_gpus() -> int:
-    """Return how many GPUs there are to compute on here, as far as their drivers tell; no library is asked.
+    """Return the number of visible GPUs, from files of their drivers, without loading a library.
 
-    The variables in `VISIBILITY_VARIABLES` hold; without a driver's files there is none.
+    The variables in `VISIBILITY_VARIABLES` are respected; without files of a driver there are no GPUs.
     """
     return len(list_visible_gpus())
 
 
 def list_visible_gpus() -> list[str]:
-    """Return the GPUs to compute on here in their order: the drivers' numbers, or what the variables in `VISIBILITY_VARIABLES` name."""
+    """Return the visible GPUs in order: the drivers' numbers, or names from `VISIBILITY_VARIABLES` (UUIDs)."""
     if not has_gpu():
         return []
     nvidia = [path for path in DEV.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
@@ -50,9 +50,10 @@ def list_visible_gpus() -> list[str]:
 
 
 def list_lock_names(ranks: int) -> list[str]:
-    """Return the GPUs that the first ranks of this machine use, under names that are the same in all of its processes.
+    """Return the GPUs that the first `ranks` ranks of this machine use, by names that are the same in all processes.
 
-    UUIDs, as far as nvidia-smi reports them; else numbers.
+    The names are UUIDs if nvidia-smi reports them, else numbers. All GPUs are returned if the machine has different
+    GPUs whose numbers in CUDA and nvidia-smi may differ.
     """
     gpus = list_visible_gpus()
     if not gpus:
@@ -69,10 +70,10 @@ def list_lock_names(ranks: int) -> list[str]:
 
 
 def _list_visibility_variables(*, nvidia: bool) -> list[str]:
-    """Return the variables that hide GPUs here, in the order in which they do.
+    """Return the variables that hide GPUs in this process, in the order in which they apply.
 
-    AMD's driver goes by ROCR_VISIBLE_DEVICES; HIP numbers what that leaves anew, and goes by HIP_VISIBLE_DEVICES, or else
-    by CUDA_VISIBLE_DEVICES. NVIDIA's knows the last one alone.
+    AMD's driver uses ROCR_VISIBLE_DEVICES; HIP renumbers the remaining GPUs and uses HIP_VISIBLE_DEVICES, or else
+    CUDA_VISIBLE_DEVICES. NVIDIA uses only CUDA_VISIBLE_DEVICES.
     """
     hip = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in os.environ else "CUDA_VISIBLE_DEVICES"
     names = ["CUDA_VISIBLE_DEVICES"] if nvidia else ["ROCR_VISIBLE_DEVICES", hip]
@@ -80,7 +81,7 @@ def _list_visibility_variables(*, nvidia: bool) -> list[str]:
 
 
 def _select_gpus(listed: str, available: Sequence[str] | None) -> list[str]:
-    """Return the GPUs that a list leaves of those `there`; the first that is none of them ends it (-1, SLURM's NoDevFiles)."""
+    """Return the GPUs of `available` in a list up to its first invalid entry (-1, SLURM's NoDevFiles)."""
     selected: list[str] = []
     for entry in map(str.strip, listed.split(",")):
         if entry.isdecimal() and (available is None or int(entry) < len(available)):
@@ -93,7 +94,7 @@ def _select_gpus(listed: str, available: Sequence[str] | None) -> list[str]:
 
 
 def close_inherited() -> None:
-    """Close the device files that this process has from its parent, and nothing else: for one that computes on no GPU."""
+    """Close only the device files inherited from the parent, in a process that uses no GPU."""
     for link in list(Path("/proc/self/fd").iterdir()):
         if int(link.name) > 2 and _is_device(link):
             with contextlib.suppress(OSError):
@@ -101,7 +102,7 @@ def close_inherited() -> None:
 
 
 def find_device_holders() -> dict[int, str]:
-    """Return the processes that have a device file open, with their names; only those that this user may look into."""
+    """Return the processes that have a device file open, with their names, as far as this user may inspect them."""
     names_by_pid = {}
     for process in (entry for entry in PROC_FOLDER.iterdir() if entry.name.isdigit()):
         with contextlib.suppress(OSError):  # another user's, or it has ended
@@ -113,10 +114,10 @@ def find_device_holders() -> dict[int, str]:
 
 
 def read_used_gpu_memory(gpus: Sequence[str] = ()) -> dict[str, int]:
-    """Return the bytes in use of each GPU, as nvidia-smi tells; empty where there is none.
+    """Return the used bytes of each GPU, as reported by nvidia-smi; empty if it is missing.
 
     Args:
-        gpus: those that matter, as CUDA_VISIBLE_DEVICES names them; none for all that are to be seen.
+        gpus: the GPUs to query, named as in CUDA_VISIBLE_DEVICES; empty: all that nvidia-smi lists.
     """
     query = ["--query-gpu=uuid,memory.used", *([f"--id={','.join(gpus)}"] if gpus else [])]
     rows = [row for row in _run_nvidia_smi(*query) if len(row) == 2 and row[1].isdigit()]
@@ -124,7 +125,7 @@ def read_used_gpu_memory(gpus: Sequence[str] = ()) -> dict[str, int]:
 
 
 def describe_holders() -> list[str]:
-    """Say which processes hold GPUs: nvidia-smi's list, else those with a device file open."""
+    """Return descriptions of the processes that hold GPUs: from nvidia-smi, else those with a device file open."""
     if rows := _run_nvidia_smi("--query-compute-apps=pid,used_memory,process_name"):
         return [f"pid {row[0]} ({row[2]}, {row[1]} MiB)" for row in rows if len(row) == 3]
     return [f"pid {pid} ({name})" for pid, name in sorted(find_device_holders().items())]
@@ -139,7 +140,7 @@ def _is_device(link: Path) -> bool:
 
 
 def _run_nvidia_smi(*arguments: str) -> list[list[str]]:
-    """Return the rows that nvidia-smi prints; none where there is none, or where it fails or hangs."""
+    """Return the rows that nvidia-smi prints; empty if it is missing, fails or hangs."""
     command = ["nvidia-smi", *arguments, "--format=csv,noheader,nounits"]
     try:
         completed = run_command(command, timeout=NVIDIA_SMI_TIMEOUT)

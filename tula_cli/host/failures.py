@@ -16,7 +16,7 @@ from tula_cli.spec.resources import Cluster
 # --- The table of failure kinds
 #
 # Relaunches, chains, the commands that wait for a job and the table in docs/commands.md use it. The texts by which a failure is
-# classified are in `outcome.FAILURE_PATTERNS`: several rows per class, in an order that decides.
+# classified are in `FAILURE_PATTERNS`: several rows per class, in an order that decides.
 
 Next = Literal[
     "processes",
@@ -33,7 +33,7 @@ Next = Literal[
     "user",
     "nothing",
 ]
-"""The next step after a failure of a training."""
+"""The action after a failure of a training."""
 
 NEXT_WORDS: dict[Next, str] = {
     "processes": "new processes, at most `train.max_attempts` times without a newer checkpoint",
@@ -54,7 +54,7 @@ NEXT_WORDS: dict[Next, str] = {
     " before the first step, ends it, and the other jobs of the chain are taken out of the queue",
     "nothing": "it ends, and the other jobs of the chain are taken out of the queue",
 }
-"""The same as docs/commands.md tells it."""
+"""Descriptions of these actions for docs/commands.md."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,16 @@ class FailureKind:
     """A class of failure.
 
     Args:
-        means: in words.
-        error: what the command that waits for the job exits with, once nothing follows: its exit code and `error.code`.
+        means: description of the failure.
+        error: error with which a command that waits for the job exits if nothing follows (its exit code and
+            `error.code`).
         follows: what tula does next.
-        advice: what the user can do; one line, with {minutes} and {more_memory} for what the scheduler's jobs can be asked for.
-        for_script: the same for a script of the user's own, which has no model, optimizer ... in its job; empty: the same words.
-        severity: of several ranks' failures that with the lowest is the root of the others.
-        names_host: whether the failure is about the node, so that messages about it name the node.
-        final_if_again: whether the same at once again, without progress, ends a training: a third start would come to it too.
+        advice: what the user can do; one line, with {minutes} and {more_memory} for settings that depend on the
+            scheduler.
+        for_script: the same for a user's script, whose job has no model, optimizer ...; empty: same as `advice`.
+        severity: of the failures of several ranks, the one with the lowest severity is the root of the others.
+        names_host: whether the failure concerns the node, so that messages about it name the node.
+        final_if_again: whether a training ends if the same failure recurs at once without progress, as it would again.
     """
 
     means: str
@@ -82,7 +84,7 @@ class FailureKind:
     final_if_again: bool = False
 
     def advice_for(self, cluster: Cluster, *, script: bool = False) -> str:
-        """Return what the user can do, by the settings that the jobs' scheduler has."""
+        """Return the advice for the user, with the names of the settings of the cluster's scheduler."""
         advice = self.for_script if script and self.for_script else self.advice
         return advice.format(minutes=cluster.minutes_setting, more_memory=cluster.more_memory)
 
@@ -236,13 +238,13 @@ FAILURE_KINDS: dict[OutcomeClass, FailureKind] = {
         severity=4,
     ),
 }
-"""In the order of what is looked for, roughly: what is the user's, what is the machine's, what is the scheduler's."""
+"""Roughly in the order in which they are checked: failures of the user, of the machine, of the scheduler."""
 
 
 # --- Messages of drivers about faulty devices and nodes, and about kernels that fail
 
 _API = r"(?:\b(?:CUDA|Cuda|HIP|XPU)(?: runtime)? (?:error|failure)\b|\bTriton Error \[\w+\])[^\n]{0,40}?"
-"""How torch, Triton, NCCL and RCCL begin what the runtime of a device has told them, with its number or none."""
+"""Start of messages in which torch, Triton, NCCL and RCCL report an error of the device runtime."""
 
 NO_GPU = (
     "no GPU is to be seen: does the job ask for GPUs (on SLURM: cluster.slurm.gpus), and does nvidia-smi or rocm-smi show them?",
@@ -306,7 +308,7 @@ DEVICE_FAULTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     NO_GPU,  # the last: where the driver says why there is none, that is told
 )  # fmt: skip
-"""Faults of a node or a device, not of the program: advice, and the vendors' words for them."""
+"""Faults of a node or a device, not of the program: advice, and patterns of the vendors' messages."""
 
 DEVICE_ERRORS = (
     r"\b(?:an )?illegal memory access was encountered\b",
@@ -324,7 +326,7 @@ DEVICE_ERRORS = (
     r"\bCUFFT_(?:INTERNAL_ERROR|EXEC_FAILED)\b",
     r"\bUR_RESULT_ERROR_DEVICE_LOST\b",
 )
-"""Errors of a wrong kernel and of a failing device alike: only another try tells them apart."""
+"""Errors caused by a faulty kernel or by a faulty device; only another attempt distinguishes them."""
 
 
 # --- Messages of launchers about a child process that a signal killed
@@ -337,19 +339,19 @@ _BY_NUMBER = (
 )
 _BY_SHELL = r"\breturned non-zero exit status 1(?:29|[3-8]\d|9[0-2])\b"  # 128 and the signal
 ENDED_BY_SIGNAL = (*_BY_NUMBER, _BY_SHELL)
-"""Patterns of their words."""
+"""Patterns of messages of launchers about a child process that a signal killed."""
 
 CHILD_KILLED = re.compile(
     rf"^(?:subprocess\.)?CalledProcessError: [\s\S]*?(?:{_BY_SHELL}|{_BY_NUMBER[-1]})", re.MULTILINE
 )
-"""An exception that only tells that a signal has ended a child."""
+"""An exception that only reports that a signal killed a child process."""
 
 _FOLLOW_UP_SIGNALS = (signal.SIGTERM, signal.SIGABRT)
-"""Signals by which launchers end the other ranks, and torch a process that has lost one: not the first cause."""
+"""Signals by which launchers terminate the other ranks, and torch a process that lost a peer: not the root cause."""
 
 
 def kill_signal(text: str) -> str:
-    """Return the signal that has ended a rank first, as a launcher tells it ("SIGKILL"); empty where none does."""
+    """Return the signal that killed a rank first, as reported by a launcher ("SIGKILL"); empty if none is."""
     numbers = [int(number) for pattern in _BY_NUMBER for number in re.findall(pattern, text)]
     numbers += [int(match_text[-3:]) - 128 for match_text in re.findall(_BY_SHELL, text)]
     signals_by_number = {number.value: number for number in signal.Signals}
@@ -370,20 +372,20 @@ def kill_signal(text: str) -> str:
 # the text tells the user why.
 
 Scope = Literal["log", "error", "system error", "traceback"]
-"""The part of a text in which a row of the table is looked for.
+"""The part of a text in which a row of the table is searched.
 
     log: anywhere.
     error: the exceptions that ended the process, first cause first; without one, the last lines outside tracebacks.
-    system error: the same without exceptions that are raised for values (ValueError, KeyError ...) and those of network clients.
+    system error: the same without exceptions about values (ValueError, KeyError ...) and those of network clients.
     traceback: the exceptions that ended the process with the frames above them.
 """
 
 
 @dataclass(frozen=True)
 class FailurePattern:
-    """One row of `FAILURE_PATTERNS`: words, in which part of a text, and their class.
+    """One row of `FAILURE_PATTERNS`: a pattern, the part of a text in which it is searched, and the class of failure.
 
-    Lines are matched with their rank prefixes cut off.
+    Lines are matched without their rank prefixes.
     """
 
     outcome: OutcomeClass
@@ -397,13 +399,13 @@ def _make_pattern(outcome: OutcomeClass, *patterns: str, scope: Scope = "log") -
 
 
 def _make_errno_pattern(numbers: Iterable[int]) -> str:
-    """Return a pattern for errors of the system by number: Python's, HDF5's, Arrow's, c10d's, Rust's and torch's forms."""
-    numbers_ = "|".join(map(str, numbers))
-    return rf"\[[Ee]rrno (?:{numbers_})\]|\berrno = (?:{numbers_})\b|\(errno: (?:{numbers_}) - |\(os error (?:{numbers_})\)"
+    """Return a pattern for system errors by number, in the formats of Python, HDF5, Arrow, c10d, Rust and torch."""
+    alternatives = "|".join(map(str, numbers))
+    return rf"\[[Ee]rrno (?:{alternatives})\]|\berrno = (?:{alternatives})\b|\(errno: (?:{alternatives}) - |\(os error (?:{alternatives})\)"
 
 
 def _make_texts_pattern(*texts: str) -> str:
-    """Return a pattern for texts of errors that end a phrase: before a name, a number in brackets, or the end of a line."""
+    """Return a pattern for error texts at the end of a phrase: before a name, a bracketed number or a line end."""
     return rf"\b(?:{'|'.join(texts)})(?=\s*(?:$|[\[(:;'\",.]))"
 
 
@@ -423,7 +425,7 @@ _STORAGE = {
     19: "",  # too short a text without its number
     **dict.fromkeys(range(512, 532), ""),  # the kernel's own numbers, that file systems should keep to themselves
 }
-"""Error numbers of a file system that has failed or is gone, with their texts."""
+"""Error numbers of a failed or unavailable file system, with their texts."""
 _LIMITS = {
     24: "Too many open files",
     23: "Too many open files in system",
@@ -431,7 +433,7 @@ _LIMITS = {
     105: "No buffer space available",
     27: "File too large",
 }
-"""Error numbers of a limit of the host: descriptors, processes and threads, buffers, the size of a file."""
+"""Error numbers of limits of the host (descriptors, processes and threads, buffers, file size), with their texts."""
 
 # Lines about a loss or a gradient that is not finite.
 _LOSS = r"(?=[^\n]*\b(?i:loss|losses|grads?|gradients?|grad_norm|total norm)\b)"
@@ -590,7 +592,7 @@ FAILURE_PATTERNS = (
     # Only the job's line: a step is also cancelled where one of its tasks failed.
     _make_pattern("cancelled", r"\*\*\* JOB \d+ ON \S+ CANCELLED AT \S+ \*\*\*"),
 )
-"""The texts of failures and their classes, which `failure_kinds` describes. The first row that matches its part of a text decides."""
+"""Patterns of failures and their classes (see `FAILURE_KINDS`). The first row that matches its scope decides."""
 
 PEER = _make_pattern(
     "peer",
@@ -669,24 +671,24 @@ _USAGE = re.compile(r"^usage: [\s\S]*^\S+: error: ", re.MULTILINE)
 _LAST_LINES = 40
 _OWN_SIGNALS = (4, 6, 7, 8, 11)  # signals by which a process ends itself: its last lines may say why
 _NAMED = ("device_fault", "device_error", "storage", "host_limit", "signal", "hung", "diverged")
-"""Classes of which one line tells what happened, wherever it stands in a text."""
+"""Classes for which a single line, anywhere in a text, shows what happened."""
 
 
 @dataclass(frozen=True)
 class _Raised:
-    """An exception as a traceback shows it: the first lines of its message, and the frames above them."""
+    """An exception from a traceback: the first lines of its message, and the frames above them."""
 
     message: str
     frames: str = ""
 
     @property
     def is_messenger(self) -> bool:
-        """Return whether it only reports that another process has failed."""
+        """Whether the exception only reports that another process has failed."""
         return bool(_MESSENGERS.match(self.message) or CHILD_KILLED.match(self.message))
 
     @property
     def is_last_resort(self) -> bool:
-        """Return whether it only reports that another process has failed, or may: any other exception says more."""
+        """Whether the exception may only report that another process failed; any other one takes precedence."""
         lost_pipe = _LOST_PIPE.match(self.message) and not _KNOWN_PIPES.search(self.frames)
         return bool(lost_pipe or _LAST_RESORT.match(self.message))
 
@@ -695,8 +697,8 @@ def classify_failure(text: str, *, exit_code: int | None = None, device: str = "
     """Return the class of a failure.
 
     Args:
-        text: what the process wrote, or one exception with or without its traceback.
-        exit_code: as the shell or subprocess gives it (137 and -9 both mean signal 9); None where it is not known.
+        text: output of the process, or one exception with or without its traceback.
+        exit_code: as given by the shell or subprocess (137 and -9 both mean signal 9); None if unknown.
         device: "cuda" or "cpu"; on the CPU the batch is in the host's memory, so every OOM is a device_oom.
     """
     text = _RANK_PREFIX.sub("", text)
@@ -720,19 +722,19 @@ def _classify_by_exit(text: str, exit_code: int | None) -> OutcomeClass:
 
 
 def _get_signal(exit_code: int | None) -> int:
-    """Return the signal that an exit code stands for, 0 for none."""
+    """Return the signal that an exit code stands for; 0 if none."""
     if exit_code is None:
         return 0
     return -exit_code if exit_code < 0 else exit_code - 128 if 128 < exit_code <= 192 else 0
 
 
 def _is_killed(exit_code: int | None) -> bool:
-    """Return whether another process has ended this one, so that what it wrote before need not be the cause."""
+    """Return whether another process killed this one, so that its last output need not show the cause."""
     return _get_signal(exit_code) not in (0, *_OWN_SIGNALS)
 
 
 def _find_first_match(text: str, exit_code: int | None = None) -> tuple[OutcomeClass, re.Match[str]] | None:
-    """Return the class of the first row of the table that matches, and where it does."""
+    """Return the class of the first matching row of FAILURE_PATTERNS, and its match; None if no row matches."""
     killed_by = _get_signal(exit_code)
     chain = _find_deciding_chain(text, exit_code)
     explained = not all(error.is_last_resort for error in chain)
@@ -753,25 +755,25 @@ def _find_first_match(text: str, exit_code: int | None = None) -> tuple[OutcomeC
 
 
 def _find_last_lines(text: str) -> str:
-    """Return the last lines outside tracebacks, without what NCCL and launchers add."""
+    """Return the last lines outside tracebacks, without separators and NCCL INFO lines."""
     frames = ("  File ", "    ", "Traceback")
     lines = [line for line in text.splitlines() if line.strip(" =-~^") and not line.startswith(frames)]
     return "\n".join([line for line in lines if " NCCL INFO " not in line][-_LAST_LINES:])
 
 
 def find_telling_line(text: str) -> str:
-    """Return the line of a text that says what failed, for the classes in which one line does; empty for others."""
+    """Return the line of a text that shows the failure, for classes for which a single line does; empty for others."""
     row = _find_first_match(_RANK_PREFIX.sub("", text))
     if row is None or row[0] not in _NAMED:
         return ""
-    text_, at = row[1].string, row[1].start() if row[1].re.pattern[:2] != r"\A" else row[1].end()
-    return text_[text_.rfind("\n", 0, at) + 1 :].split("\n", 1)[0].strip()
+    matched_text, at = row[1].string, row[1].start() if row[1].re.pattern[:2] != r"\A" else row[1].end()
+    return matched_text[matched_text.rfind("\n", 0, at) + 1 :].split("\n", 1)[0].strip()
 
 
 def _find_deciding_chain(text: str, exit_code: int | None = None) -> list[_Raised]:
-    """Return the exceptions that ended the process, first cause first: those of the last traceback that is its own.
+    """Return the exceptions that ended the process, first cause first, from its last relevant traceback; empty if none.
 
-    A traceback that tells of a lost peer, or that another process has failed, is not. Empty where there is none.
+    Tracebacks that only report a lost peer or the failure of another process are ignored.
     """
     if _is_killed(exit_code) and _TRACEBACK not in text:
         return []
@@ -782,14 +784,14 @@ def _find_deciding_chain(text: str, exit_code: int | None = None) -> list[_Raise
 
 
 def find_user_exception(text: str) -> str:
-    """Return the last exception of the user's code, rather than that a child of it has failed; empty where there is none."""
+    """Return the line of the user's last exception, preferably not a CalledProcessError; empty if there is none."""
     chain = _find_deciding_chain(_RANK_PREFIX.sub("", text))
     lines = [error.message.split("\n", 1)[0].strip() for error in chain]
     return next((line for line in reversed(lines) if "CalledProcessError:" not in line), (lines or [""])[-1])
 
 
 def _list_exception_chains(text: str) -> Iterator[list[_Raised]]:
-    """Yield the exceptions of each traceback; those raised while another was handled together with it."""
+    """Yield the exceptions of each traceback; chained exceptions are yielded together."""
     if _TRACEBACK not in text:
         for match in _BARE_EXCEPTION.finditer(text):
             yield [_Raised(text[match.start() :].split("\n\n")[0])]
@@ -809,7 +811,7 @@ def _list_exception_chains(text: str) -> Iterator[list[_Raised]]:
 
 
 def _parse_exception(block: str) -> list[_Raised]:
-    """Return the exception at the end of a traceback with the lines of its message, or nothing where it is cut off."""
+    """Return the exception at the end of a traceback, with the first lines of its message; empty if it is cut off."""
     lines = block.split("\n")
     for number, line in enumerate(lines):
         if _EXCEPTION.match(line.rstrip()):
@@ -822,16 +824,16 @@ _TERMINATED = re.compile(r"\bSIGTERM\b|\bsignal:? 15\b|-15\b", re.IGNORECASE)
 
 
 def find_root_failure(failures: Iterable[Failure]) -> Failure | None:
-    """Return the failure that the others follow from, or None where there is none.
+    """Return the root cause among failures, or None if there are none.
 
-    Memory and faulty devices beat everything, and peers that report a lost rank come last; among equals the earliest wins.
-    A rank that was told to end (SIGTERM) says no more than one that lost its peer.
+    Out-of-memory and device faults come first, peers that report a lost rank last; of equal ones, the earliest is
+    chosen. A rank that was terminated (SIGTERM) ranks like one that lost its peer.
     """
     return min(failures, key=lambda failure: (_get_severity(failure), failure.failed_at, failure.rank), default=None)
 
 
 def has_cause(failures: Iterable[Failure]) -> bool:
-    """Return whether one of these failures is more than the loss of a peer."""
+    """Return whether any of the failures is more than the loss of a peer."""
     return any(_get_severity(failure) != FAILURE_KINDS["peer"].severity for failure in failures)
 
 
@@ -841,12 +843,12 @@ def _get_severity(failure: Failure) -> int:
 
 
 def advise(outcome: OutcomeClass, message: str = "", *, spec: JobSpec | None = None) -> str:
-    """Return one line: what the user can do about it, by what was told of it where that says more than its class.
+    """Return one line of advice about a failure, from its class, or for a device fault from its message if recognised.
 
     Args:
-        outcome: its class.
-        words: what was told of it.
-        spec: the job that ended so; None: one of tula's own loop on this machine.
+        outcome: class of the failure.
+        message: message of the failure.
+        spec: the failed job; None: a job of tula's training loop on this machine.
     """
     cluster, script = (Cluster(), False) if spec is None else (spec.cluster, spec.script is not None)
     hint = FAILURE_KINDS[outcome].advice_for(cluster, script=script)
@@ -858,10 +860,10 @@ def advise(outcome: OutcomeClass, message: str = "", *, spec: JobSpec | None = N
 
 
 def is_missing_gpu(message: str) -> bool:
-    """Return whether what was told of a fault is that no GPU is to be seen, and no word of why."""
+    """Return whether a message reports that no GPU is visible, without a known cause."""
     return next(_list_matching_faults(message), None) is NO_GPU
 
 
 def _list_matching_faults(message: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield those of `DEVICE_FAULTS` that the words tell of."""
+    """Yield the entries of `DEVICE_FAULTS` that match a message."""
     yield from (fault for fault in DEVICE_FAULTS if any(re.search(form, message, re.MULTILINE) for form in fault[1]))

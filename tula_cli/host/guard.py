@@ -1,7 +1,7 @@
 """Runs a command and leaves none of its processes behind: python -m tula_cli.host.guard COMMAND [ARGUMENT ...].
 
-A user's code may start threads that never end, processes in sessions of their own, or daemons, and tula may be killed with
-SIGKILL while it waits. This process adopts all of them, and kills them once the command has exited or tula has.
+A user's code may start threads that never end, processes in separate sessions, or daemons, and tula may be killed by
+SIGKILL while it waits. This process adopts all descendants, and kills them when the command or tula has exited.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ def main(command: Sequence[str]) -> int:
 
 
 def _exit_once(number: int, _: object) -> None:
-    """Exit once: as tula ends, the kernel sends its signal for each of its threads, and a second exit would spare descendants."""
+    """Exit once: when tula exits, the kernel sends one signal per thread, and a second exit would spare descendants."""
     _ignore_stop_signals()
     sys.exit(128 + number)
 
@@ -46,10 +46,10 @@ def _ignore_stop_signals() -> None:
 
 
 def kill_descendants(patience: float = 10.0) -> None:
-    """Kill all processes that descend from this one: those that lose their parent become this one's children.
+    """Kill all descendants of this process; descendants that lose their parent become its children.
 
     Args:
-        patience: seconds after which what the kernel cannot end (a process that waits for a dead file server) is left.
+        patience: seconds after which processes that cannot be killed (waiting for a dead file server) are left behind.
     """
     this_process, deadline = psutil.Process(), time.monotonic() + patience
     while (children := this_process.children()) and time.monotonic() < deadline:

@@ -1,8 +1,8 @@
-"""Which python an interpreter is, and which versions of some packages it would import; none of them is imported.
+"""Versions of Python and of the packages that an interpreter would import, without importing them.
 
     python -m tula_cli.host.installed torch mypackage.nets
 
-answers for the interpreter that runs it, as JSON. It needs nothing but the standard library.
+prints them as JSON for the interpreter that runs it. Only the standard library is needed.
 """
 
 import json
@@ -19,15 +19,15 @@ PROGRAM = "tula_cli.host.installed"
 
 
 def read_installed_versions(modules: Iterable[str]) -> dict[str, Any]:
-    """Return what tells one state of an environment from another.
+    """Return data that differ between states of an environment.
 
     Args:
-        modules: names as one imports them, like "torch" or "mypackage.nets".
+        modules: import names, e.g. "torch" or "mypackage.nets".
 
     Returns:
-        `python`, the version; and of each module the folders of its metadata, which are called after its version, and
-        time (ns) and size of the files that importing it runs first: a package that is installed editable changes without
-        another version. A module that is not there has neither.
+        `python`, the version; and for each module the names of its metadata folders, which contain the version, and
+        modification time (ns) and size of the files that its import runs first, because packages installed in editable
+        mode change without a new version. Both are empty for a missing module.
     """
     metadata_by_project = _list_metadata_folders(sys.path)
     return {
@@ -40,7 +40,7 @@ def read_installed_versions(modules: Iterable[str]) -> dict[str, Any]:
 
 
 def _list_metadata_folders(path: Sequence[str]) -> dict[str, list[str]]:
-    """Return by the names of projects the `.dist-info` and `.egg-info` that python would find."""
+    """Return the `.dist-info` and `.egg-info` entries on the path, by normalised project name."""
     folders_by_project: dict[str, list[str]] = {}
     for folder in dict.fromkeys(path):
         for entry in _read_project_names(folder):
@@ -68,7 +68,7 @@ def _list_file_states(module: str) -> list[list[int]]:
 
 
 def _list_module_files(module: str) -> Iterator[str]:
-    """Yield the files of a module's packages and its own, outermost first."""
+    """Yield the files of a module's parent packages and of the module itself, outermost first."""
     top, *inner = module.split(".")
     spec, name = _find_spec(top), top
     for part in [*inner, ""]:

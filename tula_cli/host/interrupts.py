@@ -1,4 +1,4 @@
-"""Ctrl-C is held back while something is done that must not be left half done."""
+"""Delaying Ctrl-C during operations that must not be interrupted."""
 
 import contextlib
 import signal
@@ -9,13 +9,13 @@ from types import FrameType
 
 @contextlib.contextmanager
 def hold_interrupts() -> Iterator[None]:
-    """Hold Ctrl-C back to the end of the block; a second one goes through at once.
+    """Delay Ctrl-C until the end of the block; a second Ctrl-C takes effect at once.
 
-    Nothing is held outside the main thread, where Python raises no KeyboardInterrupt, nor where a program handles SIGINT
-    in its own way.
+    Has no effect outside the main thread, where Python raises no KeyboardInterrupt, or if the program has another
+    handler of SIGINT.
 
     Raises:
-        KeyboardInterrupt: at the end, where it was pressed meanwhile.
+        KeyboardInterrupt: at the end, if Ctrl-C was pressed in the block.
     """
     previous_handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or previous_handler is not signal.default_int_handler:

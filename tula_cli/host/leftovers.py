@@ -1,7 +1,7 @@
 """Orphans of an earlier attempt on this node: its processes, and the GPU memory that they hold.
 
-A process that lost its rank (a data loader amid a batch, a child of the user's code in a session of its own) may hold the
-GPU's memory for as long as it lives, and the next attempt would be out of memory for no reason of its own.
+A process that lost its rank (a data loader in the middle of a batch, a child of the user's code in a separate session)
+may hold GPU memory as long as it lives, so that the next attempt would be out of memory without cause.
 """
 
 import contextlib
@@ -17,13 +17,13 @@ import psutil
 from tula_cli.host import devices
 
 MARK_VARIABLE = "TULA_STARTED_BY"
-"""The variable by which everything that a supervisor starts is known again."""
+"""Environment variable that marks all processes started by a supervisor."""
 REAP_PATIENCE = 10.0
-"""Seconds that killed processes may take to be gone: the driver frees the memory of each first."""
+"""Seconds to wait until killed processes have exited: the driver first frees the memory of each."""
 MEMORY_PATIENCE = 30.0
-"""Seconds to wait for the memory of GPUs to be back."""
+"""Seconds to wait until the memory of GPUs is free again."""
 MAX_EXTRA_BYTES = 64 * 2**20
-"""Bytes that a GPU may have in use more than before the first attempt."""
+"""Bytes by which the used memory of a GPU may exceed that before the first attempt."""
 POLL = 0.2
 
 
@@ -31,23 +31,23 @@ def make_mark(run: Path, task: str, allocation: str, index: int) -> str:
     """Return the value of `MARK_VARIABLE`.
 
     Args:
-        run: the run's directory.
-        task: what the supervisor was started with; the same in all jobs of a chain.
-        allocation: the scheduler's name of the allocation.
-        index: of the supervisor among those of the allocation.
+        run: the run directory.
+        task: the task that the supervisor was started with; the same in all jobs of a chain.
+        allocation: id of the allocation.
+        index: index of the supervisor in the allocation.
     """
     return "|".join((str(run.resolve()), task, allocation, str(index)))
 
 
 def kill_leftovers(own_mark: str, *, spare: Collection[int] = ()) -> list[int]:
-    """Kill what attempts before this one have left on this node; return the process ids.
+    """Kill processes left behind by earlier attempts on this node; return their ids.
 
-    Only this user's processes that carry the mark of the same run and task: this supervisor's own, and those of earlier
-    allocations. Other supervisors of this allocation look after theirs.
+    Only processes of this user with the mark of the same run and task are killed: those of this supervisor, and those
+    of earlier allocations. Other supervisors of this allocation kill theirs.
 
     Args:
-        own: the mark of this supervisor.
-        spare: processes that are to live.
+        own_mark: the mark of this supervisor.
+        spare: ids of processes that are not killed.
     """
     spared = {os.getpid(), *spare, *(process.pid for process in psutil.Process().parents())}
     killed: set[int] = set()
@@ -64,7 +64,7 @@ def kill_leftovers(own_mark: str, *, spare: Collection[int] = ()) -> list[int]:
 
 
 def _find_leftover_pids(own_mark: str) -> Iterator[int]:
-    """Yield the processes of this run and task that this supervisor or those of earlier allocations have started."""
+    """Yield the processes of this run and task that this supervisor, or one of an earlier allocation, has started."""
     _, _, allocation, index = own_mark.rsplit("|", 3)
     for pid, (their_allocation, their_index) in _find_marked_processes(own_mark).items():
         if their_allocation != allocation or their_index == index:
@@ -72,7 +72,7 @@ def _find_leftover_pids(own_mark: str) -> Iterator[int]:
 
 
 def _find_marked_processes(own_mark: str) -> dict[int, tuple[str, str]]:
-    """Return this user's living processes that carry the mark of a run and a task: allocation and index of each."""
+    """Return allocation and supervisor index of living processes with the mark of the same run and task, by pid."""
     places_by_pid: dict[int, tuple[str, str]] = {}
     for pid, value in find_processes_with_variable(MARK_VARIABLE).items():
         if value.count("|") < 3:
@@ -84,7 +84,7 @@ def _find_marked_processes(own_mark: str) -> dict[int, tuple[str, str]]:
 
 
 def find_processes_with_variable(variable: str) -> dict[int, str]:
-    """Return this user's living processes that were started with an environment variable, and its value in each."""
+    """Return the value of an environment variable in this user's living processes that have it, by process id."""
     values = {}
     for process in psutil.process_iter(["uids", "status", "environ"]):  # None: it may not be read
         info = process.info
@@ -96,21 +96,21 @@ def find_processes_with_variable(variable: str) -> dict[int, str]:
 
 @dataclass
 class GpuMemory:
-    """The GPUs of one supervisor: how much of them was in use before its first attempt, and by whom."""
+    """GPU memory of one supervisor: bytes used before its first attempt, and the processes that used it."""
 
     _used: dict[str, int] | None = None
     _holders: Collection[int] = ()
 
     def wait_until_back(self, gpus: Sequence[str], own_mark: str, *, give_up: Callable[[], bool]) -> str:
-        """Wait until the memory that attempts took is free again; the first call remembers what is in use now.
+        """Wait until the GPU memory of earlier attempts is free again; the first call only records the current use.
 
         Args:
-            gpus: this supervisor's, as CUDA_VISIBLE_DEVICES names them; none for all that are to be seen.
-            own: the mark of this supervisor.
-            give_up: asked while waiting.
+            gpus: GPUs of this supervisor, named as in CUDA_VISIBLE_DEVICES; empty: all.
+            own_mark: the mark of this supervisor.
+            give_up: called while waiting; stops the wait if it returns True.
 
         Returns:
-            Who holds it where it is not back in time; empty where it is.
+            Description of the memory that is not free in time and its holders; else empty.
         """
         if self._used is None:
             self._used, self._holders = devices.read_used_gpu_memory(gpus), frozenset(devices.find_device_holders())
@@ -125,7 +125,7 @@ class GpuMemory:
         return ""
 
     def _describe_missing(self, gpus: Sequence[str], own_mark: str) -> str:
-        """Say what is not as it was before the first attempt; empty where everything is."""
+        """Return a description of GPU memory or holders beyond those before the first attempt; empty without any."""
         used_before = self._used or {}
         if used_now := devices.read_used_gpu_memory(gpus):
             extra_bytes = {

@@ -10,7 +10,7 @@ CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
 
 def read_processor_name() -> str:
-    """Return the processor's name as the kernel tells it; its architecture where it tells none, as on ARM."""
+    """Return the processor's name as reported by the kernel, or its architecture if there is none, as on ARM."""
     try:
         lines = CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -19,7 +19,7 @@ def read_processor_name() -> str:
 
 
 def read_cpu_quota(path: Path = CPU_MAX) -> float | None:
-    """Return how many cores' time this process's container may take; None where that is not bounded."""
+    """Return the CPU quota of this process's container in cores; None if unlimited."""
     try:
         quota, period = path.read_text(encoding="ascii").split()
         return int(quota) / int(period)
@@ -37,14 +37,15 @@ def read_machine_memory(groups: Path = CONTROL_GROUPS, membership: Path = MEMBER
 
     Args:
         groups: where control groups are mounted.
-        membership: the groups of this process, a line each: "0::/path", of version 1 "number:controllers:/path".
+        membership: file with one line per group of this process: "0::/path", or "number:controllers:/path" in version
+            1.
     """
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([total, *_read_cgroup_limits(groups, membership)])
 
 
 def _read_cgroup_limits(groups: Path, membership: Path) -> Iterator[int]:
-    """Yield the limit of each group that the process is in, and of those around it."""
+    """Yield the memory limit of each group of the process, and of its parent groups."""
     limit_files = [groups / "memory.max", groups / "memory/memory.limit_in_bytes"]  # what a container sees of its own
     for line in (_read_text(membership) or "").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -71,9 +72,9 @@ def _read_text(file: Path) -> str | None:
 
 
 def read_shared_memory(folder: Path = SHARED_MEMORY_FOLDER) -> int | None:
-    """Return the free bytes of /dev/shm, where processes hand batches over; None where there is none.
+    """Return the free bytes of /dev/shm, through which processes exchange batches; None if it does not exist.
 
-    Half of the memory on most machines, 64 MiB in a container that was started without more.
+    Its size is half of the memory on most machines, and 64 MiB by default in containers.
     """
     try:
         status = os.statvfs(folder)

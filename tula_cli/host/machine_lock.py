@@ -1,9 +1,9 @@
-"""The measuring lock of a machine: this user's probes that share a GPU or a core run one after the other, first come, first served.
+"""The measuring lock of a machine: probes of a user that share a GPU or a core run one at a time, in order of arrival.
 
-Each probe that waits or measures has a ticket: a numbered file that names its devices, under a lock (flock) that the kernel
-drops with the process. A probe measures once no living ticket with a smaller number names one of its devices, so the order is
-that of arrival, no two probes can wait for each other, and a dead one is passed over at once. A training has a ticket that
-nobody waits for: it only shows that the training uses these devices.
+Each waiting or measuring probe has a ticket: a numbered file that names its devices, with a lock (flock) that the
+kernel releases when the process exits. A probe measures once no living ticket with a smaller number names one of its
+devices. So probes run in order of arrival, no two probes can wait for each other, and dead ones are skipped at once. A
+training has a ticket for which nobody waits: it only shows that the training uses these devices.
 """
 
 import contextlib
@@ -18,12 +18,12 @@ from pathlib import Path
 from tula_cli.words import format_number_ranges
 
 TEMPORARY, RUNTIME = Path("/tmp"), Path("/run/user")
-"""Where the folder of tickets is if the session has no folder of its own: the same for all values of TMPDIR."""
+"""Parents of the ticket folder: RUNTIME/<uid> without XDG_RUNTIME_DIR, TEMPORARY as fallback, not TMPDIR."""
 CORES = Path("/sys/devices/system/cpu")
 
 
 class UntrustedFolder(OSError):
-    """No folder of tickets is this user's alone."""
+    """The folder of tickets cannot be trusted: it is not private to this user."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Ticket:
     measures: bool = True  # a training does not: nobody waits for it
 
     def conflicts(self, other: "Ticket") -> bool:
-        """Return whether the two use a device in common; one that names none (it cannot be read) may use any."""
+        """Return whether two tickets share a device; a ticket without devices (unreadable) may use any."""
         return not (self.devices and other.devices) or bool(set(self.devices) & set(other.devices))
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class Ticket:
 
 
 def list_core_devices() -> list[str]:
-    """Return the cores that this process may use: of processors that share a core (hyper-threads) the first stands for all."""
+    """Return the cores that this process may use; hyper-threads of a core are represented by the first one."""
     cores = set()
     for number in os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1):
         try:
@@ -57,17 +57,18 @@ def list_core_devices() -> list[str]:
 
 
 def describe_devices(devices: Collection[str]) -> str:
-    """Return devices in words: "GPU 0, GPU 1", "cores 0-3"."""
+    """Return a description of devices: "GPU 0, GPU 1", "cores 0-3"."""
     gpus = [device.replace("gpu", "GPU", 1) for device in devices if device.startswith("gpu ")]
     cores = sorted(int(device.split()[1]) for device in devices if device.startswith("core "))
     return ", ".join([*gpus, *([f"core{'s' * (len(cores) > 1)} {format_number_ranges(cores)}"] if cores else [])])
 
 
 def make_ticket_folder() -> Path:
-    """Return the folder of tickets, which is made if it is not there: under XDG_RUNTIME_DIR, else in /tmp by user id.
+    """Return the folder of tickets, created if missing: under XDG_RUNTIME_DIR, else in /tmp by user id.
 
     Raises:
-        Untrusted: it is a link or another user's, or cannot be made.
+        UntrustedFolder: the folder is a link, belongs to another user or is open to others.
+        OSError: the folder cannot be created.
     """
     user = os.getuid()
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or RUNTIME / str(user))
@@ -95,7 +96,7 @@ def _make_private(path: Path) -> Path:
 
 @contextlib.contextmanager
 def _hold_draw_lock(folder: Path) -> Iterator[None]:
-    """Keep other processes from drawing tickets meanwhile, so that numbers rise in the order of arrival."""
+    """Prevent other processes from drawing tickets in the block, so that numbers rise in order of arrival."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -109,7 +110,7 @@ def _list_ticket_numbers(folder: Path) -> list[int]:
 
 
 def list_living_tickets() -> list[Ticket]:
-    """Return the tickets of living processes in the order of arrival; none if no folder can be trusted."""
+    """Return the tickets of living processes in order of arrival; empty if no folder is trusted or readable."""
     try:
         return _list_living_tickets(make_ticket_folder())
     except OSError:
@@ -120,7 +121,7 @@ def _list_living_tickets(folder: Path) -> list[Ticket]:
     """Return the tickets of living processes in a folder.
 
     Raises:
-        OSError: they cannot be read, so that nothing is known of who lives.
+        OSError: the tickets cannot be read, so that living processes are unknown.
     """
     return [ticket for number in _list_ticket_numbers(folder) if (ticket := _read_ticket(folder, number)) is not None]
 
@@ -148,11 +149,12 @@ class TicketHolder:
 
     Args:
         holder: the job and its run.
-        devices: what it uses.
-        measures: whether it has to be alone on them.
+        devices: devices that the job uses.
+        measures: whether the job needs exclusive use of the devices.
 
     Raises:
-        OSError: no ticket can be drawn: the folder is not this user's alone, or its file system takes no files or locks.
+        OSError: no ticket can be drawn: the folder is not private to this user, or its file system allows no files or
+            locks.
     """
 
     def __init__(self, holder: str, devices: Collection[str], *, measures: bool) -> None:
@@ -186,10 +188,12 @@ class TicketHolder:
         return self.folder / str(self.ticket.number)
 
     def probes_to_wait_for(self) -> list[Ticket]:
-        """Return the probes that this one has to wait for, those that measure and those that wait themselves.
+        """Return the measuring and waiting probes that this probe has to wait for.
+
+        If the ticket was removed, e.g. with the session's folder at logout, a new one is drawn first.
 
         Raises:
-            OSError: they cannot be read.
+            OSError: the tickets cannot be read or drawn.
         """
         if not self._is_there():  # the session's folder was removed at logout: the others draw anew as well
             self._close_handle()
@@ -197,18 +201,18 @@ class TicketHolder:
         return list_probes_ahead(self.ticket, _list_living_tickets(self.folder))
 
     def conflicting_trainings(self) -> list[Ticket]:
-        """Return the trainings that use a device of this probe now."""
+        """Return the tickets of trainings that now use a device of this ticket."""
         return [ticket for ticket in list_living_tickets() if not ticket.measures and ticket.conflicts(self.ticket)]
 
     def close(self) -> None:
-        """Give the ticket back."""
+        """Remove the ticket and release its lock."""
         with contextlib.suppress(OSError):
             if self._is_there():
                 self._path.unlink()
         self._close_handle()
 
     def _is_there(self) -> bool:
-        """Return whether the file of this number is this ticket: in a folder that was made anew it may be another process's."""
+        """Return whether the file with this number is this ticket, and not one in a folder created anew."""
         try:
             return self._handle is not None and os.path.samestat(os.fstat(self._handle), self._path.stat())
         except OSError:
@@ -221,16 +225,14 @@ class TicketHolder:
 
 
 def list_probes_ahead(ticket: Ticket, queue: Collection[Ticket]) -> list[Ticket]:
-    """Return the probes of a queue that come before a ticket's and share a device with it."""
+    """Return the probes of a queue that come before a ticket and share a device with it."""
     return [
-        ticket_
-        for ticket_ in queue
-        if ticket_.measures and ticket_.number < ticket.number and ticket_.conflicts(ticket)
+        queued for queued in queue if queued.measures and queued.number < ticket.number and queued.conflicts(ticket)
     ]
 
 
 def describe_waiting(holder: str) -> str:
-    """Say what a probe waits for and its place in the queue; empty if it waits for nothing."""
+    """Return a description of what a probe waits for, and its place in the queue; empty if it does not wait."""
     queue = list_living_tickets()
     for ticket in queue:
         if ticket.holder == holder and ticket.measures and (probes := list_probes_ahead(ticket, queue)):

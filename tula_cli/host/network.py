@@ -1,4 +1,4 @@
-"""Under which address the other nodes reach this one, and over which interface. Asks the kernel; contacts nobody."""
+"""The address and interface through which other nodes reach this one, from the kernel, without network traffic."""
 
 import ipaddress
 import os
@@ -12,11 +12,11 @@ import psutil
 from tula_cli.errors import JobFailed
 
 _VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "podman", "lxc", "tun", "tap", "ifb")
-"""Prefixes of interfaces that lead to containers of this node, not to other nodes."""
+"""Prefixes of virtual interfaces, which lead to containers of this node and not to other nodes."""
 
 
 def get_node_name() -> str:
-    """Return what the scheduler calls this node, which need not be the name that the node gives itself."""
+    """Return the scheduler's name of this node, which may differ from its host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
@@ -24,14 +24,14 @@ def find_own_address(interface: str | None = None) -> str:
     """Return the address under which other nodes reach this one.
 
     Args:
-        interface: the interface to use, of several joined by commas the first; None: the address that this node's name
-            stands for, else that of the default route's interface, or of the first other one that leads outside.
+        interface: the interface to use; of several, separated by commas, the first; None: the address to which this
+            node's name resolves, else that of the interface of the default route, or of the first other external one.
 
     Returns:
-        An IPv4 address, an IPv6 one where there is none, or the node's name where nothing else is found.
+        An IPv4 address, an IPv6 address if there is none, or the host name if no address is found.
 
     Raises:
-        JobFailed: there is no such interface, or it has no address.
+        JobFailed: an interface does not exist or has no address.
     """
     if interface is not None:
         first_address, *_ = [_find_address(name) for name in interface.split(",")]
@@ -40,26 +40,26 @@ def find_own_address(interface: str | None = None) -> str:
 
 
 def make_interface_variables(interface: str | None, *, local: bool) -> dict[str, str]:
-    """Return the environment variables that tell gloo and NCCL the interface.
+    """Return the environment variables that set the interface for gloo and NCCL.
 
     Args:
-        interface: as asked for.
+        interface: the configured interface, or None.
         local: whether all ranks are on this machine.
 
     Raises:
-        JobFailed: there is no such interface, or it has no address.
+        JobFailed: the interface does not exist or has no address.
     """
     interface = interface or ("lo" if local else None)
     if interface:
         find_own_address(interface)
         return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     # gloo takes the address of the node's name, and would offer the other nodes its loopback; NCCL looks itself.
-    interface_ = find_interface(find_own_address()) if find_named_address() is None else None
-    return {"GLOO_SOCKET_IFNAME": interface_} if interface_ else {}
+    default_interface = find_interface(find_own_address()) if find_named_address() is None else None
+    return {"GLOO_SOCKET_IFNAME": default_interface} if default_interface else {}
 
 
 def find_named_address() -> str | None:
-    """Return the address that this node's name stands for; None where that is loopback's, or not this node's."""
+    """Return the address to which this node's name resolves; None if unreachable for others or not this node's."""
     with suppress(OSError):
         addresses = [
             str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
@@ -69,7 +69,7 @@ def find_named_address() -> str | None:
 
 
 def find_interface(address: str) -> str | None:
-    """Return the name of the interface that has an address; None where none has."""
+    """Return the name of the interface that has an address; None if there is none."""
     with suppress(ValueError):
         parsed = ipaddress.ip_address(address)
         for name in list_interfaces():
@@ -87,7 +87,7 @@ def list_interfaces() -> tuple[str, ...]:
 
 
 def find_free_port() -> int:
-    """Return a port that nobody listens at now; another process may take it before the caller does."""
+    """Return a port that is free now; another process may take it before the caller does."""
     with socket.create_server(("", 0)) as server:
         return int(server.getsockname()[1])
 
@@ -109,7 +109,7 @@ def _find_address(interface: str) -> str:
 
 
 def _is_reachable_address(address: str) -> bool:
-    """Tell whether an address is this node's own, and other nodes' way to it."""
+    """Return whether an address belongs to this node and other nodes can reach it."""
     if "%" in address or ipaddress.ip_address(address).is_loopback:  # "%": of one link
         return False
     if (find_interface(address) or "").startswith(_VIRTUAL):
@@ -126,7 +126,7 @@ def _sort_ipv4_first(addresses: list[str]) -> list[str]:
 
 
 def _list_outside_addresses() -> Iterator[str]:
-    """Yield the addresses of interfaces that lead outside, the default route's first."""
+    """Yield the addresses of external interfaces, those of the default route first."""
     candidates = [name for name in list_interfaces() if not name.startswith(_VIRTUAL)]
     states = psutil.net_if_stats()
     for name in dict.fromkeys([*_list_default_routes(), *candidates]):
@@ -144,7 +144,7 @@ def _list_default_routes() -> list[str]:
 
 
 def _list_interface_addresses(interface: str) -> Iterator[str]:
-    """Yield an interface's IPv4 addresses, then its IPv6 ones that lead beyond its link."""
+    """Yield the IPv4 addresses of an interface, then its IPv6 addresses that are not link-local."""
     entries = psutil.net_if_addrs().get(interface, [])
     yield from (entry.address for entry in entries if entry.family == socket.AF_INET)
     for entry in entries:

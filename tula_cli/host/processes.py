@@ -1,4 +1,4 @@
-"""Processes of this machine."""
+"""Starting and observing processes of this machine."""
 
 import contextlib
 import ctypes
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 PROC_FOLDER = Path("/proc")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 MAX_OUTPUT = 2**26
-"""Bytes that are retained of what a command prints."""
+"""Maximum bytes of a command's output that are kept."""
 _GUARD_TIMEOUT, _PIPE_TIMEOUT = 15.0, 1.0
-"""Seconds that a guard may take to kill what it guards, and a pipe to give what an ended command has written."""
+"""Timeouts in seconds: for a guard to kill its descendants, and for reading a pipe after a command has exited."""
 
 
 def die_with_parent(parent: int | None = None, *, by: int = signal.SIGKILL) -> None:
-    """Ask the kernel to kill this process when its parent ends.
+    """Make the kernel kill this process when its parent exits.
 
-    A worker that outlives its supervisor would be a second writer of one run.
+    A worker that outlives its supervisor would be a second writer of the run.
 
     Args:
-        parent: its process id, where it is known: it may have ended before this is called.
+        parent: process id of the parent, if known, because it may have exited before this call.
         by: the signal to send.
     """
     if platform.system() != "Linux":
@@ -44,7 +44,7 @@ def die_with_parent(parent: int | None = None, *, by: int = signal.SIGKILL) -> N
 
 
 def become_child() -> None:
-    """For what a supervisor starts, before it becomes another program: the warning of a time limit would end it."""
+    """Prepare a child of a supervisor before exec: it dies with its parent and ignores time-limit warnings."""
     die_with_parent()
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -59,22 +59,23 @@ def run_command(
     guarded: bool = False,
     outlives_parent: bool = False,
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a short-lived command until it exits, and leave none of its processes.
+    """Run a short-lived command until it exits, and leave none of its processes behind.
 
-    Its exit ends the wait, although processes that it has started may still hold its output open. It is killed at its time
-    limit, on an error or Ctrl-C, and when this process is killed.
+    The wait ends when the command exits, even if processes that it started still hold its output open. The command is
+    killed at its timeout, on an error or Ctrl-C, and when this process is killed.
 
     Args:
         command: the program and its arguments.
         timeout: seconds.
-        stdin: what it reads.
-        environ: its environment; this process' if None.
-        guarded: whether it runs a user's code, which may start processes in sessions of their own: a guard kills those too.
-        outlives_parent: whether it changes something elsewhere and is to complete that when this process is killed.
+        stdin: text for its standard input.
+        environ: environment of the command; None: that of this process.
+        guarded: whether the command runs a user's code, which may start processes in separate sessions; a guard kills
+            them.
+        outlives_parent: whether the command changes external state, and must complete if this process is killed.
 
     Raises:
-        subprocess.TimeoutExpired: it took longer.
-        OSError: it cannot be started.
+        subprocess.TimeoutExpired: the command took longer than `timeout`.
+        OSError: the command cannot be started.
     """
     if guarded:
         command = [sys.executable, "-m", "tula_cli.host.guard", *command]
@@ -120,7 +121,7 @@ def _feed_pipe(pipe: IO[bytes], data: bytes) -> None:
 
 
 def _collect(pipe: IO[bytes], into: bytearray) -> None:
-    """Read a pipe to its end, and retain the last of it: a user's code may print without end."""
+    """Read a pipe to its end, and keep only the last part: the output may be endless."""
     with pipe:
         while data := os.read(pipe.fileno(), 2**16):
             into += data
@@ -130,10 +131,10 @@ def _collect(pipe: IO[bytes], into: bytearray) -> None:
 
 @contextlib.contextmanager
 def adopt_orphans() -> Iterator[None]:
-    """Be the parent of those descendants that lose theirs meanwhile.
+    """Adopt descendants that lose their parent in the block (child subreaper).
 
     Raises:
-        OSError: this system has no such thing.
+        OSError: the system does not support this.
     """
     _adopt(True)
     try:
@@ -170,9 +171,9 @@ class _TaggedStream(io.RawIOBase):
 
 
 def tag_lines(rank: int) -> None:
-    """Let what Python prints in this process tell its rank, as torch's own messages do: several share a log. Not rank 0's.
+    """Prefix lines that Python prints in this process with its rank, as torch does, in shared logs; not for rank 0.
 
-    What libraries print past Python stays as it is.
+    Output that libraries write without Python is not tagged.
     """
     if rank:
         tag = words.make_rank_tag(rank).encode()
@@ -185,7 +186,7 @@ def _tag_stream(stream: TextIO, tag: bytes) -> TextIO:
 
 
 def start_time(pid: int) -> float | None:
-    """Return when a process started, in clock ticks since boot; None where it has ended (a zombie has ended too)."""
+    """Return when a process started, in clock ticks since boot; None if it has exited (including zombies)."""
     try:
         fields = (PROC_FOLDER / str(pid) / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -194,7 +195,7 @@ def start_time(pid: int) -> float | None:
 
 
 def find_inner_id(pid: int) -> int | None:
-    """Return the id that a process has for itself, which in a container may be another one; None where it has ended."""
+    """Return the id of a process in its innermost PID namespace, which differs in containers; None if it has exited."""
     try:
         lines = (PROC_FOLDER / str(pid) / "status").read_text(encoding="utf-8").splitlines()
     except (FileNotFoundError, ProcessLookupError):

@@ -21,7 +21,7 @@ _ABOUT = 0.05  # share by which a dataset_size that a person has given may be of
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A claim that does not hold. `words` hold both figures and what to do."""
+    """An expectation about a script that does not hold. `words` names both values and what to do."""
 
     what: str
     expected: str
@@ -31,7 +31,7 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class JointStep:
-    """One step of all ranks. Seconds of the slowest, samples of all; None where a rank did not count."""
+    """One step of all ranks: seconds of the slowest and the sum of samples; None if a rank did not record a value."""
 
     seconds: float
     wait: float | None
@@ -40,10 +40,11 @@ class JointStep:
 
 
 def join_steps(ranks: Sequence[RankResult]) -> tuple[JointStep, ...]:
-    """Put the timed steps of all ranks together.
+    """Combine the timed steps of all ranks.
 
-    A step is disturbed where any rank evaluated, saved or began an epoch in it: the others waited. A cause that is there in
-    most steps (a frozen part that is set to evaluate each time) disturbs none.
+    A step is disturbed if any rank evaluated, saved or started an epoch in it, because the others waited. A cause that
+    occurs in more than half of the steps (for example a frozen module that is switched to evaluation mode each time) is
+    not a disturbance.
     """
     rows = [_join_step(row) for row in zip(*(rank.timed for rank in ranks), strict=False)]
     often = Counter(cause for row in rows for cause in row.causes)
@@ -64,16 +65,16 @@ def _join_step(row: Sequence[ScriptStep]) -> JointStep:
 
 
 def _list_known_values(values: Iterable[float | None]) -> list[float]:
-    """Return the values; none where one is missing."""
+    """Return the values, or an empty list if one of them is None."""
     known_values = list(values)
     return [] if None in known_values else [value for value in known_values if value is not None]
 
 
 def clean_steps(ranks: Sequence[RankResult]) -> tuple[JointStep, ...]:
-    """Return the timed steps in which no rank did anything else.
+    """Return the timed steps without a disturbance on any rank (see `join_steps`).
 
     Raises:
-        BadMeasurements: there is none.
+        BadMeasurements: there is no such step.
     """
     clean = tuple(step for step in join_steps(ranks) if not step.causes)
     if not clean:
@@ -85,10 +86,10 @@ def clean_steps(ranks: Sequence[RankResult]) -> tuple[JointStep, ...]:
 
 
 def list_mismatches(ranks: Sequence[RankResult]) -> list[Mismatch]:
-    """Return the claims of one start that do not hold; what was not seen is not held against anything.
+    """Return the expectations that the ranks of one start do not meet; values that were not observed are not checked.
 
     Args:
-        ranks: the results of its ranks, one at least.
+        ranks: results of the ranks, at least one.
     """
     if (world := _check_world(ranks)) is not None:
         return [world]  # what a step of all ranks does is not known then
@@ -97,12 +98,12 @@ def list_mismatches(ranks: Sequence[RankResult]) -> list[Mismatch]:
 
 
 def describe_broken_claims(ranks: Sequence[RankResult], *, resumed: bool) -> str:
-    """Return in words which claims a training does not keep; empty where it keeps them, or not all ranks have told yet.
+    """Describe the expectations that a training does not meet; empty if none, or not all ranks have reported yet.
 
     Args:
-        ranks: of its ranks, what the first steps have shown. Of fewer than `LEAST_STEPS` the number of ranks alone counts:
-            the last batches of an epoch are smaller.
-        resumed: whether it goes on from a checkpoint, and its loader may hold what is left of an epoch.
+        ranks: results of the ranks' first steps. With fewer than `LEAST_STEPS` steps only the number of ranks is
+            checked, because the last batches of an epoch are smaller.
+        resumed: whether the training resumed from a checkpoint, so that its loader may hold only the rest of an epoch.
     """
     if not ranks or len(ranks) < ranks[0].world:
         return ""
@@ -139,7 +140,10 @@ def _check_batch(ranks: Sequence[RankResult]) -> Mismatch | None:
 
 
 def _accumulate(ranks: Sequence[RankResult]) -> Mismatch | None:
-    """A micro-batch is a batch of the loader or a backward pass: a script may cut its batch up itself, or do two passes."""
+    """Compare the micro-batches per step with the expected number.
+
+    Batches of the loader or backward passes may match, since a script may split a batch itself or do two passes.
+    """
     expected = ranks[0].expected.accumulate
     steps = [step for rank in ranks for step in rank.timed]
     if expected is None or not steps:
@@ -153,7 +157,7 @@ def _accumulate(ranks: Sequence[RankResult]) -> Mismatch | None:
 
 
 def _check_epoch(ranks: Sequence[RankResult]) -> Mismatch | None:
-    """Hold the steps of an epoch against the dataset: floor or ceiling, as the last batch is dropped or not."""
+    """Compare the steps of an epoch with the dataset size: rounded down or up, as the last batch may be dropped."""
     loader, batch = ranks[0].loader, ranks[0].expected.batch
     micro = median([step.batches or 0 for step in ranks[0].timed] or [0])
     size = find_dataset_size(ranks)
@@ -176,7 +180,10 @@ def _check_epoch(ranks: Sequence[RankResult]) -> Mismatch | None:
 
 
 def find_dataset_size(ranks: Sequence[RankResult]) -> int | None:
-    """Return the samples of an epoch over all ranks: as given, else of the shards together, else of the one dataset."""
+    """Return the samples of an epoch over all ranks.
+
+    The value given in the job, else the sum of the shards, else the size of the dataset; None if unknown.
+    """
     given, sizes = ranks[0].expected.dataset, [rank.loader.dataset if rank.loader else None for rank in ranks]
     if given is not None:
         return given
@@ -186,13 +193,13 @@ def find_dataset_size(ranks: Sequence[RankResult]) -> int | None:
 
 
 def _hold_shards(ranks: Sequence[RankResult]) -> bool:
-    """Return whether each rank has made a dataset of its own part: what they hold differs between any two."""
+    """Return whether each rank has its own shard of the dataset: the contents of any two ranks differ."""
     contents = [rank.loader.content if rank.loader is not None else "" for rank in ranks]
     return len(contents) > 1 and "" not in contents and len(set(contents)) == len(contents) == ranks[0].world
 
 
 def count_epoch_samples(ranks: Sequence[RankResult]) -> int | None:
-    """Return the samples that an epoch trains on over all ranks, without dropped ones; None if a loader does not tell."""
+    """Return the samples that an epoch trains on over all ranks, without dropped ones; None if unknown for a rank."""
     counts = [rank.loader.epoch_samples if rank.loader is not None else None for rank in ranks]
     if not counts or None in counts or len(counts) < ranks[0].world:
         return None
@@ -200,12 +207,12 @@ def count_epoch_samples(ranks: Sequence[RankResult]) -> int | None:
 
 
 def find_changed_batch(seen: float | None, *, before: float) -> float | None:
-    """Return the samples of a step (all ranks) if they have come to differ from those before; None if not, or unknown."""
+    """Return the samples of a step over all ranks if they differ from `before` by more than 10 %, else None."""
     return None if seen is None or seen <= 0 or abs(seen / before - 1) <= _SAME_BATCH else seen
 
 
 def find_differences(probes: Sequence[RankResult | ScriptSeen]) -> list[Mismatch]:
-    """Return what is not the same in all probes of a script though it has to be; `probes` holds rank 0 of each."""
+    """Return properties that must be equal in all probes of a script but differ; `probes` holds rank 0 of each."""
     sentences = []
     for what, values in (
         ("parameters", [probe.parameters for probe in probes]),
@@ -229,10 +236,10 @@ class RateSeen:
 
     @classmethod
     def of(cls, batch: int, rates: LearningRates | None, given: float | None) -> "RateSeen | None":
-        """Return that of a probe; None where its optimizer has none.
+        """Return the learning rate of a probe, or None if its optimizer has none.
 
-        The base of a scheduler where there is one: a warm-up counted in epochs is further on after the same steps of a
-        larger batch, which would look as if the learning rate followed the batch.
+        The base rate of a scheduler is used if there is one: a warm-up counted in epochs is further advanced after the
+        same number of steps at a larger batch, which would look as if the learning rate followed the batch.
         """
         if rates is None:
             return None
@@ -240,9 +247,10 @@ class RateSeen:
 
 
 def fit_lr_exponent(rates: Iterable[RateSeen]) -> float | None:
-    """Return the power of the batch by which a script scales its learning rate itself, beyond what it was given.
+    """Return the power of the batch by which a script itself scales its learning rate, beyond the given rate.
 
-    The least-squares slope of log(seen / given) over log(batch); None with fewer than two batches, or where a rate is 0.
+    The least-squares slope of log(seen / given) over log(batch); None with fewer than two batches. Rates that are not
+    positive are left out.
     """
     points = [
         (math.log(rate.batch), math.log(rate.seen / (rate.given or 1.0)))
@@ -256,7 +264,7 @@ def fit_lr_exponent(rates: Iterable[RateSeen]) -> float | None:
 
 
 def describe_scaling_of_script(rates: Sequence[RateSeen]) -> Mismatch | None:
-    """Return what to say of a script that scales its learning rate by itself; None where it does not, or nothing tells."""
+    """Return a warning if a script itself scales its learning rate with the batch; None if not, or unknown."""
     exponent = fit_lr_exponent(rates)
     if exponent is None or abs(exponent) < _SAME_POWER:
         return None
@@ -267,7 +275,7 @@ def describe_scaling_of_script(rates: Sequence[RateSeen]) -> Mismatch | None:
 
 
 def describe_doubts(measured: Iterable[Measured]) -> list[str]:
-    """Return what all probes of a script together tell against its measurements, or against what it is to train with."""
+    """Return warnings about differences between the probes of a script, and about scaling of its learning rate."""
     seen = [(probe.batch, probe.script) for probe in measured if probe.script is not None]
     rates = [rate for batch, script in seen if (rate := RateSeen.of(batch, script.lr, script.lr_given)) is not None]
     has_rates = any(rate.given is not None for rate in rates)  # else it is the script's own matter

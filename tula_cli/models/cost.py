@@ -1,14 +1,14 @@
 """Time and cost of training, Eq. 4a and 4b.
 
-    T = E floor(D / B) t_step, and beside the steps: evaluation, scaling factors, checkpoints, start-up
+    T = E floor(D / B) t_step, plus evaluation, scaling factors, checkpoints and start-up
     C = T x price
 
-T is wall-clock time, so that it can be held against a deadline and a bill. The number of epochs is the spec's at every
-batch size: that a large batch may need more of them is not modelled. On spot nodes T is the expected time: interruptions
-come as a Poisson process (Daly 2006), each costs what came after the newest checkpoint and a restart.
+T is wall-clock time, so that it can be compared with a deadline and a bill. The number of epochs is the spec's at every
+batch size: that a large batch may need more epochs is not modelled. On spot nodes T is the expected time: interruptions
+are a Poisson process (Daly 2006), and each costs the work since the newest checkpoint and a restart.
 
-Every formula takes a number, or an array with one for each of many configurations. numpy is imported by those that need it:
-commands that only look at a price have no time for it.
+Every formula takes a number, or an array with one value for each of many configurations. numpy is imported in the
+functions that need it, so that commands which only show a price start without it.
 """
 
 import functools
@@ -29,17 +29,18 @@ if TYPE_CHECKING:
     from tula_cli.models.overheads import OverheadColumns
 
 GB = 10**9
-"""Bytes of the GB in a price: the decimal one, as in cloud price lists and on the GPU's data sheet."""
+"""Bytes of the GB in a price: decimal, as in cloud price lists and GPU data sheets."""
 
 DAY = 24 * 3600.0
 
 INTERRUPTION_SECONDS = DAY
-"""Mean time between interruptions (a failed node, maintenance) that checkpoints are spaced for on any nodes."""
+"""Mean time between interruptions (a failed node, maintenance) for which checkpoints are spaced on all kinds of
+nodes."""
 
 MIN_CHECKPOINT_SECONDS = 30.0
 
 _MAX_EXPONENT = 20.0
-"""Interruptions to be expected in one restart and segment, beyond which the training never ends (e^20 attempts)."""
+"""Expected interruptions in one restart and segment above which the training never ends (e^20 attempts)."""
 
 
 Number = Any
@@ -49,20 +50,20 @@ Hours = TypeVar("Hours", float, "Floats")
 
 
 def compute_interruption_rate(pricing: Pricing, nodes: Number) -> Number:
-    """Return how often a second spot nodes interrupt a job: with the first of its nodes that is taken away."""
+    """Return the interruptions per second of a job on spot nodes: any of its nodes being reclaimed interrupts it."""
     return 0.0 if pricing.spot is None else pricing.spot.interruptions_per_day * nodes / DAY
 
 
 def compute_checkpoint_interval(save_seconds: Number | None, *, rate: Number = 0.0) -> Number:
-    """Return the seconds between checkpoints that lose the least time, sqrt(2 x save x MTBF) (Young 1974, Daly 2006).
+    """Return the seconds between checkpoints that minimise lost time, sqrt(2 x save x MTBF) (Young 1974, Daly 2006).
 
     Args:
-        save_seconds: what writing one checkpoint takes; None where it was not measured.
-        rate: interruptions a second that come beside those that any node has.
+        save_seconds: duration of writing one checkpoint; None if it was not measured.
+        rate: interruptions per second in addition to those of any node (`INTERRUPTION_SECONDS`).
 
     Returns:
-        At least MIN_CHECKPOINT_SECONDS, however fast saving is; infinite where that is not known, so that only the end of an
-        epoch is counted on.
+        At least MIN_CHECKPOINT_SECONDS; infinite if the saving time is unknown, so that only the checkpoint at the end
+        of an epoch is assumed.
     """
     if save_seconds is None:
         return math.inf
@@ -74,7 +75,7 @@ def compute_checkpoint_interval(save_seconds: Number | None, *, rate: Number = 0
 
 @dataclass(frozen=True)
 class WorkCount:
-    """How much a training run has to do at one configuration, or at each of many."""
+    """Number of steps, evaluations and refreshes of a training run at one configuration, or at each of many."""
 
     epochs: int
     steps: Number  # optimizer steps an epoch; with a batch that grows as many as would take that long, on average
@@ -100,11 +101,11 @@ def count_work(
 
     Args:
         spec: epochs, method and refresh interval.
-        batch: samples an optimizer step over all GPUs.
+        batch: samples per optimizer step over all GPUs.
         world: GPUs over all nodes.
         dataset_size: training samples.
-        eval_size: held-out samples; None where they are not known: no evaluation is counted then.
-        eval_batch_size: evaluation samples of one rank at a time; None (0 in an array) likewise.
+        eval_size: held-out samples; None if unknown, so that no evaluation is counted.
+        eval_batch_size: evaluation samples of one rank at a time; None (0 in an array) if unknown, likewise.
     """
     import numpy as np
 
@@ -144,19 +145,19 @@ def compute_training_seconds(
     rate: Number = 0.0,
     wait: float = 0.0,
 ) -> Number:
-    """Return the wall-clock time of a whole training run, Eq. 4a and what comes beside the steps.
+    """Return the wall-clock time of a whole training run: Eq. 4a and the overheads in addition to the steps.
 
     Args:
-        work: what there is to do.
-        step_time: seconds an optimizer step.
-        overheads: seconds of the rest, from a probe; what was not measured is left out.
-        checkpoint_every: seconds from one checkpoint to the next within an epoch, which ends with one in any case; None for
+        work: counts of steps, evaluations and refreshes.
+        step_time: seconds per optimizer step.
+        overheads: seconds of the overheads, from a probe; those not measured are left out.
+        checkpoint_every: seconds between checkpoints within an epoch, which always ends with one; None for
             `compute_checkpoint_interval`.
-        rate: interruptions a second; with them this is the expected time.
+        rate: interruptions per second; if above 0 the result is the expected time.
         wait: seconds until an interrupted job has nodes again.
 
     Returns:
-        Seconds; infinite where interruptions leave no time to get anywhere.
+        Seconds; infinite if interruptions are so frequent that the training never ends.
     """
     import numpy as np
 
@@ -183,7 +184,7 @@ def compute_training_seconds(
 
 
 def _replace_unmeasured(seconds: Number | None) -> Number:
-    """Return what was measured, and 0 where nothing was (None; nan in an array)."""
+    """Return the measured seconds, with 0 for unmeasured values (None; nan in an array)."""
     if seconds is None or isinstance(seconds, float):
         return seconds or 0.0
     import numpy as np
@@ -192,7 +193,7 @@ def _replace_unmeasured(seconds: Number | None) -> Number:
 
 
 def _multiply(count: Number, value: Number) -> Number:
-    """Return so many times a value; none of an infinite one is nothing."""
+    """Return count x value, with 0 if the count is 0 even if the value is infinite."""
     import numpy as np
 
     with np.errstate(invalid="ignore"):
@@ -201,8 +202,9 @@ def _multiply(count: Number, value: Number) -> Number:
 
 @dataclass(frozen=True)
 class TrainingTime:
-    """The wall-clock time of a training by its step time, at one configuration or at each of many; on spot nodes the expected
-    one.
+    """Wall-clock time as a function of the step time, at one configuration or at each of many.
+
+    On spot nodes it is the expected time.
     """
 
     work: WorkCount
@@ -212,7 +214,7 @@ class TrainingTime:
     wait: float = 0.0  # seconds
 
     def hours(self, step_time: Number) -> Number:
-        """Return the hours at a step time (seconds); infinite where interruptions leave no time to get anywhere."""
+        """Return the hours at a step time (seconds); infinite if interruptions prevent the training from ending."""
         seconds = compute_training_seconds(
             self.work,
             step_time=step_time,
@@ -224,11 +226,11 @@ class TrainingTime:
         return seconds / 3600
 
     def parts(self, step_time: Number, *, data_wait: Number | None) -> dict[str, Number]:
-        """Return where the time goes, without interruptions: `compute_training_seconds` as the fields of a `TimeParts`.
+        """Return the breakdown of the time without interruptions, in seconds by the fields of a `TimeParts`.
 
         Args:
             step_time: seconds.
-            data_wait: of it, waiting for the data loader; None (nan in an array) where that is not known.
+            data_wait: seconds of each step spent waiting for the data loader; None (nan in an array) if unknown.
         """
         import numpy as np
 
@@ -254,17 +256,17 @@ def compute_script_seconds(
     rate: Number = 0.0,
     wait: float = 0.0,
 ) -> Number:
-    """Return the expected wall-clock time of a whole training by a script, whose own checkpoints are all that it goes on from.
+    """Return the expected wall-clock time of a whole training by a script, which resumes only from its own checkpoints.
 
     Args:
         stepping: seconds of all its steps.
-        overheads: of which the start-up counts.
-        interval: seconds of steps from one checkpoint to the next; infinite where it goes on from none.
-        rate: interruptions a second.
+        overheads: only the start-up time is used.
+        interval: seconds of steps between two checkpoints; infinite if the script cannot resume from one.
+        rate: interruptions per second.
         wait: seconds until an interrupted job has nodes again.
 
     Returns:
-        Seconds; infinite where interruptions leave no time to get anywhere.
+        Seconds; infinite if interruptions are so frequent that the training never ends.
     """
     import numpy as np
 
@@ -276,10 +278,10 @@ def compute_script_seconds(
 
 
 def _compute_expected_time(seconds: Number, *, restart: Number, rate: Number, wait: float) -> Number:
-    """Return the expected time of a segment that begins again at every interruption, after a wait and a restart.
+    """Return the expected time of a segment that starts again at every interruption, after a wait and a restart.
 
-    e^(rate x restart) (1/rate + wait) (e^(rate x seconds) - 1), exact for a Poisson process that spares the wait alone
-    (Bougeret et al. 2011, proposition 1; without wait it is Daly's complete model).
+    e^(rate x restart) (1/rate + wait) (e^(rate x seconds) - 1), exact for a Poisson process with no interruptions
+    during the wait (Bougeret et al. 2011, proposition 1; without the wait it is Daly's complete model).
     """
     import numpy as np
 
@@ -304,15 +306,15 @@ def compute_cost(
     reserved: Number,
     market: Market = "on_demand",
 ) -> Hours:
-    """Return what `hours` cost, in the currency of the pricing (Eq. 4b; by memory: section IV-C-2).
+    """Return the cost of `hours` in the currency of the pricing (Eq. 4b; priced by memory: section IV-C-2).
 
     Args:
-        pricing: price and what it is for.
-        hours: wall-clock hours that are paid for.
+        pricing: the price and its unit.
+        hours: wall-clock hours to pay for.
         nodes: number of nodes.
-        gpus_per_node: GPUs of one node.
+        gpus_per_node: GPUs per node.
         reserved: peak reserved memory of one GPU, bytes.
-        market: spot takes the discount off.
+        market: "spot" applies the pricing's spot discount.
     """
     gpus = nodes * gpus_per_node
     units = {
@@ -327,9 +329,10 @@ def compute_cost(
 
 
 def compute_hourly_charge(pricing: Pricing, nodes: Number) -> Number:
-    """Return the units that an hour of a job on so many nodes is charged with; 0 of another kind of price.
+    """Return the units that SLURM charges for an hour of a job on `nodes` nodes; 0 if the pricing has another unit.
 
-    Its billing in whole numbers, as SLURM keeps it of a job, times the QOS's usage factor and the site's charge factors.
+    The job's billing, truncated to whole numbers as SLURM stores it, times the QOS's usage factor and the site's charge
+    factor.
     """
     billing = pricing.slurm_billing
     if billing is None:
@@ -343,10 +346,10 @@ def compute_hourly_charge(pricing: Pricing, nodes: Number) -> Number:
 
 
 def compute_max_price(spec: JobSpec, node_hours: float, capacity: int | None) -> float | None:
-    """Return what jobs of so many node-hours cost at most; None where that depends on memory that is not known.
+    """Return the most that jobs of `node_hours` can cost; None if that depends on memory that is unknown.
 
     Args:
-        spec: pricing and GPUs a node.
+        spec: pricing and GPUs per node.
         node_hours: of all jobs together.
         capacity: memory of one GPU, bytes.
     """

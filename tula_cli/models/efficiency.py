@@ -1,13 +1,13 @@
-"""Statistical efficiency: how many epochs each batch needs for the same progress, from the gradient noise scale.
+"""Statistical efficiency: the epochs that each batch needs for the same progress, from the gradient noise scale.
 
 The noise scale B_noise = tr(Sigma) / |G|^2 is the batch at which the noise of the gradient is as large as the gradient
-itself (McCandlish et al. 2018). To the same progress a batch B takes steps ~ 1 + B_noise / B, so samples ~ B + B_noise,
-if the learning rate suits each batch, as AdaScale's or a well-tuned SGD's does.
+itself (McCandlish et al. 2018). For the same progress a batch B needs steps ~ 1 + B_noise / B, so samples ~ B +
+B_noise, if the learning rate suits each batch, as with AdaScale or a well-tuned SGD.
 
-The noise scale grows through training, the more so the longer it lasts: of the epochs E that the reference batch takes,
-only about E^-GROWTH is as inefficient for large batches as the first. What the probes see, at the weights training
-starts from, is carried to the whole run by that rule (`compute_equivalent_constant_noise`). What a training has shown after some of its
-epochs is carried on from there, and says more: the first epoch tells nothing of some jobs.
+The noise scale grows during training, and more in a longer one: of the epochs E that the reference batch needs, only a
+share of about E^-GROWTH is as inefficient for large batches as the first epoch. The noise that probes measure at the
+initial weights is extended to the whole run by that rule (`compute_equivalent_constant_noise`). A measurement after
+some epochs of a training is extended from there and is more informative: for some jobs the first epoch says nothing.
 """
 
 import functools
@@ -27,19 +27,23 @@ Number = Any
 """A number, or an array of them."""
 
 Pair = tuple[float, float]
-"""Squared norms of the gradients of one step: mean over small batches, and of their average."""
+"""Squared gradient norms of one step: the mean over small batches, and that of their average gradient."""
 
 SLOWEST_GROWTH = 0.5
-"""The application whose noise grew slowest had 0.54; the upper bound of an interval assumes this."""
+"""Exponent assumed for the upper bound of an interval; the application whose noise grew slowest had 0.54."""
 
 
 EARLY_SHARE = 0.1
-"""Share of a training after whose epochs the noise tells most for what it costs (the same benchmark: p90 error 156 to 44 %)."""
+"""Share of a training's epochs after which a noise measurement is most informative for its cost (same benchmark as for
+`GROWTH`: p90 error reduced from 156 to 44 %)."""
 
 
 @dataclass(frozen=True)
 class Noise:
-    """A gradient noise scale in samples, with a 90 % interval; `high` is inf where the gradient is lost in its noise."""
+    """A gradient noise scale in samples, with a 90 % interval.
+
+    `high` is inf if the gradient cannot be distinguished from its noise.
+    """
 
     scale: float
     low: float
@@ -61,14 +65,14 @@ class _Moments:
 
 
 def summarise(pairs: Sequence[Pair], *, local_batch: int, batch: int) -> GradientStats:
-    """Return means over the steps, and how sure they are; steps that are not finite are left out.
+    """Return the mean squared norms over the steps with their covariance; steps that are not finite are left out.
 
-    Training that diverges has a step time all the same: where no step is finite the norms are 0.
+    A training that diverges still has a step time: if no step is finite, the norms are 0.
 
     Args:
-        pairs: one a step.
-        local_batch: samples behind each small gradient.
-        batch: samples behind the average.
+        pairs: one per step.
+        local_batch: samples of each small-batch gradient.
+        batch: samples of the average gradient.
     """
     finite_pairs = np.array([pair for pair in pairs if np.isfinite(pair).all()]).reshape(-1, 2)
     small, big = (float(value) for value in finite_pairs.mean(axis=0)) if len(finite_pairs) else (0.0, 0.0)
@@ -85,22 +89,24 @@ def summarise(pairs: Sequence[Pair], *, local_batch: int, batch: int) -> Gradien
 
 
 def estimate_noise_scale(stats: Iterable[GradientStats]) -> Noise | None:
-    """Return the noise scale that all probes tell together; None where none can tell it.
+    """Return the noise scale estimated from all probes together, or None if no probe can determine it.
 
-    Numerator and denominator are averaged over the probes each by itself, as a mean of ratios would be biased; a probe
-    weighs as much as the samples it has seen. Probes that disagree by more than their steps explain (their weights are not
-    the same ones) widen the interval.
+    Numerator and denominator are averaged over the probes separately, because a mean of ratios would be biased; each
+    probe is weighted by its number of samples. Probes that disagree by more than the spread of their steps explains
+    (their weights are not the same) widen the interval.
     """
     usable = [
-        stats_
-        for stats_ in stats
-        if stats_.covariance is not None and stats_.local_norm_sqr > 0 and stats_.batch > stats_.local_batch
+        probe_stats
+        for probe_stats in stats
+        if probe_stats.covariance is not None
+        and probe_stats.local_norm_sqr > 0
+        and probe_stats.batch > probe_stats.local_batch
     ]
     if not usable:
         return None
     moments, weights = (
-        [_solve_moments(stats_) for stats_ in usable],
-        [float(stats_.batch * stats_.steps) for stats_ in usable],
+        [_solve_moments(probe_stats) for probe_stats in usable],
+        [float(probe_stats.batch * probe_stats.steps) for probe_stats in usable],
     )
     shares = [samples / sum(weights) for samples in weights]
     total = _combine_moments(moments, shares)
@@ -133,25 +139,31 @@ def _combine_moments(moments: Sequence[_Moments], shares: Sequence[float]) -> _M
         return sum(share**power * value for share, value in zip(shares, values, strict=True))
 
     return _Moments(
-        sqr=mean((moments_.sqr for moments_ in moments), 1),
-        trace=mean((moments_.trace for moments_ in moments), 1),
-        sqr_variance=mean((moments_.sqr_variance for moments_ in moments), 2),
-        trace_variance=mean((moments_.trace_variance for moments_ in moments), 2),
-        covariance=mean((moments_.covariance for moments_ in moments), 2),
+        sqr=mean((probe_moments.sqr for probe_moments in moments), 1),
+        trace=mean((probe_moments.trace for probe_moments in moments), 1),
+        sqr_variance=mean((probe_moments.sqr_variance for probe_moments in moments), 2),
+        trace_variance=mean((probe_moments.trace_variance for probe_moments in moments), 2),
+        covariance=mean((probe_moments.covariance for probe_moments in moments), 2),
     )
 
 
 def _estimate_relative_scatter(moments: Sequence[_Moments], shares: Sequence[float], total: _Moments) -> float:
-    """Return the relative standard error of the ratio that the differences between probes tell; 0 where one is alone."""
+    """Return the relative standard error of the ratio from the differences between probes.
+
+    0 with one probe or if |G|^2 is not positive.
+    """
     if len(moments) < 2 or total.sqr <= 0:
         return 0.0
     scale = total.trace / total.sqr
-    off = [share * (moments_.trace - scale * moments_.sqr) for share, moments_ in zip(shares, moments, strict=True)]
+    off = [
+        share * (probe_moments.trace - scale * probe_moments.sqr)
+        for share, probe_moments in zip(shares, moments, strict=True)
+    ]
     return math.sqrt(len(off) / (len(off) - 1) * sum(value**2 for value in off)) / total.trace
 
 
 def _compute_noise_from_moments(total: _Moments, *, scatter: float, probes: int) -> Noise:
-    """Return trace / sqr; a gradient that is not known to be more than nothing leaves the scale open upwards."""
+    """Return trace / sqr with its interval, which has no upper end if |G|^2 is not significantly above 0."""
     sure = math.sqrt(max(0.0, total.sqr_variance))
     if total.sqr <= Z90 * sure:
         least = total.trace / (max(total.sqr, 0.0) + Z90 * sure) if sure else math.inf
@@ -173,35 +185,35 @@ def _compute_noise_from_moments(total: _Moments, *, scatter: float, probes: int)
 def compute_equivalent_constant_noise(
     noise: float, *, reference: float, epochs: float, growth: float = GROWTH, measured_at: float = 1.0
 ) -> float:
-    """Return the constant noise scale that is worth the growing one of a whole training, in samples.
+    """Return the constant noise scale, in samples, that has the same effect as the growing one over a whole training.
 
     Args:
-        noise: as it was measured.
-        reference: batch that `epochs` is meant for.
+        noise: the measured noise scale.
+        reference: batch that `epochs` refers to.
         epochs: length of the training; below 1 the noise has not grown.
         growth: exponent of the epochs.
-        measured_at: epochs that were done then; up to 1 it is the start of training.
+        measured_at: epochs done at the measurement; up to 1 counts as the start of training.
     """
     return (reference + noise) * math.pow(max(1.0, epochs / max(1.0, measured_at)), growth) - reference
 
 
 def compute_steps_ratio(batch: Number, *, reference: float, noise: float) -> Number:
-    """Return the steps that a batch takes to the same progress, as a multiple of those of the reference batch."""
+    """Return the steps that a batch needs for the same progress, as a multiple of those of the reference batch."""
     return (1 + noise / batch) / (1 + noise / reference) if math.isfinite(noise) else reference / batch
 
 
 def compute_equivalent_epochs(epochs: float, batch: Number, *, reference: float, noise: float) -> Number:
-    """Return the epochs at a batch, or at each of an array of them, that make the progress of `epochs` at the reference."""
+    """Return the epochs at `batch` (a number or array) with the same progress as `epochs` at the reference batch."""
     return epochs * compute_steps_ratio(batch, reference=reference, noise=noise) * batch / reference
 
 
 def predict_same_progress(rows: Offers, *, epochs: int, reference: int, noise: Noise) -> ProgressColumns:
-    """Return what configurations take to the progress of `epochs` at the reference batch.
+    """Return epochs, time and cost of configurations for the same progress as `epochs` at the reference batch.
 
-    Where the batch grows (`train.ramp`) each stage makes the progress of its batch in its share of the epochs.
+    If the batch grows (`train.ramp`), each stage makes the progress of its batch in its share of the epochs.
 
-    The range runs from a noise so large that every sample counts alike to the lowest noise that grows slowest. All of
-    the time goes with the epochs, start-up too.
+    The range extends from an infinite noise scale, at which all samples contribute equally, to the lowest noise with
+    the slowest growth. All of the time is scaled with the epochs, including start-up.
     """
     at = noise.epoch
     noise_of_training = compute_equivalent_constant_noise(
@@ -232,7 +244,10 @@ def predict_same_progress(rows: Offers, *, epochs: int, reference: int, noise: N
 
 
 def _count_epochs_over_stages(rows: Offers, epochs_at: Callable[[Number], Number]) -> Number:
-    """Return the epochs that configurations need, shape (n,), from those that a batch needs which stays; each stage stretches alike."""
+    """Return the epochs that configurations need, shape (n,).
+
+    `epochs_at` gives the epochs at a constant batch; all stages are stretched equally.
+    """
     epochs_needed = epochs_at(rows.batch) + np.zeros(len(rows))
     if not any(rows.stages):
         return epochs_needed
@@ -244,7 +259,7 @@ def _count_epochs_over_stages(rows: Offers, epochs_at: Callable[[Number], Number
 
 
 def describe_noise(noise: Noise, *, reference: int, epochs: int) -> str:
-    """Return what is measured and what is assumed, in a sentence or two."""
+    """Describe the measured noise scale and the assumptions about it in a sentence or two."""
     probes = "1 probe" if noise.probes == 1 else f"{noise.probes} probes"
     bounds = f"at least {noise.low:.3g}" if math.isinf(noise.high) else f"{noise.low:.3g} to {noise.high:.3g}"
     at = f"after {noise.epoch:g} of {epochs} epochs" if noise.epoch else "at the start of training"

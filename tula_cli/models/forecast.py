@@ -1,4 +1,4 @@
-"""Time, cost and memory of a run at any configuration, and whether it fits, predicted from the results of its probes."""
+"""Predict time, cost, memory and feasibility of a run at any configuration from its probes."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -46,12 +46,12 @@ from tula_cli.spec.sections import MEMORY_MARGIN
 from tula_cli.words import format_count
 
 _BLOCK = 8192
-"""Configurations that are forecast together: what is worked out on the way takes memory for no more of them."""
+"""Configurations that are predicted at a time, to bound the memory of intermediate arrays."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast(Known):
-    """The models of one run, fitted."""
+    """The fitted models of one run."""
 
     steps: StepTimeFit
     ooms: tuple[Probe, ...]  # that were out of memory
@@ -79,22 +79,23 @@ class Forecast(Known):
 
         Args:
             spec: the job.
-            results: what the probes left, in any order.
-            inspection: estimates of memory and the capacity, used where the probes do not tell.
-            attempts: when the probes' jobs began and ended, which tells what ending a job takes.
-            saves: what trainings by a script have written, which tells what an interruption loses.
-            trained: what the steps of trainings took, which count too.
-            others: with other numbers of GPUs a node, for the step time alone.
-            noise: of the gradients, from which the stages of `train.ramp: noise` follow.
+            results: results of the probes, in any order.
+            inspection: estimates of memory and the capacity, used if the probes have not measured them.
+            attempts: start and end times of the probes' jobs, from which the shutdown time follows.
+            saves: checkpoints written by trainings of a script, from which the cost of an interruption follows.
+            trained: step times of trainings, also used in the fit.
+            other_sizes: results with other numbers of GPUs per node, used for the step time only.
+            noise: of the gradients, which determines the stages of `train.ramp: noise`.
 
         Raises:
-            Infeasible, TooFew: every probe was out of memory, or nothing was measured.
+            Infeasible: every probe was out of memory.
+            TooFew: nothing was measured.
             BadMeasurements: the probes ran on different hardware, or cannot be fitted together.
         """
-        results_ = list(results)
-        measured = sorted(_select_type(results_, Measured), key=lambda probe: (probe.nodes, probe.local_batch))
-        ooms = _select_type(results_, OutOfMemory)
-        require_measurements(measured, ooms, _select_type(results_, Failed), script=spec.script is not None)
+        all_results = list(results)
+        measured = sorted(_select_type(all_results, Measured), key=lambda probe: (probe.nodes, probe.local_batch))
+        ooms = _select_type(all_results, OutOfMemory)
+        require_measurements(measured, ooms, _select_type(all_results, Failed), script=spec.script is not None)
         require_one_hardware([*measured, *other_sizes.probes])
         footprints = inspection.footprints if inspection else ()
         steps, held_up = fit_with_stragglers(spec, [*measured, *other_sizes.probes], [*trained, *other_sizes.trained])
@@ -126,24 +127,24 @@ class Forecast(Known):
         )
 
     def largest_local_batch(self, nodes: int) -> int | None:
-        """Return the largest local batch on a number of nodes that leaves the margin free; None where memory sets no bound."""
+        """Return the largest local batch on `nodes` nodes that leaves the memory margin free; None if unbounded."""
         return self._largest(nodes if self.memory.sharded else 1)
 
     @cached_property
     def _largest(self) -> Callable[[int], int | None]:
-        """Function from a number of nodes to the largest local batch there; each value is computed once."""
+        """Cached function from a number of nodes to its largest local batch."""
         gpus, margin = self.spec.cluster.gpus_per_node, MEMORY_MARGIN
         return functools.cache(
             lambda nodes: self.memory.for_ranks(nodes * gpus).largest_local_batch(self.capacity, margin=margin)
         )
 
     def candidates(self, nodes: Iterable[int] | None = None) -> list[Config]:
-        """Return the candidates of the spec (or of other numbers of nodes), whether they fit or not."""
+        """Return the candidates of the spec (or on other numbers of nodes), whether they fit or not."""
         return to_configs(*self._grid(nodes))
 
     @cached_property
     def count(self) -> int:
-        """How many candidates of the spec there are."""
+        """Number of candidates of the spec."""
         return len(self._candidate_grid[0])
 
     @cached_property
@@ -169,7 +170,7 @@ class Forecast(Known):
         return to_configs(*self._feasible(nodes))
 
     def _feasible(self, nodes: Iterable[int] | None) -> tuple[Ints, Ints]:
-        """Return nodes and batches of the candidates that fit, as `describe_why_not_a_row` has it."""
+        """Return nodes and batches of the candidates that fit, considering memory, OOM probes and ramp stages."""
         counts, batch = self._grid(nodes)
         local_batch, sharded = batch // (counts * self.spec.cluster.gpus_per_node), self.spec.train.sharded
         fits = local_batch <= (compute_by_value(self._max_local_batch, counts) if sharded else self._max_local_batch(1))
@@ -180,7 +181,7 @@ class Forecast(Known):
         return counts[fits], batch[fits]
 
     def _to_begin_at(self, nodes: Iterable[int] | None) -> tuple[Ints, Ints]:
-        """Return nodes and batches of the candidates that fit and that a training may begin at, as `describe_stage_refusal` has it."""
+        """Return nodes and batches of the feasible candidates at which a training may start, given its ramp stages."""
         counts, batch = self._feasible(nodes)
         begin = self.trainings.stages.can_begin_mask(counts, batch)
         return counts[begin], batch[begin]
@@ -190,13 +191,13 @@ class Forecast(Known):
         return inf if largest is None else largest
 
     def known_candidates(self, nodes: Iterable[int] | None = None) -> tuple[Ints, Ints]:
-        """Return nodes and batches of the candidates to begin at whose step time the probes tell."""
+        """Return nodes and batches of the candidates to start at whose step time can be predicted from the probes."""
         counts, batch = self._to_begin_at(nodes)
         refused = self._unknown_mask(counts, batch)
         return counts[~refused], batch[~refused]
 
     def _unknown_mask(self, nodes: Ints, batch: Ints) -> Flags:
-        """Return of which configurations `why_unknown` tells why."""
+        """Return a mask of the configurations whose step time cannot be predicted (see `why_unknown`)."""
         gpus = self.spec.cluster.gpus_per_node
         local_batch = batch // (nodes * gpus)
         refused = self.steps.refused(nodes, gpus, local_batch)
@@ -204,10 +205,11 @@ class Forecast(Known):
         return refused
 
     def why_not(self, config: Config) -> str:
-        """Return why a configuration cannot run; empty where it can.
+        """Return why a configuration cannot run; empty if it can.
 
-        A probe that ran is believed over the models; one that was out of memory rules out its local batch and all
-        larger ones on any number of nodes, or of GPUs that share a model on as many and fewer.
+        A probe that ran takes precedence over the models. A probe that was out of memory rules out its local batch and
+        all larger ones: on any number of nodes, or, if the GPUs share a sharded model, on the same number of nodes and
+        fewer.
         """
         world = config.nodes * self.spec.cluster.gpus_per_node
         if config.batch > self.dataset_size:
@@ -219,11 +221,11 @@ class Forecast(Known):
         return self.too_large(config)
 
     def why_not_begun(self, config: Config) -> str:
-        """Return why a training cannot begin at a configuration: it cannot run, or has no place for the stages of its batch."""
+        """Return why a training cannot start at a configuration or with its stages; empty if it can."""
         return self.why_not(config) or self.trainings.stages.why_not_begun(config)
 
     def too_large(self, config: Config) -> str:
-        """Return why a batch does not fit the memory of GPUs; empty where it does."""
+        """Return why a batch does not fit the GPUs' memory; empty if it does."""
         local_batch = config.local_batch(self.spec.cluster.gpus_per_node)
         if (config.nodes, local_batch) in self.probes:
             return ""
@@ -236,18 +238,18 @@ class Forecast(Known):
         return ""
 
     def why_unknown(self, config: Config) -> str:
-        """Return why the probes do not tell the step time of a configuration; empty where they do."""
+        """Return why the step time of a configuration cannot be predicted from the probes; empty if it can."""
         local_batch = config.local_batch(self.spec.cluster.gpus_per_node)
         if (config.nodes, local_batch) in self.probes:
             return ""
         return self.steps.refusal(config.nodes, self.spec.cluster.gpus_per_node, local_batch)
 
     def predict(self, config: Config) -> Prediction:
-        """Forecast a configuration; the step time is the measured one where that was measured.
+        """Predict a configuration; a measured step time takes precedence over the fit.
 
         Raises:
             Infeasible: it cannot run.
-            BadMeasurements: the probes do not tell its step time.
+            BadMeasurements: its step time cannot be predicted from the probes.
         """
         if why := self.why_not(config):
             raise Infeasible(
@@ -258,22 +260,22 @@ class Forecast(Known):
         return self.table(*to_columns([config])).record(0)
 
     def predictions(self, nodes: Iterable[int] | None = None) -> tuple[Prediction, ...]:
-        """Forecast every feasible candidate whose step time the probes tell, fastest first."""
+        """Predict every feasible candidate whose step time is known from the probes, fastest first."""
         return self.table(*self.known_candidates(nodes)).ordered().records()
 
     def offers(self, nodes: Iterable[int] | None = None) -> Offers:
-        """Forecast the same configurations on each market that the pricing knows, fastest first."""
+        """Predict the same candidates on each market of the pricing, fastest first."""
         table = self.table(*self.known_candidates(nodes))
         return Offers.join([table, self.trainings.on_spot(table)]).ordered()
 
     def unknown_candidates(self, nodes: Iterable[int] | None = None) -> tuple[Ints, Ints]:
-        """Return nodes and batches of the candidates to begin at whose step time the probes do not tell, in order."""
+        """Return nodes and batches of the candidates to start at whose step time is unknown, in order."""
         counts, batch = self._to_begin_at(nodes)
         refused = self._unknown_mask(counts, batch)
         return counts[refused], batch[refused]
 
     def table(self, nodes: Ints, batch: Ints) -> Offers:
-        """Forecast configurations that fit, and whose step times the probes tell, in their order.
+        """Predict configurations that fit and whose step times are known from the probes, in the given order.
 
         Args:
             nodes, batch: shape (n,).
@@ -286,15 +288,15 @@ class Forecast(Known):
         return self.trainings.on_demand(nodes, batch, self._steps(nodes, batch), probes)
 
     def on_spot(self, on_demand: Prediction) -> Prediction | None:
-        """Return what a configuration is expected to take on spot nodes; None where `Trainings.on_spot` leaves it out."""
+        """Return the prediction for spot nodes, or None if `Trainings.on_spot` leaves it out."""
         spot_offers = self.trainings.on_spot(Offers.of([on_demand]))
         return spot_offers.record(0) if len(spot_offers) else None
 
     def fallback_rungs(self, nodes: int, batch: int, *, market: Market = "on_demand") -> tuple[Rung, ...]:
-        """Return the batch and every smaller feasible candidate on that number of nodes, descending.
+        """Return `batch` and every smaller feasible candidate on that number of nodes, descending.
 
-        The first rung is `batch` whether or not it is a candidate; a rung has a prediction where there is one, for the
-        kind of nodes that `market` is.
+        The first rung is `batch` whether or not it is a candidate; each rung has a prediction for `market` if there is
+        one.
         """
         smaller = [config for config in self.feasible([nodes]) if config.batch < batch]
         rungs = [Config(nodes, batch), *reversed(smaller)]
@@ -302,7 +304,7 @@ class Forecast(Known):
         return first_rung.model_copy(update={"cut": self._predictions_by_split(rungs[0], market)}), *rest
 
     def _predictions_by_split(self, config: Config, market: Market) -> dict[int, Prediction]:
-        """Return the forecasts of a configuration whose micro-batches are cut, by the number of parts."""
+        """Return the predictions of a configuration with split micro-batches, by the number of parts."""
         accumulate, local_batch = self.spec.train.accumulate, config.local_batch(self.spec.cluster.gpus_per_node)
         splits = list_splits(config.batch, micro_batch=local_batch // accumulate, micro_batches=accumulate)
         rows = (
@@ -312,10 +314,11 @@ class Forecast(Known):
         return {split: row for split, row in predictions.items() if row is not None}
 
     def predict_split(self, config: Config, split: int) -> Prediction | None:
-        """Forecast a configuration whose micro-batches are computed in so many parts (`train.oom_policy: accumulate`).
+        """Predict a configuration whose micro-batches are computed in `split` parts (`train.oom_policy: accumulate`).
 
-        A step is one at that much smaller a batch, and before it the local work of the other parts: each counts an update,
-        which is made once, so it is rather too long. None where the probes do not tell it, or the parts are not equal.
+        A step is one step at a batch smaller by that factor, preceded by the local work of the other parts. Each part
+        counts an optimizer update although only one is made, so the prediction is slightly too long. None if the step
+        time is unknown, or the parts are not equal.
         """
         gpus, smaller = self.spec.cluster.gpus_per_node, Config(config.nodes, config.batch // split)
         if config.batch % (config.nodes * gpus * self.spec.train.accumulate * split) or self.why_unknown(smaller):
@@ -332,7 +335,7 @@ class Forecast(Known):
         return row if row is None or market == "on_demand" else self.on_spot(row)
 
     def _steps(self, nodes: Ints, batch: Ints) -> Steps:
-        """Return the step times, measured where they were."""
+        """Return the step times, measured ones if available."""
         gpus, local_batch = self.spec.cluster.gpus_per_node, batch // (nodes * self.spec.cluster.gpus_per_node)
         seconds, low, high = self.steps.predict_all(nodes, np.full(len(nodes), gpus), local_batch)
         fitted = np.full(len(nodes), np.nan)
@@ -354,7 +357,7 @@ class Forecast(Known):
 
     @cached_property
     def trainings(self) -> Trainings:
-        """The models of whole trainings: the steps, and the overheads around them."""
+        """The models of whole trainings: their steps and overheads."""
         overheads = OverheadModel(self.spec, tuple(self.probes.values()), self.shutdown)
         stages = StageTimes(
             self.spec,
@@ -369,7 +372,7 @@ class Forecast(Known):
         return Trainings(self, overheads, stages)
 
     def describe_interruption(self, row: Prediction) -> str:
-        """Say what an interruption costs a script at a configuration; empty for tula's own loop."""
+        """Describe the cost of an interruption of a script at a configuration; empty for tula's own loop."""
         if self.saving is None:
             return ""
         return self.saving.describe_loss(row.step_time, epoch_steps=self.dataset_size // row.batch)

@@ -1,8 +1,8 @@
-"""Which settings a self-tuning training (`train.method: auto`) tries, and which of them survive (successive halving).
+"""Successive halving: the settings (arms) that a self-tuning training (`train.method: auto`) tries, and which survive.
 
-An arm is one way to go on from a common checkpoint. In rung 1 every arm is trained for `auto.branch_epochs`; the better half
-begins again from the checkpoint and is trained twice as long, and so on until one is left (Karnin et al. 2013; Jamieson
-and Talwalkar 2016). Each rung begins anew, so that no state of a branch has to be kept.
+An arm is one way to continue from a common checkpoint. In rung 1 every arm is trained for `auto.branch_epochs`; the
+better half starts again from the checkpoint and is trained twice as long, until one is left (Karnin et al. 2013;
+Jamieson and Talwalkar 2016). Each rung starts from the checkpoint, so that no state of a branch has to be kept.
 """
 
 import math
@@ -20,41 +20,42 @@ from tula_cli.spec.methods import METHODS
 from tula_cli.spec.sections import Optimizer
 
 CONTROL_ARM = "lbt"
-"""The large batch as it is: it stays in every rung, so that whatever wins has beaten it at the longest branches."""
+"""The large batch without changes. It remains in every rung, so that the winner has beaten it at the longest
+branches."""
 
 FAVOURITE_ARM = "ramp"
-"""Stays in every rung too, and wins unless another arm is clearly better."""
+"""Remains in every rung too, and wins unless another arm is clearly better."""
 
 LOSS_MARGIN = 0.1
-"""Share by which an arm's loss has to be below the favourite's to win: short branches favour gentle learning rates, and after
-them the large batch, whose few steps are told only later (short-horizon bias, Wu et al. 2018)."""
+"""Share by which an arm's loss has to be below the favourite's to win: short branches favour gentle learning rates, and
+the unchanged large batch, whose fewer steps show their effect only later (short-horizon bias, Wu et al. 2018)."""
 
 WITH_DECAY = "ramp-decay"
-"""Begins the names of the favourite with another weight decay."""
+"""Prefix of the names of the favourite's variants with another weight decay."""
 
 MIN_ADVANTAGE = 0.01
-"""Share by which the loss with another decay has to be below that with the job's own: they have seen the same samples in the
-same order, but what a decay is worth shows late."""
+"""Share by which the loss with another weight decay has to be below that with the job's: both have seen the same
+samples in the same order, but the effect of a weight decay shows late."""
 
 HOLDOUT_SHARE = 0.1
-"""Of the training samples, on which the arms are compared; at most `MAX_HOLDOUT` of them."""
+"""Share of the training samples on which the arms are compared, up to `MAX_HOLDOUT` samples."""
 MAX_HOLDOUT = 10_000
-"""Samples held out at most: more tell the arms apart no better."""
+"""Maximum held-out samples: more do not distinguish the arms better."""
 
 TRAINING_SHARE = 0.25
-"""Of the training's samples, that the branches take together with their beginning."""
+"""Share of the training's samples that the branches use together with their common beginning."""
 
 MAX_FINAL_ARMS = 4
-"""Arms that one rung decides among: halving so few takes more samples than it saves."""
+"""Maximum arms between which a single rung decides: halving so few costs more samples than it saves."""
 
 DECAY_FACTOR = 4.0
-"""Factor of the weight decay that is tried."""
+"""Factor on the weight decay of the weight-decay arm."""
 
 GENTLER_LR_FACTOR = 0.5
-"""Factor of the ramp's learning rate that is tried."""
+"""Factor on the learning rate of the gentler ramp arm."""
 
 MAX_CHALLENGERS = 3
-"""Arms that may meet the control in the last rung: those that got there, and others as long as the control wins."""
+"""Maximum arms of the last rung: those that reached it, and further ones as long as the control wins."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,11 @@ class BranchRequest:
 
 
 def list_arms_of_training(spec: JobSpec, batch: int) -> tuple[Arm, ...]:
-    """Return the arms of a training at a batch: the spec's own, else the default ones; the control first.
+    """Return the arms of a training at a batch, the control first: those of the spec, else the default ones.
 
-    The ramp is the favourite; beside it stand the same with half the learning rate, and with four times the weight decay
-    where there is one. At or below the reference batch nothing is lost: the control is alone.
+    The defaults are the ramp (the favourite), the ramp with half the learning rate, and, if there is a weight decay,
+    the ramp with four times the weight decay. At or below the reference batch the control is the only arm, since
+    nothing is lost there.
 
     Args:
         spec: a job with method auto.
@@ -88,10 +90,10 @@ def list_arms_of_training(spec: JobSpec, batch: int) -> tuple[Arm, ...]:
 
 
 def make_job_of_arm(spec: JobSpec, arm: Arm) -> JobSpec:
-    """Return the job as an arm trains it; its learning-rate factor is for `compute_lr_factor`, its stages are `ramp.of_arms`'.
+    """Return the job with the settings of an arm; its learning-rate factor is applied by `compute_lr_factor`.
 
-    What a method does to the learning rate by itself is left out, but of a ramp, whose learning rate is that of the batch in
-    use: the arm says it, and all arms begin alike.
+    The learning-rate scaling of a method is switched off, except for a ramp, whose learning rate follows the batch in
+    use: the arm sets the factor, and all arms start equal.
     """
     scaling = "auto" if METHODS[arm.method].ramps else "none"
     train = spec.train.model_copy(update={"method": arm.method, "lr_scaling": scaling, "ramp": "auto"})
@@ -102,7 +104,10 @@ def make_job_of_arm(spec: JobSpec, arm: Arm) -> JobSpec:
 
 
 def _make_acting_ags(spec: JobSpec) -> Ags:
-    """Return the settings of AGS so that they act through the job's optimizer: others than SGD may divide a gradient's factor out."""
+    """Return AGS settings that take effect with the job's optimizer.
+
+    Optimizers other than SGD may divide out a factor on the gradient.
+    """
     if spec.optimizer.name == "SGD":
         return spec.ags
     return spec.ags.model_copy(update={"apply_to": spec.ags.apply_to or "update"})
@@ -117,12 +122,12 @@ def _with_decay(optimizer: Optimizer, factor: float) -> Optimizer:
 
 
 def make_jobs_of_arms(spec: JobSpec, batch: int) -> list[JobSpec]:
-    """Return the job as each arm trains it at a batch."""
+    """Return the job with the settings of each arm at a batch."""
     return [make_job_of_arm(spec, arm) for arm in list_arms_of_training(spec, batch)]
 
 
 def find_most_expensive_job(spec: JobSpec) -> JobSpec:
-    """Return what to measure a job as: with method auto, as the arm that takes the most memory, and its time."""
+    """Return the job to measure: with method auto, the job of the arm that uses the most memory and time."""
     if not spec.train.facts.tunes:
         return spec
     jobs = make_jobs_of_arms(spec, 4 * spec.train.reference_batch)
@@ -135,12 +140,12 @@ def _rank_by_expense(spec: JobSpec) -> tuple[bool, ...]:
 
 
 def compute_lr_factor(arm: Arm, epoch: float, *, start: float) -> float:
-    """Return what an arm multiplies the learning rate by: from 1 at its start to its factor after the warm-up.
+    """Return the learning-rate factor of an arm: from 1 at its start to its final factor after the warm-up.
 
     Args:
         arm: the arm.
         epoch: fractional epochs done.
-        start: those at which the arms part.
+        start: epochs done when the arms branched off.
     """
     if epoch - start >= arm.warmup_epochs:
         return arm.lr_factor
@@ -148,26 +153,26 @@ def compute_lr_factor(arm: Arm, epoch: float, *, start: float) -> float:
 
 
 def compute_cooldown_factor(epoch: float, *, start: float, length: float) -> float:
-    """Return what a branch multiplies its learning rate by: from 1 at its half to 0 at its end.
+    """Return the cool-down factor on a branch's learning rate: from 1 at half its length to 0 at its end.
 
-    Arms with a high learning rate are further than they seem while it is high: their noise goes when it falls, as it
-    will in the training.
+    Arms with a high learning rate have made more progress than their loss shows: the noise disappears when the rate
+    falls, as it will in the training.
 
     Args:
         epoch: fractional epochs done.
-        start: those at which the branch begins.
-        length: its epochs.
+        start: epochs done when the branch starts.
+        length: epochs of the branch.
     """
     return min(1.0, max(0.0, 2 * (start + length - epoch) / length))
 
 
 def with_limited_lr_factor(arm: Arm, limit: float) -> Arm:
-    """Return an arm with a learning-rate factor of at most `limit` (linear scaling), for a batch that became smaller."""
+    """Return an arm with its learning-rate factor limited to `limit` (linear scaling), for a batch that was reduced."""
     return arm.model_copy(update={"lr_factor": min(arm.lr_factor, max(1.0, limit))})
 
 
 def list_rung_sizes(count: int) -> tuple[int, ...]:
-    """Return how many arms each rung trains: (8, 4) of eight, (4,) of four; none where there is nothing to choose."""
+    """Return the number of arms of each rung: (8, 4) for eight, (4,) for four; empty if there is only one arm."""
     sizes = []
     while count > 1:
         sizes.append(count)
@@ -176,9 +181,9 @@ def list_rung_sizes(count: int) -> tuple[int, ...]:
 
 
 def compute_branch_epochs(spec: JobSpec, rung: int, count: int) -> float:
-    """Return how long the branches of a rung are trained, in epochs of the training set without the held-out part.
+    """Return the length of the branches of a rung, in epochs of the training set without the held-out samples.
 
-    At most to the end of the training: there are no later epochs in its schedule.
+    Limited to the end of the training, because its schedule has no later epochs.
 
     Args:
         spec: a job with method auto.
@@ -190,7 +195,7 @@ def compute_branch_epochs(spec: JobSpec, rung: int, count: int) -> float:
 
 
 def _compute_first_epochs(spec: JobSpec, count: int) -> float:
-    """Return the epochs of a branch in the first rung with which all take their share of the training."""
+    """Return the epochs of a first-rung branch with which all branches use `TRAINING_SHARE` of the training."""
     epochs_in_all = sum(number * 2.0**rung for rung, number in enumerate(list_rung_sizes(count)))
     return max(0.0, TRAINING_SHARE * spec.train.epochs / (1 - HOLDOUT_SHARE) - spec.auto.after) / max(
         1.0, epochs_in_all
@@ -198,15 +203,15 @@ def _compute_first_epochs(spec: JobSpec, count: int) -> float:
 
 
 def count_holdout_samples(dataset_size: int) -> int:
-    """Return how many training samples are held out while the arms are compared."""
+    """Return the number of training samples held out while the arms are compared."""
     return min(MAX_HOLDOUT, max(1, round(HOLDOUT_SHARE * dataset_size)))
 
 
 def require_tuning_samples(spec: JobSpec, *, batch: int, dataset_size: int) -> None:
-    """Check that the arms of a job have a batch to train on; jobs of other methods have.
+    """Check that the arms of a job have at least one batch to train on; jobs with other methods always pass.
 
     Raises:
-        SpecError: the training set without the held-out part is smaller than the batch.
+        SpecError: the training set without the held-out samples is smaller than the batch.
     """
     if not spec.train.facts.tunes:
         return
@@ -219,9 +224,9 @@ def require_tuning_samples(spec: JobSpec, *, batch: int, dataset_size: int) -> N
 
 
 def count_branch_samples(spec: JobSpec, rung: int, count: int, size: int) -> int:
-    """Return the samples that a branch passes, of `size` an epoch: the last step may end half a batch from it.
+    """Return the length of a branch in samples; its last step may end up to half a batch from there.
 
-    Args: as of `epochs`; size: training samples without the held-out part.
+    Args: as of `compute_branch_epochs`; size: training samples without the held-out ones.
     """
     return max(1, round(compute_branch_epochs(spec, rung, count) * size))
 
@@ -237,7 +242,7 @@ class TuningPlan:
 
 
 def plan_tuning(spec: JobSpec, *, batch: int, dataset_size: int) -> TuningPlan:
-    """Count branches and their samples, at least; none where the method is not auto.
+    """Count the branches and their samples; zeros if the method is not auto. The samples are a lower bound.
 
     Args:
         spec: the job.
@@ -262,9 +267,9 @@ def plan_tuning(spec: JobSpec, *, batch: int, dataset_size: int) -> TuningPlan:
 
 
 def count_trained_samples(spec: JobSpec, arm: Arm, *, batch: int, rung: int, size: int) -> int:
-    """Return the samples that a branch is trained on: what epochs' ends leave out does not count.
+    """Return the samples that a branch trains on, without those dropped at the end of an epoch.
 
-    Args: as of `plan`; arm: of the branch; size: training samples without the held-out part.
+    Args: as of `plan_tuning`; arm: of the branch; size: training samples without the held-out ones.
     """
     start = spec.auto.after * size
     length = count_branch_samples(spec, rung, len(list_arms_of_training(spec, batch)), size)
@@ -285,7 +290,7 @@ def count_trained_samples(spec: JobSpec, arm: Arm, *, batch: int, rung: int, siz
 
 
 def has_ended(passed: int, length: int, batch: int) -> bool:
-    """Return whether a branch ends here: the next step would take it further from its length than it is."""
+    """Return whether a branch ends here because the next step would move it further from its length."""
     return passed + batch / 2 > length
 
 
@@ -294,7 +299,7 @@ def _count_samples(steps: Mapping[int, int]) -> int:
 
 
 class Measured(Protocol):
-    """A training whose loss was evaluated; None if it was not finite."""
+    """A training with an evaluated loss; None if the loss was not finite."""
 
     @property
     def loss(self) -> float | None: ...
@@ -306,21 +311,22 @@ M = TypeVar("M", bound=Measured)
 
 
 def rank_branches(branches: Sequence[M]) -> list[M]:
-    """Return the branches of one rung, best first, by their loss on the held-out part; diverged ones are last.
+    """Return the branches of one rung by their loss on the held-out samples, best first; diverged ones are last.
 
-    The loss and not the accuracy: on some hundred samples the accuracies of good arms are the same but for chance.
+    The loss is used instead of the accuracy because on a few hundred samples the accuracies of good arms differ only by
+    chance.
     """
     return sorted(branches, key=lambda branch: (branch.diverged, math.inf if branch.loss is None else branch.loss))
 
 
 def select_survivors(branches: Sequence[Branch]) -> list[str]:
-    """Return the arms that go into the next rung, best first: the better half without diverged ones, and those that stay.
+    """Return the arms of the next rung, best first: the better half without diverged ones, and the permanent arms.
 
-    The control stays, the favourite unless it has diverged, and the best one whatever it is. Of a rung of few the winner alone
-    is left.
+    The control remains, the favourite unless it has diverged, and the best arm. After a rung of at most
+    `MAX_FINAL_ARMS` arms only the winner is left.
 
     Args:
-        branches: of one rung, all of them.
+        branches: all branches of one rung.
     """
     order = [branch.arm for branch in rank_branches(branches) if not branch.diverged or branch.arm == CONTROL_ARM]
     staying = [arm for arm in order if arm in (CONTROL_ARM, FAVOURITE_ARM)]
@@ -333,7 +339,7 @@ def select_survivors(branches: Sequence[Branch]) -> list[str]:
 
 
 def find_winner(branches: Sequence[Branch]) -> str:
-    """Return the arm that has won the longest branches: the favourite, unless one is clearly better; else the best."""
+    """Return the arm that won the longest branches: the favourite unless another is clearly better, else the best."""
     best, losses = rank_branches(branches)[0], {branch.arm: branch.loss for branch in branches if not branch.diverged}
     if best.diverged:
         return CONTROL_ARM
@@ -348,7 +354,7 @@ def find_winner(branches: Sequence[Branch]) -> str:
 
 
 def find_next_best_arm(branches: Sequence[Branch], broken: Sequence[str]) -> str:
-    """Return the arm to go on with where others broke down: the winner of the longest branches without them."""
+    """Return the arm to continue with after others broke down: the winner of the longest branches without them."""
     longest = max(branch.rung for branch in branches)
     return find_winner([b for b in branches if b.rung == longest and (b.arm == CONTROL_ARM or b.arm not in broken)])
 
@@ -364,8 +370,8 @@ def find_next_branch_or_winner(
 ) -> tuple[BranchRequest | None, str | None]:
     """Return the next branch to train, or the winner; one of the two is None.
 
-    Where the control beats the arms that came as far as it did, others get a chance against it, at that length: what is
-    fastest in short branches may be what breaks down in longer ones.
+    If the control beats all arms that reached the last rung, other arms are tried against it at that length: the best
+    arm of short branches may be the one that breaks down in longer ones.
 
     Args:
         names: of all arms.
@@ -383,7 +389,7 @@ def find_next_branch_or_winner(
 
 
 def _find_challenger(branches: Sequence[Branch], last_rung: int) -> str | None:
-    """Return the arm that may meet the control in the last rung: the best of those that were better than it before."""
+    """Return the next arm to try against the control in the last rung: the best that beat it in an earlier one."""
     met = {branch.arm for branch in branches if branch.rung == last_rung}
     if len(met) > MAX_CHALLENGERS:
         return None
@@ -396,12 +402,12 @@ def _find_challenger(branches: Sequence[Branch], last_rung: int) -> str | None:
 
 
 def list_arms_of_rung(names: Sequence[str], branches: Sequence[Branch]) -> list[str]:
-    """Return the arms of the rung under way, in the order in which they are trained."""
+    """Return the arms of the current rung, in the order in which they are trained."""
     return _list_surviving_arms(names, branches)[0]
 
 
 def _list_surviving_arms(names: Sequence[str], branches: Sequence[Branch]) -> tuple[list[str], int]:
-    """Return the arms of the first rung that is not complete, and its number."""
+    """Return the arms of the first incomplete rung, and the number of the rung."""
     remaining_arms, rung = list(names), 1
     while len(remaining_arms) > 1:
         trained = {branch.arm: branch for branch in branches if branch.rung == rung}

@@ -1,4 +1,4 @@
-"""The cost of an interruption of a script: the work since its newest checkpoint, which only the script writes."""
+"""Cost of an interruption of a script: the work since the newest checkpoint that the script wrote."""
 
 import math
 import statistics
@@ -15,7 +15,7 @@ from tula_cli.words import format_count, format_duration
 
 @dataclass(frozen=True)
 class CheckpointSchedule:
-    """How often a script writes what it can go on from: in epochs, steps or seconds; all None where nothing tells it."""
+    """Interval of the checkpoints that a script can resume from, in epochs, steps or seconds; all None if unknown."""
 
     resumes: bool  # from a checkpoint at all
     asked: str = "none"  # script.save
@@ -25,14 +25,14 @@ class CheckpointSchedule:
 
     @property
     def is_known(self) -> bool:
-        """Whether it is known what an interruption loses."""
+        """Whether the cost of an interruption is known."""
         return not self.resumes or any(value is not None for value in (self.epochs, self.steps, self.seconds))
 
     def hours_on_spot(self, training: TrainingTime, step_time: Any) -> Any:
-        """Return the expected hours of a training on spot nodes by a script, which alone decides when it saves.
+        """Return the expected hours on spot nodes of a training by a script that alone decides when it saves.
 
         Args:
-            training: its work, what there is beside it, and how often nodes are taken away.
+            training: its work, overheads and interruption rate.
             step_time: seconds; a number, or an array of them.
         """
         work, interval = training.work, self.interval(step_time, epoch_steps=training.work.steps)
@@ -43,11 +43,11 @@ class CheckpointSchedule:
         return compute_script_seconds(stepping, overheads=overheads, interval=interval, rate=rate, wait=wait) / 3600
 
     def interval(self, step_time: Any, *, epoch_steps: Any) -> Any | None:
-        """Return the seconds between two checkpoints; infinite where it goes on from none, None where nothing tells.
+        """Return the seconds between two checkpoints; infinite if the script cannot resume, None if unknown.
 
         Args:
             step_time: seconds; a number, or an array with one for each of many configurations.
-            epoch_steps: of an epoch, at the batch that is trained; likewise.
+            epoch_steps: steps per epoch at the batch that is trained; likewise.
         """
         if not self.resumes:
             return math.inf
@@ -56,11 +56,11 @@ class CheckpointSchedule:
         return self.seconds if self.steps is None else self.steps * step_time
 
     def describe_loss(self, step_time: float | None, *, epoch_steps: float | None) -> str:
-        """Say what an interruption costs.
+        """Describe the cost of an interruption.
 
         Args:
             step_time: seconds; None before it is measured.
-            epoch_steps: of an epoch, at the batch that is trained; None likewise.
+            epoch_steps: steps per epoch at the batch that is trained; None likewise.
         """
         if not self.resumes:
             return "it goes on from no checkpoint (no script.resume): an interruption costs all that was trained until then"
@@ -92,36 +92,39 @@ class CheckpointSchedule:
 def find_checkpoint_schedule_of_job(
     spec: JobSpec, saves: Iterable[Save], *, dataset_size: int | None
 ) -> CheckpointSchedule | None:
-    """Return how often a job's script saves, as `saving` has it; None of tula's own loop."""
+    """Return the checkpoint schedule of a job's script (see `find_checkpoint_schedule`); None for tula's own loop."""
     return None if spec.script is None else find_checkpoint_schedule(spec.script, saves, dataset_size=dataset_size)
 
 
 def find_checkpoint_schedule(script: Script, saves: Iterable[Save], *, dataset_size: int | None) -> CheckpointSchedule:
-    """Return how often a script saves: as its trainings have shown, else as its section says.
+    """Return how often a script saves: as observed in its trainings, else as set in its section.
 
     Args:
         script: section of the job.
-        saves: what its trainings have written.
-        dataset_size: samples of an epoch; None where nothing tells it.
+        saves: checkpoints that its trainings have written.
+        dataset_size: samples of an epoch; None if unknown.
     """
-    resume, saves_ = script.resume, list(saves)
-    if resume is None and not saves_:  # there are some of a script that was seen to resume by itself
+    resume, observed_saves = script.resume, list(saves)
+    if resume is None and not observed_saves:  # there are some of a script that was seen to resume by itself
         return CheckpointSchedule(resumes=False, asked=script.save)
-    if not saves_:
+    if not observed_saves:
         interval = resume.checkpoint_interval if resume is not None else None
         in_steps = interval if isinstance(interval, int) else None
         return CheckpointSchedule(True, script.save, epochs=1 if interval == "epoch" else None, steps=in_steps)
-    if epochs := _find_whole_epochs(saves_, dataset_size):
+    if epochs := _find_whole_epochs(observed_saves, dataset_size):
         return CheckpointSchedule(True, script.save, epochs=epochs)
-    steps = [save.steps for save in saves_]
-    usual, times = statistics.mode(steps), [save.seconds for save in saves_ if save.seconds is not None]
+    steps = [save.steps for save in observed_saves]
+    usual, times = statistics.mode(steps), [save.seconds for save in observed_saves if save.seconds is not None]
     if times and 2 * steps.count(usual) < len(steps):
         return CheckpointSchedule(True, script.save, seconds=statistics.median(times))
     return CheckpointSchedule(True, script.save, steps=usual)
 
 
 def _find_whole_epochs(saves: list[Save], dataset_size: int | None) -> int | None:
-    """Return after how many epochs most saves came, but for a last batch of each; None where that is no whole number."""
+    """Return the most frequent number of epochs between saves; None if most saves do not fit it.
+
+    A save fits if it is within one batch per epoch of a whole number of epochs.
+    """
     if not dataset_size:
         return None
     epoch_counts = [round(save.samples / dataset_size) for save in saves]

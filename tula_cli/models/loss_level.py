@@ -1,10 +1,11 @@
-"""Detect a training loss that has blown up though it is finite: it lost half of what was learned, and does not soon win it back.
+"""Detect a training loss that has blown up although it is finite: half of the progress is lost and not soon regained.
 
-A loss that jumps because data became harder (a curriculum, mixup) or the learning rate restarts keeps a part of what was learned, and
-falls from there: it is waited for longer, and where it falls the training goes on from that level.
+A loss that jumps because the data became harder (a curriculum, mixup) or the learning rate restarts keeps part of the
+progress and falls from there: the detector waits longer for it, and if the loss falls, training continues from that
+level.
 
-All limits are differences of losses, so that negative losses and those near zero are judged alike. The level is a median over
-steps: single batches with a high loss do not move it.
+All limits are differences of losses, so that negative losses and those near zero are judged equally. The level is a
+median over steps, which single batches with a high loss do not move.
 """
 
 import math
@@ -12,26 +13,32 @@ import statistics
 from dataclasses import dataclass, field
 
 WINDOW = 16
-"""Steps whose median is the level of the loss."""
+"""Number of steps whose median is the level of the loss."""
 MAX_LOST_SHARE, OF_LOWEST, OF_NOISE = 0.5, 0.3, 6.0
-"""A level is too high if it is above the lowest one by this share of what was learned, of the lowest level itself, and by so
-many standard deviations of single steps."""
+"""A level is too high if it exceeds the lowest one by this share of the progress, by this share of the lowest level
+itself, and by this many standard deviations of single steps."""
 WHOLE, PARTLY = 0.9, 0.25
-"""A rise by less of what was learned is a partial one, whose steps count less: it is waited for so many times as long."""
+"""A rise by less than the first share of the progress is partial, and its steps count only as the second, so that the
+detector waits correspondingly longer."""
 RECOVERED, OF_SPREAD = 0.1, 1.5
-"""A partial rise is over if the level has come down by so much of it, and by so many standard deviations of single steps."""
+"""A partial rise is over once the level has fallen by this share of it and by this many standard deviations of single
+steps."""
 SOUND, FEW = 0.25, 3
-"""Of that rise: up to so much of it a loss is as it was before, in so many steps."""
+"""Share of the allowed rise up to which a loss counts as unchanged, and number of newest steps for which that must
+hold."""
 
 
 def compute_max_spike_steps(steps: int) -> int:
-    """Return for how many steps of a training of so many a spike may last: in a short one a tenth, in a long one a hundredth."""
+    """Return how many steps a spike may last in a training of `steps` steps.
+
+    A tenth of a short training (16 to 40 steps), or a hundredth of a long one if that is more.
+    """
     return max(16, min(40, steps // 10), steps // 100)
 
 
 @dataclass
 class LossLevel:
-    """The losses of one training, as far as they tell whether it has blown up."""
+    """Recent losses of one training and the state of the blow-up detection."""
 
     newest: list[float] = field(default_factory=list)  # up to WINDOW
     first: float | None = None  # level of the first steps
@@ -43,12 +50,13 @@ class LossLevel:
     highest: float = 0.0  # level since then
 
     def add(self, loss: float, *, samples: int, lr_factor: float) -> None:
-        """Take the loss of the next step.
+        """Record the loss of the next step.
 
         Args:
-            loss: of the step; one that is not finite moves no level.
-            samples: trained so far, with this step.
-            lr_factor: that the learning rate was multiplied by. At 1 nothing could be lowered, and no loss is judged.
+            loss: of the step; a loss that is not finite does not move the level.
+            samples: trained so far, including this step.
+            lr_factor: factor by which the learning rate was multiplied. At 1 there is nothing to lower, and no loss is
+                judged.
         """
         if math.isfinite(loss):
             self.newest = [*self.newest, loss][-WINDOW:]
@@ -70,7 +78,7 @@ class LossLevel:
 
     @property
     def level(self) -> float:
-        """The median of the newest steps; infinity before there are enough."""
+        """Median of the newest steps; infinity before there are enough."""
         return statistics.median(self.newest) if len(self.newest) == WINDOW else math.inf
 
     def _count_steps_above(self, *, is_high: bool) -> None:
@@ -87,12 +95,12 @@ class LossLevel:
             self.above += PARTLY if is_partial else 1
 
     def _spread(self) -> float:
-        """Return the standard deviation of single steps about the level, which outliers do not move."""
+        """Return the standard deviation of single steps about the level, robust to outliers."""
         level = self.level
         return 1.4826 * statistics.median(abs(value - level) for value in self.newest)
 
     def _limit(self) -> float:
-        """Return the rise above the lowest level that is too high."""
+        """Return the rise above the lowest level from which the loss is too high."""
         if self.first is None:
             return math.inf
         return max(MAX_LOST_SHARE * (self.first - self.lowest), OF_LOWEST * abs(self.lowest), OF_NOISE * self.noise)

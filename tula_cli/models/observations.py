@@ -1,4 +1,4 @@
-"""From results of probes to what the models are fitted to, and what makes them doubtful."""
+"""Convert probe results to observations for the fits, and warn about measurements that make the fits doubtful."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ from tula_cli.words import describe_probe_place, format_count
 T = TypeVar("T", Measured, OutOfMemory, Failed)
 
 Probe = tuple[int, int]
-"""Nodes and local batch."""
+"""Nodes and local batch of a probe."""
 
 _PIN = "pin one kind of node (cluster.slurm.constraint), delete the other kind's results, and run tula profile again"
 
@@ -40,7 +40,7 @@ NO_OTHER_SIZES = OtherSizes()
 
 
 class TooFew(BadMeasurements):
-    """More probes would do: those under way, or a next call of `tula profile`."""
+    """Too few probes were measured: wait for those under way, or run `tula profile` again."""
 
 
 def as_observation(probe: Measured) -> Observation:
@@ -54,7 +54,7 @@ def as_observation(probe: Measured) -> Observation:
 
 
 def warn_limits(spec: JobSpec, measured: Sequence[Measured], noise: NoisePath | None) -> list[str]:
-    """Return where times, shapes and claims are other than they are forecast, and what a forecast leaves out."""
+    """Return warnings about upper bounds and omissions of the forecast, and about probes that contradict the job."""
     return [
         *warn_upper_bounds(spec, measured),
         *warn_other_algorithm(spec, measured),
@@ -65,14 +65,14 @@ def warn_limits(spec: JobSpec, measured: Sequence[Measured], noise: NoisePath | 
 
 
 def warn_upper_bounds(spec: JobSpec, measured: Iterable[Measured]) -> list[str]:
-    """Return what is known beforehand to take less than is forecast."""
+    """Return the warning of a method whose forecast time is known to be an upper bound."""
     if not spec.train.facts.measured_as or not any(probe.nodes * probe.gpus_per_node > 1 for probe in measured):
         return []
     return [spec.train.facts.measured_as]
 
 
 def warn_other_algorithm(spec: JobSpec, measured: Iterable[Measured]) -> list[str]:
-    """Say where NCCL took a tree for its largest all-reduce on the most nodes and the time model has a ring, or vice versa."""
+    """Warn if NCCL's algorithm for its largest all-reduce on the most nodes (ring or tree) is not the modelled one."""
     probes = [probe for probe in measured if probe.environment.allreduce]
     if not probes:
         return []
@@ -88,7 +88,7 @@ def warn_other_algorithm(spec: JobSpec, measured: Iterable[Measured]) -> list[st
 
 
 def warn_not_measured(spec: JobSpec, measured: Sequence[Measured]) -> list[str]:
-    """Say what the forecast leaves out, because a script of the user's own, or a single local batch, does not tell it."""
+    """Return warnings about what the forecast leaves out because the probes did not measure it."""
     return [
         *_warn_left_out(spec, measured),
         *_warn_unknown_memory(spec, measured),
@@ -167,7 +167,7 @@ def require_one_hardware(measured: Sequence[Measured]) -> None:
 
 
 def describe_mixed_hardware(measured: Sequence[Measured]) -> str:
-    """Say where probes ran on different hardware: what they measured belongs to different fits. Empty where they did not."""
+    """Describe probes on different hardware, which belong to different fits; empty if all ran on the same."""
     for probe in measured:
         if probe.environment.mixed:
             return f"{probe.id} ran on different hardware at once ({_get_hardware(probe)}): its times are those of the slowest"
@@ -185,7 +185,10 @@ def _get_hardware(probe: Measured) -> str:
 
 
 def find_capacity(spec: JobSpec, measured: Sequence[Measured], inspection: Inspection | None) -> int | None:
-    """Return the bytes of one GPU: the least that probes found, else what is known without them; None for no bound."""
+    """Return the bytes of one GPU; None if unbounded.
+
+    The smallest that probes found, else the estimated or configured one.
+    """
     capacities = [probe.capacity for probe in measured if probe.capacity is not None]
     if capacities:
         return min(capacities)
@@ -193,7 +196,7 @@ def find_capacity(spec: JobSpec, measured: Sequence[Measured], inspection: Inspe
 
 
 def list_measurement_warnings(measured: Sequence[Measured]) -> list[str]:
-    """Return what makes these measurements less than they seem."""
+    """Return warnings about measurements that may not be representative."""
     return [
         *_warn_oversubscribed(measured),
         *_warn_software(measured),
@@ -229,7 +232,7 @@ def _warn_thrashing(measured: Sequence[Measured]) -> list[str]:
 
 
 def _warn_waiting_for_data(measured: Sequence[Measured]) -> list[str]:
-    """Say where the data loader sets the pace. Each rank has its own: more nodes bring more of them."""
+    """Warn about steps limited by the data loader. Each rank has its own loader, so more nodes bring more loaders."""
     waits = [probe for probe in measured if _is_waiting_for_data(probe)]
     if not waits:
         return []
@@ -240,7 +243,10 @@ def _warn_waiting_for_data(measured: Sequence[Measured]) -> list[str]:
 
 
 def _is_waiting_for_data(probe: Measured) -> bool:
-    """Return whether the loader sets the pace: where its workers deliver all at once, most steps wait for nothing."""
+    """Return whether the loader limits the step time.
+
+    Also if its workers deliver in bursts, so that most steps do not wait.
+    """
     if probe.data_wait is not None and probe.data_wait > _WAITING * compute_trimmed_mean(probe.step_times):
         return True
     alone, cached = probe.loader_time, probe.cached_time
@@ -248,7 +254,10 @@ def _is_waiting_for_data(probe: Measured) -> bool:
 
 
 def _describe_rates(waits: Iterable[Measured]) -> str:
-    """Say what the loader takes, and a step without it, where it is furthest behind; empty for older results."""
+    """Describe loader time and cached step time of the probe whose loader is furthest behind.
+
+    Empty for older results.
+    """
     rates = [(p.loader_time, p.cached_time, p) for p in waits if p.loader_time is not None and p.cached_time]
     if not rates:
         return ""
@@ -260,7 +269,7 @@ def _describe_rates(waits: Iterable[Measured]) -> str:
 
 
 def _warn_throttled(measured: Sequence[Measured]) -> list[str]:
-    """Say where GPUs ran below their clocks while they were timed."""
+    """Warn if GPUs ran below their normal clocks during the timed steps."""
     throttled = [(probe, state) for probe in measured for state in probe.gpus or () if state.held_down]
     if not throttled:
         return []
@@ -274,7 +283,7 @@ def _warn_throttled(measured: Sequence[Measured]) -> list[str]:
 
 
 def _describe_configurations(probes: Iterable[Measured]) -> str:
-    """Name probes by their nodes."""
+    """List the configurations of probes, grouped by nodes."""
     sizes: dict[int, list[str]] = {}
     for probe in probes:
         sizes.setdefault(probe.nodes, []).append(str(probe.local_batch))

@@ -11,8 +11,8 @@ Number = Any
 """A number, or an array of them."""
 
 MIN_NORMALISED = 8
-"""Samples over which BatchNorm takes its statistics at least: over fewer their noise, not the batch, decides what is learned
-(Wu and He 2018, figure 1, see the error of ResNet-50 grow from 8 samples downwards)."""
+"""Minimum samples for BatchNorm statistics: with fewer, their noise, not the batch, decides what is learned (Wu and He
+2018, figure 1: the error of ResNet-50 grows from 8 samples downwards)."""
 
 STATISTICS = "BatchNorm's statistics over"
 
@@ -34,7 +34,7 @@ LESS_MEMORY_FOR_SCRIPT = "search more nodes, lower search.min_batch, or have the
 
 
 def cannot_accumulate(spec: JobSpec) -> str:
-    """Return why a job's micro-batches stay as they are after an out-of-memory; empty where they need not."""
+    """Return why a job's micro-batches must not be split after an out-of-memory error; empty if they may."""
     if spec.train.oom_policy == "shrink":
         return "train.oom_policy is shrink"
     if spec.script is not None and not spec.script.accumulates:
@@ -45,15 +45,15 @@ def cannot_accumulate(spec: JobSpec) -> str:
 def list_splits(
     batch: int, *, micro_batch: int, micro_batches: int, limits: Sequence[tuple[Callable[[int], bool], str]] = ()
 ) -> Splits:
-    """Return into how many parts a micro-batch may be cut: all of one size, each number at least twice the one before.
+    """Return the numbers of equal parts into which a micro-batch may be split, each at least twice the previous.
 
-    A micro-batch of 12 is cut into 2, 4 and 12 parts: there is no ragged part, whose samples would weigh more.
+    A micro-batch of 12 is split into 2, 4 and 12 parts: a ragged part, whose samples would weigh more, never occurs.
 
     Args:
         batch: global.
-        micro_batch: samples of a micro-batch, uncut.
-        micro_batches: of a step on one GPU, uncut.
-        limits: what a smaller micro-batch has to fulfil, and why.
+        micro_batch: samples of a micro-batch before splitting.
+        micro_batches: per step on one GPU, before splitting.
+        limits: conditions on a smaller micro-batch, each with the reason to report if it is not met.
     """
     splits: list[int] = []
     least = 2
@@ -87,10 +87,10 @@ def _make_splits(batch: int, micro_batch: int, micro_batches: int, into: list[in
 
 
 def make_batch_norm_limit(*, ranks: int = 1) -> tuple[Callable[[int], bool], str]:
-    """Return the limit that BatchNorm sets to a micro-batch, and its words.
+    """Return the condition that BatchNorm imposes on a micro-batch, and its description.
 
     Args:
-        ranks: over which the statistics are taken (SyncBatchNorm), else 1.
+        ranks: number of ranks over which statistics are taken (SyncBatchNorm), else 1.
     """
 
     def holds(micro_batch: int) -> bool:
@@ -107,23 +107,23 @@ def find_next_fallback(
     why_not: str = "",
     stage: int | None = None,
 ) -> Fallback | None:
-    """Return what to train next; None where nothing is left that would take less memory.
+    """Return the next fallback after an out-of-memory error, or None if no remaining configuration uses less memory.
 
-    Memory grows with the micro-batch, not with their number: a smaller batch whose micro-batches are not smaller would
-    not fit either, and is passed over.
+    Memory grows with the size of the micro-batch, not with the number of them: a smaller batch whose micro-batches are
+    not smaller would not fit either and is skipped.
 
     Args:
-        batches: of the ladder, descending; the first one did not fit.
-        splits: parts that its micro-batches were cut into.
-        known: how far they may be cut; None where nothing has told it.
-        why_not: why they are not cut in this training; empty where they are.
-        stage: the batch in use, where that is a smaller one (`train.ramp`); its own micro-batches have to become smaller.
+        batches: OOM fallbacks in descending order; the first one did not fit.
+        splits: parts into which its micro-batches were split.
+        micro_batches: how far micro-batches may be split; None if unknown.
+        why_not: why they must not be split in this training; empty if they may.
+        stage: the batch in use if it is a smaller one (`train.ramp`); its own micro-batches have to become smaller.
     """
-    splits_ = micro_batches.splits_of_batch(batches[0]) if micro_batches is not None else None
+    batch_splits = micro_batches.splits_of_batch(batches[0]) if micro_batches is not None else None
     message = f"out of memory at batch {batches[0]}"
     if stage is not None:
         message = f"out of memory at batch {stage}, in a stage before batch {batches[0]}"
-    if why_not or micro_batches is None or splits_ is None:
+    if why_not or micro_batches is None or batch_splits is None:
         reason = why_not or "the ranks ended before they knew how far that may go"
         # Where the user has asked for it there is nothing to explain.
         explained = (
@@ -132,14 +132,14 @@ def find_next_fallback(
             else f"{message}; its micro-batches are not cut: {reason}"
         )
         return Fallback(1, 1, explained) if len(batches) > 1 else None
-    failed = splits_.micro_batch / max(splits, 1 if stage is None else batches[0] / stage)
-    following = next((split for split in splits_.into if splits_.micro_batch / split < failed), None)
+    failed = batch_splits.micro_batch / max(splits, 1 if stage is None else batches[0] / stage)
+    following = next((split for split in batch_splits.into if batch_splits.micro_batch / split < failed), None)
     if following is not None:
-        current = f"micro-batch {splits_.micro_batch // following} x {splits_.micro_batches * following} now"
+        current = f"micro-batch {batch_splits.micro_batch // following} x {batch_splits.micro_batches * following} now"
         return Fallback(
-            0, following, f"{message}: {current}{_describe_normalisation(micro_batches, splits_, following)}"
+            0, following, f"{message}: {current}{_describe_normalisation(micro_batches, batch_splits, following)}"
         )
-    message = f"{message} in micro-batches of {int(failed)}, which are not cut further: {splits_.limit}"
+    message = f"{message} in micro-batches of {int(failed)}, which are not cut further: {batch_splits.limit}"
     for rung, batch in enumerate(batches[1:], 1):
         smaller = micro_batches.splits_of_batch(batch)
         if smaller is None:
@@ -151,13 +151,13 @@ def find_next_fallback(
 
 
 def _describe_normalisation(micro_batches: MicroBatches, splits: Splits, split: int) -> str:
-    """Say over how many samples BatchNorm takes its statistics now, where it does."""
+    """Describe over how many samples BatchNorm takes its statistics after a split; empty without BatchNorm."""
     samples = micro_batches.normalised * splits.micro_batch // split
     return f", with {STATISTICS} {samples} samples" if samples else ""
 
 
 def parse_statistics_in_cause(cause: str) -> str:
-    """Return what the cause of a relaunch tells of BatchNorm's statistics; empty where they stayed as they were."""
+    """Return the note on BatchNorm's statistics from the cause of a relaunch; empty if they did not change."""
     _, separator, text = cause.partition(f"{STATISTICS} ")
     return f"{separator}{text}"
 
@@ -165,18 +165,19 @@ def parse_statistics_in_cause(cause: str) -> str:
 def find_smallest_ruled_out(
     ooms: Iterable[tuple[int, int]], nodes: int, local_batch: int, *, sharded: bool
 ) -> int | None:
-    """Return the smallest local batch whose out-of-memory tells that a configuration does not fit; None where none does.
+    """Return the smallest out-of-memory local batch that rules out a configuration, or None if none does.
 
     Args:
         ooms: (nodes, local batch) of each probe that was out of memory.
         nodes, local_batch: of the configuration.
-        sharded: whether the GPUs share the model: then fewer nodes have no more room, but more of them may.
+        sharded: whether the GPUs share the model, so that more nodes may leave more memory per GPU, but fewer nodes
+            never do.
     """
     sizes = [oom[1] for oom in ooms if is_ruled_out_by(oom, nodes, local_batch, sharded=sharded)]
     return min(sizes, default=None)
 
 
 def is_ruled_out_by(oom: tuple[int, int], nodes: Number, local_batch: Number, *, sharded: bool) -> Number:
-    """Return whether a probe that was out of memory tells that a configuration, or each of an array of them, does not fit."""
+    """Return whether an out-of-memory probe rules out a configuration, or each of an array of configurations."""
     count, size = oom
     return (size <= local_batch) & (nodes <= count) if sharded else size <= local_batch

@@ -17,7 +17,7 @@ from tula_cli.spec.job import JobSpec
 
 @dataclass(frozen=True)
 class OverheadColumns:
-    """The overheads of many configurations, each of shape (n,): seconds, as `Overheads` has them."""
+    """Overheads of many configurations, each of shape (n,), in seconds; the fields of `Overheads`."""
 
     startup: Floats
     eval_batch: Floats | None  # None where no probe tells
@@ -28,15 +28,16 @@ class OverheadColumns:
 
 @dataclass(frozen=True)
 class OverheadModel:
-    """The overheads that probes tell."""
+    """Overheads estimated from probes."""
 
     spec: JobSpec
     probes: Sequence[Measured]  # at least one
     shutdown: float  # seconds from the last measurement of a job to its end
 
     def overheads_at(self, nodes: Ints, local_batch: Ints, batch: Ints) -> OverheadColumns:
-        """Return the overheads of configurations: those of the nearest local batch, and what no batch changes of the nearest
-        number of nodes.
+        """Return the overheads of configurations, from the probes with the nearest local batch.
+
+        Overheads that do not depend on the batch are taken from the nearest number of nodes.
 
         Args:
             nodes, local_batch, batch: shape (n,).
@@ -63,7 +64,7 @@ class OverheadModel:
 
     @cached_property
     def startup_spread(self) -> float:
-        """Half the 90 % interval of what a start takes from one job to the next: seconds, 0 where one job tells nothing."""
+        """Half the 90 % interval of the start-up time between jobs, in seconds; 0 if only one job was measured."""
         spread: list[float] = []
         for nodes in {probe.nodes for probe in self.probes}:
             # The probes of one job started together: they tell the same.
@@ -72,16 +73,18 @@ class OverheadModel:
         return Z90 * statistics.stdev(spread) if len(spread) > 1 else 0.0
 
     def _medians_by_nodes(self, values: Sequence[tuple[int, float]], nodes: Ints) -> Floats:
-        """Return the medians over the nearest number of nodes, shape (n,)."""
+        """Return the median values at the nearest measured number of nodes, shape (n,)."""
         counts = list(dict.fromkeys(count for count, _ in values))
-        medians = [statistics.median(seconds for count_, seconds in values if count_ == count) for count in counts]
+        medians = [
+            statistics.median(seconds for node_count, seconds in values if node_count == count) for count in counts
+        ]
         distinct, where = np.unique(nodes, return_inverse=True)
-        medians_: Floats = np.array(medians)[find_nearest(compute_ratios(counts, distinct))][where]
-        return medians_
+        nearest_medians: Floats = np.array(medians)[find_nearest(compute_ratios(counts, distinct))][where]
+        return nearest_medians
 
 
 def compute_median_shutdown(attempts: Iterable[Attempt], measured: Sequence[Measured]) -> float:
-    """Return the median seconds between the last result of a job and its end; 0 where no job tells."""
+    """Return the median seconds between the last result of a job and its end; 0 if unknown."""
     seconds = []
     for attempt in attempts:
         if attempt.outcome != "done" or attempt.ended_at is None:
@@ -93,7 +96,7 @@ def compute_median_shutdown(attempts: Iterable[Attempt], measured: Sequence[Meas
 
 
 def compute_median_queue_wait(jobs: Iterable[Job], attempts: Iterable[Attempt]) -> float:
-    """Return the median seconds that jobs have waited in a queue from their submission to their first start; 0 where none tells."""
+    """Return the median seconds that jobs waited in the queue, from submission to first start; 0 if unknown."""
     started: dict[str, float] = {}
     for attempt in attempts:
         allocation = attempt.job_id

@@ -1,9 +1,9 @@
-"""The energy of a step, from the probes whose GPUs have a counter of it.
+"""The energy of a step, from the probes whose GPUs have an energy counter.
 
     E = P t_step + e b
 
-of one GPU at local batch b: P (watts) is drawn all the time, also while a GPU waits for the others; e (joules) is what the
-work for a sample takes beside that. Residuals are relative.
+of one GPU at local batch b: P (watts) is drawn all the time, including while a GPU waits for others; e (joules) is the
+additional energy per sample. Residuals are relative.
 """
 
 from collections.abc import Iterable, Sequence
@@ -44,15 +44,15 @@ class PowerModel:
     _spread: Floats = field(repr=False)  # inverse of the normal equations, of as many rows as there are coefficients
 
     def measured(self, probe: Measured) -> Power:
-        """Return the power that a probe tells, which has to."""
+        """Return the measured power of a probe, which must have an energy reading."""
         return Power(_compute_mean_watts(probe), self.error)
 
     def predict(self, seconds: Number, local_batch: Number) -> Power:
-        """Return the power at a configuration that no probe tells, or at each of many.
+        """Return the predicted power at a configuration that was not measured, or at each of many.
 
         Args:
             seconds: its step time.
-            local_batch: samples of one GPU and step.
+            local_batch: samples per GPU and step.
         """
         rows = np.stack([seconds, local_batch], axis=-1).astype(float)[..., : len(self._spread)]
         joules = self.idle * seconds + self.per_sample * local_batch
@@ -62,9 +62,9 @@ class PowerModel:
 
 
 def fit_power_model(probes: Iterable[Measured]) -> PowerModel | None:
-    """Fit the probes that tell their energy; None where none does."""
-    probes_ = list(probes)
-    probes_with_energy = [probe for probe in probes_ if probe.energy is not None]
+    """Fit the model to the probes with an energy reading; return None if there are none."""
+    all_probes = list(probes)
+    probes_with_energy = [probe for probe in all_probes if probe.energy is not None]
     if not probes_with_energy:
         return None
     rows = np.array([[_get_energy_step_time(probe), probe.local_batch] for probe in probes_with_energy], dtype=float)
@@ -77,14 +77,14 @@ def fit_power_model(probes: Iterable[Measured]) -> PowerModel | None:
     return PowerModel(
         idle=idle,
         per_sample=per_sample,
-        words=_describe_power(idle, per_sample, residuals, probe_count=len(probes_with_energy), of=len(probes_)),
+        words=_describe_power(idle, per_sample, residuals, probe_count=len(probes_with_energy), of=len(all_probes)),
         error=_compute_half_interval(residuals, parameters=len(coefficients)),
         _spread=np.linalg.inv(columns.T @ columns),
     )
 
 
 def _get_energy_step_time(probe: Measured) -> float:
-    """Return the step time over which the energy was counted: every timed step's, none left out."""
+    """Return the step time over which the energy was counted: the mean of all timed steps, without trimming."""
     return float(np.mean(probe.step_times))
 
 
@@ -94,7 +94,7 @@ def _compute_mean_watts(probe: Measured) -> float:
 
 
 def _fit_two_coefficients(rows: Floats) -> Floats | None:
-    """Return P and e; None where the probes do not tell them apart, or one would be nothing, or negative."""
+    """Return P and e, or None if the probes cannot separate them or one would be negligible or negative."""
     scale = np.linalg.norm(rows, axis=0)
     if np.linalg.cond(rows / scale) > _MAX_CONDITION:
         return None
@@ -124,7 +124,10 @@ def _describe_power(
 
 
 def compute_interval_end(kwh: Floats, power: Power, bound: Floats, hours: Floats, *, sign: int) -> Floats:
-    """Return an end of the 90 % interval, nan without one: the errors of power and of time come together by chance alone."""
+    """Return an end of the 90 % interval of the energy; nan if unknown.
+
+    The errors of power and time are combined as independent.
+    """
     if power.error is None:
         return np.full(len(kwh), np.nan)
     reached: Floats = np.maximum(0.0, kwh * (1 + sign * np.hypot(power.error, bound / hours - 1)))

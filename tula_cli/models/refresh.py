@@ -1,4 +1,4 @@
-"""The cost of refreshing the scaling factors: how often, and how long if no probe has timed it."""
+"""The cost of refreshing the scaling factors: number of refreshes, and estimated duration if it was not measured."""
 
 from collections.abc import Iterable
 from math import ceil
@@ -13,9 +13,11 @@ if TYPE_CHECKING:
 
 
 def compute_small_batch_size(spec: JobSpec, batch: int) -> int:
-    """Return b_small of a refresh at a global batch: the batch the learning rate was tuned for, at most a quarter of it.
+    """Return b_small of a refresh at a global batch, at most `batch`.
 
-    Where that is not below the batch there is nothing to scale: AGS then is the identity, and does not refresh.
+    It is `ags.b_small` if that is set, else the reference batch of the learning rate, at most a quarter of `batch`. If
+    it equals `batch` (at or below the reference batch), there is nothing to scale: AGS is the identity and does not
+    refresh.
     """
     if spec.ags.b_small != "auto":
         return min(spec.ags.b_small, batch)
@@ -24,13 +26,13 @@ def compute_small_batch_size(spec: JobSpec, batch: int) -> int:
 
 
 def has_separate_refreshes(spec: JobSpec, batch: int) -> bool:
-    """Return whether some steps at a global batch take a refresh that others do not."""
+    """Return whether some steps at a global batch include a refresh that others do not."""
     ags = spec.ags.resolved()
     return spec.train.facts.refreshes and not ags.each_step and compute_small_batch_size(spec, batch) < batch
 
 
 def compute_max_samples_drawn(spec: JobSpec, batch: int, *, available: int, world: int) -> int:
-    """Return the most samples that one rank gives to a refresh at a global batch; 1 where none takes any.
+    """Return the maximum samples that one rank draws for a refresh at a global batch; 1 if none are drawn.
 
     Args:
         spec: the job.
@@ -47,12 +49,12 @@ def compute_max_samples_drawn(spec: JobSpec, batch: int, *, available: int, worl
 
 
 def count_refreshes(spec: JobSpec, *, batch: int, steps: int) -> int:
-    """Return the refreshes of a whole run, apart from those that are a part of each step.
+    """Return the refreshes of a whole run, except those that are part of every step.
 
     Args:
         spec: epochs, method and refresh interval.
-        batch: samples an optimizer step over all GPUs.
-        steps: optimizer steps an epoch.
+        batch: samples per optimizer step over all GPUs.
+        steps: optimizer steps per epoch.
     """
     if not has_separate_refreshes(spec, batch):
         return 0
@@ -64,15 +66,15 @@ def count_refreshes(spec: JobSpec, *, batch: int, steps: int) -> int:
 def compute_refresh_seconds(
     spec: JobSpec, probes: Iterable[Measured], *, nodes: "Ints", local_batch: "Ints", batch: "Ints"
 ) -> "Floats":
-    """Return what one refresh adds to a step at each of many configurations, shape (n,); nan where no probe tells.
+    """Return the seconds that one refresh adds to a step at each of many configurations, shape (n,); nan if unknown.
 
-    That of the probe whose rank took about as many samples for it, on about as many nodes. Where the probes' batches
-    were all too small to scale, the step without synchronisation of the probe with about as many samples: a refresh is
-    a forward and a backward pass.
+    Taken from the probe whose ranks drew the most similar number of samples, on a similar number of nodes. If the
+    batches of all probes were too small to scale, the step without synchronisation of the probe with the most similar
+    number of samples is used, because a refresh is a forward and a backward pass.
 
     Args:
         spec: the job.
-        probes: those there are.
+        probes: the measured probes.
         nodes, local_batch, batch: of the configurations, shape (n,).
     """
     import numpy as np
@@ -83,15 +85,17 @@ def compute_refresh_seconds(
     refreshed = compute_by_value(lambda size: has_separate_refreshes(spec, size), batch)
     if not refreshed.any():
         return np.zeros(len(batch))
-    probes_, accumulate = list(probes), spec.train.accumulate
+    all_probes, accumulate = list(probes), spec.train.accumulate
     share = np.minimum(
         compute_by_value(lambda size: compute_small_batch_size(spec, size), batch),
         np.maximum(1, local_batch // accumulate),
     )
     timed = [
-        probe for probe in probes_ if has_separate_refreshes(spec, probe.batch) and probe.overheads.refresh is not None
+        probe
+        for probe in all_probes
+        if has_separate_refreshes(spec, probe.batch) and probe.overheads.refresh is not None
     ]
-    local = [probe for probe in probes_ if _get_time_without_sync(probe) is not None]
+    local = [probe for probe in all_probes if _get_time_without_sync(probe) is not None]
     if timed:
         unlike = (
             doublings([_count_samples_per_rank(spec, probe.batch, probe.local_batch) for probe in timed], share),
@@ -108,7 +112,7 @@ def compute_refresh_seconds(
 
 
 def _get_time_without_sync(probe: Measured) -> float | None:
-    """Return a step without synchronisation, which one GPU's is in any case; None where it was not measured."""
+    """Return the time of a step without synchronisation, which is any step of a single GPU; None if not measured."""
     if probe.compute_time is None and probe.nodes * probe.gpus_per_node == 1:
         from tula_cli.models.time.noise import (
             compute_trimmed_mean,  # numpy, which the commands that only look have no time for
@@ -119,11 +123,11 @@ def _get_time_without_sync(probe: Measured) -> float | None:
 
 
 def is_refresh_time_unknown(spec: JobSpec, probes: Iterable[Measured]) -> bool:
-    """Return whether some steps take a refresh, and no probe tells what that is."""
+    """Return whether some steps include a separate refresh and no probe allows its duration to be estimated."""
     apart_from_steps = spec.train.facts.refreshes and not spec.ags.resolved().each_step
     return apart_from_steps and all(p.overheads.refresh is None and _get_time_without_sync(p) is None for p in probes)
 
 
 def _count_samples_per_rank(spec: JobSpec, batch: int, local_batch: int) -> int:
-    """Return the samples of one rank that takes part in a refresh."""
+    """Return the samples drawn by one rank that takes part in a refresh."""
     return min(compute_small_batch_size(spec, batch), max(1, local_batch // spec.train.accumulate))

@@ -1,4 +1,4 @@
-"""The verdict of a resume test: with which batch a script can resume."""
+"""The verdict of a resume test: the batches with which a script can resume."""
 
 import math
 from collections.abc import Sequence
@@ -8,11 +8,12 @@ from tula_cli.run.records.scripts import Phase, Rehearsed, Verdict
 from tula_cli.words import format_duration, format_number, format_percent
 
 LR_TOLERANCE = 0.01
-"""Share by which a learning rate may differ from the expected one, beside what its schedule does in two steps."""
+"""Relative tolerance of a learning rate, in addition to the change that its schedule makes in two steps."""
 CURVE_TOLERANCE = 0.03
-"""The same at equal samples of two curves, as a share of the range that they pass through: a slow schedule moves little."""
+"""Tolerance between two learning-rate curves at equal samples, as a share of their range, because a slow schedule
+changes little."""
 ROUNDING = 1e-6
-"""Relative, of a learning rate that is a 32-bit number or was written on a command line."""
+"""Relative rounding error of a learning rate stored as a 32-bit number or written on a command line."""
 NO_STEP_SEEN = (
     "no optimizer step of torch was seen: does it train with an optimizer of torch.optim, and is its Python started without"
     " -I, -E and -S?"
@@ -21,7 +22,10 @@ NO_STEP_SEEN = (
 
 @dataclass(frozen=True)
 class ResumeJudgement:
-    """`verdict` None: not found out. `told` holds all sentences, `faults` those of what is wrong."""
+    """Verdict of a resume test; `verdict` is None if there is none.
+
+    `told` holds all findings, `faults` those that describe faults.
+    """
 
     verdict: Verdict | None
     told: tuple[str, ...]
@@ -30,7 +34,7 @@ class ResumeJudgement:
 
 @dataclass(frozen=True)
 class _Resumed:
-    """The observation of one start from the checkpoint."""
+    """Observations of one start from the checkpoint."""
 
     exact: bool = False  # it was seen to its end, and nothing was wrong
     useless: bool = False  # the checkpoint was of no use to it
@@ -39,12 +43,12 @@ class _Resumed:
 
 
 def judge_resume_test(starts: Sequence[Rehearsed], *, lr_ratio: float | None) -> ResumeJudgement:
-    """Return what the starts of a rehearsal come to; what they have not reached is told, never assumed.
+    """Judge the starts of a resume test; what they did not reach is reported, never assumed.
 
     Args:
         starts: in their order.
-        lr_ratio: what the command line makes of the learning rate at half the batch, relative to the whole; None where the
-            script has its own.
+        lr_ratio: learning rate that the command line sets at half the batch, relative to the full batch; None if the
+            script sets its own.
     """
     begin, same, half = (_find_last_of_phase(starts, phase) for phase in ("begin", "same", "half"))
     if begin is None or same is None or begin.saved_samples is None:
@@ -121,7 +125,7 @@ def _judge_resumed(begin: Rehearsed, start: Rehearsed, *, lr_ratio: float | None
 
 
 def _judge_samples(begin: Rehearsed, start: Rehearsed) -> _Resumed:
-    """Hold the samples of a start from the checkpoint against those that were left."""
+    """Compare the samples trained after a start from the checkpoint with those that remained."""
     at, saved, total = f"at batch {start.batch}", begin.saved_samples or 0, start.whole
     if total is None:
         return _Resumed(
@@ -137,8 +141,8 @@ def _judge_samples(begin: Rehearsed, start: Rehearsed) -> _Resumed:
         restart_message = (
             f"{at} it does not go on from its checkpoint, but begins anew: all {total} samples are trained again"
         )
-        message_ = restart_message if anew else message
-        return _Resumed(useless=anew, told=(message_,), faults=(message_,))
+        verdict = restart_message if anew else message
+        return _Resumed(useless=anew, told=(verdict,), faults=(verdict,))
     if start.ended == "cut":
         reached = f"{start.samples} of {remaining} samples in {format_duration(start.seconds)}"
         message = f"{at} it takes steps, but was not seen to its end ({reached}), so where it goes on is not known: raise search.max_minutes"
@@ -157,18 +161,21 @@ def _judge_samples(begin: Rehearsed, start: Rehearsed) -> _Resumed:
 
 
 def _compute_sample_tolerance(begin: Rehearsed, start: Rehearsed, remaining: int) -> int:
-    """Return samples that say nothing: each epoch may drop its last batch, and a batch is counted ahead of the checkpoint."""
+    """Return the difference in samples that is not significant.
+
+    Each epoch may drop its last batch, and one batch is counted ahead of the checkpoint.
+    """
     epochs = math.ceil(remaining / begin.dataset_size) if begin.dataset_size else 1
     return max(1, epochs) * start.batch + begin.batch
 
 
 def _judge_learning_rate(begin: Rehearsed, start: Rehearsed, ratio: float | None) -> str:
-    """Return what is wrong with the first learning rate after the checkpoint; empty where nothing is, or none is told."""
+    """Describe a wrong first learning rate after the checkpoint; empty if it is right or unknown."""
     if begin.next_lr is None or start.first_lr is None:
         return ""
     ratios = _list_allowed_ratios(ratio)
     slack = LR_TOLERANCE * abs(begin.next_lr) + begin.lr_step
-    if any(abs(start.first_lr - begin.next_lr * ratio_) <= slack * ratio_ for ratio_ in ratios):
+    if any(abs(start.first_lr - begin.next_lr * allowed_ratio) <= slack * allowed_ratio for allowed_ratio in ratios):
         return ""
     expected = begin.next_lr * ratios[0]
     expected_text = (
@@ -180,12 +187,18 @@ def _judge_learning_rate(begin: Rehearsed, start: Rehearsed, ratio: float | None
 
 
 def _list_allowed_ratios(ratio: float | None) -> list[float]:
-    """Return what the learning rate at half the batch may be relative to the whole: as asked, else as scripts scale it."""
+    """Return the allowed ratios of the learning rate at half the batch to that at the full one.
+
+    The requested ratio, else the ones by which scripts usually scale it.
+    """
     return [ratio] if ratio is not None else [1.0, 0.5, math.sqrt(0.5)]
 
 
 def _find_lost_schedule(begin: Rehearsed, same: Rehearsed) -> str:
-    """Return that the schedule does not go on where it stood at the checkpoint, although the learning rate hides that."""
+    """Describe a schedule that does not resume from its position at the checkpoint; empty if it does.
+
+    This may not show in the learning rate.
+    """
     schedule_before, after = begin.schedule, same.schedule
     if schedule_before is None or after is None or after.moves is False or abs(schedule_before.at - after.at) <= 1:
         return ""
@@ -193,9 +206,9 @@ def _find_lost_schedule(begin: Rehearsed, same: Rehearsed) -> str:
 
 
 def _find_schedule_fault(begin: Rehearsed, same: Rehearsed, half: Rehearsed, ratio: float | None) -> str:
-    """Return why the schedule of half the batch is not that of the whole at equal samples; empty if it is.
+    """Describe why the schedules at half and full batch differ at equal samples; empty if they do not.
 
-    A scheduler that counts optimizer steps and goes on at the step of the checkpoint is wrong at another batch, however
+    A scheduler that counts optimizer steps and resumes at the step of the checkpoint is wrong at another batch, however
     little of its curve a short training shows. All others are judged by the learning rates that were used.
     """
     at, schedule_before, after = f"at batch {half.batch}", same.schedule, half.schedule
@@ -217,7 +230,10 @@ def _find_schedule_fault(begin: Rehearsed, same: Rehearsed, half: Rehearsed, rat
 
 
 def _list_curve_factors(same: Rehearsed, half: Rehearsed, ratio: float | None) -> list[float]:
-    """Return by what the curve of the whole batch may be multiplied: what the first steps show, if that is allowed."""
+    """Return the factors by which the learning-rate curve of the full batch may be multiplied.
+
+    The ratio of the first rates if it is allowed, then the allowed ratios.
+    """
     if not same.rates or not half.rates:
         return []
     same_rate, half_rate = same.rates[0][1], half.rates[0][1]
@@ -233,9 +249,10 @@ def _list_curve_factors(same: Rehearsed, half: Rehearsed, ratio: float | None) -
 def _find_first_difference(
     begin: Rehearsed, same: Rehearsed, half: Rehearsed, factor: float
 ) -> tuple[int, float, float] | None:
-    """Return samples, learning rate and the due one where the curve of half the batch first leaves that of the whole.
+    """Return (samples, rate, expected rate) where the curve of half the batch first deviates from the full one.
 
-    Around each point the whole batch's curve is taken over the samples by which epochs of the two may be apart.
+    Each point is compared with the full batch's curve over the range of samples by which the epochs of the two may
+    differ.
     """
     values = [rate for _, rate in same.rates]
     slack = CURVE_TOLERANCE * (max(values) - min(values)) + ROUNDING * max(values)

@@ -1,7 +1,8 @@
-"""The regressions behind a recommendation by statsmodels, with their summaries: what `tula recommend --explain` shows.
+"""Regression summaries by statsmodels for `tula recommend --explain`.
 
-The models that predict are fitted in numpy. Here statsmodels makes the final fits of the same probes: the generalised least
-squares whose covariance the intervals of step times have, and three plain regressions to compare with.
+The models used for prediction are fitted in numpy. Here statsmodels repeats the final fits to the same probes: the
+generalised least squares whose covariance gives the intervals of step times, and three plain regressions for
+comparison.
 """
 
 import warnings
@@ -34,7 +35,7 @@ class Coefficient:
 
 @dataclass(frozen=True)
 class RegressionSummary:
-    """A regression, in words and figures."""
+    """A regression with its description and tables."""
 
     name: str
     about: str  # what is fitted to what, in a sentence

@@ -1,8 +1,9 @@
-"""Trackable resources (TRES) as SLURM writes them, and the billing that its weights make of them.
+"""Trackable resources (TRES) in SLURM's notation, and the billing computed from their weights.
 
-Billing is the sum of weight x count over what a job is allocated; with PriorityFlags=MAX_TRES the largest of the products
-of a node's resources (cpu, mem, node, gres) and the sum of those of no node (licenses); with MAX_TRES_GRES (SLURM 24.05) the
-largest of cpu, mem and node, and the sum of gres and of the rest. Without weights it is the number of CPUs.
+Billing is the sum of weight x count over the allocated resources. With PriorityFlags=MAX_TRES it is the largest of the
+products of a node's resources (cpu, mem, node, gres) plus the sum of those of no node (licenses); with MAX_TRES_GRES
+(SLURM 24.05) the largest of cpu, mem and node plus the sum of gres and the rest. Without weights it is the number of
+CPUs.
 """
 
 import math
@@ -19,11 +20,11 @@ _MB = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2, "P": 1024.0**3, "E"
 _COUNTS = {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 _OF_A_NODE = ("cpu", "mem", "node")
 NOISE = 1e-9
-"""Of the last digits of a product: 10 x 0.3 is 3."""
+"""Relative rounding error of a product of floats: 10 x 0.3 must count as 3."""
 
 
 def parse_tres(text: str) -> dict[str, float]:
-    """Return the counts in SLURM's words, "cpu=4,mem=3000M,gres/gpu:a100=4"; what has no number is left out."""
+    """Parse counts in SLURM's notation, "cpu=4,mem=3000M,gres/gpu:a100=4"; entries without a number are left out."""
     counts = {}
     for entry in text.split(","):
         name, _, value = entry.strip().rpartition("=")
@@ -33,7 +34,7 @@ def parse_tres(text: str) -> dict[str, float]:
 
 
 def parse_count(name: str, text: str) -> float | None:
-    """Return one count, memory in MB; None where there is none ("N", "UNLIMITED")."""
+    """Parse one count, memory in MB; return None if it is not a number ("N", "UNLIMITED")."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGTPE]?)B?", text.strip().upper())
     if match is None or not name:
         return None
@@ -42,9 +43,9 @@ def parse_count(name: str, text: str) -> float | None:
 
 
 def parse_weights(text: str) -> dict[str, float]:
-    """Return TRESBillingWeights, "CPU=1.0,Mem=0.25G,GRES/gpu:a100=2.0", by name; that of memory for each MB.
+    """Parse TRESBillingWeights, "CPU=1.0,Mem=0.25G,GRES/gpu:a100=2.0"; the weight of memory is returned per MB.
 
-    A suffix is the unit that the weight is of, so 0.25G is 0.25 for each GB.
+    A suffix is the unit that the weight applies to: 0.25G means 0.25 per GB.
     """
     weights = {}
     for entry in text.split(","):
@@ -62,18 +63,18 @@ def _convert_to_mb(name: str) -> bool:
 
 
 def parse_flags(flags: str) -> Count:
-    """Return how PriorityFlags has billing counted."""
+    """Return the billing rule that PriorityFlags selects."""
     words = re.split(r"[,\s]+", flags.upper())
     return "max" if "MAX_TRES" in words else "max_gres" if "MAX_TRES_GRES" in words else "sum"
 
 
 def compute_billing(tres: Tres, weights: Tres | None, count: Count) -> float:
-    """Return the billing of an allocation, before SLURM cuts it to whole numbers.
+    """Return the billing of an allocation, before SLURM truncates it to a whole number.
 
     Args:
-        tres: what is allocated.
-        weights: as `parse_weights` has them; None where a partition has none: the CPUs count.
-        count: how products come together.
+        tres: allocated resources.
+        weights: as returned by `parse_weights`; None if the partition has none, so that CPUs are counted.
+        count: how the products are combined.
     """
     if not weights:
         return tres.get("cpu", 0.0)
@@ -86,5 +87,5 @@ def compute_billing(tres: Tres, weights: Tres | None, count: Count) -> float:
 
 
 def truncate_billing(value: float) -> int:
-    """Return a billing as SLURM keeps it of a job (AllocTRES): the digits after the point are cut off."""
+    """Truncate a billing to a whole number, as SLURM stores it for a job (AllocTRES)."""
     return math.floor(value * (1 + NOISE))

@@ -1,4 +1,7 @@
-"""Files of a run that may be removed: those that tula made and that only a return to an earlier state needs. No link is followed."""
+"""Files of a run that may be removed: written by tula, and needed only to return to an earlier state.
+
+Links are not followed.
+"""
 
 import os
 import re
@@ -15,17 +18,17 @@ from tula_cli.run.training_run import CHECKPOINT, DRAFT, TrainingRun
 Kind = Literal["checkpoints", "compared", "damaged", "drafts", "scratch"]
 
 _DAMAGED = re.compile(r"damaged-(?:[0-9]+-)?[0-9]{12,}\.(pt|dcp)")
-"""A name that a checkpoint gets that cannot be read."""
+"""The name given to a checkpoint that cannot be read."""
 _LINK_DRAFT = re.compile(r"\.(best|last)\.[0-9]+")
 _PROBE_OUT = re.compile(r"probe-.+\.[0-9]{3}")
 _REHEARSAL = re.compile(r"rehearse-[^.]+")
 RESUMED_FROM = 2
-"""Newest checkpoints of a training that is not over: one more than needed, should the newest be damaged."""
+"""Number of newest checkpoints kept for an unfinished training: one spare in case the newest is damaged."""
 
 
 @dataclass(frozen=True)
 class CleanPolicy:
-    """Files to remove in addition to those that nothing needs."""
+    """Files to remove in addition to those that are never needed."""
 
     keep_best: bool = False  # of finished trainings the best weights alone stay: they cannot be resumed any more
     compared: Set[str] = frozenset()  # signatures of finished trainings that are to go, whole
@@ -33,7 +36,7 @@ class CleanPolicy:
 
 @dataclass(frozen=True)
 class RemovableFile:
-    """A file or folder that may go."""
+    """A file or folder that may be removed."""
 
     kind: Kind
     path: Path
@@ -41,7 +44,7 @@ class RemovableFile:
 
 
 def measure_size_and_time(path: Path) -> tuple[int, float]:
-    """Return the bytes on the disk of all that a file or folder holds, and when the newest of it was written (Unix time)."""
+    """Return the disk usage (bytes) of a file or folder with its contents, and the newest modification (Unix time)."""
     size, newest, ahead = 0, 0.0, [path]
     while ahead:
         try:
@@ -55,7 +58,7 @@ def measure_size_and_time(path: Path) -> tuple[int, float]:
 
 
 def list_part_folders(run: Path) -> list[Path]:
-    """Return the folders of all that was ever measured and trained in a run: its own, of its node types, of its lengths."""
+    """Return the folders of all measurements and trainings of a run, including node types and text lengths."""
     folders = [run]
     for folder in folders:
         folders += [inner for name in ("types", "lengths") for inner in _list_folders(folder / name)]
@@ -63,10 +66,10 @@ def list_part_folders(run: Path) -> list[Path]:
 
 
 def list_removable_files(part: Path, wish: CleanPolicy) -> Iterator[RemovableFile]:
-    """Yield what may go of one of a run's folders, while no job of it lives.
+    """Yield the removable files of one of a run's folders. No job of the run may be alive.
 
     Raises:
-        BadMeasurements: what tells whether a training is over is damaged.
+        BadMeasurements: a record that shows whether a training has finished is damaged.
     """
     for training in _list_folders(part / "train"):
         yield from _list_removable_of_training(TrainingRun(part, training.name), wish)
@@ -105,7 +108,7 @@ def _list_removable_of_training(training: TrainingRun, wish: CleanPolicy) -> Ite
 
 
 def _list_kept_checkpoints(training: TrainingRun, whole: list[str], *, over: bool, keep_best: bool) -> set[str]:
-    """Return the checkpoints, newest first in `whole`, that stay."""
+    """Return the checkpoints to keep; `whole` is ordered newest first."""
     best, last = (
         {target} & set(whole) for target in map(_read_link_target, (training.path / "best", training.path / "last"))
     )
@@ -118,7 +121,7 @@ def _list_kept_checkpoints(training: TrainingRun, whole: list[str], *, over: boo
 
 
 def _read_link_target(link: Path) -> str:
-    """Return the checkpoint that a link of tula's names; empty where there is none."""
+    """Return the checkpoint name that one of tula's links points to; empty if there is none."""
     try:
         target = link.readlink()
     except OSError:
@@ -127,10 +130,10 @@ def _read_link_target(link: Path) -> str:
 
 
 def remove_file(holding: RemovableFile) -> None:
-    """Remove it; what names it goes first. Where this is interrupted, the next call ends it.
+    """Remove a file or folder, and the links to it first. An interrupted removal is completed by the next call.
 
     Raises:
-        CannotWrite: the file system does not let it go.
+        CannotWrite: the file system refuses the removal.
     """
     path = holding.path
     try:
@@ -162,12 +165,12 @@ def _make_removable_file(kind: Kind, path: Path) -> RemovableFile:
 
 
 def _as_written(name: str, mode: int) -> bool:
-    """Return whether a checkpoint is what tula writes under its name: a file, or a folder of shares; never a link."""
+    """Return whether a checkpoint has the file type of its name: a file, or a folder of shares; never a link."""
     return stat.S_ISDIR(mode) if name.endswith(".dcp") else stat.S_ISREG(mode)
 
 
 def _list_entries(folder: Path) -> dict[str, int]:
-    """Return the modes of what a folder holds, of links their own; nothing where there is no such folder."""
+    """Return the file modes of a folder's entries by name, without following links; empty without such a folder."""
     try:
         with os.scandir(folder) as entries:
             return {entry.name: entry.stat(follow_symlinks=False).st_mode for entry in entries}
@@ -176,7 +179,7 @@ def _list_entries(folder: Path) -> dict[str, int]:
 
 
 def _list_folders(folder: Path) -> list[Path]:
-    """Return the folders in a folder, by name, without links; none where that is a link itself."""
+    """Return the folders in a folder, sorted by name, without links; empty if the folder itself is a link."""
     entries = _list_entries(folder) if _is_folder(folder) else {}
     return [folder / name for name, mode in sorted(entries.items()) if stat.S_ISDIR(mode)]
 

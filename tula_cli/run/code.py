@@ -1,7 +1,7 @@
-"""The user's own code: what a spec's import strings or its script lead to, and the snapshot of it that its jobs run.
+"""The user's own code: the files that a spec's import strings or script refer to, and the snapshot that jobs run.
 
-Nothing is imported: the files are found by reading their `import` statements, so that a command neither waits for the
-user's libraries nor runs their code.
+Nothing is imported: files are found by parsing `import` statements, so that a command neither waits for the user's
+libraries nor runs their code.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ from tula_cli.spec.signature import compute_measurement_signature
 
 
 def compute_code_digest(spec: JobSpec, workdir: Path) -> str:
-    """Return the digest of the user's own code, and first weights, as they are now; empty where the spec names none.
+    """Return the digest of the user's code and initial weights in their current state; empty if the spec names none.
 
     Raises:
         SpecError: a file cannot be read.
@@ -56,15 +56,15 @@ def compute_code_digest(spec: JobSpec, workdir: Path) -> str:
 
 
 def run_of_job(root: Path, spec: JobSpec) -> RunDir:
-    """Return the run of a job with the user's own code as it is here and now; it may not be there yet.
+    """Return the run of a job with the user's code in its current state; the run may not exist yet.
 
     Args:
-        root: where runs are kept.
+        root: folder of the runs.
         spec: the job.
 
     Raises:
         SpecError: a file of the code cannot be read.
-        OtherFormat: the run is there, in a format of another tula.
+        OtherFormat: the run exists in a format of another version of tula.
     """
     run = RunDir.of(root.absolute(), spec, code=compute_code_digest(spec, Path.cwd()))
     run_format.require_known_format(run.path)
@@ -72,10 +72,10 @@ def run_of_job(root: Path, spec: JobSpec) -> RunDir:
 
 
 def select_code(spec: JobSpec, workdir: Path) -> Selection:
-    """Return what a snapshot of the spec's code holds.
+    """Return the files that a snapshot of the spec's code holds.
 
     Raises:
-        SpecError: a script's command names a file that is not there.
+        SpecError: a script's command names a file that does not exist.
     """
     return select_imported_files(spec, workdir) if spec.script is None else select_script_files(spec.script, workdir)
 
@@ -84,13 +84,13 @@ def select_code(spec: JobSpec, workdir: Path) -> Selection:
 
 
 def choose_code(run: RunDir | None, spec: JobSpec, workdir: Path, *, keep: bool) -> Source:
-    """Decide which code a submission runs, and look which weights it starts from.
+    """Choose the code that a submission runs, and compute the digest of the weights it starts from.
 
     Args:
-        run: where earlier submissions may have left snapshots.
+        run: the run in which earlier submissions may have left snapshots.
         spec: the job.
         workdir: the folder where tula was called.
-        keep: go on with the code that the run was measured with, also where it has changed since.
+        keep: use the code with which the run was measured even if the current code differs.
 
     Raises:
         SpecError: a file cannot be read.
@@ -131,33 +131,36 @@ def _list_code_warnings(spec: JobSpec, selection: Selection, workdir: Path) -> t
 
 
 def describe_user_code(spec: JobSpec) -> str:
-    """Return the user's own code in words."""
+    """Describe the user's code in words."""
     if spec.script is not None:
         return f"the code of {describe_command(spec.script.command)}"
     return f"the code behind {', '.join(import_strings(spec))}"
 
 
 def find_measured_snapshot(run: RunDir) -> CodeSnapshot | None:
-    """Return the newest snapshot that the run's probes were submitted with; None where they ran no code of the user's."""
+    """Return the newest snapshot with which the run's probes were submitted, or None if they ran no user code."""
     names = {task.code for task in run.tasks() if isinstance(task, ProbeTask) and task.code}
     snapshots = [snapshot for name in names if run.code_dir(name).is_dir() and (snapshot := run.code(name))]
     return max(snapshots, key=lambda snapshot: snapshot.taken_at, default=None)
 
 
 def list_runs_with_other_code(run: RunDir, spec: JobSpec) -> list[RunDir]:
-    """Return the runs beside `run` of the same job with other code, last changed first; none where it names no code."""
+    """Return other runs of the same job with different code, most recently changed first.
+
+    Empty if the job names no code.
+    """
     if not import_strings(spec) and (spec.script is None or spec.script.code == "none"):
         return []
-    runs_of_name = [run_ for run_ in RunDir.all(run.path.parent) if run_.id.startswith(f"{spec.name}-")]
+    runs_of_name = [other_run for other_run in RunDir.all(run.path.parent) if other_run.id.startswith(f"{spec.name}-")]
     return [
-        run_
-        for run_ in runs_of_name
-        if run_.path != run.path and _read_signature(run_) == compute_measurement_signature(spec)
+        other_run
+        for other_run in runs_of_name
+        if other_run.path != run.path and _read_signature(other_run) == compute_measurement_signature(spec)
     ]
 
 
 def _read_signature(run: RunDir) -> str:
-    """Return the signature of a run's spec alone; empty where its spec is damaged, which is no matter of this job."""
+    """Return the signature of a run's spec without its code; empty if the spec is damaged."""
     try:
         return compute_measurement_signature(run.spec())
     except SpecError:
@@ -165,7 +168,7 @@ def _read_signature(run: RunDir) -> str:
 
 
 def _is_installed(spec: JobSpec) -> bool:
-    """Return whether one of the spec's modules can be found elsewhere; importing its top package is not needed."""
+    """Return whether one of the spec's modules can be found elsewhere; its top-level package is not imported."""
     modules = import_strings(spec) if spec.script is None else list_module_names(split_command(spec.script.command))
     tops = {name.partition(":")[0].partition(".")[0] for name in modules}
     for top in tops:
@@ -178,10 +181,10 @@ def _is_installed(spec: JobSpec) -> bool:
 
 
 def take_snapshot(run: RunDir, spec: JobSpec, source: Source) -> str:
-    """Copy the code into the run directory, where it is not there yet; return the snapshot's name, empty for no code.
+    """Copy the code into the run directory unless it is already there; return the snapshot's name, empty for no code.
 
     Raises:
-        TulaError: the code changed since `source` was decided, or it cannot be copied.
+        TulaError: the code changed since `source` was chosen, or cannot be copied.
     """
     if source.kept or not source.digest:
         return source.kept
@@ -246,7 +249,7 @@ def _make_snapshot_record(selection: Selection, name: str, source: Source) -> Co
 
 
 def _link_the_rest(draft: Path, base: Path, folders: Iterable[Path]) -> None:
-    """Link what was not copied, for code that finds files by its own `__file__`: data, weights, large files."""
+    """Link files that were not copied (data, weights, large files), for code that uses its `__file__`."""
     for folder in folders:
         for entry in list_entries(base / folder) or ():
             link = draft / folder / entry.name

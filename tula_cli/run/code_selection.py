@@ -1,4 +1,4 @@
-"""The files of a code snapshot: what git tracks, and the bounds on what is copied."""
+"""The files of a code snapshot: which files git tracks, and limits on what is copied."""
 
 import itertools
 import os
@@ -22,9 +22,11 @@ LISTING_TIMEOUT = 60.0  # of a listing, without which there is no telling what t
 
 
 def list_tracked_files(folder: Path) -> tuple[Path, dict[Path, bool]] | None:
-    """Return the repository that a folder is in, and its files: whether git tracks each, or has not been told to ignore it.
+    """Return the root of a folder's git repository, and its files with whether git tracks each.
 
-    Repositories inside of it count as its own files. What is listed need not exist; None where there is no repository.
+    Ignored files are left out.
+
+    Nested repositories count as part of it. Listed files need not exist. None if there is no repository.
 
     Args:
         folder: absolute, without symbolic links.
@@ -62,11 +64,11 @@ def _run_listing(top: Path, *options: str) -> str:
 
 
 def read_repository_state(base: Path, paths: Iterable[Path]) -> tuple[str, bool, str]:
-    """Return (commit, whether the paths differ from it, how, but for private files); empty where there is no repository.
+    """Return (commit, whether the paths differ from it, their diff without private files); empty without git.
 
     Args:
         base: a folder of the repository.
-        paths: files and folders, relative to it.
+        paths: files and folders, relative to `base`.
     """
     commit = _run_git(base, "rev-parse", "--verify", "HEAD").strip()
     if not commit:
@@ -80,7 +82,7 @@ def read_repository_state(base: Path, paths: Iterable[Path]) -> tuple[str, bool,
 
 
 def _read_diff_of_paths(base: Path, paths: Sequence[str]) -> str:
-    """Return how paths differ from the commit, without files that may hold secrets: a package's folder is asked for whole."""
+    """Return the diff between paths and the commit, without files that may hold secrets."""
     options = ["--no-color", "--no-ext-diff", "--no-textconv", "--no-renames", "--relative", "HEAD", "--"]
     changed = [name for name in _run_git(base, "diff", "--name-only", "-z", *options, *paths).split("\0") if name]
     private = [f":(exclude,literal){name}" for name in changed if is_private_file(Path(name))]
@@ -89,7 +91,10 @@ def _read_diff_of_paths(base: Path, paths: Sequence[str]) -> str:
 
 
 def _list_paths_in_repository(base: Path, paths: Iterable[Path]) -> Sequence[str]:
-    """Return the paths, with a repository inside of this one in place of its files, of which this one knows none."""
+    """Return the paths, with files of a nested repository replaced by its folder.
+
+    The outer repository does not know the files of a nested one.
+    """
     inside: dict[Path, Path | None] = {Path(): None}
 
     def holder(folder: Path) -> Path | None:
@@ -102,7 +107,7 @@ def _list_paths_in_repository(base: Path, paths: Iterable[Path]) -> Sequence[str
 
 
 def _run_git(folder: Path, *arguments: str) -> str:
-    """Return what git prints; empty where it fails."""
+    """Return git's output; empty if it fails."""
     try:
         return _read_git_output(folder, *arguments, timeout=GIT_TIMEOUT)
     except (OSError, subprocess.SubprocessError):
@@ -127,7 +132,7 @@ MAX_FILE_BYTES = 1_000_000  # bytes of a file of a package that is no module the
 MAX_TOTAL_BYTES = 20_000_000  # bytes of all of them together
 MAX_FILE_COUNT = 2000
 MAX_ENTRIES = 1000
-"""A folder that holds more is data: it is not looked through."""
+"""A folder with more entries is treated as data and not searched."""
 
 
 @dataclass(frozen=True)
@@ -148,9 +153,10 @@ class Selection:
 
 
 def select_imported_files(spec: JobSpec, workdir: Path) -> Selection:
-    """Return what a snapshot of the spec's code holds: the modules, and of packages their other small files.
+    """Return the files for a snapshot of the spec's code: its modules, and the other small files of their packages.
 
-    A package's other files are copied because it may read them, or import them in ways that no statement tells.
+    A package's other files are copied because the package may read them, or import them in ways that no statement
+    shows.
     """
     modules = list_files_of_imports(spec, workdir)
     roots = tuple(
@@ -178,7 +184,7 @@ def _find_packages(modules: Iterable[Path], workdir: Path) -> list[Path]:
 def _survey_package(
     package: Path, modules: set[Path], others: list[Path], left_out: list[Path], keys: list[Path]
 ) -> None:
-    """Sort a package's other files into those that a snapshot copies, those beyond its bounds, and keys, by folders."""
+    """Sort a package's other files, breadth-first, into those to copy, those beyond the limits, and keys."""
     total, waiting = sum(file.stat().st_size for file in others), deque([package])
     while waiting:
         folder = waiting.popleft()
@@ -201,7 +207,7 @@ def _survey_package(
 
 
 def list_entries(folder: Path) -> list[Path] | None:
-    """Return what a folder holds that may be the user's, by name; None where that is too much, or not to be read."""
+    """Return the entries of a folder that may be the user's, sorted; None if there are too many or it is unreadable."""
     try:
         with os.scandir(folder) as scan:
             names = [entry.name for entry in itertools.islice(scan, MAX_ENTRIES + 1)]
@@ -214,7 +220,7 @@ def list_entries(folder: Path) -> list[Path] | None:
 
 
 def list_selection_warnings(selection: Selection) -> tuple[str, ...]:
-    """Say what the snapshot cannot hold, and what that means."""
+    """Return warnings about files that the snapshot cannot hold, with the consequences."""
     warnings = []
     if selection.left_out:
         warnings.append(

@@ -1,4 +1,4 @@
-"""Which files of a run are damaged, and what follows from it: what `tula status` and all that reads them warn of."""
+"""Damaged files of a run and their consequences, for the warnings of every command that reads them."""
 
 import itertools
 import json
@@ -15,10 +15,11 @@ from tula_cli.run.files import is_regular, read_content
 from tula_cli.run.training_run import TrainingRun
 
 SUMS = "sums.json"
-"""The check sums of the other files of a checkpoint in shares."""
+"""The file with the checksums of the other files of a sharded checkpoint."""
 RESTORE_HINT = "put it back from a copy of the run, if there is one"
 _MAX_SUMMED = 2**20
-"""Bytes of a checkpoint whose check sums are compared; of the rest its structure alone is, or it would take minutes."""
+"""Bytes of a checkpoint whose checksums are verified; for the rest only the structure is checked, because it would take
+minutes."""
 _MAX_RANGES = 5
 _CONSEQUENCES = {
     "results/*": "its configuration counts as not measured",
@@ -36,7 +37,7 @@ _CONSEQUENCES = {
     "train/*/script.json": "the newest checkpoint of the script is not known",
     "train/*/micro_batches.json": "how far its micro-batches may be cut is not known",
 }
-"""The consequence of a damaged record for the reader, by its place in the run."""
+"""Consequence of a damaged record for the reader, by its path in the run."""
 _LOST_WEIGHTS = {
     "best": "the best weights cannot be evaluated or used",
     "last": "the newest weights cannot be used: a restart resumes from an older checkpoint, or from the beginning",
@@ -44,7 +45,7 @@ _LOST_WEIGHTS = {
 
 
 def describe_damaged_record(run: Path, path: Path, error: BadMeasurements) -> str:
-    """Return what is wrong with a record, what follows from it and what to do."""
+    """Describe a damaged record, its consequence and what to do."""
     name = path.relative_to(run).as_posix()
     lost = next(
         (consequence for pattern, consequence in _CONSEQUENCES.items() if fnmatchcase(name, pattern)), "it is left out"
@@ -53,7 +54,7 @@ def describe_damaged_record(run: Path, path: Path, error: BadMeasurements) -> st
 
 
 def list_curve_warnings(training: TrainingRun) -> Iterator[str]:
-    """Yield which rows of a training are damaged, and which of its weights."""
+    """Yield warnings about damaged rows and damaged weights of a training."""
     for path, lines, lost in (
         (training.metrics_path, training.damaged_rows(), "left out of what is shown, predicted and exported: charts lack"),
         (training.steps_path, training.damaged_steps(), "left out: charts and exports of every step lack"),
@@ -69,7 +70,7 @@ def list_curve_warnings(training: TrainingRun) -> Iterator[str]:
 
 
 def describe_line_ranges(numbers: Iterable[int]) -> str:
-    """Return line numbers, ascending, in words: `lines 5-7, 12`."""
+    """Format ascending line numbers in words: `lines 5-7, 12`."""
     groups = itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
     ranges = [(members[0][1], members[-1][1]) for _, group in groups if (members := list(group))]
     ranges_text = [str(lower) if lower == upper else f"{lower}-{upper}" for lower, upper in ranges[:_MAX_RANGES]]
@@ -82,7 +83,7 @@ def describe_line_ranges(numbers: Iterable[int]) -> str:
 
 
 def _describe_lost_weights(training: TrainingRun) -> Iterator[str]:
-    """Yield which of the best and the newest weights cannot be what was written."""
+    """Yield warnings about the best and newest weights that are damaged or missing."""
     links = {name: training.path / name for name in _LOST_WEIGHTS}
     damage: dict[str, list[str]] = {}
     for name, link in links.items():
@@ -98,7 +99,7 @@ def _describe_lost_weights(training: TrainingRun) -> Iterator[str]:
 
 
 def _read_link_target(link: Path) -> Path:
-    """Return where a link leads, one step far; the path itself if it is no link."""
+    """Return the direct target of a link, without following further links; the path itself if it is no link."""
     return link.parent / link.readlink() if link.is_symlink() else link
 
 
@@ -110,7 +111,7 @@ def _describe_link_problem(link: Path, target: Path) -> str:
 
 
 def describe_checkpoint_problem(path: Path) -> str:
-    """Return why a checkpoint cannot be what was written; empty if its structure and its first check sums are right."""
+    """Describe why a checkpoint is damaged; empty if its structure and the verified checksums are right."""
     try:
         if stat.S_ISDIR(path.stat().st_mode):
             return _describe_sharded_problem(path)
@@ -124,11 +125,11 @@ def describe_checkpoint_problem(path: Path) -> str:
 
 
 def is_complete_archive(path: Path, *, summed: float = float("inf")) -> bool:
-    """Return whether a file of torch.save is what was written, by its check sums (which torch does not compare).
+    """Return whether a file of torch.save is complete, by its checksums (which torch does not verify).
 
     Args:
         path: the file.
-        summed: bytes of its parts, the first ones, whose check sums are compared.
+        summed: verify checksums of the first members up to this many bytes.
     """
     try:
         if not is_regular(path):
@@ -153,7 +154,7 @@ def is_complete_archive(path: Path, *, summed: float = float("inf")) -> bool:
 
 
 def _describe_sharded_problem(folder: Path) -> str:
-    """Return which file of a checkpoint in shares is missing or another than was written; empty if none is known to be."""
+    """Describe the first missing or modified file of a sharded checkpoint; empty if no problem is found."""
     try:
         sums = json.loads(read_content(folder / SUMS))
         for name, total in sums.items():

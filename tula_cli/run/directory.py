@@ -1,7 +1,7 @@
 """The run directory: the only module that knows its file names.
 
-One file, one writer, replaced whole: a draft named after host and pid, flush, fsync, os.replace. A reader sees the old
-file or the new one, never half of either, on NFS and Lustre too.
+Each file has one writer and is replaced as a whole: a draft named after host and pid, flush, fsync, os.replace. A
+reader sees either the old file or the new one, never a partial one, on NFS and Lustre too.
 """
 
 import time
@@ -44,24 +44,24 @@ from tula_cli.spec.yaml_text import read_yaml
 
 
 class ClusterChecks:
-    """The checks of one run.
+    """The cluster checks of one run.
 
     Args:
-        path: their folder, which may not be there yet.
+        path: their folder, which may not exist yet.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def write_token(self, task_id: str, token: str) -> None:
-        """Leave what the nodes have to find: they see this folder, and not another one of the same name."""
+        """Write a token by which nodes verify that they see this folder and not another one of the same name."""
         write_atomic(self.path / f"{task_id}.token", f"{token}\n")
 
     def token(self, task_id: str) -> str:
         return read_text(self.path / f"{task_id}.token")
 
     def sign_in(self, task_id: str, rank: int, host: str) -> None:
-        """Show whoever started a check that this rank's node can write here.
+        """Record that this rank's node can write here.
 
         Raises:
             TulaError: it cannot.
@@ -69,14 +69,14 @@ class ClusterChecks:
         write_atomic(self.path / f"{task_id}.{rank:04d}.here", f"{host}\n")
 
     def signed_in(self, task_id: str) -> dict[int, str]:
-        """Return the hosts of a check's ranks that could write here."""
+        """Return the hosts of a check's ranks that could write here, by rank."""
         return {int(path.name.split(".")[-2]): read_text(path) for path in list_files(self.path, f"{task_id}.*.here")}
 
     def write_report(self, report: ClusterReport) -> None:
         write_record(self.path / f"{report.id}.json", report)
 
     def write_draft(self, report: ClusterReport) -> None:
-        """Keep what is known before the network is tried, which may end the ranks."""
+        """Save the findings before the network test, which may terminate the ranks."""
         write_record(self.path / f"{report.id}.draft", report)
 
     def draft(self, task_id: str) -> ClusterReport | None:
@@ -86,7 +86,7 @@ class ClusterChecks:
         return read_record(self.path / f"{task_id}.json", TypeAdapter(ClusterReport))
 
     def mark_told(self, task_id: str) -> None:
-        """Note that the user has seen how a check ended: the next one is a new one."""
+        """Record that the user has seen the outcome of a check, so that the next call starts a new one."""
         write_atomic(self.path / f"{task_id}.told", f"{time.time()}\n")
 
     def is_told(self, task_id: str) -> bool:
@@ -100,7 +100,7 @@ LATEST = "latest"
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a job on one node type, or at one sequence length: a run with a complete job file."""
+    """The part of a job on one node type or at one sequence length: a run with a complete job file of its own."""
 
     type: str | None  # None where the job names no types
     run: "RunDir"
@@ -110,16 +110,16 @@ class Part:
 
     @property
     def name(self) -> str | None:
-        """Return the name of the part, or None for the whole."""
+        """Name of the part, or None for the whole job."""
         return "-".join(filter(None, (self.type, f"length-{self.length}" if self.length else ""))) or None
 
     def name_jobs(self, jobs: Iterable[str]) -> list[str]:
-        """Return jobs as the user tells those of one part from those of another."""
+        """Return job names prefixed with the name of the part, as shown to the user."""
         return [job if self.name is None else f"{self.name}/{job}" for job in jobs]
 
 
 class RunDir:
-    """One run. Reading never fails on a file that is not there yet; it answers None or an empty list."""
+    """One run. Reading a file that does not exist yet never fails; the result is None or an empty list."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -128,31 +128,31 @@ class RunDir:
 
     @classmethod
     def of(cls, root: Path, spec: JobSpec, *, code: str = "") -> "RunDir":
-        """Return the run of `spec` under `root`, which may not be there yet; nothing is written.
+        """Return the run of `spec` under `root`, which may not exist yet; nothing is written.
 
         Args:
-            root: where runs are kept.
+            root: folder of the runs.
             spec: the job.
-            code: digest of the user's own code that the spec names; empty for none.
+            code: digest of the user's code that the spec names; empty for none.
         """
         return cls(root / f"{spec.name}-{compute_measurement_signature(spec, code)}")
 
     @classmethod
     def create(cls, root: Path, spec: JobSpec, *, code: str = "") -> "RunDir":
-        """Return the run of `spec` under `root`, made if it is not there."""
+        """Return the run of `spec` under `root`, creating it if it does not exist."""
         run = cls.of(root, spec, code=code)
         run.save_job(spec)
         return run
 
     def save_job(self, spec: JobSpec, file: JobFile | None = None) -> None:
-        """Make this the newest run, with this spec; its measurements stay.
+        """Make this the newest run, with this spec; its measurements are kept.
 
         Args:
             spec: the job.
-            file: where the spec comes from, if that is known.
+            file: the job file that the spec comes from, if known.
 
         Raises:
-            TulaError: it cannot be written, or is another user's.
+            TulaError: it cannot be written, or belongs to another user.
         """
         require_own(self.path)
         try:
@@ -173,14 +173,14 @@ class RunDir:
 
         Raises:
             SpecError: there is no such folder, or it is not a run directory.
-            NotYours: it is another user's, who does not let it be read.
+            NotYours: it belongs to another user and is not readable.
         """
         require_run(path)
         return cls(path)
 
     @classmethod
     def newest(cls, root: Path) -> "RunDir":
-        """Return the run that was used last under `root`, of those that may be read; one's own go first.
+        """Return the most recently used readable run under `root`, preferring the user's own runs.
 
         Raises:
             SpecError: there is none.
@@ -191,7 +191,7 @@ class RunDir:
 
     @classmethod
     def all(cls, root: Path) -> list["RunDir"]:
-        """Return the runs under `root`, last changed first; those of other users that may not be read are left out.
+        """Return the runs under `root`, most recently changed first; unreadable runs of other users are left out.
 
         Raises:
             TulaError: `root` cannot be read.
@@ -215,10 +215,10 @@ class RunDir:
         return read_record(self.path / "job_file.json", TypeAdapter(JobFile))
 
     def parts(self, spec: JobSpec, only: str | None = None) -> tuple[Part, ...]:
-        """Return the run of each node type of `spec`, inside this one; the run itself where it names none.
+        """Return the run of each node type of `spec`, inside this one; the run itself if it names none.
 
-        No fit sees two types; it does see other numbers of GPUs of the same nodes (`Part.sizes`). A part's name holds the
-        signature of what is special about it: a changed type is measured anew, the others are kept.
+        A fit uses one type only, but also other numbers of GPUs on the same nodes (`Part.sizes`). A part's name
+        contains the signature of its type's settings: a changed type is measured again, the others are kept.
 
         Raises:
             SpecError: there is no such type as `only`.
@@ -235,7 +235,7 @@ class RunDir:
         )
 
     def lengths(self, spec: JobSpec, node_type: str | None) -> tuple[Part, ...]:
-        """Return what is measured at other lengths of text (search.sequence) than `spec` trains with, inside this run."""
+        """Return the parts measured at text lengths (search.sequence) other than that of `spec`, inside this run."""
         jobs_by_length = spec.by_length().items()
         return tuple(
             Part(node_type, self._inner_run("lengths", str(length), job_of_length), job_of_length, length)
@@ -246,7 +246,7 @@ class RunDir:
         return RunDir(self.path / folder / f"{spec.name}-{name}-{compute_measurement_signature(spec)}")
 
     def read(self, *, skip_damaged: bool = False) -> Snapshot:
-        """Return one look at what is there: whoever asks several questions asks it. Args: as of `Snapshot`."""
+        """Return a snapshot of the run's records, to be shared by all queries of a caller. Args: as of `Snapshot`."""
         return Snapshot(self.path, skip_damaged=skip_damaged)
 
     # --- tasks, jobs, attempts
@@ -258,7 +258,7 @@ class RunDir:
         return read_record(self.path / f"tasks/{task_id}.json", TASK)
 
     def tasks(self) -> list[JobTask]:
-        """Return the tasks that measure, rehearse or train."""
+        """Return the tasks that measure, test resuming, train or evaluate."""
         return self.read().tasks
 
     def check_tasks(self) -> list[CheckTask]:
@@ -267,14 +267,14 @@ class RunDir:
         return [task for task in tasks if isinstance(task, CheckTask)]
 
     def is_superseded(self, task: TrainTask) -> bool:
-        """Return whether a later attempt of a training has been written: whoever runs this one has to stop."""
+        """Return whether a later attempt of a training exists, so that the job running this one has to stop."""
         return is_listed(self.path / f"tasks/{task.job}-{task.attempt + 1}.json")
 
     def write_job(self, job: Job) -> None:
         write_record(self.path / f"jobs/{job.id}.json", job)
 
     def job(self, job_id: str) -> Job | None:
-        """Return a job of this run; None where there is none, and of one of a run that this is a copy of."""
+        """Return a job of this run, or None if there is none or it belongs to the run of which this one is a copy."""
         job = read_record(self.path / f"jobs/{job_id}.json", TypeAdapter(Job))
         return None if job is None or is_of_another_run(job, self.path.resolve()) else job
 
@@ -285,7 +285,7 @@ class RunDir:
         write_record(self.path / f"attempts/{attempt.task}.{attempt.number:03d}.json", attempt)
 
     def attempt(self, task_id: str, number: int) -> Attempt | None:
-        """Return one attempt, by its name: the listing of a folder on NFS may be half a minute old."""
+        """Return one attempt by its file name, because the listing of an NFS folder may be half a minute old."""
         return read_record(self.path / f"attempts/{task_id}.{number:03d}.json", TypeAdapter(Attempt))
 
     def attempts(self, task_id: str | None = None) -> list[Attempt]:
@@ -300,7 +300,7 @@ class RunDir:
         write_with_news(self.path, f"failures/{failure.task}.{failure.attempt:03d}.{failure.rank:04d}.json", failure)
 
     def failures(self, task_id: str, attempt: int | None = None) -> list[Failure]:
-        """Return what failing ranks saw, earliest first."""
+        """Return the recorded failures of ranks, earliest first."""
         number = "*" if attempt is None else f"{attempt:03d}"
         paths = list_files(self.path / "failures", f"{task_id}.{number}.*.json")
         failures = [failure for path in paths if (failure := read_record(path, TypeAdapter(Failure)))]
@@ -310,7 +310,7 @@ class RunDir:
         return bool(self.failed_ranks(task_id, attempt))
 
     def failed_ranks(self, task_id: str, attempt: int) -> list[int]:
-        """Return the ranks of an attempt whose failures were written down."""
+        """Return the ranks of an attempt with a recorded failure."""
         paths = list_files(self.path / "failures", f"{task_id}.{attempt:03d}.*.json")
         return [int(path.name.split(".")[-2]) for path in paths]
 
@@ -322,7 +322,7 @@ class RunDir:
             touch_news(self.path)
 
     def cancelled_by(self, job_id: str) -> str:
-        """Return the command that cancelled a job; empty where none has."""
+        """Return the command that cancelled a job; empty if it was not cancelled."""
         return read_text(self.path / f"jobs/{job_id}.cancelled")
 
     def uncancel(self, job_id: str) -> None:
@@ -332,19 +332,22 @@ class RunDir:
         return is_listed(self.path / f"jobs/{job_id}.cancelled")
 
     def note_released(self, job_id: str, ids: Iterable[str], why: str) -> None:
-        """Record that the supervisor takes waiting jobs of a chain out of the queue; the scheduler reports a mere cancel."""
+        """Record that the supervisor removed waiting jobs of a chain from the queue.
+
+        The scheduler reports this only as a cancellation.
+        """
         path = self.path / f"jobs/{job_id}.released"
         write_atomic(path, read_text(path) + "".join(f"{id_} {why}\n" for id_ in ids))
 
     def write_script(self, name: str, text: str) -> Path:
-        """Write what sbatch is given, beside what submitit writes; return its absolute path."""
+        """Write the batch script next to submitit's files; return its absolute path."""
         path = self.submitit_dir.absolute() / f"{name}.sh"
         write_atomic(path, text)
         return path
 
     @property
     def lock(self) -> SubmissionLock:
-        """Return the right to submit jobs of this run."""
+        """The lock for submitting jobs of this run."""
         return SubmissionLock(self.path / "lock")
 
     def write_result(self, result: Result) -> None:
@@ -365,7 +368,7 @@ class RunDir:
         return snapshot.results
 
     def current_probe(self, task: ProbeTask) -> int | None:
-        """Return the local batch that a job is at: the first without a result that stands; None where all have one."""
+        """Return the local batch that a job is measuring: the first without a valid result; None if all have one."""
         for local_batch in task.local_batches:
             result = self.result(make_probe_id(task.nodes, local_batch))
             if local_batch not in task.skip and (result is None or result.kind == "failed"):
@@ -389,11 +392,11 @@ class RunDir:
         return ClusterChecks(self.path / "checks")
 
     def training(self, train_signature: str) -> TrainingRun:
-        """Return one training with all its relaunches; it need not be there yet."""
+        """Return one training with all its relaunches; it need not exist yet."""
         return TrainingRun(self.path, train_signature)
 
     def train_signatures(self) -> list[str]:
-        """Return the training runs there are, last changed first."""
+        """Return the signatures of existing trainings, most recently changed first."""
         folders = [path for path in (self.path / "train").glob("*") if path.is_dir()]
         return [path.name for path in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)]
 
@@ -422,15 +425,15 @@ class RunDir:
         return self.path / "submitit"
 
     def log_path(self, task_id: str, attempt: int, index: int = 0) -> Path:
-        """Return where the output of one attempt goes: of all ranks of the node whose first supervisor has this index."""
+        """Return the log of one attempt: of all ranks of the node whose first supervisor has this index."""
         return self.path / "logs" / f"{task_id}.{attempt:03d}{f'.{index:04d}' if index else ''}.log"
 
     def open_log(self, path: Path) -> BinaryIO:
-        """Open a log to add to it; raises TulaError where the disk is full or the folder cannot be written."""
+        """Open a log for appending; raises TulaError if the disk is full or the folder cannot be written."""
         return open_to_append(path)
 
     def handover_path(self, task_id: str, attempt: int) -> Path:
-        """Return the file through which the ranks of one attempt find each other: address, port and device of rank 0."""
+        """Return the file by which the ranks of an attempt find each other: address, port and device of rank 0."""
         return self.path / "handover" / f"{task_id}.{attempt:03d}"
 
     def has_seen_gpus(self, attempt: Attempt) -> bool:
@@ -438,36 +441,39 @@ class RunDir:
         return read_text(self.handover_path(attempt.task, attempt.number)).endswith(" cuda")
 
     def write_stop(self, task_id: str, attempt: int, reason: str) -> None:
-        """Say that the ranks have saved and left on their own: "time_limit", "stage_end", or "signal" when they were told to."""
+        """Record why the ranks saved and exited on their own: "time_limit", "stage_end" or "signal"."""
         write_atomic(self.path / "stopped" / f"{task_id}.{attempt:03d}", f"{reason}\n")
 
     def stop_reason(self, task_id: str, attempt: int) -> str:
-        """Return why the ranks of an attempt left before the end; empty where they did not."""
+        """Return why the ranks of an attempt exited before the end; empty if they did not."""
         return read_text(self.path / "stopped" / f"{task_id}.{attempt:03d}")
 
     def write_leader_command(self, allocation: str, number: int, command: LeaderCommand) -> None:
         write_with_news(self.path, f"orders/{allocation}.{number:03d}.json", command)
 
     def leader_command(self, allocation: str, number: int) -> LeaderCommand | None:
-        """Return a command; it is not asked for by name before it is there, for that it is not might be kept in a cache."""
+        """Return a leader command, or None.
+
+        The file is opened only once it is listed, because a failed lookup by name might be cached.
+        """
         path = self.path / f"orders/{allocation}.{number:03d}.json"
         return read_record(path, TypeAdapter(LeaderCommand)) if is_listed(path) else None
 
     # --- the user's code
 
     def code_dir(self, name: str) -> Path:
-        """Return where a snapshot of the user's code lies."""
+        """Return the folder of a snapshot of the user's code."""
         return self.path / "code" / name
 
     def write_code(self, snapshot: CodeSnapshot) -> None:
         write_record(self.path / f"code/{snapshot.name}.json", snapshot)
 
     def code(self, name: str) -> CodeSnapshot | None:
-        """Return what is known of a snapshot; None where there is none of that name (as of the empty one)."""
+        """Return the record of a snapshot, or None if there is none of that name (or the name is empty)."""
         return read_record(self.path / f"code/{name}.json", TypeAdapter(CodeSnapshot)) if name else None
 
     def code_digests(self) -> set[str]:
-        """Return the digests of all code that jobs of this run were submitted with."""
+        """Return the digests of all code with which jobs of this run were submitted."""
         snapshots = (read_record(path, TypeAdapter(CodeSnapshot)) for path in list_files(self.path / "code"))
         return {snapshot.digest for snapshot in snapshots if snapshot}
 

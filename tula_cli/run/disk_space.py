@@ -9,18 +9,19 @@ from pathlib import Path
 from tula_cli import words
 
 FULL_DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
-"""Errors of the kernel for a full file system, and for an exhausted quota."""
+"""Error numbers of a full file system and of an exhausted quota."""
 IO_ERRNOS = (
     *(errno.EIO, errno.ETIMEDOUT, errno.ESTALE, errno.EREMOTEIO, errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN),
     *(errno.ENXIO, errno.ENOLINK, errno.ECOMM, errno.EROFS),
 )
-"""Error numbers of a file system that did not answer, has lost a file or takes no writes: NFS, Lustre, FUSE, a dying disk."""
+"""Error numbers of a file system that did not answer, lost a file or accepts no writes: NFS, Lustre, FUSE, a failing
+disk."""
 MIN_FREE_BYTES = 2**16
-"""Bytes that the small files of a run need."""
+"""Bytes needed for the small files of a run."""
 
 
 def read_disk_statistics(folder: Path) -> os.statvfs_result | None:
-    """Return what the file system of a folder has, which need not be there yet; None where it does not say."""
+    """Return the statistics of the file system of a folder, which need not exist yet; None if unavailable."""
     there = next((place for place in (folder, *folder.parents) if place.exists()), None)
     with contextlib.suppress(OSError):
         return None if there is None else os.statvfs(there)
@@ -33,7 +34,7 @@ def count_free_bytes(statistics: os.statvfs_result) -> int:
 
 
 def describe_free_space(folder: Path) -> str:
-    """Return what is free where a folder is, in words; empty where nobody tells."""
+    """Describe the free space of a folder's file system; empty if unknown."""
     statistics = read_disk_statistics(folder)
     if statistics is None:
         return ""
@@ -44,7 +45,7 @@ def describe_free_space(folder: Path) -> str:
 
 
 def measure_file_size(path: Path) -> int:
-    """Return the bytes of a file, or of all files in a folder; 0 where there is none."""
+    """Return the bytes of a file, or of all files in a folder; 0 if it does not exist."""
     files = [path, *path.rglob("*")] if path.is_dir() else [path]
     size = 0
     for file in files:
@@ -54,10 +55,10 @@ def measure_file_size(path: Path) -> int:
 
 
 def make_missing_bytes_error(folder: Path, needed: int = MIN_FREE_BYTES) -> int:
-    """Return why a file of so many bytes cannot be written now, as an error number of `FULL_DISK_ERRNOS`; 0 where it can.
+    """Return the error number of `FULL_DISK_ERRNOS` with which writing `needed` bytes would fail now, else 0.
 
-    It is tried: no call tells a quota. The file is given its blocks and removed, and nothing is written into it where the
-    file system knows how to do that.
+    The write is tried, because no call reports a quota: blocks are allocated for a temporary file, which is then
+    removed; nothing is written to it if the file system supports that.
     """
     statistics = read_disk_statistics(folder)
     if statistics is not None and count_free_bytes(statistics) < needed:

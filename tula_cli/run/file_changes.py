@@ -1,4 +1,4 @@
-"""Reads of files that other nodes change on NFS or Lustre, and the marker by which writers announce a change."""
+"""Reading files that other nodes change on NFS or Lustre, and the marker by which writers announce changes."""
 
 import contextlib
 import ctypes
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # content void as well. Where there is no such call, or the file system keeps nothing, it is a stat like any other.
 
 MAX_ATTRIBUTE_LAG = 60.0
-"""Seconds after which a file that another machine has written shows up at the latest."""
+"""Seconds after which a file written by another machine becomes visible at the latest."""
 _AT_FDCWD = -100  # AT_FDCWD
 _AT_STATX_FORCE_SYNC = 0x2000  # AT_STATX_FORCE_SYNC
 _STATX_BASIC_STATS = 0x7FF  # STATX_BASIC_STATS
@@ -37,7 +37,7 @@ _REFUSED_ERRNOS = (
 
 
 def read_file_identity(path: Path) -> tuple[int, int] | None:
-    """Return inode and time of the last change (ns) of a file or folder, by one call; None where there is none to see."""
+    """Return the inode and modification time (ns) of a file or folder with one call; None if it is not visible."""
     call = _load_statx()
     if call is not None:
         buffer = ctypes.create_string_buffer(_STATX_BYTES)
@@ -55,9 +55,10 @@ def read_file_identity(path: Path) -> tuple[int, int] | None:
 
 
 def is_listed(path: Path) -> bool:
-    """Return whether a folder, which need not be there itself, holds a name.
+    """Return whether a folder, which need not exist, contains a name.
 
-    The name itself is not asked for: that it is missing would be kept, and hide it for a while once it is there.
+    The name itself is not looked up: the file system would cache that it is missing and hide it for a while after it is
+    created.
 
     Raises:
         TulaError: the folder cannot be read, or its file system does not answer.
@@ -67,7 +68,7 @@ def is_listed(path: Path) -> bool:
 
 
 def wait_until_listed(path: Path, *, within: float = MAX_ATTRIBUTE_LAG) -> bool:
-    """Wait until a folder holds a name, which another machine has written already; False where it does not show up in time.
+    """Wait until a folder lists a name that another machine has written; return False if it does not appear in time.
 
     Args:
         path: of the file or folder.
@@ -83,7 +84,7 @@ def wait_until_listed(path: Path, *, within: float = MAX_ATTRIBUTE_LAG) -> bool:
 
 @cache
 def _load_statx() -> Callable[..., int] | None:
-    """Return the C library's call; None where it has none (before glibc 2.28, and elsewhere than on Linux)."""
+    """Return the C library's statx, or None if it has none (glibc before 2.28, systems other than Linux)."""
     try:
         function: Callable[..., int] = ctypes.CDLL(None, use_errno=True).statx
     except (AttributeError, OSError):
@@ -98,9 +99,9 @@ _FOLDERS = ("orders", "handover", "failures")
 
 
 def touch_news(run: Path) -> None:
-    """Say that something is new in a run directory, once it can be read.
+    """Announce a change in a run directory, after it has become readable.
 
-    It takes no space, and no error matters: supervisors look now and then without being told.
+    Takes no space, and errors are ignored: supervisors also poll without it.
     """
     path = run / _NAME
     with contextlib.suppress(OSError):
@@ -111,31 +112,31 @@ def touch_news(run: Path) -> None:
 
 
 def write_with_news(run: Path, name: str, record: "BaseModel") -> None:
-    """Replace one of a run's records, and say that it is new.
+    """Replace one of a run's records and announce the change.
 
     Args:
         run: the run directory.
-        name: the record's file in there.
-        record: what it is to hold.
+        name: the record's path in the run directory.
+        record: the new content.
 
     Raises:
-        TulaError: the disk is full or the folder cannot be written; the old record stands as it was.
+        TulaError: the disk is full or the folder cannot be written; the old record is unchanged.
     """
     write_record(run / name, record)
     touch_news(run)
 
 
 def read_news_state(run: Path) -> tuple[int, int] | None:
-    """Return what changes when something is told (by one stat); None where there is nothing to see."""
+    """Return a value that changes with each announcement (one stat call); None if there has been none."""
     return read_file_identity(run / _NAME)
 
 
 def prepare_folders(run: Path, *others: str) -> None:
-    """Make what supervisors and ranks will look at: a file system that caches what is missing would hide it for a while.
+    """Create the folders that supervisors and ranks poll: file systems that cache missing names would hide them.
 
     Args:
         run: the run directory.
-        others: more folders in it.
+        others: further folders in it.
 
     Raises:
         OSError: the run directory cannot be written.

@@ -1,4 +1,4 @@
-"""Reading and writing the files of a run: replaced whole, never half of either."""
+"""Reading and writing the files of a run; writes replace a file as a whole, so that readers never see a partial one."""
 
 import contextlib
 import errno
@@ -22,16 +22,17 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _MAX_BYTES = 2**28
-"""Bytes of a file that is read whole."""
+"""Maximum bytes of a file that is read as a whole."""
 MAX_LINE = 2**24
-"""Bytes of a line that is read whole: longer ones are no records."""
+"""Maximum bytes of a line that is read as a whole: longer ones are not records."""
 NO_ANSWER = "the file system did not answer: run the same command again once it does; nothing that was saved is lost"
 
 
 class _PinnedRun:
-    """The run directory that this process works for, and the inode that it had then; no path where it is none.
+    """The run directory that this process works for and its inode at that time; `path` is None if there is none.
 
-    It is kept open: some file systems (of FUSE, sshfs for one) give a folder another inode once they have forgotten it.
+    It is kept open, because some file systems (FUSE, for example sshfs) assign another inode to a folder once they have
+    forgotten it.
     """
 
     path: Path | None = None
@@ -40,13 +41,15 @@ class _PinnedRun:
 
 
 def pin_run(run: Path) -> None:
-    """From now on make no folder of this run anew should it be moved or removed: nobody would look for what lies there.
+    """Pin the run directory: once it is moved or removed, none of its folders is created again.
+
+    Nobody would look for files there.
 
     Args:
-        run: the run directory, which is there.
+        run: the run directory, which must exist.
 
     Raises:
-        RunGone: it is not.
+        RunGone: it does not exist.
     """
     try:
         folder = os.open(run, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -58,7 +61,7 @@ def pin_run(run: Path) -> None:
 
 
 def is_run_gone(run: Path) -> bool:
-    """Return whether a run that is held is no longer at its place; another one may be."""
+    """Return whether a pinned run is no longer at its path; another folder may have taken its place."""
     try:
         return run.absolute() == _PinnedRun.path and run.stat().st_ino != _PinnedRun.inode
     except (FileNotFoundError, NotADirectoryError):
@@ -66,11 +69,11 @@ def is_run_gone(run: Path) -> bool:
 
 
 def make_folder(folder: Path, *, mode: int = 0o700) -> None:
-    """Make a folder, and those that it is in, where it is not there; `mode` has their permissions, less the umask.
+    """Create a folder and its missing parents; `mode` gives their permissions, subject to the umask.
 
     Raises:
-        RunGone: it is one of a run that is held and no longer there.
-        OSError: it cannot be made.
+        RunGone: the folder is in a pinned run that no longer exists.
+        OSError: it cannot be created.
     """
     pinned_path = _PinnedRun.path
     if pinned_path is not None and folder.absolute().is_relative_to(pinned_path) and is_run_gone(pinned_path):
@@ -83,20 +86,21 @@ def make_folder(folder: Path, *, mode: int = 0o700) -> None:
 
 
 MODE_FOR_ALL = 0o666
-"""Permissions of a file that a user asks for at a place of their own, less the umask; all else is for this user alone."""
+"""Permissions, subject to the umask, of a file written to a path chosen by the user; all other files are private to the
+user."""
 
 
 def write_atomic(path: Path, data: bytes | str | Callable[[BinaryIO], None], *, mode: int = 0o600) -> None:
-    """Replace `path` whole.
+    """Replace the file at `path` as a whole.
 
     Args:
         path: the file.
-        data: what it is to hold, or what writes that (and may raise OSError).
-        mode: its permissions, less the umask.
+        data: the content, or a function that writes it (and may raise OSError).
+        mode: permissions, subject to the umask.
 
     Raises:
-        RunGone: the file's run is held and no longer there.
-        DiskFull, StorageFailed: there is no space, or the file system does not answer; the old file stands as it was.
+        RunGone: the file is in a pinned run that no longer exists.
+        DiskFull, StorageFailed: there is no space, or the file system does not answer; the old file is unchanged.
         NotYours: it is in another user's run.
         CannotWrite: the folder cannot be written.
     """
@@ -119,7 +123,7 @@ def write_atomic(path: Path, data: bytes | str | Callable[[BinaryIO], None], *, 
 
 
 def _open_new(draft: Path, mode: int) -> BinaryIO:
-    """Open a file that nobody else has: what has its name, left behind or a link to another place, goes."""
+    """Create a new file exclusively; an existing file or link of that name is removed first."""
 
     def create(name: str, flags: int) -> int:
         return os.open(name, flags, mode)
@@ -132,7 +136,7 @@ def _open_new(draft: Path, mode: int) -> BinaryIO:
 
 
 def write_error(path: Path, error: OSError, *, needed: int | None = None) -> TulaError:
-    """Return what an error in writing a file (of so many bytes, where that is known) is to the user."""
+    """Return the error to show for a failed write; `needed` is the size of the content if known."""
     message = f"cannot write {path}: {error.strerror}"
     if error.errno in FULL_DISK_ERRNOS:
         free, quota = describe_free_space(path.parent), error.errno == errno.EDQUOT
@@ -150,17 +154,17 @@ def write_error(path: Path, error: OSError, *, needed: int | None = None) -> Tul
 
 
 def _make_other_folder_hint(path: Path) -> str:
-    """Say what to do where a folder takes no files; runs have an option for theirs."""
+    """Return the hint for a folder that cannot be written; a run's folder is set by an option."""
     of_run = any((folder / "spec.yaml").exists() for folder in path.parents) or "tula-runs" in path.parts
     return "choose another folder with --run-dir" if of_run else "choose another folder"
 
 
 def read_content(path: Path) -> bytes:
-    """Return what a file holds; one that NFS has replaced under the reader (ESTALE) is read once more.
+    """Return the content of a file; retry once if NFS replaced it during the read (ESTALE).
 
     Raises:
-        FileNotFoundError: there is none.
-        BadMeasurements: it is no file, or larger than any of a run's records.
+        FileNotFoundError: there is no such file.
+        BadMeasurements: it is not a regular file, or is larger than any of a run's records.
         TulaError: it cannot be read.
     """
     for may_retry in (True, False):
@@ -179,11 +183,11 @@ def read_content(path: Path) -> bytes:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file to read it; what is no file (a pipe would keep the reader waiting, a device is without end) is damaged.
+    """Open a regular file for reading; anything else counts as damaged (a pipe would block, a device may be endless).
 
     Raises:
         OSError: it cannot be opened.
-        BadMeasurements: it is no file.
+        BadMeasurements: it is not a regular file.
     """
     file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115 - the caller closes it
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -193,10 +197,10 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def is_regular(path: Path | str) -> bool:
-    """Return whether a path leads to a regular file: a pipe keeps its reader waiting, and a device may have no end.
+    """Return whether a path leads to a regular file: a pipe would block the reader, and a device may be endless.
 
     Raises:
-        OSError: there is none, or nobody can tell.
+        OSError: there is no such file, or it cannot be examined.
     """
     return stat.S_ISREG(os.stat(path).st_mode)  # noqa: PTH116
 
@@ -211,10 +215,11 @@ def read_error(path: Path, error: OSError) -> TulaError:
 
 
 def write_record(path: Path, record: "BaseModel") -> None:
-    """Replace the record that `path` holds.
+    """Replace the record at `path`.
 
     Raises:
-        TulaError: the disk is full, the folder cannot be written, or a path in it is not UTF-8; the old record stands as it was.
+        TulaError: the disk is full, the folder cannot be written, or a path in the record is not UTF-8; the old record
+            is unchanged.
     """
     try:
         text = record.model_dump_json(indent=1)
@@ -225,7 +230,7 @@ def write_record(path: Path, record: "BaseModel") -> None:
 
 
 def read_record(path: Path, adapter: "TypeAdapter[T]") -> T | None:
-    """Return the record that `path` holds; None where there is no such file.
+    """Return the record at `path`, or None if there is no such file.
 
     Raises:
         BadMeasurements: it is damaged.
@@ -244,27 +249,27 @@ def read_record(path: Path, adapter: "TypeAdapter[T]") -> T | None:
 
 
 COMMANDS_THAT_REWRITE = {"results": "tula profile", "recommendation.json": "tula recommend"}
-"""Commands that write a deleted file again, by the file's name or its folder."""
+"""Commands that write a deleted file again, by the name of the file or its folder."""
 
 
 def make_damaged_error(path: Path, why: str) -> BadMeasurements:
-    """Return the error of a damaged file, whose hint names the command that writes the file again."""
+    """Return the error for a damaged file; its hint names the command that writes the file again."""
     command = COMMANDS_THAT_REWRITE.get(path.name) or COMMANDS_THAT_REWRITE.get(path.parent.name)
     advice = f"{command}, which writes it again" if command else "the same command again"
     return BadMeasurements(f"{path} is damaged: {why}", f"delete that file and run {advice}")
 
 
 class Reader(Protocol):
-    """Reads records: `read_record`, or a look that remembers what it has read."""
+    """A function that reads records: `read_record`, or one that remembers what it has read."""
 
     def __call__(self, path: Path, adapter: "TypeAdapter[T]", /) -> T | None: ...
 
 
 def read_text(path: Path) -> str:
-    """Return the line or lines that `path` holds; empty where there is no such file.
+    """Return the text of a file without surrounding whitespace; empty if there is no such file.
 
     Raises:
-        BadMeasurements: it is no text.
+        BadMeasurements: it is not text.
         TulaError: it cannot be read.
     """
     try:
@@ -276,7 +281,7 @@ def read_text(path: Path) -> str:
 
 
 def list_files(folder: Path, pattern: str = "*.json") -> list[Path]:
-    """Return the files of a folder whose names match, by name, without drafts; none where there is no such folder.
+    """Return the files of a folder whose names match, sorted by name, without drafts; empty if there is no such folder.
 
     Raises:
         TulaError: the folder cannot be read.
@@ -285,7 +290,7 @@ def list_files(folder: Path, pattern: str = "*.json") -> list[Path]:
 
 
 def list_names(folder: Path) -> list[str]:
-    """Return what a folder holds, sorted, without drafts; nothing where there is no such folder.
+    """Return the names in a folder, sorted, without drafts; empty if there is no such folder.
 
     Raises:
         TulaError: the folder cannot be read.
@@ -301,12 +306,12 @@ def list_names(folder: Path) -> list[str]:
 def read_json_lines(
     path: Path, *, last_bytes: int | None = None, is_wanted: Callable[[bytes], bool] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file of one a line, if it is there; a line that is still being written is left out.
+    """Yield the objects of a JSON-lines file if it exists; an incomplete last line is left out.
 
     Args:
         path: of the file.
-        last: of so many bytes at its end alone; None for all.
-        wanted: says of a line whether it is one to read; None for all.
+        last_bytes: read only this many bytes at its end; None for all.
+        is_wanted: returns whether a line is to be parsed; None for all.
     """
     try:
         file = open_file(path)
@@ -331,13 +336,13 @@ def read_json_lines(
 
 
 def read_lines(file: BinaryIO, *, longest: int = MAX_LINE) -> Iterator[bytes]:
-    """Yield the lines of a file from where it stands, those that are too long in pieces: one line may be all of a file.
+    """Yield the lines of a file from its current position, long ones in pieces: a whole file may be a single line.
 
-    A piece but the last of a line has no line end.
+    Every piece of a line except the last lacks a line end.
 
     Args:
         file: to read.
-        longest: bytes of a piece, its line end included.
+        longest: maximum bytes of a piece, including its line end.
     """
     while line := file.readline(longest):
         if not line.strip(b"\0"):  # a hole of a sparse file may be of any size
@@ -349,7 +354,10 @@ def read_lines(file: BinaryIO, *, longest: int = MAX_LINE) -> Iterator[bytes]:
 
 
 def read_lines_back(file: BinaryIO, *, end: int, block: int) -> Iterator[bytes]:
-    """Yield the lines of a file before `end`, last first, those longer than a block in pieces; a block is read at a time."""
+    """Yield the lines of a file before `end`, last first.
+
+    A block is read at a time; lines longer than a block are yielded in pieces.
+    """
     position, incomplete = end, b""
     while position:
         step = min(position, block)
@@ -362,11 +370,11 @@ def read_lines_back(file: BinaryIO, *, end: int, block: int) -> Iterator[bytes]:
 
 
 def read_end(path: Path, size: int) -> str:
-    """Return the last bytes of a file as text; nothing if there is none.
+    """Return the last bytes of a file as text; empty if there is no such file.
 
     Raises:
         OSError: it cannot be read.
-        BadMeasurements: it is no file.
+        BadMeasurements: it is not a regular file.
     """
     try:
         with open_file(path) as file:
@@ -377,7 +385,7 @@ def read_end(path: Path, size: int) -> str:
 
 
 def parse_json_object(line: bytes) -> dict[str, Any] | None:
-    """Return the object of a line; None where it is none."""
+    """Parse a line as a JSON object; return None if it is none."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -386,13 +394,13 @@ def parse_json_object(line: bytes) -> dict[str, Any] | None:
 
 
 def append_json_line(path: Path, content: Mapping[str, Any]) -> None:
-    """Add an object to a file of one a line, which is made where it is not there; raises as `open_to_append` does."""
+    """Append an object to a JSON-lines file, creating it if needed; raises as `open_to_append` does."""
     with open_to_append(path) as file:
         file.write(f"{json.dumps(content)}\n".encode())
 
 
 def remove_path(path: Path) -> None:
-    """Remove a file, or a folder with all that is in it; none need be there."""
+    """Remove a file, or a folder with its contents, if it exists."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -400,10 +408,10 @@ def remove_path(path: Path) -> None:
 
 
 def publish_folder(draft: Path, target: Path) -> None:
-    """Give a finished folder its name; one that is there is the same.
+    """Rename a finished folder to its final name; an existing folder of that name has the same content.
 
     Raises:
-        OSError: it cannot be given that name.
+        OSError: it cannot be renamed.
     """
     if target.is_dir():
         return
@@ -415,10 +423,10 @@ def publish_folder(draft: Path, target: Path) -> None:
 
 
 def open_to_append(path: Path) -> BinaryIO:
-    """Open a file to add to it, whose folder need not be there.
+    """Open a file for appending; its folder is created if needed.
 
     Raises:
-        TulaError: the disk is full, the folder cannot be written, or the file is a link: it would be written to elsewhere.
+        TulaError: the disk is full, the folder cannot be written, or the file is a link, which would redirect the data.
     """
     try:
         make_folder(path.parent)

@@ -1,4 +1,4 @@
-"""The format of a run directory: one that this tula does not know is told, and left as it is."""
+"""The format of a run directory: an unknown format is reported, and the directory is not changed."""
 
 import re
 from pathlib import Path
@@ -8,14 +8,15 @@ from tula_cli.run import files
 from tula_cli.version import __version__
 
 FORMAT = 1
-"""Of the runs that this tula makes. A change that an older tula would trip over, or damage, makes it one more."""
+"""Format of the runs that this version of tula creates; increased by a change that an older version would fail on or
+damage."""
 OLDEST = 1
-"""The oldest format that this tula goes on with."""
+"""The oldest format that this version of tula can continue with."""
 _NAME = "format"
 
 
 def write_format(run: Path) -> None:
-    """Write down the format of a new run, and which tula made it.
+    """Record the format of a new run and the version of tula that created it.
 
     Raises:
         TulaError: it cannot be written.
@@ -24,11 +25,13 @@ def write_format(run: Path) -> None:
 
 
 def require_known_format(run: Path) -> None:
-    """See that a run is in a format that this tula reads. One that does not say is of the first, or is yet to be made.
+    """Check that a run is in a format that this version reads.
+
+    A run without a format file is of the first format, or does not exist yet.
 
     Raises:
-        OtherFormat: it is not.
-        BadMeasurements: the file that tells is damaged.
+        OtherFormat: the format is not supported.
+        BadMeasurements: the format file is damaged.
         TulaError: it cannot be read.
     """
     text = files.read_text(run / _NAME)

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 def make_frame(rows: Sequence[Mapping[str, Any]]) -> "pd.DataFrame":
     """Return a table of rows that all have the same columns.
 
-    A column of whole numbers stays one (Int64) where some are missing: bytes are not written as 486539264.0.
+    A column of whole numbers keeps an integer type (Int64) even if values are missing: bytes are not written as
+    486539264.0.
     """
     import pandas as pd
 

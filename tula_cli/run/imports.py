@@ -1,4 +1,4 @@
-"""Which files the import strings of a spec lead to."""
+"""The files that the import strings of a spec refer to."""
 
 import ast
 import functools
@@ -24,9 +24,10 @@ CHUNK_BYTES = 2**20  # bytes read at a time
 
 
 def compute_weights_digest(spec: JobSpec) -> str:
-    """Return the digest of the file of first weights, which is looked for in the working directory; empty for none.
+    """Return the digest of the initial weights file, looked up in the working directory; empty if there is none.
 
-    Each command reads the file: it names runs, so it has to be known before there is a run directory to remember it in.
+    Every command reads the file: its digest is part of the run's name, so it has to be known before there is a run
+    directory in which to store it.
 
     Raises:
         SpecError: the file cannot be read.
@@ -35,12 +36,12 @@ def compute_weights_digest(spec: JobSpec) -> str:
 
 
 def with_weights(code: str, weights: str) -> str:
-    """Return a digest of the user's own code together with that of the first weights; the code's where there are none."""
+    """Combine the digest of the user's code with that of the initial weights, if there are any."""
     return hashlib.sha256(f"{code}\0{weights}".encode()).hexdigest()[:8] if weights else code
 
 
 def compute_file_digest(name: str) -> str:
-    """Return the SHA-256 of a file, or of the check sums of a folder of shares; it is read again where it has changed.
+    """Return the SHA-256 of a file, or of the checksum file of a folder of shares; cached until the file changes.
 
     Raises:
         SpecError: it cannot be read.
@@ -50,8 +51,8 @@ def compute_file_digest(name: str) -> str:
     try:
         if not is_regular(path):
             raise SpecError(f"model.weights: {name} is no regular file", "name a file, or a folder of shares")
-        seed_statistics = path.stat()
-        return _compute_digest_of_content(path, (seed_statistics.st_size, seed_statistics.st_mtime_ns))
+        file_statistics = path.stat()
+        return _compute_digest_of_content(path, (file_statistics.st_size, file_statistics.st_mtime_ns))
     except OSError as error:
         raise SpecError(
             f"model.weights: cannot read {name}: {error.strerror}", f"it is looked for in {Path.cwd()}"
@@ -76,7 +77,7 @@ _SUFFIXES = (*EXTENSION_SUFFIXES, *SOURCE_SUFFIXES)  # in the order in which pyt
 
 @dataclass(frozen=True)
 class Source:
-    """The code that a submission runs, and the weights that it starts from."""
+    """The code that a submission runs, and the weights from which it starts."""
 
     workdir: Path  # where the ranks work
     digest: str  # of the files that the spec leads to; empty where it names no code of the user's own
@@ -86,7 +87,7 @@ class Source:
 
     @property
     def identity(self) -> str:
-        """The digest that a training is named by: of the code and the first weights."""
+        """The digest of the code and the initial weights, by which a training is named."""
         return with_weights(self.digest, self.weights)
 
 
@@ -94,8 +95,8 @@ class Source:
 
 
 def import_strings(spec: JobSpec) -> tuple[str, ...]:
-    """Return the names of the spec that are written package.module:attribute."""
-    transforms = [entry for transforms_ in (spec.transforms.train, spec.transforms.eval) for entry in transforms_]
+    """Return the names in the spec of the form package.module:attribute."""
+    transforms = [entry for section in (spec.transforms.train, spec.transforms.eval) for entry in section]
     names = [
         spec.model.name,
         spec.dataset.name,
@@ -111,12 +112,12 @@ def import_strings(spec: JobSpec) -> tuple[str, ...]:
 
 
 def list_installed_packages(spec: JobSpec, workdir: Path, *, path: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Return the modules of the spec's import strings that are installed: none of the user's own code under `workdir`.
+    """Return the modules of import strings that are installed, not found in the user's code under `workdir`.
 
     Args:
         spec: the job.
         workdir: the folder where tula was called.
-        path: where python looks for modules; sys.path by default.
+        path: module search path; sys.path by default.
     """
     roots = import_roots(workdir, sys.path if path is None else path)
     modules = dict.fromkeys(name.partition(":")[0] for name in import_strings(spec))
@@ -124,12 +125,12 @@ def list_installed_packages(spec: JobSpec, workdir: Path, *, path: Sequence[str]
 
 
 def list_files_of_imports(spec: JobSpec, workdir: Path, *, path: Sequence[str] | None = None) -> tuple[Path, ...]:
-    """Return the user's own files that the spec's import strings lead to, by way of their import statements.
+    """Return the user's files that the spec's import strings refer to, directly or through import statements.
 
     Args:
         spec: the job.
-        workdir: the folder where tula was called; only what lies under it is the user's own.
-        path: where python looks for modules; sys.path by default.
+        workdir: the folder where tula was called; only files under it are the user's own.
+        path: module search path; sys.path by default.
     """
     return list_files_of_import_strings(import_strings(spec), workdir, path=path)
 
@@ -137,7 +138,7 @@ def list_files_of_imports(spec: JobSpec, workdir: Path, *, path: Sequence[str] |
 def list_files_of_import_strings(
     names: Iterable[str], workdir: Path, *, path: Sequence[str] | None = None
 ) -> tuple[Path, ...]:
-    """Return the user's own files that import strings lead to; arguments as of `files`."""
+    """Return the user's files that import strings refer to; arguments as of `list_files_of_imports`."""
     roots = import_roots(workdir, sys.path if path is None else path)
     return follow_imports(
         (file for name in names for file in resolve_module(name.partition(":")[0], roots)), workdir, roots
@@ -145,11 +146,11 @@ def list_files_of_import_strings(
 
 
 def follow_imports(starts: Iterable[Path], workdir: Path, roots: Sequence[Path]) -> tuple[Path, ...]:
-    """Return files and those under `workdir` that their import statements lead to, sorted.
+    """Return the given files and those under `workdir` reached through their import statements, sorted.
 
     Args:
-        starts: files to begin with.
-        workdir: only what lies under it is the user's own.
+        starts: initial files.
+        workdir: only files under it are the user's own.
         roots: folders that python imports from.
     """
     files: dict[Path, None] = {}
@@ -163,12 +164,12 @@ def follow_imports(starts: Iterable[Path], workdir: Path, roots: Sequence[Path])
 
 
 def compute_digest_of_files(files: Iterable[Path], workdir: Path, *, start: str = "") -> str:
-    """Return 8 hex digits over the names relative to `workdir` and the contents; empty where there are no files.
+    """Return 8 hex digits over the names relative to `workdir` and the contents; empty if there are no files.
 
     Args:
-        files: whose contents count.
-        workdir: the folder that they lie in.
-        start: what of them is run, where the spec alone does not tell.
+        files: files to include.
+        workdir: the folder that contains them.
+        start: the file that is run, if the spec alone does not determine it.
 
     Raises:
         SpecError: a file cannot be read.
@@ -190,7 +191,7 @@ def _read_file(file: Path) -> bytes:
 
 
 def import_roots(workdir: Path, path: Iterable[str]) -> list[Path]:
-    """Return the folders under `workdir` that python imports from: itself, and those that PYTHONPATH or a .pth adds."""
+    """Return `workdir` and the folders under it that python imports from because of PYTHONPATH or a .pth file."""
     roots, real = {workdir: None}, workdir.resolve()
     python = [
         prefix for prefix in map(Path.resolve, map(Path, (sys.prefix, sys.base_prefix))) if real in prefix.parents
@@ -209,19 +210,19 @@ def import_roots(workdir: Path, path: Iterable[str]) -> list[Path]:
 
 
 def is_foreign(folder: Path) -> bool:
-    """Return whether a folder is none of the user's code: hidden, installed, an environment, or where runs are kept."""
+    """Return whether a folder does not hold user code: hidden, installed, an environment, or a folder of runs."""
     if folder.name.startswith(".") or is_installed_folder(folder):
         return True
     return (folder / LATEST).is_file() and any(folder.glob("*/spec.yaml"))
 
 
 def is_installed_folder(folder: Path) -> bool:
-    """Return whether a folder holds what package managers put there, or caches."""
+    """Return whether a folder holds installed packages, an environment or caches."""
     return folder.name in _EXCLUDED_FOLDERS or (folder / "pyvenv.cfg").exists() or (folder / "conda-meta").exists()
 
 
 def resolve_module(module: str, roots: Iterable[Path]) -> list[Path]:
-    """Return the files that importing a module runs, as far as they are found: its packages' and its own."""
+    """Return the files that importing a module runs, as far as they are found: those of its packages and its own."""
     files, folders = [], list(roots)
     for name in module.split("."):
         file, folders = _resolve_name(name, folders)
@@ -233,7 +234,7 @@ def resolve_module(module: str, roots: Iterable[Path]) -> list[Path]:
 
 
 def _resolve_name(name: str, folders: Iterable[Path]) -> tuple[Path | None, list[Path]]:
-    """Return the file of one part of a module's name, and the folders where the next part is; in python's order."""
+    """Return the file of one component of a module's name, and the folders of the next one, in python's order."""
     portions = []  # of a namespace package: folders without __init__.py
     for place in folders:
         folder = place / name
@@ -253,7 +254,7 @@ def find_source_file(stem: Path) -> Path | None:
 
 
 def _list_imported_files(file: Path, workdir: Path, roots: Sequence[Path]) -> Iterator[Path]:
-    """Yield the files under `workdir` that the imports of a file lead to, wherever in it they stand."""
+    """Yield the files under `workdir` that the import statements of a file refer to, at any position in it."""
     for node in _parse_nodes(file):
         match node:
             case ast.Import(names=names):
@@ -272,7 +273,7 @@ def _list_imported_files(file: Path, workdir: Path, roots: Sequence[Path]) -> It
 
 
 def _parse_nodes(file: Path) -> list[ast.AST]:
-    """Return all nodes of a python file; none where it does not parse: its error belongs to the job, not to us."""
+    """Return all AST nodes of a python file; empty if it does not parse, because that error belongs to the job."""
     if file.suffix != ".py":
         return []
     try:

@@ -1,4 +1,4 @@
-"""The job.yaml that a run's settings came from: whether it says something else by now."""
+"""The job.yaml from which a run's settings came, and whether it has changed since."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from tula_cli.spec.yaml_text import read_yaml
 
 @dataclass(frozen=True)
 class ConfigDrift:
-    """A job file that does not say any more what its run has."""
+    """A job file that no longer matches the settings of its run."""
 
     file: JobFile
     changes: Mapping[str, tuple[Any, Any]]  # by key: the run's value and the file's; None where there is none
@@ -29,7 +29,7 @@ class ConfigDrift:
 
 
 def find_settings_origin(run: RunDir, job: Path | None, overrides: Sequence[str]) -> JobFile | None:
-    """Return where settings come from: `job`, else the file that the run's came from; and `overrides` on top."""
+    """Return where settings come from: `job`, else the file of the run's settings; with `overrides` added."""
     if job is not None:
         return JobFile(path=str(job.absolute()), overrides=tuple(overrides))
     stored_file = run.job_file()
@@ -37,14 +37,14 @@ def find_settings_origin(run: RunDir, job: Path | None, overrides: Sequence[str]
 
 
 def load_with_overrides(run: RunDir, overrides: Sequence[str]) -> JobSpec:
-    """Return a run's settings with overrides that leave its measurements valid.
+    """Return a run's settings with overrides that keep its measurements valid.
 
     Args:
         run: the run.
-        overrides: `a.b=c`; later wins.
+        overrides: `a.b=c`; later ones win.
 
     Raises:
-        SpecError: an override changes what was measured, or cannot be used.
+        SpecError: an override changes settings that were measured, or is invalid.
     """
     stored = run.spec()
     if not overrides:
@@ -64,7 +64,7 @@ def load_with_overrides(run: RunDir, overrides: Sequence[str]) -> JobSpec:
 def _load_with_overrides(path: Path, stored: JobSpec, overrides: Sequence[str]) -> JobSpec:
     """Load a run's settings with overrides, so that `--set train.ramp=decay` means the same as in its job file.
 
-    The run's file writes out every default, and that of `train.ramp_nodes` follows from the ramp: it is derived anew.
+    The run's file contains every default, and that of `train.ramp_nodes` depends on the ramp: it is derived again.
     """
     content = without_removed_values(replace_old_keys(read_yaml(path)))
     default = "auto" if stored.train.ramp == "decay" else "same"
@@ -75,7 +75,7 @@ def _load_with_overrides(path: Path, stored: JobSpec, overrides: Sequence[str]) 
 
 
 def save_job(run: RunDir, spec: JobSpec, parts: Iterable[Part], file: JobFile | None) -> None:
-    """Make a run the newest, with this spec (which comes from `file`), and so its parts.
+    """Make a run and its parts the newest, with this spec, which comes from `file`.
 
     Raises:
         TulaError: it cannot be written.
@@ -87,17 +87,17 @@ def save_job(run: RunDir, spec: JobSpec, parts: Iterable[Part], file: JobFile | 
 
 
 def list_parts_with_data(run: RunDir, spec: JobSpec, node_type: str | None = None) -> list[Part]:
-    """Return the parts of a run (of the type named) that there is something of, other lengths of text among them."""
+    """Return the parts of a run (of the given node type) that have records, including those at other text lengths."""
     return [part for part in list_all_parts(run, spec, node_type) if part.name is None or part.run.exists]
 
 
 def list_all_parts(run: RunDir, spec: JobSpec, node_type: str | None = None) -> tuple[Part, ...]:
-    """Return a run's parts, each followed by what is measured on it at other lengths of text.
+    """Return a run's parts, each followed by its parts at other text lengths.
 
     Args:
         run: the run.
         spec: the job.
-        node_type: the one type of node to return.
+        node_type: the only node type to return; None for all.
 
     Raises:
         SpecError: there is no such type.
@@ -107,9 +107,10 @@ def list_all_parts(run: RunDir, spec: JobSpec, node_type: str | None = None) -> 
 
 
 def find_config_drift(run: RunDir, spec: JobSpec, overrides: Sequence[str] = ()) -> ConfigDrift | None:
-    """Return how the file that a run's settings came from differs by now; None where it does not, or is gone.
+    """Return how the job file of a run's settings differs from them now; None if it does not, or no longer exists.
 
-    What counts is what it resolves to, with today's site files and environment: no comment, no formatting.
+    The resolved settings are compared, with the current site files and environment; comments and formatting are
+    ignored.
 
     Args:
         run: the run.
@@ -140,7 +141,7 @@ def _select_training_settings(spec: JobSpec) -> dict[str, Any]:
 
 
 def compare_jobs(earlier: JobSpec, current: JobSpec) -> dict[str, tuple[Any, Any]]:
-    """Return what two jobs say by the keys in which they differ."""
+    """Return the values of two jobs for each key in which they differ."""
     leaves_before, after = (dict(flatten(spec.model_dump(mode="json"))) for spec in (earlier, current))
     keys = [key for key in {**leaves_before, **after} if leaves_before.get(key, {}) != after.get(key, {})]
     return {key: (leaves_before.get(key), after.get(key)) for key in keys}

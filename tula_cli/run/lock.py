@@ -1,4 +1,4 @@
-"""The right to submit jobs of a run: one command line has it at a time, on whatever machine it runs."""
+"""The lock for submitting jobs of a run: one command line holds it at a time, on any machine."""
 
 import contextlib
 import os
@@ -11,11 +11,11 @@ from tula_cli.run.files import write_atomic, write_error
 from tula_cli.run.owner import require_own
 
 STALE_SECONDS = 300.0
-"""Seconds after which a lock is taken for one that its owner left behind."""
+"""Seconds after which a lock is considered abandoned by its owner."""
 
 
 class SubmissionLock:
-    """A folder, because making one is atomic on NFS and Lustre, where file locks are not to be trusted.
+    """A lock in the form of a folder: creating one is atomic on NFS and Lustre, where file locks are unreliable.
 
     Args:
         path: the folder.
@@ -25,12 +25,12 @@ class SubmissionLock:
         self.path = path
 
     def acquire(self) -> str:
-        """Acquire the lock; return "" or, where another command line has it, whose it is.
+        """Acquire the lock; return "", or its owner if another command line holds it.
 
-        The lock of a process that has ended, or one that is older than any submission takes, is taken over.
+        A lock is broken if its process has ended or it is older than any submission takes.
 
         Raises:
-            NotYours: the run, or the lock, is another user's.
+            NotYours: the run, or the lock, belongs to another user.
             TulaError: the folder cannot be written.
         """
         require_own(self.path.parent)
@@ -52,13 +52,13 @@ class SubmissionLock:
         return ""
 
     def heartbeat(self) -> None:
-        """Show that the lock is not stale: sbatch of a busy controller takes a minute a job."""
+        """Renew the lock so that it does not become stale: sbatch on a busy controller takes a minute per job."""
         if _read_owner(self.path) == _make_owner_name():
             with contextlib.suppress(OSError):
                 os.utime(self.path)
 
     def release(self) -> None:
-        """Give the lock back, if it has not been taken over."""
+        """Release the lock unless another process has taken it over."""
         if _read_owner(self.path) == _make_owner_name():
             shutil.rmtree(self.path, ignore_errors=True)
 
@@ -82,7 +82,9 @@ class SubmissionLock:
 
 
 def _read_file_system_time(folder: Path) -> float:
-    """Return the time by the clock of a folder's file system, which is that of the lock: this machine's may be minutes off.
+    """Return the time by the clock of a folder's file system.
+
+    That clock also sets the lock's time; this machine's may differ by minutes.
 
     Raises:
         OSError: nothing can be written there.

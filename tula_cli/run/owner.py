@@ -1,4 +1,4 @@
-"""Whose a run is: another user's may be read where they let it be read, and nothing is ever written into it."""
+"""Ownership of runs: another user's run may be read if its permissions allow, and is never written to."""
 
 import errno
 import os
@@ -11,12 +11,12 @@ from pathlib import Path
 from tula_cli.errors import NotYours, SpecError
 
 ACCESS_ERRNOS = (errno.EACCES, errno.EPERM)
-"""Errors of the kernel for missing permissions."""
+"""Error numbers for missing permissions."""
 _RUN = "spec.yaml"
 
 
 def find_other_owner(path: Path) -> str:
-    """Return the name of the user whose a file or folder is; empty where it is one's own, or cannot be seen."""
+    """Return the name of the other user who owns a path; empty if it is the current user's, or not accessible."""
     try:
         status = path.lstat()
     except OSError:
@@ -27,26 +27,26 @@ def find_other_owner(path: Path) -> str:
 
 
 def require_own(run: Path) -> None:
-    """Refuse to write into another user's run, also where that could be done: their jobs go by what it holds.
+    """Refuse to write into another user's run, even if permissions allow it: that user's jobs depend on it.
 
     Raises:
-        NotYours: it is another user's.
+        NotYours: it belongs to another user.
     """
     if whose := find_other_owner(run):
         raise _make_ownership_error(run, whose, "change")
 
 
 def require_run(path: Path) -> None:
-    """Refuse what is no run that can be read.
+    """Check that a path is a readable run directory.
 
     Raises:
-        SpecError: there is no such folder, or it is not a run directory.
-        NotYours: it is another user's, who does not let it be read.
+        SpecError: there is no such folder, it is not a run directory, or it is not readable.
+        NotYours: it belongs to another user and is not readable.
     """
     readable = os.R_OK | os.X_OK
     try:
-        seed_statistics = path.stat()
-        is_run = stat.S_ISDIR(seed_statistics.st_mode) and stat.S_ISREG((path / _RUN).stat().st_mode)
+        file_statistics = path.stat()
+        is_run = stat.S_ISDIR(file_statistics.st_mode) and stat.S_ISREG((path / _RUN).stat().st_mode)
         refused = is_run and not all(
             _has_access(place, how) for place, how in ((path, readable), (path / _RUN, os.R_OK))
         )
@@ -63,10 +63,10 @@ def require_run(path: Path) -> None:
 
 
 def make_ownership_error(path: Path, *, change: bool = False) -> NotYours | None:
-    """Return why a file of a run cannot be read, or written, where that is since another user has it; else None.
+    """Return the error for a run's file that is inaccessible because it belongs to another user, else None.
 
     Args:
-        path: of the file, which need not be there, or be to be seen.
+        path: of the file, which need not exist or be visible.
         change: whether it was to be written.
     """
     for place in (path, *path.parents):
@@ -82,7 +82,7 @@ def make_ownership_error(path: Path, *, change: bool = False) -> NotYours | None
 
 
 def describe_left_out_runs(folders: Iterable[Path]) -> str:
-    """Say which of these folders are not looked into, since their users alone may; empty where there are none."""
+    """Describe the folders that only their owners may enter; empty if there are none."""
     closed = [folder for folder in folders if not _has_access(folder, os.X_OK) and folder.is_dir()]
     owners = [whose for folder in closed if (whose := find_other_owner(folder))]
     if not owners:
@@ -109,7 +109,10 @@ def _has_access(path: Path, how: int) -> bool:
 
 
 def _gives_all_to(user: int, path: Path) -> bool:
-    """Return whether whatever is written there becomes this user's (root on NFS, everyone on CIFS): then that tells nothing."""
+    """Return whether new files in a folder always belong to this user (root on NFS, anyone on CIFS).
+
+    Ownership then has no meaning.
+    """
     folder = path if path.is_dir() else path.parent
     try:
         with tempfile.TemporaryFile(dir=folder) as mine:

@@ -1,4 +1,4 @@
-"""The copy of this package that the jobs of a run use, and the version that submitted them."""
+"""The copy of this package that the jobs of a run use, and the version with which they were submitted."""
 
 import functools
 import hashlib
@@ -16,12 +16,12 @@ from tula_cli.version import __version__
 
 _PACKAGE = Path(__file__).parents[1]
 _SAME_DATE = (1980, 1, 1, 0, 0, 0)
-"""Of all files, so that the same code makes the same archive."""
+"""Date of all archive members, so that the same code produces the same archive."""
 
 
 @functools.cache
 def _read_package_code() -> Mapping[str, bytes]:
-    """Return the sources of this tula by their names in an archive; none where it was imported from one itself."""
+    """Return the sources of this package by archive name; empty if it was imported from an archive."""
     return {
         f"{_PACKAGE.name}/{path.relative_to(_PACKAGE)}": path.read_bytes() for path in sorted(_PACKAGE.rglob("*.py"))
     }
@@ -36,12 +36,12 @@ def _make_archive_name() -> str:
 
 
 def find_package_archive(run: Path) -> Path | None:
-    """Return the place of this tula's archive in a run, absolute; None where this tula was imported from one itself."""
+    """Return the absolute path of this package's archive in a run; None if imported from an archive itself."""
     return run.absolute() / "code" / _make_archive_name() if _read_package_code() else None
 
 
 def keep_package(run: Path) -> Path | None:
-    """Write the archive, where it is not there yet; return its place as `find_package_archive` does.
+    """Write the archive if it does not exist; return its path as `find_package_archive` does.
 
     Raises:
         TulaError: it cannot be written.
@@ -59,13 +59,13 @@ def keep_package(run: Path) -> Path | None:
 
 
 def prepend_to_path(place: Path | None, path: str = "") -> str:
-    """Return PYTHONPATH with an archive first; where that is gone when a job starts, what is installed by then is imported."""
+    """Return PYTHONPATH with an archive first; if the archive is gone, jobs import the installed package."""
     entries = [*([str(place)] if place is not None else []), *filter(None, path.split(os.pathsep))]
     return os.pathsep.join(dict.fromkeys(entries))
 
 
 def make_shell_lines(run: Path) -> list[str]:
-    """Have a job's shell import the tula that it is submitted with, after whatever its set-up has put into the path."""
+    """Return shell lines by which a job imports the version that submitted it, whatever its set-up put in the path."""
     place = find_package_archive(run.resolve())
     if place is None:
         return []
@@ -73,11 +73,11 @@ def make_shell_lines(run: Path) -> list[str]:
 
 
 def describe_upgrade(job: Job | None, ran_with: str) -> str:
-    """Say that a job runs with another tula than it was submitted with; empty where it does not, or nobody knows.
+    """Describe that a job runs with another version of tula than it was submitted with; empty if not, or unknown.
 
     Args:
         job: as it was submitted.
-        ran_with: the version that runs it; empty where that was not written down.
+        ran_with: the version that runs it; empty if it was not recorded.
     """
     if job is None or not job.tula or not ran_with or job.tula == ran_with:
         return ""
@@ -85,7 +85,7 @@ def describe_upgrade(job: Job | None, ran_with: str) -> str:
 
 
 def list_upgrades(look: Snapshot) -> tuple[str, ...]:
-    """Return the same of each job of a run, by its newest attempt."""
+    """Return the descriptions of `describe_upgrade` for the jobs of a run, each by its newest attempt."""
     newest: dict[str, Attempt] = {job.id: attempts[-1] for job in look.jobs if (attempts := look.attempts_of(job.id))}
     messages = (describe_upgrade(job, newest[job.id].tula) for job in look.jobs if job.id in newest)
     return tuple(filter(None, messages))

@@ -1,6 +1,7 @@
-"""The job of a run as JSON beside its YAML, which takes a hundred times as long to read; it counts while both say the same.
+"""The job of a run as JSON next to its YAML, which takes a hundred times as long to read; it is used while both agree.
 
-Nothing but the standard library, and modules like this one, is imported: a list of hundreds of runs reads no more than this of their jobs.
+Only the standard library and similarly light modules are imported, because listing hundreds of runs reads nothing else
+of their jobs.
 """
 
 import hashlib
@@ -20,7 +21,7 @@ _YAML, _JSON = "spec.yaml", "spec.json"
 
 @dataclass(frozen=True)
 class ParsedSpec:
-    """A job as plain values, and where its parts lie."""
+    """A job as plain values, and the folders of its parts."""
 
     digest: str  # SHA-256 of the YAML that it was written beside
     spec: Mapping[str, Any]
@@ -28,17 +29,17 @@ class ParsedSpec:
 
 
 def write_spec(run: Path, yaml: str, spec: Mapping[str, Any], parts: Mapping[str, str]) -> None:
-    """Replace the job of a run, in both forms; a new one gets a format.
+    """Replace the job of a run in both forms, and record the format of a new run.
 
     Args:
         run: the run directory.
         yaml: the job as text.
         spec: the same as plain values.
-        parts: node type (empty where the job names none) to folder inside the run.
+        parts: folder inside the run by node type (empty if the job names none).
 
     Raises:
-        OtherFormat: the run is there, in a format of another tula.
-        TulaError: they cannot be written.
+        OtherFormat: the run exists in a format of another version of tula.
+        TulaError: the files cannot be written.
     """
     run_format.require_known_format(run)
     if get_change_time(run) is None:
@@ -48,10 +49,10 @@ def write_spec(run: Path, yaml: str, spec: Mapping[str, Any], parts: Mapping[str
 
 
 def read_spec(run: Path) -> ParsedSpec | None:
-    """Return the job of a run; None where the YAML has been edited since, or the JSON is not there or damaged.
+    """Return the job of a run; None if the YAML was edited afterwards, or the JSON is missing or damaged.
 
     Raises:
-        OtherFormat: the run is in a format of another tula.
+        OtherFormat: the run is in a format of another version of tula.
         TulaError: a file cannot be read.
     """
     run_format.require_known_format(run)
@@ -63,9 +64,9 @@ def read_spec(run: Path) -> ParsedSpec | None:
 
 
 def list_run_folders(root: Path) -> list[Path]:
-    """Return the folders under `root` that hold a job, last changed first.
+    """Return the folders under `root` that hold a job, most recently changed first.
 
-    One that may not be looked into is another user's, and left out.
+    Folders that may not be entered belong to other users and are left out.
 
     Raises:
         TulaError: `root` cannot be read.
@@ -77,11 +78,11 @@ def list_run_folders(root: Path) -> list[Path]:
 
 
 def find_newest_run(root: Path, latest: str) -> Path:
-    """Return the run that was used last under `root`, of those that may be read; one's own go first.
+    """Return the most recently used readable run under `root`, preferring the user's own runs.
 
     Args:
-        root: where runs are kept.
-        latest: the name of the one that was used last, which need not be there; empty where none is known.
+        root: folder of the runs.
+        latest: name of the most recently used run, which need not exist; empty if unknown.
 
     Raises:
         SpecError: there is none.
@@ -98,7 +99,7 @@ def find_newest_run(root: Path, latest: str) -> Path:
 
 
 def get_change_time(run: Path) -> int | None:
-    """Return when the job of a run was last written (ns of Unix time); None where there is none to be seen."""
+    """Return when the job of a run was last written (ns of Unix time); None if there is no visible job."""
     try:
         status = (run / _YAML).stat()
         return status.st_mtime_ns if stat.S_ISREG(status.st_mode) else None

@@ -1,4 +1,4 @@
-"""The files that belong to a script: the file that its command names, and what that file imports and reads."""
+"""The files that belong to a script: the file that its command names, and the files that it imports and reads."""
 
 import importlib.util
 import os
@@ -40,11 +40,11 @@ _SHELL_INLINE = re.compile(r"-[a-z]*c[a-z]*")
 _PYTHON_VALUED = re.compile(r"-X|-W|--check-hash-based-pycs")
 _SHELL_VALUED = re.compile(r"[-+][a-zA-Z]*[oO]|--rcfile|--init-file")
 _LAUNCHERS = {"torch", "accelerate", "deepspeed"}
-"""Packages whose modules start another program: `python -m torch.distributed.run train.py`."""
+"""Packages whose modules start another program, as in `python -m torch.distributed.run train.py`."""
 
 
 class NoCommandFile(SpecError):
-    """The command names a file that is not there."""
+    """The command names a file that does not exist."""
 
 
 @dataclass(frozen=True)
@@ -60,32 +60,32 @@ class Program:
 
 
 def split_command(command: str) -> list[str]:
-    """Return the words of a command before its placeholders have values; empty ones for those that hold any."""
+    """Split a command into words before its placeholders are filled; words with placeholders become empty."""
     return ["" if find_placeholders(word) else fill(word, {}) for word in shlex.split(command)]
 
 
 def describe_command(command: str) -> str:
-    """Return the word of a command by which people know what it runs."""
+    """Return the word of a command that best identifies what it runs."""
     words = split_command(command)
     named = [word for word in words if word.endswith(SCRIPT_SUFFIXES)]
     return next(iter(named or list_module_names(words)[-1:]), words[0]) or command
 
 
 def list_module_names(words: Sequence[str]) -> list[str]:
-    """Return what a command runs by -m."""
+    """Return the modules that a command runs with -m."""
     return [words[position] for position, role in _classify_words(words) if role is _Role.MODULE]
 
 
 def find_program(words: Sequence[str], workdir: Path, *, path: Sequence[str] | None = None) -> Program | None:
-    """Return what a command runs of the user's own; None where that is an installed program, or cannot be told.
+    """Return the user's program that a command runs; None if it is an installed program, or cannot be determined.
 
-    It is the first word that names a file ending in .py, .sh or .bash, or what python or a shell is given to run, or the
-    module after -m where that lies under `workdir`. Launchers and their options may stand before it.
+    The program is the first word that names a file ending in .py, .sh or .bash, or the argument that python or a shell
+    runs, or the module after -m if it lies under `workdir`. Launchers and their options may precede it.
 
     Args:
-        words: of the command; empty where they are not known yet.
+        words: of the command; empty for words not known yet.
         workdir: where the command runs.
-        path: where python looks for modules besides `workdir`; sys.path by default.
+        path: module search path in addition to `workdir`; sys.path by default.
 
     Raises:
         SpecError: there is no file of that name.
@@ -126,7 +126,7 @@ class _Role(Enum):
 
 
 def _classify_words(words: Sequence[str]) -> Iterator[tuple[int, _Role]]:
-    """Yield the position of each word and what it is."""
+    """Yield the position and role of each word."""
     python = shell = False  # what it runs is yet to come
     ahead: _Role | None = None
     for position, word in enumerate(words):
@@ -149,7 +149,7 @@ def _classify_words(words: Sequence[str]) -> Iterator[tuple[int, _Role]]:
 
 
 def _find_file(word: str, role: _Role, home: Path) -> Path | None:
-    """Return the file that a word names, if that is what the command runs."""
+    """Return the file that a word names if the command runs it."""
     file = home / word
     if role is _Role.OPTION or not os.path.isfile(file):  # noqa: PTH113 - a word may be too long for a name
         return None
@@ -159,7 +159,7 @@ def _find_file(word: str, role: _Role, home: Path) -> Path | None:
 
 
 def _is_unknown(word: str, home: Path) -> bool:
-    """Return whether what python is given to run is known to the job alone, or is a folder."""
+    """Return whether the argument that python runs is known only to the job, or is a folder."""
     return not word or os.path.isdir(home / word)  # noqa: PTH112 - a word may be too long for a name
 
 
@@ -186,17 +186,17 @@ def _find_module(module: str, home: Path, path: Sequence[str]) -> Program | None
 
 
 def move_command_to_snapshot(words: Sequence[str], workdir: Path, code: Path | None) -> list[str]:
-    """Return a command that runs its file from a snapshot; its working directory stays the user's own.
+    """Return a command that runs its file from a snapshot; its working directory does not change.
 
-    A module after -m stays as it is: `list_snapshot_python_path` has it found in the snapshot.
+    A module after -m is not changed: `list_snapshot_python_path` makes python find it in the snapshot.
 
     Args:
         words: of the command, with the values of its placeholders.
         workdir: where the command runs.
-        code: the snapshot's folder; None where no code was copied.
+        code: the snapshot's folder; None if no code was copied.
 
     Raises:
-        JobFailed: the snapshot is gone, or is of another command.
+        JobFailed: the snapshot is gone, or belongs to another command.
     """
     code_snapshot = _read_snapshot_record(code)
     if code is None or code_snapshot is None or not code_snapshot.program:
@@ -209,10 +209,10 @@ def move_command_to_snapshot(words: Sequence[str], workdir: Path, code: Path | N
 
 
 def list_snapshot_python_path(code: Path | None) -> list[str]:
-    """Return the folders of a snapshot that go first into PYTHONPATH; none where no code was copied.
+    """Return the folders of a snapshot to put first in PYTHONPATH; empty if no code was copied.
 
-    Python puts the working directory before PYTHONPATH for `python -m`, not for a file: there PYTHONSAFEPATH=1 (Python
-    3.11) or a finder of modules has to see to it.
+    Python puts the working directory before PYTHONPATH for `python -m`, but not for a file: in the former case
+    PYTHONSAFEPATH=1 (Python 3.11) or a module finder has to prevent this.
 
     Args:
         code: the snapshot's folder.
@@ -257,21 +257,21 @@ OUTPUT_FOLDERS = {
     "tb_logs",
     "wandb",
 }
-"""Folders into which scripts write: of what git does not track in them, nothing is code."""
+"""Folders that scripts write to: untracked files in them are never code."""
 MAX_FILES_WALKED = 20_000
-"""Files and folders that are looked at where git does not tell which there are."""
+"""Maximum files and folders to examine if git does not list them."""
 
 
 def select_script_files(script: Script, workdir: Path, *, path: Sequence[str] | None = None) -> Selection:
-    """Return what a snapshot of a script's code holds; nothing where the command runs no file of the user's own.
+    """Return the files for a snapshot of a script's code; empty if the command runs no file of the user's own.
 
-    Its digest is over the code and the settings: not over data, keys, job files of tula, and JSON files that git does not
-    track and the command does not name, which most scripts write themselves.
+    The digest covers code and settings. It does not cover data, keys, job files of tula, and JSON files that git does
+    not track and the command does not name, because most of those are written by the script itself.
 
     Args:
         script: the section of the spec.
         workdir: where the command runs.
-        path: where python looks for modules besides `workdir`; sys.path by default.
+        path: module search path in addition to `workdir`; sys.path by default.
 
     Raises:
         SpecError: there is no file of the command's name, or it cannot be read.
@@ -305,7 +305,7 @@ def select_script_files(script: Script, workdir: Path, *, path: Sequence[str] | 
 
 
 def list_script_warnings(script: Script, workdir: Path) -> tuple[str, ...]:
-    """Say where the code that runs is not, or not all of it, what was submitted."""
+    """Return warnings if the code that runs may differ, in part or completely, from the submitted code."""
     by_then = "what runs is what the files are by then"
     if script.code == "none":
         return (f"script.code is none: no code is copied, and {by_then}",)
@@ -329,7 +329,7 @@ def list_script_warnings(script: Script, workdir: Path) -> tuple[str, ...]:
 
 
 def _list_files(program: Program, home: Path, path: Sequence[str]) -> tuple[Path, dict[Path, bool], list[Path]]:
-    """Return the folder that a snapshot mirrors, the files under it, whether git tracks each, and folders not looked into."""
+    """Return the folder that a snapshot mirrors, its files (whether git tracks each), and folders not searched."""
     left_out: list[Path] = []
     known = code_selection.list_tracked_files(program.file.parent)
     if known is not None and program.file in known[1] and program.root.is_relative_to(known[0]):
@@ -343,7 +343,7 @@ def _list_files(program: Program, home: Path, path: Sequence[str]) -> tuple[Path
 
 
 def _walk_folder(start: Path) -> tuple[list[Path], list[Path]]:
-    """Return the files under a folder that are code or settings by their names, and the folders with more than it looks at."""
+    """Return the code and settings files under a folder, by suffix, and the folders that were too large to search."""
     files: list[Path] = []
     left_out: list[Path] = []
     waiting, looked = deque([start]), 0
@@ -369,7 +369,7 @@ def _walk_folder(start: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _select_own_files(program: Program, base: Path, listed: Iterable[Path]) -> list[Path]:
-    """Return those files that are there, and neither hidden nor installed nor of a run."""
+    """Return the existing files that are neither hidden nor in installed packages or run folders."""
     foreign = cache(is_foreign)
     return [
         file
@@ -384,12 +384,12 @@ def _select_own_files(program: Program, base: Path, listed: Iterable[Path]) -> l
 
 
 def _list_folders_between(file: Path, base: Path, program: Program) -> Iterator[Path]:
-    """Yield the folders from a file up to `base`, without those that hold the command's file too."""
+    """Yield the folders from a file up to `base`, except those that also contain the command's file."""
     return (folder for folder in file.parents if folder.is_relative_to(base) and folder not in program.file.parents)
 
 
 def _select_bounded_files(program: Program, base: Path, listed: Mapping[Path, bool]) -> tuple[list[Path], list[Path]]:
-    """Return what is copied and what is beyond the bounds; what is nearest to the command's file comes first."""
+    """Return the files to copy and those beyond the limits; files nearest to the command's file come first."""
     copied, left_out, total = [program.file], [], program.file.stat().st_size
     for file in sorted(
         listed.keys() - {program.file}, key=lambda file: (_compute_folder_distance(program.file, file), file)
@@ -410,7 +410,7 @@ def _select_bounded_files(program: Program, base: Path, listed: Mapping[Path, bo
 
 
 def _compute_folder_distance(path: Path, other: Path) -> int:
-    """Return the steps from one file's folder to the other's, through the tree."""
+    """Return the number of steps through the tree from one file's folder to the other's."""
     common = os.path.commonpath([path.parent, other.parent])
     return len(path.parts) + len(other.parts) - 2 * len(Path(common).parts)
 
@@ -435,12 +435,12 @@ def _belongs_to_code(file: Path, *, tracked: bool, named: set[Path]) -> bool:
 
 
 def _list_named_files(words: Iterable[str], home: Path) -> set[Path]:
-    """Return the paths that the words of a command may name."""
+    """Return the paths that the words of a command may refer to."""
     return {Path(os.path.realpath(home / text)) for word in words for text in (word, word.partition("=")[2]) if text}
 
 
 def _is_job(file: Path) -> bool:
-    """Return whether a file is a job.yaml with a script, whose settings are in the signatures as far as they count."""
+    """Return whether a file is a job.yaml with a script; its relevant settings are already part of the signatures."""
     if file.suffix not in (".yaml", ".yml"):
         return False
     text = file.read_text(errors="replace")
@@ -455,7 +455,7 @@ def _list_source_roots(
 ) -> tuple[Path, ...]:
     """Return the folders of the copied files that python imports from in the job, the command's own first.
 
-    `home` is none of them where only tula looks there, and not the command: it might hide what is installed.
+    `home` is not included if only tula searches it and the command does not, because it might hide installed packages.
     """
     given = {(home / entry).resolve() for entry in path}
     given_roots = [root for root in import_roots(home, path) if root != home or root in given]
@@ -467,7 +467,7 @@ def _list_source_roots(
 
 
 def _list_editable_installs(copied: Iterable[Path]) -> Iterator[Path]:
-    """Yield the folders of packages that this python imports from where they are: `pip install --editable`."""
+    """Yield the parent folders of packages that this python imports in place (`pip install --editable`)."""
     folders = {file.parent for file in copied if file.name == "__init__.py"}
     for package in sorted(folder for folder in folders if folder.parent not in folders):
         try:

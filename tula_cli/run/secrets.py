@@ -1,4 +1,7 @@
-"""Which files may hold secrets, by their names: they are neither copied nor shown in a diff; and which settings may."""
+"""Recognise files and settings that may hold secrets by their names.
+
+Such files are neither copied nor shown in a diff.
+"""
 
 import fnmatch
 import re
@@ -14,18 +17,18 @@ KEY_FILE_PATTERNS = (
     "auth.json", "oauth*.json", "kubeconfig*", "cookies.*", "*-adminsdk*", "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*",
 )  # fmt: skip
 _KEY_PATTERNS_AMONG_CODE = ("*.pem", "*.key", "*.p12", "*.pfx", "*.env", "*netrc", "*credentials*")
-"""The names of keys that code may have too."""
+"""Names of key files that also apply to files with a code suffix."""
 
 
 def is_key_file(file: Path) -> bool:
-    """Return whether a file's name is one that keys have."""
+    """Return whether a file's name is typical of a key file."""
     name = file.name.lower()
     patterns = _KEY_PATTERNS_AMONG_CODE if file.suffix in CODE_SUFFIXES else KEY_FILE_PATTERNS
     return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
 def is_private_file(file: Path) -> bool:
-    """Return whether a file, by its path in a project, is never copied: a key, or hidden as .env and .netrc are."""
+    """Return whether a file, by its path in a project, must not be copied: a key, or hidden (.env, .netrc)."""
     return is_key_file(file) or any(part.startswith(".") for part in file.parts)
 
 
@@ -60,7 +63,7 @@ _LOGIN = re.compile(
     r"""|\bwandb login(?: +--\S+)* +(?=\w{20})|\bwandb\.login\([^)\n]*?key\s*=\s*["']"""
     r"""|https://(?:hooks\.slack\.com/services|(?:\w+\.)?discord(?:app)?\.com/api/webhooks)/)[^\s'"]+"""
 )
-"""Words before a secret that is not named: a login, an address that posts for whoever knows it."""
+"""Text before an unnamed secret: a login, or a URL that anyone who knows it may post to."""
 _TOKEN = re.compile(
     r"\b(?:gh[pousr]_|github_pat_|glpat-|hf_|sk-|xox[abps]-|AKIA|ASIA|AIza|eyJ|npm_|pypi-|dop_v1_|rpa_|SG\.)[A-Za-z0-9_.-]{16,}"  # of known services
 )
@@ -69,20 +72,21 @@ _IN_WORDS = re.compile(
     re.IGNORECASE,
 )
 _IN_SENTENCE = re.compile(rf"((?:{_SECRET_NAME})[^\s=:]*\s+)(?=\S*\d)(?=\S*[A-Za-z])([^\s,;\"']{{8,}})", re.IGNORECASE)
-"""A word behind the name of a secret is one if it looks like one: "token ab12cd34", and not "tokens are counted"."""
+"""A word after the name of a secret counts as one only if it contains digits and letters: "token ab12cd34", not "tokens
+are counted"."""
 _HARMLESS = re.compile(
     r"""["']?(?:[+-]?[\d.]+(?:[eE][+-]?\d+)?[kKMGTB]?|(?i:true|false|none|null)|</?s>|<[a-z_|]{3,}>|\[(?i:pad|unk|cls|sep|mask|bos|eos)\])["']?"""
 )
-"""Values that are no secret, whatever their name: numbers, yes or no, a tokenizer's own tokens."""
+"""Values that are never secret, whatever their name: numbers, booleans, special tokens of a tokenizer."""
 
 
 def may_be_secret(name: str, value: str) -> bool:
-    """Return whether a variable or setting may be a password or a token, by its name, or for a URL that holds one."""
+    """Return whether a variable or setting may be a password or token, by its name or its content."""
     return bool(_NAMED.search(name)) or without_secrets(value) != value
 
 
 def without_secrets(text: str) -> str:
-    """Return words, as of a command, with *** for what may be a password or a token among them."""
+    """Return text, for example a command, with possible passwords and tokens replaced by ***."""
 
     def hide(match: re.Match[str]) -> str:
         name, value = (part for part in match.groups() if part is not None)
@@ -97,7 +101,7 @@ def without_secrets(text: str) -> str:
 
 
 def remove_secrets(value: Any) -> Any:
-    """Return a row or record as JSON holds it, with *** for what may be a secret in any of its texts."""
+    """Return a JSON value with possible secrets in its strings replaced by ***."""
     if isinstance(value, str):
         return without_secrets(value)
     if isinstance(value, Mapping):

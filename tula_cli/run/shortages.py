@@ -1,4 +1,4 @@
-"""Full disks and exceeded quotas: how they are recognised, and the reserve that a supervisor keeps for its last records."""
+"""Recognise full disks and exhausted quotas, and keep the space that a supervisor reserves for its last records."""
 
 import contextlib
 import os
@@ -16,11 +16,11 @@ from tula_cli.run.records.jobs import Shortage
 
 RESERVE_NAME = ".reserve"
 RESERVE_BYTES = 2**14
-"""Bytes: blocks for the few records that tell an end."""
+"""Bytes reserved for the few records that are written at the end."""
 
 
 def keep_reserve(run: Path) -> None:
-    """Keep some space back, where that has not been done.
+    """Reserve some disk space unless it is already reserved.
 
     Raises:
         DiskFull: there is none.
@@ -32,7 +32,7 @@ def keep_reserve(run: Path) -> None:
 
 
 def release_reserve(run: Path) -> None:
-    """Give it back, for what has to be written now."""
+    """Release the reserved space for records that have to be written now."""
     with contextlib.suppress(OSError):
         (run / RESERVE_NAME).unlink()
 
@@ -40,11 +40,11 @@ def release_reserve(run: Path) -> None:
 # --- Shortages
 
 _NAMED = re.compile(r"(?:No space left on device|Disk quota exceeded): '(/[^'\n]+)'|cannot write (/[^:\n]+): ")
-"""A path in what was said of a full disk: Python's words, and tula's."""
+"""A path in an error message of a full disk, in the wording of Python or of tula."""
 
 
 def measure_shortage(folder: Path, *, needed: int | None = None, quota: bool = False) -> Shortage:
-    """Return what the file system of a folder has now, as statvfs tells it."""
+    """Return the current free and total space of a folder's file system, as reported by statvfs."""
     statistics = read_disk_statistics(folder)
     return Shortage(
         folder=str(folder),
@@ -57,18 +57,18 @@ def measure_shortage(folder: Path, *, needed: int | None = None, quota: bool = F
 
 
 def get_shortage(error: BaseException) -> Shortage | None:
-    """Return what an error of a full disk knows of it; None of any other."""
+    """Return the shortage that a disk-full error describes, or None for other errors."""
     if not isinstance(error, DiskFull):
         return None
     return measure_shortage(Path(error.folder or "."), needed=error.needed, quota=error.quota)
 
 
 def parse_shortage(text: str, folders: Iterable[Path]) -> Shortage:
-    """Return what is known of a full disk by what a process said: where it names no file, of the fullest folder.
+    """Return the shortage described by a process's message; if it names no file, that of the fullest folder.
 
     Args:
-        text: what was said.
-        folders: that it may have written to.
+        text: the message.
+        folders: folders that the process may have written to.
     """
     quota = "quota" in text.lower()
     if named := _NAMED.search(text):
@@ -77,7 +77,7 @@ def parse_shortage(text: str, folders: Iterable[Path]) -> Shortage:
 
 
 def describe_shortage(shortage: Shortage) -> str:
-    """Return the folder and what is missing there."""
+    """Describe the folder and the missing space."""
     if shortage.files_free == 0:
         return f"no more files can be made on the file system of {shortage.folder}"
     takes = "" if shortage.needed is None else f", {words.format_bytes(shortage.needed)} are needed"
@@ -88,7 +88,7 @@ def describe_shortage(shortage: Shortage) -> str:
 
 
 def find_remaining_shortage(shortage: Shortage) -> Shortage | None:
-    """Return what is missing now where the disk was full before; None where there is room again."""
+    """Return the current shortage on a disk that was full before, or None if there is space again."""
     folder = Path(shortage.folder)
     place = next((parent for parent in (folder, *folder.parents) if parent.is_dir()), folder)
     needed = max(shortage.needed or 0, 0) + 2**16

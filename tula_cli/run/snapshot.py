@@ -27,17 +27,17 @@ _REHEARSAL, _COMPARISON = TypeAdapter(Rehearsal), TypeAdapter(Comparison)
 
 
 def is_moved(job: Job, run_path: Path) -> bool:
-    """Return whether a job's run was moved after its submission: what the job still writes goes nowhere.
+    """Return whether a job's run was moved after its submission, so that the job's run directory no longer exists.
 
     Args:
         job: of the run.
-        here: where the run is, resolved.
+        run_path: resolved path of the run.
     """
     return bool(job.folder) and Path(job.folder) != run_path and not Path(job.folder).exists()
 
 
 def is_of_another_run(job: Job, run_path: Path) -> bool:
-    """Return whether a job is of a run that this one is a copy of: it writes there, and is there to be cancelled.
+    """Return whether a job belongs to the run of which this one is a copy: it writes there and is cancelled there.
 
     Args: as of `is_moved`.
     """
@@ -48,12 +48,12 @@ def is_of_another_run(job: Job, run_path: Path) -> bool:
 
 
 class Snapshot:
-    """One look at a run. A file is read when it is first asked for, and what was read does not change any more.
+    """The records of a run, each read on first access and not read again.
 
     Args:
-        path: the run directory; what is not there yet is None or empty.
-        skip_damaged: whether a damaged record is left out, for `record_warnings` and `training_warnings` to name; else it is
-            an error.
+        path: the run directory; missing records are None or empty.
+        skip_damaged: whether damaged records are left out and reported by `record_warnings` and `training_warnings`;
+            else they raise an error.
     """
 
     def __init__(self, path: Path, *, skip_damaged: bool = False) -> None:
@@ -64,7 +64,7 @@ class Snapshot:
 
     @cached_property
     def here(self) -> Path:
-        """Where the run is, resolved."""
+        """Resolved path of the run."""
         return self.path.resolve()
 
     # --- tasks, jobs, attempts
@@ -75,7 +75,7 @@ class Snapshot:
 
     @cached_property
     def tasks(self) -> list[JobTask]:
-        """The tasks that measure, rehearse or train, by their ids."""
+        """The tasks that measure, test resuming, train or evaluate, by their ids."""
         return [task for task in self._all_tasks if not isinstance(task, CheckTask)]
 
     @cached_property
@@ -88,7 +88,7 @@ class Snapshot:
         return _group_records(self.tasks, by=lambda task: task.job)
 
     def tasks_of(self, job_id: str) -> list[JobTask]:
-        """Return what a job has to measure, to rehearse or to train, by the tasks' ids."""
+        """Return the tasks of a job, by their ids."""
         return self._tasks_by_job.get(job_id, [])
 
     @cached_property
@@ -102,17 +102,17 @@ class Snapshot:
 
     @cached_property
     def jobs(self) -> list[Job]:
-        """The jobs that can be read, first submitted first."""
+        """The readable jobs, first submitted first."""
         return [job for job in self._readable_jobs[0] if job not in self._jobs_of_another_run]
 
     @property
     def damaged_jobs(self) -> list[BadMeasurements]:
-        """Return the errors of jobs that cannot be read."""
+        """Errors of the job records that cannot be read."""
         return self._readable_jobs[1]
 
     @property
     def job_warnings(self) -> list[str]:
-        """Return warnings about jobs that are not shown: damaged ones, and those of the run that this is a copy of."""
+        """Warnings about jobs that are not shown: damaged ones, and those of the run of which this is a copy."""
         damaged = [
             f"{error.message}; the job is left out: end it by the scheduler's own command if it still runs, then delete that"
             " file"
@@ -141,14 +141,14 @@ class Snapshot:
         return [attempt for attempt in self._attempts_by_job.get(job_id, []) if attempt.started_at >= since]
 
     def last_sign_of_life(self, attempt: Attempt) -> float | None:
-        """Return when an attempt last showed that it lives (Unix time of the file system); None where it has no log yet."""
+        """Return when an attempt last wrote to its log (Unix time of the file system); None if it has no log yet."""
         try:
             return (self.path / f"logs/{attempt.task}.{attempt.number:03d}.log").stat().st_mtime
         except OSError:
             return None
 
     def attempt_written(self, attempt: Attempt) -> float | None:
-        """Return when the record of an attempt was written, by the clock of the file system (Unix time)."""
+        """Return when the record of an attempt was written (Unix time of the file system); None if missing."""
         try:
             return (self.path / f"attempts/{attempt.task}.{attempt.number:03d}.json").stat().st_mtime
         except OSError:
@@ -159,11 +159,11 @@ class Snapshot:
         return frozenset(path.stem for path in list_files(self.path / "jobs", "*.cancelled"))
 
     def cancelled_by(self, job_id: str) -> str:
-        """Return the command that cancelled a job; empty where none has."""
+        """Return the command that cancelled a job; empty if it was not cancelled."""
         return read_text(self.path / f"jobs/{job_id}.cancelled") if job_id in self._cancelled else ""
 
     def released_links(self, job_id: str) -> dict[str, str]:
-        """Return the jobs of a chain that its supervisor took out of the queue, by the scheduler's ids, and why."""
+        """Return the jobs of a chain that its supervisor removed from the queue: the reason by scheduler id."""
         rows = read_text(self.path / f"jobs/{job_id}.released").splitlines()
         return {id_: why for id_, _, why in (row.partition(" ") for row in rows)}
 
@@ -176,12 +176,12 @@ class Snapshot:
 
     @property
     def results(self) -> list[Result]:
-        """The results that can be read, by nodes and local batch."""
+        """The readable results, by nodes and local batch."""
         return self._readable[0]
 
     @property
     def damaged(self) -> list[BadMeasurements]:
-        """Return the errors of results that cannot be read."""
+        """Errors of the results that cannot be read."""
         return self._readable[1]
 
     @cached_property
@@ -194,17 +194,20 @@ class Snapshot:
 
     @cached_property
     def rehearsals(self) -> list[Rehearsal]:
-        """Return the results of resume tests, oldest first."""
+        """Results of resume tests, oldest first."""
         records = [self._read(path, _REHEARSAL) for path in list_files(self.path / "script", "rehearse-*.json")]
         return sorted((record for record in records if record is not None), key=lambda record: record.began_at)
 
     def training(self, train_signature: str) -> TrainingRun:
-        """Return one training with all its relaunches; its records too are read once."""
+        """Return one training with all its relaunches; its records are read through this snapshot, once each."""
         return TrainingRun(self.path, train_signature, read=self._read)
 
     @cached_property
     def record_warnings(self) -> list[str]:
-        """Warnings of damaged records except those of jobs and trainings: of results alone unless damaged ones are skipped."""
+        """Warnings about damaged records, except those of jobs and trainings.
+
+        Only results are checked unless damaged records are skipped.
+        """
         _ = self.results
         if self.skip_damaged:
             _ = self.tasks, self.attempts, self.recommendation, self.comparison, self.rehearsals
@@ -217,7 +220,7 @@ class Snapshot:
 
     @cached_property
     def training_warnings(self) -> list[str]:
-        """Warnings of trainings whose rows, weights or records are damaged: the rest of them is shown."""
+        """Warnings about trainings whose rows, weights or records are damaged; the remaining ones are shown."""
         snapshot = self if self.skip_damaged else Snapshot(self.path, skip_damaged=True)
         signatures = dict.fromkeys(task.signature for task in snapshot.tasks if isinstance(task, TrainTask))
         begun_trainings = set(list_names(snapshot.path / "train")) if signatures else ()
@@ -240,11 +243,17 @@ class Snapshot:
         )
 
     def started_logs(self, ids: Iterable[str]) -> list[Path]:
-        """Return the logs, empty ones too, that SLURM made for jobs, by its own ids: a job without any saw no folder."""
+        """Return the logs, including empty ones, that SLURM created for jobs, by scheduler id.
+
+        A job without any could not access the folder.
+        """
         return [path for id_ in ids for path in self._scheduler_files.get(id_, [])]
 
     def scheduler_logs(self, ids: Iterable[str]) -> list[Path]:
-        """Return what SLURM kept of jobs, last written last: there are words where no supervisor has started."""
+        """Return the non-empty logs that SLURM kept for jobs, last written last.
+
+        They show errors from before a supervisor started.
+        """
         return sorted(
             (path for path in self.started_logs(ids) if path.stat().st_size), key=lambda path: path.stat().st_mtime
         )
@@ -252,7 +261,7 @@ class Snapshot:
     # ---
 
     def _read_folder(self, folder: str, adapter: TypeAdapter[T]) -> tuple[list[T], list[BadMeasurements]]:
-        """Return the records of a folder, and what is wrong with the others."""
+        """Return the readable records of a folder, and the errors of the others."""
         records: list[T] = []
         paths = list_files(self.path / folder)
         for path in paths:

@@ -1,7 +1,8 @@
 """The values recorded for every step of a training, and their format in steps.jsonl.
 
-A line holds neighbouring rows of one batch and of equally many steps, column by column; a column of equal values is written
-once. A row is a step: 30 to 40 bytes. Of a long training it is more of them, so that no file has more than `MOST_ROWS` rows.
+A line holds neighbouring rows with the same batch and number of steps, column by column; a column of equal values is
+stored as one value. A row is one step and takes 30 to 40 bytes. In a long training a row covers several steps, so that
+no file has more than `MOST_ROWS` rows.
 """
 
 import json
@@ -12,15 +13,15 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 MOST_ROWS = 50_000
-"""With more of them neighbours become one: 2 MB where a row is a step, 5 MB of the longest training."""
+"""Maximum rows before neighbours are joined: 2 MB if a row is one step, 5 MB for the longest training."""
 
 _COLUMNS = ("lr", "norm", "norm_low", "norm_high", "delta", "delta_low", "delta_high", "scaled", "factor", "last")
 _DIGITS = {"lr": 6, "norm": 9, "delta": 4, "scaled": 4, "factor": 5, "last": 9}
-"""Significant ones. Norms are single precision, which 9 digits tell exactly."""
+"""Significant digits. Norms are single precision, which 9 digits represent exactly."""
 
 
 class Spread(NamedTuple):
-    """Of a value over the steps of a row that have one."""
+    """Mean, minimum and maximum of a value over the steps of a row that have one."""
 
     mean: float
     low: float
@@ -28,7 +29,7 @@ class Spread(NamedTuple):
 
 
 class StepRow(NamedTuple):
-    """A step, or neighbouring ones of a long training."""
+    """One step, or neighbouring steps of a long training."""
 
     samples: int  # seen at the end of its last step
     steps: int
@@ -52,7 +53,7 @@ class StepRow(NamedTuple):
         scaled: bool | None = None,
         factor: float | None = None,
     ) -> "StepRow":
-        """Return the row of one step; a number that is not finite is none."""
+        """Return the row of one step; a number that is not finite becomes None."""
         size = round_value("norm", norm)
         return cls(
             samples=samples,
@@ -67,11 +68,11 @@ class StepRow(NamedTuple):
         )
 
     def follows(self, previous: "StepRow") -> bool:
-        """Return whether it is the neighbour of a row that is like it."""
+        """Return whether this row directly follows another one with the same batch."""
         return self.batch == previous.batch and self.samples - self.steps * self.batch == previous.samples
 
     def join(self, later: "StepRow") -> "StepRow":
-        """Return the row of its own steps and those of the one that follows it."""
+        """Return one row for the steps of this row and of the one that follows it."""
         own_scaled, other_scaled = self.scaled or 0.0, later.scaled or 0.0
         scaled = (self.steps * own_scaled + later.steps * other_scaled) / (self.steps + later.steps)
         has_scaled = self.scaled is not None or later.scaled is not None
@@ -91,9 +92,11 @@ class StepRow(NamedTuple):
 
 @dataclass(frozen=True)
 class StepSeries:
-    """Every step of a training, oldest first, in columns of equal length; of a long one neighbouring steps share an entry.
+    """Every step of a training, oldest first, in columns of equal length.
 
-    Where `steps` is 1, mean, low and high are the same number.
+    In a long training neighbouring steps share an entry.
+
+    If `steps` is 1, mean, low and high are the same number.
     """
 
     samples: list[int] = field(default_factory=list)  # seen at the end of its last step
@@ -114,7 +117,7 @@ class StepSeries:
 
 
 def to_columns(rows: Iterable[StepRow]) -> StepSeries:
-    """Return rows in columns."""
+    """Convert rows to columns."""
     series = StepSeries()
     for row in rows:
         series.samples.append(row.samples)
@@ -137,8 +140,8 @@ def join_neighbours(
 
     Args:
         rows: of a training.
-        most: steps of a row.
-        apart: whether two rows must stay apart, by the samples at their ends.
+        most: maximum steps per row.
+        must_stay_apart: whether two rows must not be joined, by the samples at their ends.
     """
     joined_rows: list[StepRow] = []
     for row in rows:
@@ -155,12 +158,12 @@ def join_neighbours(
 
 
 def format_rows(rows: Iterable[StepRow]) -> str:
-    """Return the rows as lines of steps.jsonl."""
+    """Format rows as lines of steps.jsonl."""
     return "".join(json.dumps(_parse_line(group), separators=(",", ":")) + "\n" for group in _group_alike_rows(rows))
 
 
 def parse_rows(lines: Iterable[Mapping[str, Any]]) -> list[StepRow]:
-    """Return the rows of lines of steps.jsonl; a line that is damaged is left out."""
+    """Parse lines of steps.jsonl; damaged lines are left out."""
     return [row for line in lines for row in _parse_rows_of_line(line)]
 
 
@@ -200,18 +203,18 @@ def _parse_line(rows: Sequence[StepRow]) -> dict[str, Any]:
 
 
 def _compact_column(values: Sequence[float | None]) -> Any:
-    """Return values as JSON has them: one where all are the same, whole ones without a point."""
-    values_ = [int(value) if value is not None and value.is_integer() else value for value in values]
-    return values_[0] if all(value == values_[0] for value in values_) else values_
+    """Return a column for JSON: a single value if all are equal, whole numbers without a decimal point."""
+    rounded = [int(value) if value is not None and value.is_integer() else value for value in values]
+    return rounded[0] if all(value == rounded[0] for value in rounded) else rounded
 
 
 def is_step_line(line: Mapping[str, Any]) -> bool:
-    """Return whether a line has all columns of its rows: a lost node may leave one that is damaged."""
+    """Return whether a line has all columns of its rows; a lost node may leave a damaged one."""
     return _read_line(line) is not None
 
 
 def _read_line(line: Mapping[str, Any]) -> tuple[tuple[int, int, int, int], list[list[float | None]]] | None:
-    """Return samples, batch, steps and rows of a line, and its columns; None if it is damaged."""
+    """Return (samples, batch, steps, rows) of a line and its columns; None if it is damaged."""
     header = [line.get(name) for name in ("samples", "batch", "steps", "rows")]
     if not all(isinstance(value, int) and 0 < value < 10**18 for value in header):
         return None
@@ -223,7 +226,7 @@ def _read_line(line: Mapping[str, Any]) -> tuple[tuple[int, int, int, int], list
 
 
 def _parse_rows_of_line(line: Mapping[str, Any]) -> Iterator[StepRow]:
-    """Yield the rows of a line; none of one that is damaged."""
+    """Yield the rows of a line; nothing if it is damaged."""
     if (line_parts := _read_line(line)) is None:
         return
     (samples, batch, steps, count), columns = line_parts
@@ -244,7 +247,7 @@ def _parse_rows_of_line(line: Mapping[str, Any]) -> Iterator[StepRow]:
 
 
 def _read_column(content: Any, count: int) -> list[float | None] | None:
-    """Return the values of a column of so many rows; None where it is none of a file of steps."""
+    """Return the `count` values of a column; None if it is not a valid column."""
     values = content if isinstance(content, list) else [content] * count
     if len(values) != count or not all(value is None or isinstance(value, int | float) for value in values):
         return None
@@ -255,7 +258,7 @@ def _read_column(content: Any, count: int) -> list[float | None] | None:
 
 
 def round_value(name: str, value: float | None) -> float | None:
-    """Return a value of a column with the digits that are kept; None where it is not finite."""
+    """Round a value to the significant digits of its column; None if it is not finite."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.{_DIGITS[name]}g}")
 
 
@@ -275,7 +278,7 @@ def _join_spreads(
 
 
 def _compute_weighted_mean(values: tuple[float | None, float | None], weights: tuple[float, float]) -> float | None:
-    """Return the weighted mean of what is known."""
+    """Return the weighted mean of the values that are known and have a weight; None if there are none."""
     known_values = [
         (value, weight) for value, weight in zip(values, weights, strict=True) if value is not None and weight
     ]

@@ -42,24 +42,25 @@ from tula_cli.run.step_series import StepRow, StepSeries, is_step_line, to_colum
 from tula_cli.run.step_series import parse_rows as read_steps
 
 CHECKPOINT = re.compile(r"[0-9]{12,}\.(pt|dcp)")
-"""A name of `checkpoint_path`."""
+"""File names created by `checkpoint_path`."""
 DRAFT = re.compile(r"\.[0-9]{12,}\.(pt\..+\.[0-9]+|dcp\.(draft|old))")
-"""A name of what is being written, or replaced: by `write_atomic`, or of shares."""
+"""File names of checkpoints that are being written or replaced, by `write_atomic` or as shares."""
 
 CLOCKS_AGREE, A_COPY = 5.0, 3600.0
-"""Seconds by which what a file says of its time and its own time are apart: less is its way there, more a copy of it."""
+"""Seconds between a row's own time and its file's modification time: a smaller difference is the time until it is
+written, one above the second value means that the file is a copy."""
 
 _PLACED = ("start", "step", "epoch")
-"""Kinds of rows that tell how far a training was."""
+"""Kinds of rows that record the progress of a training."""
 _MOST = 1e18
 _SAMPLED, _STEP = 2**20, b'{"kind": "step"'
-"""Bytes of rows of steps, about, that tell enough of a training; and how such a row begins."""
+"""Approximate bytes of step rows that represent a training well enough, and the prefix of a step row."""
 _NUMBER = rb"-?[0-9]{1,17}(?:\.[0-9]+)?(?:e-[0-9]+)?"
 _PLAIN_STEP = re.compile(
     rb'\{"kind": "step", "time": %s, "samples": [0-9]{1,17}, "epoch": (?:%s|null)(?:, "[a-z0-9_]+": (?:%s|null))*\}\n'
     % (_NUMBER, _NUMBER, _NUMBER)
 )
-"""A usual row of a step: there may be a million of them, and to read each as JSON takes three times as long."""
+"""A regular step row: there may be a million of them, and parsing each as JSON takes three times as long."""
 
 _ATTEMPT, _RESULT = TypeAdapter(Attempt), TypeAdapter(TrainResult)
 _SUMMARY, _TUNING, _ENERGY = TypeAdapter(Summary), TypeAdapter(Tuning), TypeAdapter(CountedEnergy)
@@ -68,12 +69,12 @@ _MICRO_BATCHES, _EVALUATED = TypeAdapter(MicroBatches), TypeAdapter(Evaluated)
 
 
 class TrainingRun:
-    """A training. Reading never fails on a file that is not there yet; it answers None or an empty list.
+    """A training. Reading a file that does not exist yet never fails; the result is None or an empty list.
 
     Args:
         run: the run directory.
         signature: of the training.
-        read: what reads its records.
+        read: reads its records.
     """
 
     def __init__(self, run: Path, signature: str, *, read: Reader = read_record) -> None:
@@ -93,7 +94,7 @@ class TrainingRun:
         return sorted((task for task in tasks if isinstance(task, TrainTask)), key=lambda task: task.attempt)
 
     def newest_task(self) -> TrainTask | None:
-        """Return the task with the highest attempt."""
+        """Return the task of the latest attempt."""
         tasks = self.tasks()
         return tasks[-1] if tasks else None
 
@@ -119,15 +120,16 @@ class TrainingRun:
         return self._read(self.path / "summary.json", _SUMMARY)
 
     def weights(self) -> Path | None:
-        """Return the checkpoint of the best epoch of tula's own loop; None where there is none yet.
+        """Return the checkpoint of the best epoch of tula's own loop; None if there is none yet.
 
-        A file of torch.save, or of a model in shares (`train.parallel: fsdp`) a folder of torch.distributed.checkpoint.
+        A file of torch.save, or, for a sharded model (`train.parallel: fsdp`), a folder of
+        torch.distributed.checkpoint.
         """
         best = self.path / "best"
         return best if best.exists() else None
 
     def evaluations(self) -> list[Evaluated]:
-        """Return what its weights came to in `tula evaluate`, oldest first."""
+        """Return the results of `tula evaluate` on its weights, oldest first."""
         evaluations = [
             evaluation for path in list_files(self.path / "evaluations") if (evaluation := self._read(path, _EVALUATED))
         ]
@@ -146,50 +148,50 @@ class TrainingRun:
         return self.path / "evaluations" / f"{key}.json"
 
     def tuning(self) -> Tuning | None:
-        """Return how far a training that tunes itself has come with it; None before it begins."""
+        """Return the state of a training's self-tuning; None before it starts."""
         return self._read(self.path / "tuning.json", _TUNING)
 
     def energy(self) -> CountedEnergy | None:
-        """Return the energy that was counted so far; None where the GPUs have no counter."""
+        """Return the energy counted so far; None if the GPUs have no counter."""
         return self._read(self.path / "energy.json", _ENERGY)
 
     def script_progress(self) -> ScriptProgress | None:
-        """Return the newest checkpoint of a script; None where there is none, or tula's own loop trains."""
+        """Return the newest checkpoint of a script; None if there is none, or tula's own loop trains."""
         return self._read(self.path / "script.json", _SCRIPT)
 
     def write_script_progress(self, progress: ScriptProgress) -> None:
         write_record(self.path / "script.json", progress)
 
     def script_saves(self) -> ScriptSaves:
-        """Return what a script has saved so far, and lost."""
+        """Return the checkpoints that a script has saved, and the samples it lost."""
         return self._read(self.path / "saves.json", _SAVES) or ScriptSaves()
 
     def write_script_saves(self, saves: ScriptSaves) -> None:
         write_record(self.path / "saves.json", saves)
 
     def micro_batches(self) -> MicroBatches | None:
-        """Return how far its micro-batches may be cut; None before its ranks have told, and of a script."""
+        """Return how far its micro-batches may be split; None before its ranks have reported it, and for a script."""
         return self._read(self.path / "micro_batches.json", _MICRO_BATCHES)
 
     def write_micro_batches(self, known: MicroBatches) -> None:
         write_record(self.path / "micro_batches.json", known)
 
     def newest_samples(self) -> int:
-        """Return the samples of the newest checkpoint, 0 where there is none."""
+        """Return the samples of the newest checkpoint; 0 if there is none."""
         script = self.script_progress()
         return script.samples if script is not None else next((int(path.stem) for path in self.checkpoints()), 0)
 
     def tuned_samples(self) -> int:
-        """Return the samples of finished branches, which no restart trains again."""
+        """Return the samples of finished branches, which are not trained again after a restart."""
         tuning = self.tuning()
         return tuning.samples if tuning is not None else 0
 
     def progress(self) -> int:
-        """Return the samples that have been trained for good: up to the newest checkpoint, and in branches."""
+        """Return the samples that a restart does not train again: up to the newest checkpoint, and in branches."""
         return self.newest_samples() + self.tuned_samples()
 
     def read_records(self) -> None:
-        """Read every record that is there, for the reader to notice those that are damaged."""
+        """Read every existing record, so that the reader notices damaged ones."""
         records: dict[str, Callable[[], object]] = {
             "result.json": self.result, "summary.json": self.summary, "tuning.json": self.tuning, "energy.json": self.energy,
             "script.json": self.script_progress, "saves.json": self.script_saves, "micro_batches.json": self.micro_batches,
@@ -204,7 +206,7 @@ class TrainingRun:
         return self.path / "stages.jsonl"
 
     def stage_decisions(self) -> list[StageDecision]:
-        """Return what the gradient noise has decided of stages of a growing batch, oldest first; damaged rows are left out."""
+        """Return the decisions about stages of a growing batch, oldest first; damaged rows are left out."""
         return [
             decision
             for row in read_json_lines(self.stages_path)
@@ -212,22 +214,22 @@ class TrainingRun:
         ]
 
     def write_stage_decisions(self, decisions: Iterable[StageDecision]) -> None:
-        """Replace the rows of stages.jsonl, whole."""
+        """Replace the content of stages.jsonl."""
         write_atomic(self.stages_path, "".join(f"{row.model_dump_json()}\n" for row in decisions))
 
     # --- checkpoints and metrics
 
     def checkpoint_path(self, samples: int, *, shares: bool = False) -> Path:
-        """Return the place of a checkpoint: a file of torch.save, or of a model in shares a folder."""
+        """Return the path of a checkpoint: a file of torch.save, or a folder for a sharded model."""
         return self.path / "checkpoints" / f"{samples:012d}.{'dcp' if shares else 'pt'}"
 
     def checkpoints(self) -> list[Path]:
-        """Return the checkpoints, newest (most samples) first; what else lies there is the user's."""
+        """Return the checkpoints, newest (most samples) first; other files in the folder are the user's."""
         paths = (self.path / "checkpoints").glob("*")
         return sorted((path for path in paths if CHECKPOINT.fullmatch(path.name)), reverse=True)
 
     def drop_drafts(self) -> None:
-        """Remove checkpoints that killed ranks were writing."""
+        """Remove unfinished checkpoints that killed ranks left behind."""
         for draft in (self.path / "checkpoints").glob(".*"):
             if DRAFT.fullmatch(draft.name):
                 remove_path(draft)
@@ -237,13 +239,13 @@ class TrainingRun:
         return self.path / "metrics.jsonl"
 
     def changes(self) -> tuple[StepChange, ...]:
-        """Return the changes of the step time that were found, oldest first."""
+        """Return the detected changes of the step time, oldest first."""
         return tuple(StepChange.model_validate(row["change"]) for row in self.metrics("change"))
 
     def metrics(self, *kinds: str) -> list[dict[str, Any]]:
-        """Return the rows of metrics.jsonl, of these kinds or of all; one that is damaged, or still being written, is left out.
+        """Return the rows of metrics.jsonl, of these kinds or of all; damaged and incomplete rows are left out.
 
-        A long training has a million rows of steps: who needs none of them names the kinds.
+        A long training has a million step rows: callers that do not need them should name the kinds.
         """
         begins = tuple(f'{{"kind": "{kind}"'.encode() for kind in kinds)
         rows = read_json_lines(self.metrics_path, is_wanted=lambda line: not kinds or line.startswith(begins))
@@ -254,20 +256,21 @@ class TrainingRun:
         return self.path / "steps.jsonl"
 
     def steps(self) -> StepSeries:
-        """Return what is kept of every step, in columns; empty ones where nothing is.
+        """Return the recorded values of every step, in columns; empty if nothing was recorded.
 
-        Kept where the method scales gradients, or with `train.diagnostics: [gradient_norms]`; of a script nothing is.
+        Recorded if the method scales gradients, or with `train.diagnostics: [gradient_norms]`; never for a script.
         """
         return to_columns(self.step_rows())
 
     def step_rows(self) -> list[StepRow]:
-        """Return the same as rows, oldest first; one that is damaged, or still being written, is left out."""
+        """Return the recorded values of every step as rows, oldest first; damaged and incomplete rows are left out."""
         return read_steps(read_json_lines(self.steps_path))
 
     def clock_ahead(self, rows: Sequence[Mapping[str, Any]]) -> float:
-        """Return the seconds by which the file system's clock is ahead of the host's that writes these rows; 0 where it agrees.
+        """Return the seconds by which the file system's clock is ahead of that of the writing host; 0 if they agree.
 
-        A row reaches its file at once, so that the newest one tells; less than `CLOCKS_AGREE` is its way there, more than `A_COPY` a copy of it.
+        Rows are written immediately, so the newest one is compared with the file's modification time. A difference
+        below `CLOCKS_AGREE` is the time until a row is written; above `A_COPY` the file is a copy.
         """
         try:
             ahead = self.metrics_path.stat().st_mtime - max(
@@ -278,51 +281,51 @@ class TrainingRun:
         return float(ahead) if CLOCKS_AGREE < abs(ahead) < A_COPY else 0.0
 
     def newest_metrics(self) -> list[dict[str, Any]]:
-        """Return the newest rows, those of the last 16 KiB."""
+        """Return the rows in the last 16 KiB of metrics.jsonl."""
         return list(filter(_is_whole, read_json_lines(self.metrics_path, last_bytes=2**14)))
 
     def sampled_metrics(self) -> Sequence[dict[str, Any]]:
-        """Return the rows as `metrics` does, but of the steps of a long training every so many-th alone, evenly, and the newest.
+        """Return the rows as `metrics` does, but for a long training only every n-th step row and the newest one.
 
-        They are read once, until the file changes; who asks changes none.
+        The result is cached until the file changes; callers must not modify it.
         """
         return () if (version := self._version()) is None else _read_sampled_rows(self.metrics_path, *version)
 
     def damaged_rows(self) -> list[int]:
-        """Return the numbers of the lines of metrics.jsonl that are no rows, from 1.
+        """Return the line numbers (from 1) of metrics.jsonl that are not valid rows.
 
-        The beginning of a row at the end of the file is one that is still being written, or that a kill has cut off: it is
-        damaged only if the training has finished.
+        An incomplete row at the end of the file is still being written, or was cut off by a kill: it counts as damaged
+        only if the training has finished.
         """
         finished = (self.path / "result.json").exists()
         return _list_damaged_lines(self.metrics_path, lambda line: is_row(line) or (not finished and _is_begun(line)))
 
     def damaged_steps(self) -> list[int]:
-        """Return the same of steps.jsonl."""
+        """Return the line numbers (from 1) of steps.jsonl that are damaged; an incomplete last line is not."""
         return _list_damaged_lines(
             self.steps_path, lambda line: is_step_line(parse_json_object(line) or {}) or _is_begun(line)
         )
 
     def damaged_stages(self) -> list[int]:
-        """Return the same of stages.jsonl."""
+        """Return the line numbers (from 1) of stages.jsonl that are damaged."""
         return _list_damaged_lines(
             self.stages_path, lambda line: _parse_stage_decision(parse_json_object(line) or {}) is not None
         )
 
     def _version(self) -> tuple[int, int] | None:
-        """Return when metrics.jsonl was changed (ns) and its size; None where there is none."""
+        """Return the modification time (ns) and size of metrics.jsonl; None if it does not exist."""
         try:
-            seed_statistics = self.metrics_path.stat()
+            file_statistics = self.metrics_path.stat()
         except FileNotFoundError:
             return None
         except OSError as error:
             raise read_error(self.metrics_path, error) from error
-        return seed_statistics.st_mtime_ns, seed_statistics.st_size
+        return file_statistics.st_mtime_ns, file_statistics.st_size
 
 
 @functools.lru_cache(maxsize=8)
 def _read_sampled_rows(path: Path, _changed: int, size: int) -> tuple[dict[str, Any], ...]:
-    """Return the rows of a file as it was at a moment (`_get_change_time`, ns), when it had so many bytes."""
+    """Return every n-th step row and all other rows of a file; cached by modification time (ns) and size."""
     every = 1 + size // _SAMPLED
     number = itertools.count()
     rows: list[dict[str, Any]] = []
@@ -345,7 +348,7 @@ def _read_sampled_rows(path: Path, _changed: int, size: int) -> tuple[dict[str, 
 
 
 def _list_damaged_lines(path: Path, is_sound: Callable[[bytes], bool]) -> list[int]:
-    """Return the numbers of the lines of a file that are not sound, from 1; none if there is no such file."""
+    """Return the line numbers (from 1) of a file that are not sound; empty if there is no such file."""
     number, damaged = 1, dict[int, None]()
     if not path.exists():
         return []
@@ -363,7 +366,7 @@ def _list_damaged_lines(path: Path, is_sound: Callable[[bytes], bool]) -> list[i
 
 
 def is_row(line: bytes) -> bool:
-    """Return whether a line of metrics.jsonl is a whole row."""
+    """Return whether a line of metrics.jsonl is a complete row."""
     if _PLAIN_STEP.fullmatch(line):
         return True
     row = parse_json_object(line) if line.endswith(b"\n") else None
@@ -371,7 +374,7 @@ def is_row(line: bytes) -> bool:
 
 
 def _is_begun(line: bytes) -> bool:
-    """Return whether a line may be what is there so far of one that is being written, or blocks of it that never were."""
+    """Return whether a line may be the start of one that is still being written: ASCII text without a line end."""
     return not line.endswith(b"\n") and line.isascii()
 
 
@@ -383,7 +386,7 @@ def _parse_stage_decision(row: Mapping[str, Any]) -> StageDecision | None:
 
 
 def _is_whole(row: Mapping[str, Any]) -> bool:
-    """Return whether a row of metrics.jsonl has what its readers rely on: a lost node may leave half a block of one."""
+    """Return whether a row of metrics.jsonl has the fields its readers need; lost nodes may leave partial blocks."""
     kind = row.get("kind")
     if kind == "warning":
         return isinstance(row.get("message"), str)
@@ -402,5 +405,5 @@ def _is_whole(row: Mapping[str, Any]) -> bool:
 
 
 def _are_numbers(*values: object) -> bool:
-    """Return whether all are numbers that a time, a batch or a count may be."""
+    """Return whether all values are numbers in the range of a time, a batch or a count."""
     return all(isinstance(value, int | float) and abs(value) < _MOST for value in values)

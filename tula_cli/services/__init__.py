@@ -1,1 +1,1 @@
-"""One file a command, and the Python API: orchestrate, yield events, never print, never exit."""
+"""One module per command, and the Python API. Services orchestrate and yield events; they never print or exit."""

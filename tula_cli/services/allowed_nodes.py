@@ -1,4 +1,4 @@
-"""The site's bins of wall time (`cluster.slurm.limits`): which of the searched nodes they allow, and for which measuring jobs."""
+"""Wall-time bins of the site (`cluster.slurm.limits`): which searched node counts and profiling jobs they allow."""
 
 from collections.abc import Sequence
 
@@ -9,13 +9,13 @@ from tula_cli.words import format_count, format_number
 
 
 def describe_bins(spec: JobSpec) -> str:
-    """Return the bins in words."""
+    """Return a description of the site's bins."""
     limits = (spec.cluster.slurm or Slurm()).limits
     return ", ".join(f"up to {format_count(limit.nodes)} {limit.hours:g} h" for limit in limits)
 
 
 def list_allowed_nodes(spec: JobSpec) -> tuple[list[int], list[str]]:
-    """Return the searched numbers of nodes that a bin holds, and what to say of the others."""
+    """Return the node counts of the search that a bin allows, and a warning about the others, if any."""
     slurm = spec.cluster.slurm or Slurm()
     allowed = [nodes for nodes in spec.search.nodes if slurm.longest(nodes)]
     beyond = [nodes for nodes in spec.search.nodes if nodes not in allowed]
@@ -24,10 +24,10 @@ def list_allowed_nodes(spec: JobSpec) -> tuple[list[int], list[str]]:
 
 
 def require_allowed_nodes(spec: JobSpec, nodes: int) -> None:
-    """Refuse a training on more nodes than any bin allows.
+    """Reject a training on more nodes than any bin allows.
 
     Raises:
-        SpecError: no bin holds so many.
+        SpecError: no bin allows that many nodes.
     """
     if not (spec.cluster.slurm or Slurm()).longest(nodes):
         raise SpecError(
@@ -36,7 +36,7 @@ def require_allowed_nodes(spec: JobSpec, nodes: int) -> None:
 
 
 def warn_too_short(spec: JobSpec, nodes: Sequence[int]) -> list[str]:
-    """Return on which numbers of nodes no measuring job fits into its bin, and what to do about it."""
+    """Return a warning, with advice, for each number of nodes whose bin is too short for a profiling job."""
     slurm, needed_minutes = spec.cluster.slurm or Slurm(), spec.search.max_minutes + ROOM
     return [
         f"a measuring job takes up to {format_number(needed_minutes)} min (search.max_minutes and {ROOM} to end it), and the site allows"

@@ -1,4 +1,4 @@
-"""`tula check`: is the job sound, what would it search and cost."""
+"""`tula check`: validate a job and show what its search would measure and cost."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ from tula_cli.words import format_count
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """One measuring job: its nodes and the batches it goes through."""
+    """One profiling job: its number of nodes and the batches that it measures."""
 
     nodes: int
     local_batches: tuple[int, ...]  # one GPU's, ascending
@@ -52,7 +52,7 @@ class PlannedJob:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """The search of a job. Upper bounds assume that every profiling job takes `search.max_minutes`."""
+    """The planned search of a job. Upper bounds assume that every profiling job takes `search.max_minutes`."""
 
     inspection: Inspection | None  # None where the model and the dataset were not built
     jobs: tuple[PlannedJob, ...]
@@ -75,12 +75,15 @@ class CheckReport:
 
     @property
     def node_hours_to_allow(self) -> float:
-        """Node-hours that have to be within the cap before anything starts: what follows a first job is held to it then."""
+        """Node-hours that must be within the cap before anything starts: those of the first job, if any, else all.
+
+        The probes that follow a first job are compared with the cap once it has finished.
+        """
         return self.node_hours_at_most if self.unsettled is None else self.unsettled.first_job_node_hours
 
     @property
     def probes(self) -> int:
-        """How many configurations are measured."""
+        """Number of configurations to measure."""
         return sum(len(job.local_batches) for job in self.jobs)
 
 
@@ -93,24 +96,24 @@ class CheckResult:
 
     @property
     def problems(self) -> dict[str | None, tuple[str, ...]]:
-        """Return the problems that prevent node types from running."""
+        """Problems that prevent the job from running, by node type; node types without problems are left out."""
         return {name: report.problems for name, report in self.reports.items() if report.problems}
 
     @property
     def left_out(self) -> list[str]:
-        """Return a warning for each node type that cannot run while others can."""
+        """Return a warning for each node type that cannot run, or an empty list if none can."""
         if len(self.problems) == len(self.reports):
             return []
         return [f"node type {name} is left out: {'; '.join(problems)}" for name, problems in self.problems.items()]
 
     def require_sound(self, name: str) -> None:
-        """Refuse a job that can run on no type, or that may take more than the cap on all of them.
+        """Raise an error if the job can run on no node type, or if its search may exceed the cap on all of them.
 
         Args:
-            name: of the job, for the message.
+            name: name of the job, for the message.
 
         Raises:
-            Infeasible: nothing can run.
+            Infeasible: the job can run on no node type.
             OverBudget: the search may take more node-hours than search.max_node_hours.
         """
         if len(self.problems) == len(self.reports):
@@ -130,18 +133,19 @@ def check_all(
     inspector: Inspect | None = None,
     run: RunDir | None = None,
 ) -> CheckResult:
-    """Check a job on each of its types of node.
+    """Check a job on each of its node types.
 
     Args:
-        spec: the job, sound as far as the file alone can tell.
-        node_type: this type alone.
-        online: as of `check`.
-        inspector: builds the model and the dataset, or remembers; None builds them.
-        run: of the job, which may not be there yet; what a first job told counts, unless the inspector asks anew. None:
-            it does not.
+        spec: the job, which has passed the validation of its file.
+        node_type: check only this node type.
+        online: as in `check`.
+        inspector: inspects the model and the dataset, or returns a stored inspection; None builds them.
+        run: the run of the job, which need not exist yet. The inspection stored by its first job is used, unless the
+            inspector requests a new one. If None, no stored inspection is used.
 
     Raises:
-        SpecError: the job cannot be built, or has no such type; a scheduler of the user's own is not there, or lacks a part.
+        SpecError: the job cannot be built or has no such node type; or a user-defined scheduler is missing or
+            incomplete.
         JobFailed: the user's code fails.
     """
     spec = with_site_billing(spec, None if run is None else run.path.parent)
@@ -169,15 +173,17 @@ def check(
     run: RunDir | None = None,
     room: NodeMemory | None = None,
 ) -> CheckReport:
-    """Check a job.
+    """Check a job on one node type.
 
     Args:
-        spec: the job, sound as far as the file alone can tell.
-        online: also build the model and the dataset in a process of its own; without, the search is known only as far
-            as `search.max_batch` bounds it.
-        inspector: builds the model and the dataset, or remembers; None builds them.
-        run: of the job, whose trainings tell how often a script saves, and whose checks of nodes what they have.
-        room: what a node has for data; None asks this machine, or what is known of SLURM's nodes.
+        spec: the job, which has passed the validation of its file.
+        online: also build the model and the dataset, in a separate process. If False, the extent of the search is known
+            only if `search.max_batch` bounds it.
+        inspector: inspects the model and the dataset, or returns a stored inspection; None builds them.
+        run: the run of the job. Its trainings show how often a script saves checkpoints, its probes how long a step
+            takes, and its node checks how much memory the nodes have.
+        room: memory of a node that is available for data; None uses this machine's, or what is known of the SLURM
+            nodes.
 
     Raises:
         SpecError: the job cannot be built.
@@ -244,7 +250,7 @@ def check(
 
 
 def _list_notes_on_scaling(run: RunDir | None) -> list[str]:
-    """Return what the probes of a script have noted about the model and the optimizer that AGS scales."""
+    """Return the notes that a script's probes recorded on the model and the optimizer that AGS scales."""
     measured = [] if run is None else [result for result in run.read().results if isinstance(result, Measured)]
     return [note for note in count_notes(measured) if note.startswith("AGS scales")]
 
@@ -254,7 +260,7 @@ def _list_configurations(jobs: Sequence[PlannedJob | PlannedLength]) -> list[tup
 
 
 def _inspect(spec: JobSpec, inspector: Inspect) -> tuple[Inspection | None, UpperBoundPlan | None]:
-    """Return what building the model and the dataset tells, or what a job costs that asks a node."""
+    """Return the inspection of model and dataset, or an upper bound of the search if only a node can inspect them."""
     try:
         return inspector(spec), None
     except NotInspectable as error:
@@ -283,7 +289,7 @@ def _warn_unknown(later: UpperBoundPlan | None) -> tuple[str, ...]:
 def _plan_jobs(
     spec: JobSpec, inspection: Inspection | None, *, largest: Limit
 ) -> tuple[tuple[PlannedJob, ...], tuple[str, ...]]:
-    """Return one job a number of nodes, or why there is none."""
+    """Return one job per number of nodes and no problems; or no jobs and the reason why none is feasible."""
     size = inspection.dataset_size if inspection else spec.search.max_batch
     if size is None:
         return (), ()
@@ -300,7 +306,10 @@ def _plan_jobs(
 
 
 def _check_cap(spec: JobSpec, node_hours: float, later: UpperBoundPlan | None) -> tuple[str, ...]:
-    """Return what goes beyond the cap, with what to do about it: of a plan that a first job settles, that job."""
+    """Return a problem, with advice, if the search exceeds the cap on node-hours; else an empty tuple.
+
+    If a first job inspects the model on a node, only that job is compared with the cap.
+    """
     cap = spec.search.max_node_hours
     if later is None:
         problem = describe_beyond_cap("profiling", node_hours, cap)
@@ -314,7 +323,7 @@ def _check_cap(spec: JobSpec, node_hours: float, later: UpperBoundPlan | None) -
 def _check_any_configuration(
     spec: JobSpec, inspection: Inspection | None, jobs: Sequence[PlannedJob]
 ) -> tuple[str, ...]:
-    """Return why the job can be trained on none of its nodes, or measured on none."""
+    """Return the reasons why the job can be trained, or measured, on none of its numbers of nodes."""
     short = warn_too_short(spec, [job.nodes for job in jobs])
     return (*_check_gpus(spec, inspection), *_check_stages(spec, inspection)[0], *short)
 
@@ -324,7 +333,7 @@ def _check_stages(spec: JobSpec, inspection: Inspection | None) -> tuple[list[st
 
 
 def _check_gpus(spec: JobSpec, inspection: Inspection | None) -> tuple[str, ...]:
-    """Return that a search on this machine asks for more GPUs than it has: every rank needs one of its own."""
+    """Return a problem if a search on this machine needs more GPUs than it has: every rank needs its own GPU."""
     if inspection is None or spec.cluster.kind != "local" or inspection.device != "cuda":
         return ()
     needed, available = max(spec.search.nodes) * spec.cluster.gpus_per_node, inspection.gpus
@@ -381,7 +390,7 @@ def _list_warnings(
 
 
 def _warn_small_batch(spec: JobSpec, jobs: tuple[PlannedJob, ...]) -> list[str]:
-    """Return where a small batch of gradient scaling that was asked for is none."""
+    """Warn if the configured `ags.b_small` is not below some of the batches, which are then not scaled."""
     small = spec.ags.b_small
     batches = sorted({batch for job in jobs for batch in job.batches})
     if small == "auto" or not spec.train.facts.scales or not batches or small < batches[0]:

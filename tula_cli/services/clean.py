@@ -1,4 +1,7 @@
-"""`tula clean`: what runs hold, and what of it may go. Nothing of a run that a job may still write to."""
+"""`tula clean`: measure the disk space of runs and remove what is no longer needed.
+
+Nothing is removed from a run that a job may still write to.
+"""
 
 import contextlib
 import os
@@ -28,15 +31,15 @@ from tula_cli.run.snapshot import Snapshot
 from tula_cli.spec.resources import KINDS
 
 JUST_SUBMITTED_SECONDS = 600.0
-"""Seconds for which a job that SLURM does not know counts as one that it does not know yet."""
+"""Seconds after its submission for which a job that SLURM does not list counts as pending."""
 
 Ask = Callable[[Sequence[str]], Mapping[str, SchedulerState]]
-"""Asks SLURM about jobs, by its own ids."""
+"""Queries SLURM for the states of jobs, by SLURM's job ids."""
 
 
 @dataclass(frozen=True)
 class RunSpace:
-    """The disk space of one run. Bytes."""
+    """The disk space of one run, in bytes."""
 
     id: str
     path: Path
@@ -71,14 +74,16 @@ def measure_runs(
     ask: Ask = scheduler.ask_states,
     now: Callable[[], float] = time.time,
 ) -> list[RunSpace]:
-    """Return what runs hold and what of it may go, largest first; nothing is changed. SLURM is asked once for all jobs.
+    """Return the disk space of runs and their removable files, largest first; nothing is changed.
+
+    SLURM is queried once for all jobs.
 
     Args:
-        runs: this user's own.
-        keep_best: of finished trainings leave the best weights alone.
-        compared: free the finished trainings of `tula compare`, whole.
-        older: only runs in which nothing was written for so many seconds; None for all.
-        ask: who asks SLURM.
+        runs: runs of this user.
+        keep_best: keep the best weights of finished trainings.
+        compared: remove the finished trainings of `tula compare` entirely.
+        older: only runs in which nothing was written for that many seconds; None for all.
+        ask: queries SLURM.
         now: Unix time.
     """
     run_spaces, snapshots_by_run = [], {}
@@ -104,7 +109,10 @@ def _keep_all(run_space: RunSpace, why: str) -> RunSpace:
 def _measure_run(
     run: RunDir, size: int, changed: float, *, keep_best: bool, compared: bool
 ) -> tuple[RunSpace, list[Snapshot]]:
-    """Return what a run holds, with a look at each of its parts; of a damaged one, or of another format, nothing may go."""
+    """Return the disk space of a run and a snapshot of each part.
+
+    Nothing is removable if the run is damaged or of another format.
+    """
     removable: list[RemovableFile] = []
     snapshots: list[Snapshot] = []
     try:
@@ -135,7 +143,7 @@ def _get_training_signature(holding: RemovableFile) -> str:
 
 
 def _is_newest(path: Path) -> bool:
-    """Return whether no later checkpoint is left to go on from."""
+    """Return whether there is no later checkpoint to resume from."""
     return all(checkpoint.name <= path.name for checkpoint in path.parent.glob("[0-9]*"))
 
 
@@ -143,7 +151,7 @@ def _is_newest(path: Path) -> bool:
 
 
 def _find_reasons_to_keep(runs: Sequence[Sequence[Snapshot]], ask: Ask, now: float) -> list[str]:
-    """Say of each run, given by its parts, why nothing of it may go; empty of one that no job lives of."""
+    """Return, per run (given by its parts), the reason why nothing may be removed; empty if no job of it is alive."""
     ids = [
         id_
         for snapshots in runs
@@ -192,7 +200,7 @@ def _describe_why_alive(
 
 
 def _get_queue_state(job: Job, known: Mapping[str, SchedulerState], now: float) -> SchedulerState:
-    """Return the state of a job that lives while one of its links does."""
+    """Return the state of a job, which is alive while one of its chained scheduler jobs is."""
     states = [known[id_] for id_ in job.ids if id_ in known]
     if len(states) < len(job.ids) and now - job.submitted_at < JUST_SUBMITTED_SECONDS:
         return SchedulerState("pending", "just submitted")
@@ -203,9 +211,9 @@ def _get_queue_state(job: Job, known: Mapping[str, SchedulerState], now: float) 
 
 
 def remove_files(run_spaces: Iterable[RunSpace]) -> CleanResult:
-    """Free what `spaces` has found. A run that a command has submitted jobs of since is left as it is.
+    """Remove the removable files of `run_spaces`; runs with jobs submitted in the meantime are left unchanged.
 
-    Interrupted at any place, the same call goes on.
+    If interrupted, the same call can be repeated to remove the rest.
     """
     files, size, problems = 0, 0, []
     for run_space in run_spaces:
@@ -223,10 +231,10 @@ def remove_files(run_spaces: Iterable[RunSpace]) -> CleanResult:
 
 @contextlib.contextmanager
 def _lock_run(run_space: RunSpace) -> Iterator[None]:
-    """Keep others from submitting jobs of a run meanwhile.
+    """Lock a run so that no other command submits jobs for it.
 
     Raises:
-        TulaError: another command does, or has submitted some since the look.
+        TulaError: another command is submitting jobs, or has submitted some since the run was measured.
     """
     with contextlib.ExitStack() as locks:
         for part in list_part_folders(run_space.path):

@@ -1,7 +1,7 @@
-"""`tula compare`: methods, batches and seeds of one job beside each other, as Table I of the paper.
+"""`tula compare`: train methods, batches and seeds of one job and compare them, as in Table I of the paper.
 
-Each cell of the grid is an ordinary training of the run, with the job's method, seed and batch replaced: it resumes, goes
-on after an out-of-memory and is attached to as `tula train` does, and is never trained twice.
+Each cell of the grid is an ordinary training of the run with the method, seed and batch replaced. Like any `tula
+train`, it resumes, continues after an out-of-memory error and can be attached to; no cell is trained twice.
 """
 
 import dataclasses
@@ -43,14 +43,17 @@ from tula_cli.spec.methods import METHODS
 from tula_cli.spec.signature import compute_train_signature
 
 ROWS_OF_SGD, ROWS_OF_ADAM, ROWS_OF_OTHERS = ("lbt", "ags", "ramp"), ("lbt", "sqrt", "ramp"), ("lbt", "ramp")
-"""Rows that are compared with the job's own method by default, by its optimizer (`presets.DIVIDING`)."""
+"""Rows that are compared with the job's method by default, by its optimizer (`presets.DIVIDING`)."""
 METHODS_OF_SCRIPTS = ("lbt", "lrs", "sqrt", "ags")
-"""The same for a script of the user's own, as far as it takes them."""
+"""Default rows of a job with a training script, as far as the script supports them."""
 CONTROLS = ("lbt-x2", "lbt-x4")
-"""A large batch whose learning rate was raised by hand: what a method has to beat to be worth anything. Beside the default rows
-there is one: the second from 8 times the reference batch on."""
+"""Large batches whose learning rate was raised by hand: the baseline that a method has to beat to be of benefit.
+
+One control is added to the default rows: the second if the batch is at least 8 times the reference batch, else the
+first.
+"""
 START_SECONDS = 15.0
-"""Seconds after which a training that does not run yet is said to wait."""
+"""Seconds after which a training that is not running yet is reported as waiting."""
 Inspect = Callable[[JobSpec], Inspection]
 State = Literal["done", "diverged", "failed", "cancelled", "lost", "held", "running", "queued", "missing"]
 FINISHED: tuple[State, ...] = ("done", "diverged")
@@ -78,7 +81,7 @@ class Grid:
         require_positive(seeds=self.seeds, nodes=self.nodes)
 
     def rows(self, reference: int) -> list[tuple[str, int]]:
-        """Return (method, batch) of every row, the reference first; controls only where a batch is large."""
+        """Return (method, batch) of every row, the reference first; controls only for batches above the reference."""
         rows = [(REFERENCE, reference)]
         for batch in self.batches:
             rows += [(method, batch) for method in self.methods]
@@ -93,11 +96,11 @@ def make_job_of_cell(spec: JobSpec, method: str, seed: int) -> JobSpec:
 
     Args:
         spec: the job.
-        method: of train.method, a variant, or one of your own; with settings, if any (`comparison.rows`).
-        seed: of the cell.
+        method: a value of train.method, a variant or a user-defined method; with settings, if any (`comparison.rows`).
+        seed: seed of the cell.
 
     Raises:
-        SpecError: the job's other settings do not go with the method.
+        SpecError: the job's other settings are not compatible with the method.
     """
     variant = parse_row(method)
     content = spec.model_dump(mode="json", exclude_unset=True)
@@ -146,12 +149,15 @@ class ComparePlan:
 
     @property
     def hours_left(self) -> float | None:
-        """Hours of all that is missing, one after the other, at most; None where nothing tells."""
+        """Upper bound of the hours of all missing trainings, one after another; None if no duration is known."""
         return sum_hours((*self.missing, *self.standing.undecided), self.hours)
 
 
 def sum_hours(cells: Iterable[Cell], hours: Mapping[tuple[str, int], float | None]) -> float | None:
-    """Return the expected hours of some cells; rows of which nothing is known count as the mean of those that are."""
+    """Return the total expected hours of `cells`, or None if the hours of no row are known.
+
+    A row of unknown duration counts as the mean of the known ones; without cells the total is 0.
+    """
     expected = [(hours.get((cell.method, cell.batch)), cell.share) for cell in cells]
     known_hours = [value for value in hours.values() if value is not None]
     if not expected or not known_hours:
@@ -160,18 +166,18 @@ def sum_hours(cells: Iterable[Cell], hours: Mapping[tuple[str, int], float | Non
 
 
 def plan_comparison(run: RunDir, spec: JobSpec, grid: Grid, *, inspect: Inspect, now: float) -> ComparePlan:
-    """Decide what is trained, in which order: every row's first seed before any second one.
+    """Decide what is trained and in which order: the first seed of every row before any second seed.
 
     Args:
-        run: the run, which may not be there yet.
+        run: the run, which need not exist yet.
         spec: the job.
-        grid: what is compared.
-        inspect: tells the dataset's size where no probe has.
+        grid: rows, batches and seeds to compare.
+        inspect: returns the dataset's size if no probe has recorded it.
         now: Unix time.
 
     Raises:
-        SpecError: a batch cannot be trained on that many nodes, is larger than the dataset, methods do not go with the
-            job's settings, or its script tells no metric or takes no seed.
+        SpecError: a batch cannot be trained on that many nodes or is larger than the dataset; methods are not
+            compatible with the job's settings; or the job's script reports no metric or takes no seed.
     """
     if spec.script is not None:
         require_comparable_script(spec.script, seeds=grid.seeds)
@@ -207,12 +213,16 @@ def plan_comparison(run: RunDir, spec: JobSpec, grid: Grid, *, inspect: Inspect,
 
 
 def is_cell_ended(run: RunDir, cell: Cell) -> bool:
-    """Return whether a training has nothing left to do; one that has diverged would do so again."""
+    """Return whether a cell needs no further training: it has finished, or diverged and would diverge again."""
     return run.training(cell.signature).summary() is not None or run.training(cell.signature).diverged() is not None
 
 
 def _require_fitting_methods(spec: JobSpec, grid: Grid) -> None:
-    """Refuse methods that do not go with the job's optimizer, all at once: in the queue each would fail for itself."""
+    """Reject the methods that are incompatible with the job in one error, before they fail one by one in the queue.
+
+    Raises:
+        SpecError: with one problem per incompatible method.
+    """
     reasons = {method: describe_why_not_a_row(spec, method) for method in grid.methods}
     problems = tuple(Problem(method, why) for method, why in reasons.items() if why)
     if problems:
@@ -221,10 +231,12 @@ def _require_fitting_methods(spec: JobSpec, grid: Grid) -> None:
 
 
 def _inspect_user_code(run: RunDir, spec: JobSpec, grid: Grid, inspect: Inspect) -> None:
-    """Have built what rows name beside the job's own import strings; nothing else than that tells whether it can be.
+    """Inspect the user code that rows name in addition to the job's; only building it shows whether it works.
+
+    Nothing is inspected if a job on a node has inspected the model: this machine cannot build it then.
 
     Raises:
-        SpecError: it cannot.
+        SpecError: the user code of a method cannot be built.
     """
     known_imports = set(import_strings(spec))
     if first_job.load_inspection(run, spec) is not None:
@@ -239,14 +251,14 @@ def _inspect_user_code(run: RunDir, spec: JobSpec, grid: Grid, inspect: Inspect)
 
 
 def describe_why_not_a_row(spec: JobSpec, method: str) -> str:
-    """Return why a method cannot be a row of a job's comparison; empty where it can.
+    """Return why a method cannot be a row of a job's comparison, or an empty string if it can.
 
     Args:
         spec: the job.
         method: a row of the table.
 
     Raises:
-        SpecError: settings of tula's own loop do not go with it.
+        SpecError: settings of tula's training loop are not compatible with the method.
     """
     try:
         return describe_misfit(make_job_of_cell(spec, method, spec.train.seed))
@@ -257,7 +269,7 @@ def describe_why_not_a_row(spec: JobSpec, method: str) -> str:
 
 
 def _warn_ineffective_methods(spec: JobSpec, grid: Grid) -> Iterator[str]:
-    """Say which methods cannot be judged by this job."""
+    """Yield warnings about rows that this job cannot assess, such as batches not above the reference batch."""
     facts = [parse_row(method).facts for method in grid.methods if method not in VARIANTS]
     reference = spec.train.reference_batch
     key = "train.reference_batch" if spec.script is None else "script.reference.batch"
@@ -266,7 +278,7 @@ def _warn_ineffective_methods(spec: JobSpec, grid: Grid) -> Iterator[str]:
             how = "below" if batch < reference else "not above"
             yield f"batch {batch} is {how} the reference batch, {reference} ({key}): its rows have no gap of a large batch to recover"
     if grid.nodes * spec.cluster.gpus_per_node == 1:
-        yield from (facts_.on_one_gpu for facts_ in facts if facts_.on_one_gpu)
+        yield from (method_facts.on_one_gpu for method_facts in facts if method_facts.on_one_gpu)
     if spec.script is not None:  # the warm-up is the script's own
         yield from warn_missing_controls(spec.script, controls=CONTROLS)
         return
@@ -277,14 +289,14 @@ def _warn_ineffective_methods(spec: JobSpec, grid: Grid) -> Iterator[str]:
 
 
 def inspect_once(inspect: Inspect, remembered: dict[str, Inspection], spec: JobSpec) -> Inspection:
-    """Inspect the first spec that is asked for: all cells have the same model and dataset."""
+    """Return the inspection of the first spec passed, also for later ones: all cells share the model and dataset."""
     if not remembered:
         remembered["all"] = inspect(spec)
     return remembered["all"]
 
 
 def _build_comparison(run: RunDir, spec: JobSpec, grid: Grid, *, now: float) -> tuple[Comparison, dict[str, str]]:
-    """Return the comparison, and of rows that are the same training as another, where either has settings, which that is."""
+    """Return the comparison, and the duplicate rows that have settings, mapped to the row that trains the same."""
     reference = spec.train.reference_batch
     codes: dict[tuple[str, ...], str] = {}
     cells_by_signature: dict[str, Cell] = {}
@@ -325,13 +337,13 @@ def _build_comparison(run: RunDir, spec: JobSpec, grid: Grid, *, now: float) -> 
 def _make_short_cells(
     run: RunDir, spec: JobSpec, cells: Sequence[Cell], job_row: str, sign: Callable[[JobSpec, int], str]
 ) -> list[Cell]:
-    """Return the first round of a batch; none if it saves nothing.
+    """Return the short trainings of the first round for one batch, or an empty list if they save nothing.
 
     Args:
-        run: a row that has full trainings in it, and no short one, is in the second round anyway.
+        run: the run; a row that has full trainings and no short one takes part in the second round in any case.
         spec: the job.
-        cells: of the batch in full, without lbt.
-        job_row: the row that trains the job as it is.
+        cells: full trainings of the batch, without lbt.
+        job_row: the row that trains the job unchanged.
         sign: returns the signature of a training at a batch.
     """
     epochs, short_cells = rounds.get_short_epochs(spec), list[Cell]()
@@ -350,7 +362,10 @@ def _make_short_cells(
 
 
 def _list_rows_of_grid(spec: JobSpec, grid: Grid) -> list[tuple[str, int]]:
-    """Return (method, batch) of every row; a script's without the controls that another row is at the same learning rate."""
+    """Return (method, batch) of every row.
+
+    For a script, controls are left out if their learning rate equals that of another row without gradient scaling.
+    """
     rows = grid.rows(spec.train.reference_batch)
     if spec.script is None or not takes_lr(spec.script):
         return rows
@@ -377,7 +392,7 @@ def plan_cell(run: RunDir, spec: JobSpec, cell: Cell, inspect: Inspect) -> Train
 
 
 def compute_mean_hours_by_row(run: RunDir | Snapshot, comparison: Comparison) -> dict[tuple[str, int], float]:
-    """Return the mean hours that a full training of each row took, by short ones where there are no others."""
+    """Return the mean hours of the full trainings of each row; scaled from its short trainings if there are none."""
     by_length: dict[bool, dict[tuple[str, int], list[float]]] = {True: {}, False: {}}
     for cell in comparison.cells:
         if summary := run.training(cell.signature).summary():
@@ -389,20 +404,24 @@ def compute_mean_hours_by_row(run: RunDir | Snapshot, comparison: Comparison) ->
 def estimate_hours(
     row: tuple[str, int], took: Mapping[tuple[str, int], float], predicted: Mapping[tuple[str, int], float]
 ) -> float | None:
-    """Return what a training takes: as the row's own did, as predicted, or as others did at its batch."""
+    """Return the expected hours of a training of `row`, or None if nothing is known.
+
+    The estimate is the mean of the row's trainings, else the prediction, else the mean of the rows at the same batch,
+    else the mean of all rows.
+    """
     alike = [hours for (_, batch), hours in took.items() if batch == row[1]] or list(took.values())
     return took.get(row) or predicted.get(row) or (statistics.fmean(alike) if alike else None)
 
 
 def choose_default_nodes(run: RunDir, spec: JobSpec) -> int:
-    """Return the recommended number of nodes, else the smallest that is searched."""
+    """Return the recommended number of nodes, or the smallest one of the search if there is no recommendation."""
     recommendation = run.recommendation()
     return recommendation.choice.nodes if recommendation is not None else min(spec.search.nodes)
 
 
 @dataclass(frozen=True)
 class DefaultRows:
-    """The default rows of a comparison: those that fit the job, with its own method among them."""
+    """The default rows of a comparison: those that are compatible with the job, including its current method."""
 
     own: str
     methods: tuple[str, ...]
@@ -411,7 +430,7 @@ class DefaultRows:
 
     @property
     def words(self) -> str:
-        """The rows, and which are left out for which reason."""
+        """Text that lists the rows and the reasons why others are left out."""
         why = "".join(f"; without {method}, which {reason}" for method, reason in self.refused.items())
         return (
             f"rows that fit this job: {', '.join(self.methods)} ({self.own} is the job's own){why}; --methods names others, of"
@@ -420,9 +439,10 @@ class DefaultRows:
 
 
 def list_default_rows(spec: JobSpec, *, nodes: int) -> DefaultRows:
-    """Return the rows of a comparison for which none are named; of rows that train alike, the job's own.
+    """Return the rows of a comparison if none are given; a row that trains the same as the job's method is left out.
 
-    Around a script's optimizer nothing is scaled on one GPU, unless its loop helps: then the job says so.
+    For scripts on one GPU, rows that scale gradients are left out unless the job's method scales, since wrapping the
+    optimizer scales nothing there.
     """
     own_method = make_row_of_job(spec)
     if spec.script is not None:
@@ -459,7 +479,7 @@ def _describe_why_no_default(spec: JobSpec, method: str) -> str:
 
 
 def choose_default_control(spec: JobSpec, batches: Sequence[int]) -> tuple[str, ...]:
-    """Return the control beside the default rows."""
+    """Return the control that is added to the default rows."""
     return CONTROLS[1:] if max(batches) >= 8 * spec.train.reference_batch else CONTROLS[:1]
 
 
@@ -467,7 +487,7 @@ def list_default_batches(run: RunDir) -> tuple[int, ...]:
     """Return the recommended batch.
 
     Raises:
-        BadMeasurements: there is none.
+        BadMeasurements: the run has no recommendation.
     """
     recommendation = run.recommendation()
     if recommendation is None:

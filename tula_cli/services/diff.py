@@ -1,4 +1,7 @@
-"""`tula diff`: what differs between two runs (job, code, environment, steps, trainings), and a headline that names the likely cause."""
+"""`tula diff`: list the differences between two runs, and name their likely cause.
+
+Compared are the job, the code, the environment, the steps and the trainings.
+"""
 
 import difflib
 import math
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FieldDifference:
-    """A thing that is not the same in two runs; None is what a run does not have, or does not tell."""
+    """A field that differs between two runs; None if a run does not have it or does not record it."""
 
     about: str
     before: Any
@@ -44,7 +47,7 @@ class FieldDifference:
 def compare_mappings(
     before: Mapping[str, Any], after: Mapping[str, Any], *, part: str = ""
 ) -> tuple[FieldDifference, ...]:
-    """Return what two mappings do not have alike, in the order of their keys."""
+    """Return the keys whose values differ between two mappings, in the order of the keys."""
     keys = dict.fromkeys([*before, *after])
     pairs = ((key, before.get(key), after.get(key)) for key in keys)
     return tuple(
@@ -55,7 +58,7 @@ def compare_mappings(
 
 
 def join_distinct(values: Iterable[object]) -> str | None:
-    """Return different values in words, each once, in their order; None where there are none."""
+    """Return the distinct values as a comma-separated text in their order; None if there are none."""
     distinct = dict.fromkeys(str(value) for value in values if value not in (None, "", ()))
     return ", ".join(distinct) or None
 
@@ -63,12 +66,15 @@ def join_distinct(values: Iterable[object]) -> str | None:
 # --- Code
 
 _MAX_BYTES = 200_000
-"""Bytes of a file whose lines are counted: 400 kB with every third line changed took 5 s, and it grows faster than the file."""
+"""Maximum size in bytes of a file whose changed lines are counted.
+
+With 400 kB and every third line changed, the count took 5 s; it grows faster than the file.
+"""
 
 
 @dataclass(frozen=True)
 class ChangedFile:
-    """A file of the code that is not the same; lines as git counts them, None where they were not counted."""
+    """A code file that differs; added and removed lines as git counts them, None if they were not counted."""
 
     name: str
     state: str  # "changed", "only in A", "only in B"
@@ -78,7 +84,7 @@ class ChangedFile:
 
 @dataclass(frozen=True)
 class CodeDifference:
-    """How the code of two runs differs; empty where it does not, or neither has any."""
+    """The difference between the code of two runs; empty if there is none, or if neither run has code."""
 
     files: tuple[ChangedFile, ...] = ()
     commits: tuple[str, str] = ("", "")  # of git, and whether files differ from it; empty where there is no repository
@@ -90,11 +96,11 @@ class CodeDifference:
 
 
 def compare_code(before: RunDir, after: RunDir) -> CodeDifference:
-    """Compare the snapshots that the newest jobs of two runs were submitted with.
+    """Compare the code snapshots that the newest jobs of two runs were submitted with.
 
     Args:
         before: a run, or one of its parts.
-        after: the other.
+        after: the other run or part.
     """
     snapshot_before, snapshot_after = find_snapshot(before), find_snapshot(after)
     digests = snapshot_before.digest if snapshot_before else "", snapshot_after.digest if snapshot_after else ""
@@ -107,7 +113,7 @@ def compare_code(before: RunDir, after: RunDir) -> CodeDifference:
 
 
 def find_snapshot(run: RunDir) -> CodeSnapshot | None:
-    """Return the code that a run was measured with, else what its newest task runs; None where its job names none."""
+    """Return the newest code snapshot of a run's tasks, or None if there is none."""
     tasks = run.tasks()
     names = [task.code for task in tasks if isinstance(task, ProbeTask) and task.code]
     names += [task.code for task in tasks if task.code]
@@ -146,7 +152,7 @@ def _list_changed_files(
 
 
 def _read_file(path: Path) -> bytes | None:
-    """Return what a copied file holds; None where it is not there any more, or is only a link."""
+    """Return the content of a copied file; None if it is missing or a symbolic link."""
     try:
         return None if path.is_symlink() else path.read_bytes()
     except OSError:
@@ -154,7 +160,7 @@ def _read_file(path: Path) -> bytes | None:
 
 
 def _count_changed_lines(old: bytes | None, new: bytes | None) -> tuple[int | None, int | None]:
-    """Return how many lines were added and removed; None of what is no text, or too long."""
+    """Return the numbers of added and removed lines; None for files that are binary or too long."""
     texts = [content or b"" for content in (old, new)]
     if any(b"\0" in text or len(text) > _MAX_BYTES for text in texts):
         return None, None
@@ -167,18 +173,18 @@ def _count_changed_lines(old: bytes | None, new: bytes | None) -> tuple[int | No
 
 _MIN_CLOCK_DIFFERENCE = 0.03
 _MIN_WATT_DIFFERENCE = 0.1
-"""Shares: a GPU's clock and draw are never twice the same to the last digit."""
+"""Relative differences below which a GPU's clock and power count as equal: they are never exactly the same."""
 
 
 def list_environment_differences(
     before: Sequence[Measured], after: Sequence[Measured], *, part: str = ""
 ) -> tuple[FieldDifference, ...]:
-    """Return what two sets of probes were not measured alike on; nothing where either is empty.
+    """Return the differences between the environments of two sets of probes; empty if either set is empty.
 
     Args:
-        before: probes of the one run, on one type of node.
-        after: those of the other.
-        part: the type of node.
+        before: probes of one run, on one node type.
+        after: probes of the other run.
+        part: the node type.
     """
     if not before or not after:
         return ()
@@ -187,7 +193,7 @@ def list_environment_differences(
 
 
 def _describe_software(probes: Sequence[Measured]) -> dict[str, str | None]:
-    """Return what the probes tell of their surroundings, each value once, in words."""
+    """Return the software and hardware that the probes recorded; each value is a text with the distinct values."""
     environments = [probe.environment for probe in probes]
     scripts = [probe.script for probe in probes if probe.script is not None]
     reserved = [probe.capacity for probe in probes if probe.capacity is not None]
@@ -216,7 +222,7 @@ def _describe_software(probes: Sequence[Measured]) -> dict[str, str | None]:
 def _compare_gpu_states(
     before: Sequence[Measured], after: Sequence[Measured], part: str
 ) -> tuple[FieldDifference, ...]:
-    """Return how clocks, power and what holds clocks down differ, as NVML told at the end of the probes' timed steps."""
+    """Return the differences in clocks, power and throttle reasons, by NVML at the end of the probes' timed steps."""
     states_before, states_after = ([probe.gpus[1] for probe in probes if probe.gpus] for probes in (before, after))
     if not states_before or not states_after:
         return ()
@@ -256,7 +262,7 @@ Result = Measured | OutOfMemory | Failed
 
 @dataclass(frozen=True)
 class ValuePair:
-    """A number of each of two runs; None is what was not measured."""
+    """A value in each of two runs; None if it was not measured."""
 
     before: float | None
     after: float | None
@@ -288,29 +294,29 @@ class StepDifference:
 
 @dataclass(frozen=True)
 class StepComparison:
-    """All configurations of two runs."""
+    """The comparison of all configurations of two runs."""
 
     rows: tuple[StepDifference, ...]  # those that both have tried
     only: tuple[int, int]  # how many A alone has, and B alone
 
     @property
     def timed(self) -> tuple[StepDifference, ...]:
-        """Those that both have measured."""
+        """Configurations that were measured in both runs."""
         return tuple(row for row in self.rows if row.ratio is not None)
 
     @property
     def changed(self) -> tuple[StepDifference, ...]:
-        """Those whose step time differs by more than noise."""
+        """Configurations whose step times differ by more than noise."""
         return tuple(row for row in self.timed if row.beyond_noise)
 
     @property
     def ratio(self) -> float | None:
-        """The middle ratio of those that differ; None where none does."""
+        """The median ratio of the changed configurations; None if there are none."""
         return statistics.median(row.ratio for row in self.changed if row.ratio) if self.changed else None
 
     @property
     def causes(self) -> tuple[StepPart, ...]:
-        """The parts that most of the changed configurations are down to."""
+        """The parts of a step that are a cause in more than half of the changed configurations with a known cause."""
         counted = Counter(part for row in self.changed for part in row.causes)
         with_causes = sum(bool(row.causes) for row in self.changed)
         return tuple(part for part, count in counted.most_common() if 2 * count > with_causes)
@@ -320,7 +326,7 @@ def compare_steps(pairs: Iterable[tuple[str, Sequence[Result], Sequence[Result]]
     """Compare the results of two runs.
 
     Args:
-        pairs: for each part of the runs its name, and the results of the one and of the other.
+        pairs: for each part of the runs, its name and the results of both runs.
     """
     rows: list[StepDifference] = []
     alone = [0, 0]
@@ -371,7 +377,7 @@ def _compare_results(part: str, before: Result, after: Result) -> StepDifference
 
 
 def _compare_steps(probe_before: Measured | None, probe_after: Measured | None) -> StepRatio | None:
-    """Return how the steps of two probes compare; None where either has no time that a step could have taken."""
+    """Return the comparison of the step times of two probes; None if either has no valid step time."""
     if probe_before is None or probe_after is None or not (_is_timed(probe_before) and _is_timed(probe_after)):
         return None
     return compare_step_times(probe_before.step_times, probe_after.step_times)
@@ -382,7 +388,7 @@ def _is_timed(probe: Measured) -> bool:
 
 
 def _list_step_parts(probe: Measured | None) -> StepParts | None:
-    """Return where the time of a probe's step goes; None of what was not measured."""
+    """Return the breakdown of a probe's step time; None if it was not measured."""
     if probe is None or not _is_timed(probe):
         return None
     wait, work = probe.data_wait, probe.compute_time
@@ -420,7 +426,7 @@ class TrainingOverview:
 
 @dataclass(frozen=True)
 class TrainingPair:
-    """Two trainings that are held against each other: of one signature, else the newest of each run."""
+    """Two trainings to compare: those with the same signature, else the newest training of each run."""
 
     part: str  # type of node; empty where the job names none
     before: TrainingOverview | None
@@ -429,12 +435,12 @@ class TrainingPair:
 
 
 def match_trainings(before: RunDir, after: RunDir, *, part: str = "") -> tuple[TrainingPair, ...]:
-    """Return the trainings of two runs in pairs; none where neither has any.
+    """Return pairs of trainings of two runs; empty if neither run has any.
 
     Args:
-        before: a run, or its part of one type of node.
-        after: the other.
-        part: the type of node.
+        before: a run, or its part for one node type.
+        after: the other run or part.
+        part: the node type.
     """
     signatures_before, signatures_after = before.train_signatures(), after.train_signatures()
     common = [name for name in signatures_before if name in signatures_after]
@@ -505,7 +511,7 @@ class RecommendedConfiguration:
 
     @classmethod
     def from_recommendation(cls, recommendation: Recommendation | None) -> "RecommendedConfiguration | None":
-        """Return the choice of an answer; None where there is none."""
+        """Return the choice of a recommendation; None if there is no recommendation."""
         if recommendation is None:
             return None
         row = recommendation.choice
@@ -519,7 +525,7 @@ class RecommendedConfiguration:
 
 @dataclass(frozen=True)
 class RunOverview:
-    """One of the two runs."""
+    """One of the two compared runs."""
 
     id: str
     path: Path
@@ -529,7 +535,7 @@ class RunOverview:
 
 @dataclass(frozen=True)
 class RunDifference:
-    """The differences of two runs; `headline` is the answer in one or two lines."""
+    """The differences between two runs; `headline` summarises them in one or two lines."""
 
     before: RunOverview  # A
     after: RunOverview  # B
@@ -550,7 +556,7 @@ class RunDifference:
         return not (self.job or self.environment or not self.code.same or self.steps.changed or any(self.only))
 
     def frame(self) -> "pd.DataFrame":
-        """Return one row a configuration that both runs have tried; times in seconds, memory in bytes of one GPU."""
+        """Return one row per configuration tried in both runs; times in seconds, memory in bytes of one GPU."""
         numbers = ("step", "compute", "sync", "data_wait", "memory")
         return make_frame(
             [
@@ -571,14 +577,14 @@ class RunDifference:
 
 
 def compare_runs(before: RunDir, after: RunDir) -> RunDifference:
-    """Compare two runs; nothing is written, and no scheduler is asked.
+    """Compare two runs; nothing is written, and the scheduler is not queried.
 
     Args:
-        before: A, which B is held against.
+        before: A, the baseline of the comparison.
         after: B.
 
     Raises:
-        SpecError: both are one run, or one's job cannot be read.
+        SpecError: both are the same run, or the job of one cannot be read.
         BadMeasurements: a record is damaged.
     """
     if before.path.resolve() == after.path.resolve():
@@ -630,7 +636,7 @@ def compare_runs(before: RunDir, after: RunDir) -> RunDifference:
 
 
 def _compare_code_of_parts(pairs: Iterable[tuple[RunDir, RunDir]]) -> CodeDifference:
-    """Return how the code differs: one job's parts all run the same, so the first that were submitted tell it."""
+    """Return the code difference of the first parts that have a snapshot: all parts of a job run the same code."""
     differences = (
         compare_code(part_before, part_after)
         for part_before, part_after in pairs
@@ -659,7 +665,7 @@ def _run_overview(run: RunDir, spec: JobSpec) -> RunOverview:
 def _match_parts(
     before: RunDir, job_before: JobSpec, after: RunDir, job_after: JobSpec
 ) -> tuple[list[tuple[str, Part, Part]], tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Return the parts that two runs have alike by name, or the only one of each; and the names of the others."""
+    """Return pairs of parts with the same name, or the only part of each run; and the names of the unmatched parts."""
     parts_before = {part.name or "": part for part in list_parts_with_data(before, job_before)}
     right = {part.name or "": part for part in list_parts_with_data(after, job_after)}
     if len(parts_before) == len(right) == 1:
@@ -676,7 +682,7 @@ def _match_parts(
 # --- The headline
 
 _MAX_CAUSES = 6
-"""Differences that are named; the tables have all of them."""
+"""Maximum number of differences in the headline; the tables show all of them."""
 _PARTS: tuple[StepPart, ...] = ("compute", "network", "input")
 _LIKELY_CAUSES = ("hardware", "GPU driver", "GPU clocks (MHz)", "clocks held down by", "torch", "CUDA", "NCCL")
 """Settings that change the time of a step most often; they are shown first."""
@@ -684,7 +690,7 @@ _MAX_VALUE_LENGTH = 40  # characters of a value
 
 
 def write_headline(difference: "RunDifference") -> tuple[str, ...]:
-    """Return the answer in lines."""
+    """Return the summary of the differences, one line per item."""
     pace, causes, trained = (
         _describe_pace(difference),
         list(_list_differences(difference)),
@@ -725,7 +731,10 @@ def _describe_pace(difference: "RunDifference") -> str:
 
 
 def _describe_trainings(difference: "RunDifference") -> Iterator[str]:
-    """Yield which trainings took another time; that of a training is told by nothing else, so small changes are left out."""
+    """Yield a sentence for each pair of trainings whose durations differ by more than `MIN_DIFFERENCE`.
+
+    A training has one duration only, so noise cannot be estimated and small changes are left out.
+    """
     for pair in difference.trainings:
         if pair.before is None or pair.after is None or not pair.before.hours or not pair.after.hours:
             continue
@@ -746,7 +755,7 @@ def _describe_causes(causes: tuple[StepPart, ...]) -> str:
 
 
 def _list_differences(difference: "RunDifference") -> Iterator[str]:
-    """Yield what differs besides, what may explain a pace first."""
+    """Yield descriptions of the other differences, those most likely to affect step times first."""
     environment = sorted(
         difference.environment, key=lambda entry: (entry.about not in _LIKELY_CAUSES, entry.about == "hosts")
     )

@@ -1,4 +1,7 @@
-"""`tula check --memory`: how much memory one GPU needs at which local batch, without a GPU; probes of the job correct it."""
+"""`tula check --memory`: the memory that one GPU needs at each local batch.
+
+The estimate needs no GPU; probes of the job correct it.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -24,7 +27,7 @@ from tula_cli.words import format_count
 
 @dataclass(frozen=True)
 class EstimateReport:
-    """Eq. 3 at some local batches, and the largest one that fits. All memory is bytes of one GPU."""
+    """Eq. 3 at some local batches, and the largest local batch that fits. All memory is in bytes of one GPU."""
 
     inspection: Inspection
     rows: tuple[Footprint, ...]  # ascending by local batch
@@ -45,16 +48,16 @@ class EstimateReport:
 
     @property
     def largest_row(self) -> int | None:
-        """The largest local batch of the rows that fits, or may; None where none does."""
+        """The largest local batch among the rows that fits, or may fit; None if none does."""
         return _find_largest_size([row.local_batch for row in self.rows], self.largest_local_batch)
 
     @property
     def probed(self) -> bool:
-        """Whether probes have corrected it."""
+        """Whether probes have corrected the estimate."""
         return bool(self.probes)
 
     def fits(self, row: Footprint) -> bool | None:
-        """Whether a row leaves the margin free, or ran in a probe; None where the capacity is not known."""
+        """Return whether a row leaves the margin free or ran in a probe; None if the capacity is not known."""
         if self.smallest_oom is not None and row.local_batch >= self.smallest_oom:
             return False
         if row.local_batch in self.ran:
@@ -75,16 +78,16 @@ def estimate_all(
     node_type: str | None = None,
     inspector: Inspect | None = None,
 ) -> dict[str | None, EstimateReport]:
-    """Estimate the peak memory of one GPU on each type of node; None is the type of a job that names none.
+    """Estimate the peak memory of one GPU on each node type; the key is None for a job without node types.
 
     Args:
-        run: where probes may be; it need not be there yet.
+        run: the run whose probes correct the estimate; it need not exist yet.
         spec: the job.
-        capacity, inspector: as of `estimate`.
-        node_type: this type alone.
+        capacity, inspector: as in `estimate`.
+        node_type: estimate only this node type.
 
     Raises:
-        SpecError, JobFailed: as `estimate`; or the job has no such type.
+        SpecError, JobFailed: as in `estimate`; or the job has no such node type.
     """
     return {
         part.type: estimate(
@@ -100,18 +103,18 @@ def estimate_all(
 def estimate(
     spec: JobSpec, *, capacity: int | None = None, results: Results = (), inspector: Inspect | None = None
 ) -> EstimateReport:
-    """Estimate the peak memory of one GPU; where the job has been probed, as `tula recommend` does.
+    """Estimate the peak memory of one GPU; for a probed job, with the same model as `tula recommend`.
 
     Args:
         spec: the job.
-        capacity: bytes of one GPU, where it is not the one the probes or the inspection found.
-        results: of the job's probes.
-        inspector: builds the model and the dataset, or remembers; None builds them.
+        capacity: bytes of one GPU, if it differs from the GPU found by the probes or the inspection.
+        results: results of the job's probes.
+        inspector: inspects the model and the dataset, or returns a stored inspection; None builds them.
 
     Raises:
         SpecError: the job cannot be built, or has a script.
-        JobFailed: nothing was measured, and the user's code fails, or reads numbers while it runs, so that it cannot be
-            rehearsed without them.
+        JobFailed: nothing was measured, and the user's code fails or reads values of tensors while it runs, so that a
+            fake-tensor run is not possible.
     """
     if spec.script is not None:
         raise SpecError(
@@ -178,10 +181,13 @@ class _ProbedMemory:
 
     @classmethod
     def from_results(cls, results: Results, *, capacity: int | None) -> "_ProbedMemory":
-        """Sort results; `capacity`: bytes of the GPU that is asked for, where it is not that of the probes."""
-        results_ = list(results)
-        probes = [result for result in results_ if isinstance(result, Measured)]
-        ooms = [result.local_batch for result in results_ if isinstance(result, OutOfMemory)]
+        """Sort results into probes that ran and those that were out of memory.
+
+        `capacity` is the bytes of the requested GPU, if it is not the GPU of the probes.
+        """
+        all_results = list(results)
+        probes = [result for result in all_results if isinstance(result, Measured)]
+        ooms = [result.local_batch for result in all_results if isinstance(result, OutOfMemory)]
         if unusable := describe_mixed_hardware(probes):
             return cls([], [], None, unusable)
         if capacity is not None and all(probe.capacity != capacity for probe in probes):
@@ -193,7 +199,7 @@ class _ProbedMemory:
         return any(probe.environment.device == "cuda" for probe in self.probes)
 
     def bound_local_batch(self, largest: int | None, accumulate: int) -> int | None:
-        """Return the largest local batch: what ran is believed over the model, and so is what was out of memory."""
+        """Return the largest local batch that fits; results of probes take precedence over the model's estimate."""
         below = None if self.smallest_oom is None else (self.smallest_oom - 1) // accumulate * accumulate
         bounds = [bound for bound in (largest, below) if bound is not None]
         if not bounds:
@@ -201,7 +207,7 @@ class _ProbedMemory:
         return max([min(bounds), *(size for size in self.ran if below is None or size <= below)])
 
     def describe(self, model: MemoryModel, inspection: Inspection) -> str:
-        """Say what the figures rest on; empty where there are no probes."""
+        """Describe what the figures are based on; empty if there are no probes."""
         if self.unusable:
             return f"not corrected by the run's probes: {self.unusable}"
         sentences = []
@@ -218,12 +224,12 @@ class _ProbedMemory:
 
 
 def list_local_batches(spec: JobSpec, inspection: Inspection, *, largest: int | None) -> list[int]:
-    """Return the local batches of the search, up to the first that does not fit.
+    """Return the local batches of the search, up to and including the first that does not fit.
 
     Args:
         spec: the job.
-        inspection: tells the dataset's size.
-        largest: the largest that fits; None for no bound.
+        inspection: provides the dataset's size.
+        largest: the largest local batch that fits; None for no bound.
     """
     try:
         configs = list_feasible_candidates(spec, dataset_size=inspection.dataset_size, max_local_batch=None)

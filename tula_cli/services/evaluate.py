@@ -1,4 +1,4 @@
-"""`tula evaluate`: what the weights of a training come to on a test set."""
+"""`tula evaluate`: evaluate the weights of a training on a test set."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,17 +54,17 @@ class PreparedEvaluation:
 def prepare_evaluation(
     run: RunDir, spec: JobSpec, request: EvaluationRequest, *, node_type: str | None = None
 ) -> PreparedEvaluation:
-    """Decide which weights are evaluated, and on what; nothing is written.
+    """Decide which weights are evaluated and on which test set; nothing is written.
 
     Args:
-        run: with the training.
-        spec: the job, whose test set, metrics and cluster count; the rest is that of the training.
-        request: what is asked for.
-        node_type: look for trainings on this type alone.
+        run: the run with the training.
+        spec: the job, which provides the test set, metrics and cluster; all other settings are those of the training.
+        request: the weights and samples to evaluate.
+        node_type: look for trainings on this node type only.
 
     Raises:
-        SpecError: a script trains by itself, or there is no such type, training or file.
-        BadMeasurements: nothing is trained yet, or nothing of it is saved.
+        SpecError: the job has a training script; or there is no such node type, training or file.
+        BadMeasurements: nothing has been trained yet, or the training has saved no weights.
     """
     require_positive(nodes=request.nodes)
     if spec.script is not None:
@@ -96,7 +96,7 @@ def prepare_evaluation(
 
 
 def _find_training(run: RunDir, spec: JobSpec, signature: str | None, node_type: str | None) -> tuple[Part, TrainTask]:
-    """Return the training that is meant, by its newest task, and the part of the run that it is in."""
+    """Return the requested training, as its newest task, and the part of the run that contains it."""
     parts = list_parts_with_data(run, spec, node_type) if run.exists else []
     trainings: list[tuple[float, int, Part, TrainTask]] = []
     for number, part in enumerate(parts):
@@ -117,7 +117,7 @@ def _find_training(run: RunDir, spec: JobSpec, signature: str | None, node_type:
 
 
 def _find_weights(files: TrainingRun, requested: str | None) -> tuple[str, Path]:
-    """Return the weights by name and file: of the training's own the checkpoint that best or last points at now."""
+    """Return the name and file of the weights; for best and last, the checkpoint that they currently refer to."""
     if requested not in (None, BEST, LAST):
         assert requested is not None
         path = Path(requested).expanduser().absolute()
@@ -141,14 +141,14 @@ def _find_weights(files: TrainingRun, requested: str | None) -> tuple[str, Path]
 
 
 def _compute_code_digest(job: JobSpec, workdir: Path) -> str:
-    """Return the digest of the user's own code that an evaluation runs; empty for none."""
+    """Return the digest of the user code that an evaluation runs; empty if there is none."""
     named = job.dataset.test.name if job.dataset.test else None
     names = [*imports.import_strings(job), *([named] if named and is_import_string(named) else [])]
     return imports.compute_digest_of_files(imports.list_files_of_import_strings(names, workdir), workdir)
 
 
 def _make_evaluation_job(trained: JobSpec, current: JobSpec) -> JobSpec:
-    """Return the job as it was trained, with the test set, the metrics, the loader and the cluster of now."""
+    """Return the job as it was trained, with the current test set, metrics, loader workers and cluster."""
     dataset = trained.dataset.model_copy(update={"test": current.dataset.test})
     # best_checkpoint and early_stopping name metrics, so they go with these: a record whose names do not fit could not be read again
     of_now = {key: getattr(current.train, key) for key in ("metrics", "best_checkpoint", "early_stopping", "workers")}
@@ -159,19 +159,19 @@ def _make_evaluation_job(trained: JobSpec, current: JobSpec) -> JobSpec:
 def run_evaluation(
     evaluation: PreparedEvaluation, dependencies: Dependencies, wait_policy: WaitPolicy
 ) -> Work[Evaluated | DetachedJobs]:
-    """Evaluate, or attach to the job where it is under way, or tell what is known.
+    """Evaluate the weights, attach to the job if it is already running, or return the stored result.
 
     Args:
-        evaluation: what `prepare` has decided.
-        dependencies: launcher, and who is asked before something is submitted to a cluster.
+        evaluation: the result of `prepare_evaluation`.
+        dependencies: launcher, and the confirmation that is requested before a job is submitted to a cluster.
         wait_policy: whether and how long to wait.
 
     Raises:
-        OverBudget: not confirmed.
-        Pending: the time to wait is over.
-        Interruption: Ctrl-C; the job goes on, unless it is to be cancelled.
-        TulaError: it has failed, by the table of endings.
-        SchedulerError: it was refused.
+        OverBudget: the submission was not confirmed.
+        Pending: the timeout has passed.
+        Interruption: Ctrl-C; the job continues to run, unless it is to be cancelled.
+        TulaError: the evaluation failed, as classified by the table of exit reasons.
+        SchedulerError: the scheduler refused the job.
     """
     part, task = evaluation.part, evaluation.task
     if part.type is not None:
@@ -199,7 +199,7 @@ def run_evaluation(
 
 
 def _start_job(run: RunDir, task: EvaluateTask, launcher: Launcher) -> None:
-    """Submit the job; one under way is left alone."""
+    """Submit the job, unless it is already waiting or running."""
     with lock_submission(run):
         if list_unfinished_jobs(run, launcher, [task.job]):
             return
@@ -210,11 +210,11 @@ def _start_job(run: RunDir, task: EvaluateTask, launcher: Launcher) -> None:
 
 
 def read_evaluation_result(run: RunDir, task: EvaluateTask) -> Evaluated:
-    """Return what an evaluation has found.
+    """Return the result of an evaluation.
 
     Raises:
-        JobFailed: it is gone.
-        TulaError: it has failed, by the table of endings.
+        JobFailed: the job has ended without a result, or was cancelled.
+        TulaError: the evaluation failed, as classified by the table of exit reasons.
     """
     evaluation = run.training(task.signature).evaluation(task.key)
     if evaluation is not None:

@@ -1,4 +1,4 @@
-"""Events that a service yields while it works. A service prints nothing: the caller shows the events or ignores them."""
+"""Events that a service yields while it works. Services print nothing: the caller shows the events or ignores them."""
 
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
@@ -38,15 +38,15 @@ class ProfilePlanned:
 
     @property
     def node_hours(self) -> float:
-        """Node-hours that it takes at most."""
+        """Upper bound of the node-hours of all plans."""
         return sum(plan.node_hours_at_most for plan in self.plans.values())
 
 
 @dataclass(frozen=True)
 class FirstJobPlanned:
-    """The jobs that are about to build the model and the dataset on a node, and what may follow from them.
+    """The jobs that are about to build the model and the dataset on a node, and the probes that may follow from them.
 
-    The probes that they settle are within what is allowed here: nobody is asked again.
+    The confirmation of this plan includes those probes: it is not requested again.
     """
 
     plans: "Mapping[str | None, UpperBoundPlan]"
@@ -54,7 +54,7 @@ class FirstJobPlanned:
 
     @property
     def node_hours(self) -> float:
-        """Node-hours that all of it takes at most; with search.strategy: adaptive and no cap, its first round."""
+        """Upper bound of all node-hours; with search.strategy: adaptive and no cap, of the first round only."""
         total = sum(plan.node_hours_at_most for plan in self.plans.values())
         return total if self.cap is None else min(total, self.cap)
 
@@ -68,7 +68,7 @@ class TrainPlanned:
 
     @property
     def node_hours(self) -> float | None:
-        """Node-hours that it is expected to take; None where nothing was measured."""
+        """Expected node-hours of the training; None if nothing was measured."""
         predicted = self.plan.prediction
         return None if predicted is None else predicted.all_node_hours
 
@@ -81,7 +81,7 @@ class ComparePlanned:
 
     @property
     def node_hours(self) -> float | None:
-        """Node-hours that they are expected to take; None where nothing tells."""
+        """Expected node-hours of the trainings; None if no duration is known."""
         hours = self.plan.hours_left
         return None if hours is None else hours * self.plan.comparison.nodes
 
@@ -94,7 +94,7 @@ class EvaluationPlanned:
 
     @property
     def node_hours(self) -> None:
-        """Nothing tells how long it takes: less than an epoch, mostly."""
+        """None: the duration is not known; it is usually less than that of an epoch."""
         return
 
 
@@ -103,7 +103,7 @@ Planned = ProfilePlanned | FirstJobPlanned | TrainPlanned | ComparePlanned | Eva
 
 @dataclass(frozen=True)
 class JobsProgress:
-    """How far the jobs are that one waits for."""
+    """The progress of the jobs that are waited for."""
 
     status: "RunStatus"
 
@@ -118,18 +118,21 @@ class NodeCheckProgress:
 
 @dataclass(frozen=True)
 class ComparisonProgress:
-    """How far a comparison is."""
+    """The progress of a comparison."""
 
     progress: "Progress"
 
 
 Event = Note | WarningEvent | Planned | JobsProgress | NodeCheckProgress | ComparisonProgress
 Work = Generator[Event, None, T]
-"""Events, and in the end (as the value of StopIteration) the result."""
+"""A generator of events that returns the result (as the value of StopIteration)."""
 
 
 def follow(work: Work[T], tell: Callable[[Event], object]) -> T:
-    """Do the work, tell every event, and return the result. Ctrl-C while an event is told ends the work as well."""
+    """Run `work`, pass every event to `tell`, and return the result.
+
+    A KeyboardInterrupt raised in `tell` is thrown into `work`, so that Ctrl-C also ends the work.
+    """
     try:
         event = next(work)
         while True:

@@ -1,4 +1,4 @@
-"""`tula init`: a job file from a template, from a command or from a script of sbatch, and the JSON Schemas for editors."""
+"""`tula init`: write a job file from a template, a command or an sbatch script, and the JSON Schemas for editors."""
 
 import json
 import math
@@ -35,8 +35,10 @@ from tula_cli.words import format_count
 # --- Schemas for editors
 
 SCHEMA_FOLDER = ".tula"
-"""Relative to the folder of the job: it is found without a network, from any machine, and hidden files are no part of the code
-that a run holds."""
+"""Relative to the folder of the job, so that it is found without a network and from any machine.
+
+It is hidden because hidden files are not part of the code that a run copies.
+"""
 _TULA_SCHEMA = '"$id": "urn:tula:'
 
 
@@ -46,12 +48,12 @@ def get_schema_path(kind: Kind) -> Path:
 
 
 def write_schema(kind: Kind, path: Path) -> None:
-    """Write the schema, over an older one but nothing else.
+    """Write a schema file; only an older schema of tula is overwritten.
 
     Raises:
         TulaError: this installation has no sources, and so no descriptions.
-        SpecError: the file is there, and no schema of tula's.
-        CannotWrite: it cannot be written.
+        SpecError: the file exists and is not a schema of tula.
+        CannotWrite: the file cannot be written.
     """
     if path.is_dir() or (path.exists() and _TULA_SCHEMA not in _read_beginning(path)):
         raise SpecError(f"{path} is there already, and is no schema that tula wrote", "remove it")
@@ -68,14 +70,14 @@ def _read_beginning(path: Path) -> str:
 
 
 def with_schema(text: str, job: Path) -> str:
-    """Write the schemas beside a job that is to be written, and return the job's text with the line that names its schema.
+    """Write the schemas next to a new job file, and return its text with the line that refers to the schema.
 
     Args:
-        text: of the job.
-        job: its path.
+        text: text of the job file.
+        job: path of the job file.
 
     Raises:
-        TulaError, SpecError, CannotWrite: as of `write_schema`.
+        TulaError, SpecError, CannotWrite: as in `write_schema`.
     """
     for kind in get_args(Kind):
         write_schema(kind, job.parent / get_schema_path(kind))
@@ -86,7 +88,7 @@ def with_schema(text: str, job: Path) -> str:
 
 TEMPLATES: Mapping[str, str] = {"local": "templates/job.yaml", "slurm": "templates/slurm.yaml"}
 LENGTH_QUESTION = "epochs"
-"""Key of the answer to how long the script trains."""
+"""Key of the question how many epochs the script trains."""
 _MINUTES = 20  # of a measuring job, in which the script starts once a batch
 _BATCH_RANGE_BELOW, _BATCH_RANGE_ABOVE = 2, 8  # how far below and above the batch of today is measured, at least
 _HEAD = """\
@@ -111,7 +113,7 @@ name: {name} # the run's directory is tula-runs/<name>-<signature>
 
 @dataclass(frozen=True)
 class FromCommand:
-    """A job file, and what of the command it is made of."""
+    """A job file, and the parts of the command that it is made from."""
 
     text: str
     recognised: Recognised
@@ -125,7 +127,7 @@ class FromCommand:
 
     @property
     def placeholders(self) -> dict[str, tuple[str, str]]:
-        """Return what each recognised option was, and what stands there now: "--lr": ("0.1", "lr")."""
+        """Return the original value and the placeholder of each recognised option: "--lr": ("0.1", "lr")."""
         return {flag: (self.recognised.values[name], name) for flag, name in self.recognised.flags.items()}
 
 
@@ -142,12 +144,12 @@ def make_job_from_command(
     Args:
         line: the command as it is typed today, with its launcher.
         kind: where the job will run.
-        offered: what the scheduler tells; for slurm it is filled in.
-        gpus: that this machine has; a local job searches as many nodes as they make.
-        answers: to the questions that were raised before, by their keys.
+        offered: the site's partitions as the scheduler reports them; they are filled in for slurm.
+        gpus: number of GPUs of this machine; a local job searches the node counts that they allow.
+        answers: answers to questions that were raised before, by their keys.
 
     Raises:
-        Unknown: the command does not tell for certain what can be asked.
+        Unknown: the command leaves something open that the user can answer.
         SpecError: the command cannot be used.
         TulaError: the installation lacks its templates.
     """
@@ -170,7 +172,7 @@ def make_job_from_command(
 
 
 def with_length(recognised: Recognised, answers: Mapping[str, str] | None) -> Recognised:
-    """Return what was recognised with the epochs that were asked for, where the command tells no length."""
+    """Return the recognised command with the number of epochs that the user answered, if any."""
     epochs = (answers or {}).get(LENGTH_QUESTION)
     return (
         replace(recognised, script={**recognised.script, "length": {"epochs": int(epochs)}}) if epochs else recognised
@@ -178,13 +180,13 @@ def with_length(recognised: Recognised, answers: Mapping[str, str] | None) -> Re
 
 
 def write_job_around(line: str, recognised: Recognised, kind: Literal["local", "slurm"], *, name: str = "") -> str:
-    """Return the job file around a command, before what is known of the machines is put into it.
+    """Return the job file around a command, before the properties of the machines are filled in.
 
     Args:
         line: the command as it was typed.
         recognised: the parts of the command.
         kind: where the job will run.
-        name: of the job; empty: as its script is called.
+        name: name of the job; if empty, derived from the name of its script.
     """
     arguments = [*recognised.wrapper] if kind == "local" or not _is_wrapper_list(recognised.wrapper) else []
     if arguments:  # no section of the job has a place for them
@@ -200,7 +202,7 @@ def write_job_around(line: str, recognised: Recognised, kind: Literal["local", "
 
 
 def list_shell_settings(recognised: Recognised) -> Iterator[TemplateLine]:
-    """Yield what stands around the command in a job of SLURM: words before each rank, and lines before the job."""
+    """Yield settings for what surrounds the command in a SLURM job: the wrapper of ranks, and lines before the job."""
     if recognised.wrapper and _is_wrapper_list(recognised.wrapper):
         arguments = ", ".join(format_yaml_word(argument, flow=True) for argument in recognised.wrapper)
         yield TemplateLine(
@@ -211,26 +213,26 @@ def list_shell_settings(recognised: Recognised) -> Iterator[TemplateLine]:
 
 
 def _is_wrapper_list(arguments: Sequence[str]) -> bool:
-    """Tell whether words may be those of cluster.slurm.wrapper."""
+    """Return whether the arguments are valid for cluster.slurm.wrapper."""
     return all(argument and argument.isprintable() for argument in arguments)
 
 
 def _count_gpus(offered: Site | None) -> int:
-    """Return how many GPUs a node of the default partition has; 0 where that is not known."""
+    """Return the number of GPUs per node of the default partition, or 0 if it is not known."""
     kinds = offered.default.kinds if offered is not None and offered.default is not None else ()
     return kinds[0].gpus[0].count if kinds and kinds[0].gpus else 0
 
 
 def _read_search_section(kind: str) -> str:
-    """Return what the templates say from section `search` on: what a script is measured by is nobody else's."""
+    """Return the template's text from section `search` on; it is the same for jobs with and without a script."""
     text = find_asset(TEMPLATES[kind]).read_text(encoding="utf-8")
     return text[text.index("\nsearch:") + 1 :]
 
 
 def _set_key(text: str, key: str, value: str, why: str, *, section: str = "") -> str:
-    """Return a job file with another value at a key of a section, commented out or not.
+    """Return a job file with another value for a key of a section, whether the key is commented out or not.
 
-    It is there once, or `section` tells after whose head.
+    The key occurs once in the text, or once after the head of `section`.
     """
     position = text.index(f"\n{section}:") if section else 0
     replaced, count = re.subn(
@@ -257,7 +259,7 @@ def _fit_to_machine(text: str, *, per_node: int, gpus: int) -> str:
 
 
 def _adapt_site_settings(text: str, recognised: Recognised, offered: Site) -> str:
-    """Put right what the site says of other ranks, and of workers where the command has no place for them."""
+    """Correct the site's settings for the command's number of ranks, and workers if the command has no {workers}."""
     if "workers" not in find_placeholders(recognised.script["command"]):
         text = re.sub(
             r"^  workers: .*$", "  # workers: auto # with {workers} in the command", text, count=1, flags=re.MULTILINE
@@ -271,7 +273,7 @@ def _adapt_site_settings(text: str, recognised: Recognised, offered: Site) -> st
 
 
 def with_batches(text: str, recognised: Recognised) -> str:
-    """Set which batches are measured: around that of today, and what the launcher says of the GPUs."""
+    """Set the range of batches to measure around the current batch, and the GPUs per node that the launcher starts."""
     if recognised.gpus_per_node is not None:
         text = _set_key(
             text,
@@ -300,12 +302,12 @@ def with_batches(text: str, recognised: Recognised) -> str:
 def choose_batch_range(recognised: Recognised, batch: int, nodes: list[int]) -> tuple[int, int]:
     """Return the smallest and the largest global batch to measure.
 
-    Half of today's where that divides among the GPUs of the fewest nodes; and 8 times today's, or what gives each GPU of the
-    most nodes its batch of today.
+    The smallest is half the current batch if that divides among the GPUs of the fewest nodes, else the current batch.
+    The largest is 8 times the current batch or, if that is more, the current batch times the largest number of nodes.
 
     Args:
-        found: the command.
-        batch: of today, global.
+        recognised: the command.
+        batch: the current global batch.
         nodes: numbers of nodes that are searched.
     """
     micro_batches = recognised.accumulate
@@ -315,12 +317,12 @@ def choose_batch_range(recognised: Recognised, batch: int, nodes: list[int]) -> 
 
 
 def _list_machine_warnings(recognised: Recognised, offered: Site | None, *, gpus: int) -> list[str]:
-    """Return where the command does not agree with the machines.
+    """Return warnings if the command does not match the machines.
 
     Args:
-        found: the command.
-        offered: what the scheduler tells of them.
-        gpus: of this machine, where it is to run here; else 0.
+        recognised: the command.
+        offered: the site's partitions as the scheduler reports them.
+        gpus: number of GPUs of this machine if the job is to run here; else 0.
     """
     requested, partition = recognised.gpus_per_node, offered.default if offered is not None else None
     if requested is None:
@@ -344,13 +346,13 @@ def _describe_processes(count: int) -> str:
 
 _SETTINGS = {"partition": "partition", "account": "account", "qos": "qos", "constraint": "constraint",
              "reservation": "reservation", "exclude": "exclude", "mem": "memory"}  # fmt: skip
-"""Options of sbatch that are settings of cluster.slurm as they are."""
+"""Options of sbatch that are settings of cluster.slurm, with the same values."""
 _SIZES = {"nodes", "ntasks", "ntasks_per_node", "gres", "gpus", "gpus_per_node", "gpus_per_task", "cpus_per_task",
           "cpus_per_gpu", "time", "job_name", "exclusive", "chdir"}  # fmt: skip
 _LEFT_OUT = {"array", "dependency", "output", "error", "open_mode", "input", "requeue", "no_requeue", "signal", "wait", "parsable",
              "quiet", "verbose", "test_only", "hold", "wrap", "ntasks_per_gpu", "gpu_bind", "label", "unbuffered",
              "kill_on_bad_exit", "begin", "deadline", "jobid", "overlap", "exact", "pty", "time_min"}  # fmt: skip
-"""Options that are about one job, its output or its tasks."""
+"""Options that concern a single job, its output or its tasks, and are left out of the job file."""
 _COMMAND_STARTS = re.compile(r"^\s*[^#\s]")
 
 
@@ -365,10 +367,10 @@ class _Request:
         return self.options[name].value.text if name in self.options else ""
 
     def count(self, name: str, default: int = 0) -> int:
-        """Return a number.
+        """Return the numeric value of an option, or `default` if it is not set.
 
         Raises:
-            SpecError: it is none.
+            SpecError: the value is not a number.
         """
         if not (text := self.text(name)):
             return default
@@ -381,7 +383,7 @@ class _Request:
         """Return the number of nodes.
 
         Raises:
-            Unknown: SLURM chooses it.
+            Unknown: the script leaves the number of nodes to SLURM.
         """
         tasks, tasks_per_node = self.count("ntasks"), self.count("ntasks_per_node")
         if "nodes" in self.options or self.answered:
@@ -403,7 +405,7 @@ class _Request:
 
     @property
     def gpus(self) -> tuple[int, str, str]:
-        """GPUs of a node, their type, and the form in which they are asked for; 0: none are."""
+        """GPUs per node, their type, and the option that requests them; 0 if none are requested."""
         forms = (("gres", 1), ("gpus_per_node", 1), ("gpus_per_task", self.tasks_per_node), ("gpus", 1 / self.nodes))
         for name, times in forms:
             text = self.text(name)
@@ -423,25 +425,25 @@ class _Request:
 def make_job_from_sbatch(
     text: str, source: str, offered: Site | None = None, *, answers: Mapping[str, str] | None = None
 ) -> FromCommand:
-    """Return a commented job file for a script of sbatch.
+    """Return a commented job file for an sbatch script.
 
     Args:
-        text: of the script.
+        text: text of the script.
         source: the name of its file.
-        offered: what the scheduler tells, if there is one.
-        answers: to the questions that were raised before, by their keys.
+        offered: the site's partitions as the scheduler reports them, if there is a scheduler.
+        answers: answers to questions that were raised before, by their keys.
 
     Raises:
-        Unknown: the script does not tell for certain what can be asked.
+        Unknown: the script leaves something open that the user can answer.
         SpecError: the script cannot be used; the message names the line.
     """
-    recognised_ = Known(answers or {})
-    request = replace(_read_request(text), answered=recognised_.answer(NODES) or 0)
+    known = Known(answers or {})
+    request = replace(_read_request(text), answered=known.answer(NODES) or 0)
     _check_folder(request)
     gpus, _, _ = request.gpus
-    recognised_ = replace(recognised_, gpus=gpus, nodes=request.nodes, tasks_per_node=request.tasks_per_node)
+    known = replace(known, gpus=gpus, nodes=request.nodes, tasks_per_node=request.tasks_per_node)
     command = find_training_command(text, keeps_setup=True, variables=_list_slurm_variables(request))
-    recognised = with_length(recognise_command(command, recognised_), answers)
+    recognised = with_length(recognise_command(command, known), answers)
     request = replace(request, options={**_list_srun_options(recognised.slurm), **request.options})
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", request.text("job_name")).strip("._-")[:64]
     written = write_job_around(f"tula init --from-sbatch {shlex.quote(source)}", recognised, "slurm", name=name)
@@ -489,7 +491,7 @@ def _check_folder(request: _Request) -> None:
 
 
 def _list_slurm_variables(request: _Request) -> dict[str, str]:
-    """Return the variables that SLURM sets in the script's job, as far as they follow from what it asks for."""
+    """Return the variables that SLURM sets in the script's job, as far as they follow from its request."""
     gpus, _, _ = request.gpus
     tasks = request.tasks_per_node
     counts = {
@@ -505,13 +507,13 @@ def _list_slurm_variables(request: _Request) -> dict[str, str]:
 
 
 def _list_srun_options(options: Mapping[str, Option]) -> dict[str, Option]:
-    """Return what srun was asked for and the #SBATCH lines may not say."""
+    """Return the options of srun that also apply to the job; #SBATCH lines take precedence."""
     names = {*_SETTINGS, *_SIZES} - {"nodes", "ntasks", "chdir"}
     return {name: option for name, option in options.items() if name in names}
 
 
 def _list_extra_options(options: Mapping[str, Option]) -> dict[str, str | bool]:
-    """Return the options that are no settings of cluster.slurm, as section `extra` has them."""
+    """Return the options that are not settings of cluster.slurm, in the form of section `extra`."""
     names = options.keys() - {*_SETTINGS, *_SIZES, *_LEFT_OUT}
     return {name.replace("_", "-"): option.value.text or True for name, option in options.items() if name in names}
 
@@ -552,7 +554,7 @@ def _list_setting_lines(request: _Request, recognised: Recognised, offered: Site
 
 
 def _list_measuring_settings(request: _Request, offered: Site | None) -> Iterator[TemplateLine]:
-    """Yield what is searched, and for how long jobs may run."""
+    """Yield the settings for the searched nodes and the time limits of jobs."""
     limit = parse_minutes(request.text("time"))
     if limit:
         yield TemplateLine(
@@ -592,8 +594,8 @@ def make_job_from_template(kind: Literal["local", "slurm"], offered: Site | None
 
     Args:
         kind: where the job will run.
-        offered: what the scheduler tells; for slurm it is filled in.
-        gpus: that this machine has; a local job searches as many nodes, of one GPU each, as there are.
+        offered: the site's partitions as the scheduler reports them; they are filled in for slurm.
+        gpus: number of GPUs of this machine; a local job searches up to that many nodes of one GPU each.
 
     Raises:
         TulaError: the installation lacks its templates.

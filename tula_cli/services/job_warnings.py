@@ -1,4 +1,4 @@
-"""Warnings about a job before it runs: settings that are unlikely together, the precision on its GPUs, and the memory of its data loaders."""
+"""Warnings before a job runs: unlikely combinations of settings, precision on GPUs, and memory of data loaders."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,11 +18,11 @@ from tula_cli.words import format_bytes, format_count
 
 
 def describe_computing(spec: JobSpec, inspection: Inspection | None) -> tuple[str, ...]:
-    """Return what is to be told, a line each; of a GPU only where the job may run on one.
+    """Return one line per aspect of how the job computes; GPU settings only if the job may run on a GPU.
 
     Args:
         spec: the job.
-        inspection: of its model and dataset; None where that is not known yet.
+        inspection: inspection of its model and dataset; None if there is none yet.
     """
     if spec.script is not None:  # how it computes is its own, and its loader's processes too without {workers}
         return tuple(_describe_loader(spec, inspection)) if "workers" in spec.script.placeholders else ()
@@ -34,7 +34,7 @@ def describe_computing(spec: JobSpec, inspection: Inspection | None) -> tuple[st
 
 
 def _describe_loader(spec: JobSpec, inspection: Inspection | None) -> Iterator[str]:
-    """Yield what `train.workers: auto` comes to."""
+    """Yield the number of data-loader processes that `train.workers: auto` resolves to."""
     cluster = spec.cluster
     if spec.train.workers != "auto" or (cluster.kind == "local" and inspection is None):
         return
@@ -55,7 +55,7 @@ def _describe_loader(spec: JobSpec, inspection: Inspection | None) -> Iterator[s
 
 
 def _describe_scaling(spec: JobSpec) -> Iterator[str]:
-    """Yield what gradient scaling is applied to, where that is not the gradient."""
+    """Yield a line if gradient scaling is applied to the update rather than to the gradient."""
     if spec.train.facts.scales and spec.ags.resolved().apply_to == "update":
         name = spec.optimizer.name
         why = f": {name} divides a factor on its gradients out" if name in DIVIDING else ""
@@ -63,7 +63,7 @@ def _describe_scaling(spec: JobSpec) -> Iterator[str]:
 
 
 def count_loader_processes(spec: JobSpec, inspection: Inspection | None, *, ranks: int) -> tuple[int, int]:
-    """Return the fewest and the most data-loader processes that a rank may have, with so many ranks on a machine."""
+    """Return the minimum and maximum number of data-loader processes per rank, with `ranks` ranks on a machine."""
     train, slurm = spec.train, spec.cluster.slurm
     if train.workers != "auto":
         return train.workers, train.workers
@@ -74,7 +74,7 @@ def count_loader_processes(spec: JobSpec, inspection: Inspection | None, *, rank
 
 
 def _may_run_on_gpu(spec: JobSpec, inspection: Inspection | None) -> bool:
-    """Return whether the jobs may run on GPUs: as the memory is estimated."""
+    """Return whether the jobs may run on GPUs; the memory estimate assumes the same."""
     if spec.cluster.device == "cpu":
         return False
     return spec.cluster.kind != "local" or (inspection is not None and inspection.device == "cuda")
@@ -130,7 +130,7 @@ def warn_unlikely_settings(spec: JobSpec, inspection: Inspection | None) -> list
 
 
 def warn_ags_on_one_rank(spec: JobSpec) -> list[str]:
-    """Return where a script's gradients cannot be scaled for want of another rank, unless its loop offers a part of the batch."""
+    """Warn of node counts with one rank, where a script cannot scale gradients unless its loop takes a small batch."""
     alone = [nodes for nodes in spec.search.nodes if nodes * spec.cluster.gpus_per_node == 1]
     if spec.script is None or not spec.train.facts.scales or not alone:
         return []
@@ -150,7 +150,7 @@ HOW_TO_NEED_LESS = "fewer train.workers, or more train.accumulate, take less"
 
 @dataclass(frozen=True)
 class NodeMemory:
-    """The memory of a node for the ranks' data. Bytes; None if unknown."""
+    """The memory of a node that is available for the ranks' data. Bytes; None if unknown."""
 
     shared: int | None  # of /dev/shm
     memory: int | None
@@ -158,7 +158,7 @@ class NodeMemory:
 
     @classmethod
     def of_nodes(cls, spec: JobSpec, run: RunDir | None) -> "NodeMemory":
-        """Return this machine's, or of SLURM's nodes what the job asks for and the newest check of them has told."""
+        """Return the memory of this machine; on a cluster, the requested memory and that of the newest node check."""
         if spec.cluster.kind == "local":
             return cls(read_shared_memory(), read_machine_memory())
         report = None if run is None else _find_newest_check(run)
@@ -176,7 +176,7 @@ def _find_newest_check(run: RunDir) -> ClusterReport | None:
 
 
 def _get_requested_memory(spec: JobSpec) -> int | None:
-    """Return the bytes of a node that the job asks SLURM for; None where it asks for all, or for none in particular."""
+    """Return the bytes per node that the job requests from SLURM; None if it requests all memory, or no amount."""
     slurm, ranks = spec.cluster.slurm or Slurm(), spec.cluster.gpus_per_node
     extra = {normalize_option_name(name): str(value) for name, value in slurm.extra.items()}
     forms = (
@@ -188,7 +188,7 @@ def _get_requested_memory(spec: JobSpec) -> int | None:
 
 
 def _parse_size(text: str | None) -> int | None:
-    """Return the bytes of sbatch's --mem; None where all of a node's is asked for."""
+    """Return the bytes of a value of sbatch's --mem; None for all memory of a node."""
     match = re.match(r"(\d+)([KMGT]?)", (text or "").upper())
     if match is None or int(match[1]) == 0:
         return None
@@ -216,13 +216,13 @@ class _Job:
 def check_memory(
     spec: JobSpec, inspection: Inspection | None, jobs: Mapping[int, Sequence[int]], room: NodeMemory
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return what of a search cannot run for want of a node's memory, and what of it may not, in words.
+    """Return messages about what a search cannot run for lack of node memory, and about what it may not be able to run.
 
     Args:
         spec: the job.
-        inspection: tells the size of a sample; where there is none, or a script's own loader, nothing is known.
-        jobs: number of nodes to ascending local batches.
-        room: what a node has.
+        inspection: provides the size of a sample; without it, or with a script's data loader, nothing is checked.
+        jobs: map from number of nodes to ascending local batches.
+        room: available memory of a node.
     """
     if inspection is None or not inspection.sample_bytes or not jobs:
         return (), ()
@@ -250,7 +250,7 @@ def _make_measuring_job(spec: JobSpec, inspection: Inspection, nodes: int, local
 
 
 def _list_impossible_problems(jobs: Sequence[_Job], room: int | None) -> Iterator[str]:
-    """Yield that in no job even one batch of each rank fits: the processes that write it would be killed (SIGBUS)."""
+    """Yield a problem if one batch per rank does not fit in any job: processes that write it are killed (SIGBUS)."""
     job = min(jobs, key=lambda job: min(data.batches for data in job.data.values()))
     size, least = min(job.data.items())
     if room is not None and job.workers and least.batches > room:
@@ -282,7 +282,7 @@ def _list_total_memory_warnings(jobs: Sequence[_Job], room: NodeMemory) -> Itera
 
 @dataclass(frozen=True)
 class _Excess:
-    """Where more is needed than there is."""
+    """The jobs and batches that need more memory than there is."""
 
     first: int  # the smallest local batch at which it is
     job: _Job  # that needs most

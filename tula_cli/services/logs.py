@@ -1,4 +1,4 @@
-"""`tula logs`: what jobs wrote, an attempt at a time, and of one that failed its first failing rank's words first."""
+"""`tula logs`: the logs of jobs by attempt; for a failed attempt, the output of its first failing rank comes first."""
 
 import itertools
 import os
@@ -26,18 +26,18 @@ from tula_cli.run.snapshot import Snapshot
 from tula_cli.services.status import POLL
 
 _NAME = re.compile(r"(?P<task>.+?)\.(?P<attempt>[0-9]{3,})(?:\.(?P<index>[0-9]{4,}))?\.log")
-"""Of `RunDir.log_path`."""
+"""File names of `RunDir.log_path`."""
 _MAX_LINE = 2**16
-"""Bytes of a line that is shown whole: longer ones are shown in pieces."""
+"""Maximum bytes of a line that is shown whole; longer lines are shown in pieces."""
 _MAX_UNTIMED = 100_000
-"""Lines without a time that are held until one with a time says whether they are asked for."""
+"""Maximum number of lines without a time that are held until a line with a time decides whether they are shown."""
 _HARMLESS = re.compile(rb"\[c10d\] The hostname of the client socket cannot be retrieved")
-"""torch says so of each connection wherever a node's address has no name, and goes on."""
+"""torch prints this for each connection if a node's address has no name, and then continues."""
 
 
 @dataclass(frozen=True)
 class LogLine:
-    """A line that a job wrote, and where."""
+    """A line of a job's log, and its origin."""
 
     file: Path
     text: str
@@ -48,7 +48,7 @@ class LogLine:
 
     @property
     def place(self) -> tuple[Path, bool]:
-        """Return the heading of a log."""
+        """Return the key of the heading above the line: its file, and whether it belongs to a failure."""
         return self.file, self.failure
 
 
@@ -57,11 +57,11 @@ class LogQuery:
     """The logs of a run that are requested.
 
     Args:
-        job: only this job's; None for the one that wrote last.
-        rank: only this rank's lines; None for what stands in the log of rank 0.
-        since: what was written since (Unix time), of all attempts; None for all of the newest attempt.
-        every: every attempt.
-        last: only the last so many lines of what is there already.
+        job: only logs of this job; None for the job that wrote last.
+        rank: only lines of this rank; None for the whole log that contains rank 0.
+        since: only lines written since then (Unix time), from all attempts; None for all lines of the newest attempt.
+        every: logs of every attempt.
+        last: only the last so many existing lines.
     """
 
     job: str | None = None
@@ -73,7 +73,7 @@ class LogQuery:
 
 @dataclass(frozen=True)
 class _Log:
-    """The log of one attempt that has the rank that is asked for."""
+    """The log of one attempt that contains the requested rank."""
 
     file: Path
     task: str
@@ -100,17 +100,17 @@ def read_logs(
     active: Callable[[], bool] = lambda: False,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[LogLine]:
-    """Yield the lines of the newest attempt, or of those that are asked for; of one that failed, why before its log.
+    """Yield the lines of the newest attempt, or of the requested ones; the failure of an attempt comes before its log.
 
     Args:
         run: the run.
-        wanted: what of its logs.
-        follow: go on with what is written from now on, in later attempts too, while `active()`.
-        active: whether something may still be written.
+        query: the requested logs.
+        follow: continue with lines as they are written, also in later attempts, while `active()`.
+        active: whether further lines may be written.
         sleep: waits for some seconds.
 
     Raises:
-        SpecError: the run has no such job, or none of its attempts such a rank.
+        SpecError: the run has no such job, or none of its attempts has such a rank.
         TulaError: a log cannot be read.
     """
     reader = _LogReader(run, query)
@@ -134,7 +134,7 @@ def read_logs(
 
 
 def describe_place(run: RunDir, line: LogLine) -> str:
-    """Return what to say above a line that is the first from where it is: the attempt, and how it ended."""
+    """Return the heading for the first line from a log: its file and attempt, and the outcome of the attempt."""
     where = words.make_relative_path(line.file)
     attempt = run.attempt(line.task, line.attempt) if line.task else None
     if line.failure:
@@ -154,7 +154,7 @@ def describe_place(run: RunDir, line: LogLine) -> str:
 
 @dataclass
 class _LogReader:
-    """Reads each log from where it has read to before."""
+    """Reads logs incrementally, each from the position up to which it has been read."""
 
     run: RunDir
     wanted: LogQuery
@@ -165,15 +165,15 @@ class _LogReader:
     _tasks: dict[str, Task | None] = field(default_factory=dict)
 
     def attempt_logs(self) -> list[_Log]:
-        """Return the log of each attempt that has the rank, last written last."""
+        """Return the log of each attempt that contains the rank, the last written last."""
         since, attempts = self.wanted.since, _group_logs_by_attempt(_list_log_files(self.run, self.wanted.job))
-        logs_ = [log for logs in attempts if (log := self._with_rank(logs)) is not None]
-        if attempts and not logs_:
+        selected = [log for logs in attempts if (log := self._with_rank(logs)) is not None]
+        if attempts and not selected:
             raise SpecError(f"--rank {self.wanted.rank}: no log of such a rank in {self.run.path}")
-        return logs_ if since is None else [log for log in logs_ if log.changed >= since]
+        return selected if since is None else [log for log in selected if log.changed >= since]
 
     def _with_rank(self, logs: Sequence[_Log]) -> _Log | None:
-        """Return that of an attempt's logs which has the rank's lines."""
+        """Return the log of an attempt that contains the rank's lines; None if there is none."""
         rank, placed = self.wanted.rank or 0, self._with_first_ranks(logs)
         candidates = [log for log in placed if log.first <= rank]
         if not candidates or rank >= self._rank_count(candidates[-1]):
@@ -183,7 +183,7 @@ class _LogReader:
         return replace(candidates[-1], changed=max(log.changed for log in logs))
 
     def _with_first_ranks(self, logs: Sequence[_Log]) -> list[_Log]:
-        """Return an attempt's logs with the lowest rank of each: the others in it are those up to the next one's."""
+        """Return an attempt's logs with the lowest rank of each; a log has the ranks up to those of the next log."""
         task = self._task(logs[0])
         if task is None:
             return list(logs)
@@ -200,7 +200,7 @@ class _LogReader:
         return self._tasks[log.task]
 
     def skip_to_end(self, logs: Iterable[_Log]) -> None:
-        """Go to the end of logs."""
+        """Mark logs as read to their ends."""
         for log in logs:
             self._set_offset(log, log.file.stat().st_size)
             self._told.add((log.task, log.attempt))
@@ -209,7 +209,7 @@ class _LogReader:
         self._offsets[log.file], self._inodes[log.file] = offset, log.file.stat().st_ino
 
     def last_lines(self, logs: Sequence[_Log], count: int) -> list[LogLine]:
-        """Return the last lines of logs that are asked for, read from their ends, and go to the ends of what was read."""
+        """Return the last requested lines of logs, read backwards, and mark the logs as read."""
         lines: list[LogLine] = []
         for log in reversed(logs):
             self._set_offset(log, log.file.stat().st_size)
@@ -217,7 +217,7 @@ class _LogReader:
         return lines
 
     def _read_backwards(self, log: _Log) -> Iterator[LogLine]:
-        """Yield the lines of a log that are asked for, last first; those without a time have that of the line before them."""
+        """Yield the requested lines of a log, last first; a line without a time has that of the line before it."""
         since, untimed = self.wanted.since, list[LogLine]()
         try:
             with open_file(log.file) as file:
@@ -237,7 +237,7 @@ class _LogReader:
             yield from untimed
 
     def first_failure(self, log: _Log) -> Iterator[LogLine]:
-        """Yield, once, what the first failing rank of an attempt saw, or that which is asked for."""
+        """Yield, once per attempt, the output of the first failing rank, or of the requested rank if it failed."""
         key, requested_rank = (log.task, log.attempt), self.wanted.rank
         failures = self.run.failures(*key) if log.task and key not in self._told else []
         root_failure = find_root_failure(failure for failure in failures if requested_rank in (None, failure.rank))
@@ -248,7 +248,7 @@ class _LogReader:
             yield LogLine(log.file, text, log.task, log.attempt, root_failure.rank, failure=True)
 
     def new_lines(self, log: _Log, *, with_incomplete: bool) -> Iterator[LogLine]:
-        """Yield what was added to a log since it was last read; a line without its end only where `whole`."""
+        """Yield the lines added to a log since it was last read; an incomplete last line only if `with_incomplete`."""
         try:
             with open_file(log.file) as file:
                 status = os.fstat(file.fileno())
@@ -274,7 +274,7 @@ class _LogReader:
         return None in (requested_rank, line.rank) or line.rank == requested_rank
 
     def _is_new(self, line: LogLine) -> bool:
-        """Return whether a line was written since; one without a time has that of the one before it."""
+        """Return whether a line is new enough for the request; a line without a time has that of the line before it."""
         since = self.wanted.since
         if since is None:
             return True
@@ -286,7 +286,7 @@ class _LogReader:
         return self._at[line.file] >= since
 
     def _attempt_start(self, of: _Log | LogLine) -> float:
-        """Return when an attempt began (Unix time); of one that is not known the time that is asked for."""
+        """Return the start of an attempt (Unix time); for an unknown attempt, the requested time."""
         attempt = self.run.attempt(of.task, of.attempt) if of.task else None
         return attempt.started_at if attempt is not None else self.wanted.since or 0.0
 
@@ -294,7 +294,7 @@ class _LogReader:
 def limit_rate(
     check: Callable[[], bool], *, pause: float, clock: Callable[[], float] = time.monotonic
 ) -> Callable[[], bool]:
-    """Return a check that asks again only when its last answer is `pause` seconds old: a scheduler serves many users."""
+    """Return a check that repeats its last answer for `pause` seconds, since a scheduler serves many users."""
     at, answer = float("-inf"), False
 
     def remembered() -> bool:
@@ -307,22 +307,25 @@ def limit_rate(
 
 
 def find_part_written_last(parts: Iterable[Part], job: str | None) -> RunDir | None:
-    """Return the run of the node type that wrote last (of those that have that job); None where none has."""
+    """Return the run of the part that wrote a log last, among those that have the job; None if there is none."""
     having = [part.run for part in parts if job is None or job in _list_job_ids(part.run.read())]
     return max(having, key=lambda run: max((log.stat().st_mtime for log in run.logs()), default=0.0), default=None)
 
 
 def _list_job_ids(snapshot: Snapshot) -> list[str]:
-    """Return the jobs by their ids, of a copy those of its tasks: what they wrote is in it, though the jobs are another run's."""
+    """Return the ids of a run's jobs, including those only known from tasks.
+
+    A copied run has the logs and tasks of its jobs, but the jobs belong to another run.
+    """
     ids = (*(job.id for job in snapshot.jobs), *(task.job for task in (*snapshot.tasks, *snapshot.check_tasks)))
     return list(dict.fromkeys(ids))
 
 
 def _list_log_files(run: RunDir, job: str | None) -> list[Path]:
-    """Return the log files of a job (of all), last written last."""
+    """Return the log files of a job, or of all jobs, the last written last."""
     snapshot = run.read()
     if job is None:
-        return run.logs() or snapshot.scheduler_logs(id_ for job_ in snapshot.jobs for id_ in job_.ids)
+        return run.logs() or snapshot.scheduler_logs(id_ for job_record in snapshot.jobs for id_ in job_record.ids)
     job_ids = _list_job_ids(snapshot)
     if job not in job_ids:
         raise SpecError(
@@ -330,7 +333,9 @@ def _list_log_files(run: RunDir, job: str | None) -> list[Path]:
         )
     tasks = tuple(f"{task.id}." for task in (*snapshot.tasks, *snapshot.check_tasks) if task.job == job)
     own_logs = [path for path in run.logs() if path.name.startswith(tasks)]
-    return own_logs or snapshot.scheduler_logs(id_ for job_ in snapshot.jobs if job_.id == job for id_ in job_.ids)
+    return own_logs or snapshot.scheduler_logs(
+        id_ for job_record in snapshot.jobs if job_record.id == job for id_ in job_record.ids
+    )
 
 
 def _group_logs_by_attempt(files: Iterable[Path]) -> list[list[_Log]]:

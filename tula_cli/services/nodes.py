@@ -1,4 +1,4 @@
-"""`tula check --on-cluster`: what the nodes are like, seen by a short job on them."""
+"""`tula check --on-cluster`: check the nodes with a short job that runs on them."""
 
 import itertools
 import os
@@ -32,28 +32,28 @@ from tula_cli.words import format_bytes, format_count
 # --- Findings
 
 MAX_FILE_LAG = {"local": 2.0, "slurm": 30.0}
-"""Seconds that a file of another node may take to be seen here (NFS keeps what it knows of a folder for that long)."""
+"""Seconds until a file written on another node is visible here, at most (NFS caches a folder for that long)."""
 SLOW_INSIDE = 8 * 32e9
-"""Bits a second between two GPUs of one node, in each direction: PCIe 4.0 with 16 lanes. NVLink is faster from V100 on."""
+"""Bits per second between two GPUs of one node, in each direction: PCIe 4.0 x16. NVLink is faster from V100 on."""
 SMALL_SHARED = 2**30
-"""Bytes of /dev/shm below which large batches of a few loader processes do not fit; containers have 64 MiB unasked."""
+"""Bytes of /dev/shm below which large batches of a few loader processes do not fit; containers default to 64 MiB."""
 MAX_CLOCK_OFFSET = 1.0
 """Seconds by which the clocks of two nodes may differ."""
 
 
 def estimate_file_lag(scheduler: str) -> float:
-    """Return the seconds that a file of another node may take to be seen here, by what the job runs on."""
+    """Return the seconds until a file written on another node is visible here, at most, for the job's scheduler."""
     return MAX_FILE_LAG["local" if scheduler == "local" else "slurm"]
 
 
 def find_silent_nodes(run: RunDir, report: ClusterReport) -> list[NodeReport]:
-    """Return the nodes of which nothing that they wrote is seen here, although they say that they did."""
+    """Return the nodes whose files are not visible here although they reported no write error."""
     ranks, signed_in = report.ranks // len(report.nodes), run.checks.signed_in(report.id)
     return [node for node in report.nodes if not node.write_error and node.node * ranks not in signed_in]
 
 
 def list_node_problems(run: RunDir, task: CheckTask, report: ClusterReport) -> Iterator[str]:
-    """Yield what keeps jobs from running on these nodes."""
+    """Yield the problems that keep jobs from running on these nodes."""
     written, folder = run.checks.token(task.id), run.path.resolve()
     for node in report.nodes:
         if node.token != written:
@@ -100,7 +100,7 @@ def _list_gpu_problems(spec: JobSpec, report: ClusterReport) -> Iterator[str]:
 
 
 def _list_shared_gpu_problems(nodes: Iterable[NodeReport]) -> Iterator[str]:
-    """Yield which ranks of a node were bound to one GPU, although there are enough."""
+    """Yield a problem for each group of ranks that are bound to one GPU of a node although it has enough GPUs."""
     for node in nodes:
         for ranks in node.shared_gpus:
             yield (
@@ -110,13 +110,13 @@ def _list_shared_gpu_problems(nodes: Iterable[NodeReport]) -> Iterator[str]:
 
 
 def _group_by_host(nodes: Iterable[NodeReport]) -> Iterator[tuple[str, list[NodeReport]]]:
-    """Yield the nodes of each host; on this machine all sets of ranks are on one."""
+    """Yield the nodes of each host; with local jobs, all simulated nodes are on one host."""
     for host, nodes_of_host in itertools.groupby(nodes, key=lambda node: node.host):
         yield host, list(nodes_of_host)
 
 
 def list_node_warnings(task: CheckTask, report: ClusterReport) -> Iterator[str]:
-    """Yield what spoils measurements, or what one would want to know."""
+    """Yield warnings about conditions that distort measurements or that the user should know of."""
     aspects: dict[str, Callable[[NodeReport], str]] = {
         "GPU": lambda node: " + ".join(sorted(set(node.gpus))) or "none",
         "GPU driver": lambda node: node.driver or "none",
@@ -155,7 +155,7 @@ def list_node_warnings(task: CheckTask, report: ClusterReport) -> Iterator[str]:
 
 
 def _describe_differences(nodes: Sequence[NodeReport], aspect: Callable[[NodeReport], str]) -> str:
-    """Return what is where in words, where it is not the same everywhere."""
+    """Return the values of an aspect with their hosts, or an empty string if the nodes do not differ."""
     hosts_by_value: dict[str, list[str]] = {}
     for node in nodes:
         hosts_by_value.setdefault(aspect(node), []).append(node.host)
@@ -167,14 +167,14 @@ def _describe_differences(nodes: Sequence[NodeReport], aspect: Callable[[NodeRep
 
 
 def list_hosts(hosts: Iterable[str]) -> str:
-    """Return hosts in words, each once."""
+    """Return hosts as a comma-separated text without duplicates."""
     return ", ".join(dict.fromkeys(hosts))
 
 
 # --- The check of nodes
 
 POLL_INTERVALS = (0.5, 10.0)
-"""Seconds between two looks at a waiting job: the first, and what it grows to."""
+"""Seconds between two polls of a waiting job: the first interval, and the longest that it grows to."""
 
 
 @dataclass(frozen=True)
@@ -186,10 +186,10 @@ class ClusterCheck:
     warnings: tuple[str, ...]
 
     def require_sound(self, name: str) -> None:
-        """Refuse nodes on which the job cannot run.
+        """Raise an error if the job cannot run on these nodes.
 
         Args:
-            name: of the job, for the message.
+            name: name of the job, for the message.
 
         Raises:
             JobFailed: there are problems.
@@ -208,24 +208,24 @@ def run_node_check(
     timeout: float | None = None,
     file: JobFile | None = None,
 ) -> Work[ClusterCheck]:
-    """Look at the nodes of the cluster in a job of a minute or so, or attach to the one that is under way.
+    """Check the nodes of the cluster in a job of about a minute, or attach to a check that is already running.
 
     Args:
-        run: the run, which may not be there yet.
+        run: the run, which need not exist yet.
         spec: the job.
-        launcher_for: starts the job.
-        nodes: how many; None for the fewest of the search, two or more where possible.
-        node_type: the type of node, where the job names several.
+        launcher_for: returns the launcher that submits the job.
+        nodes: number of nodes; None for the smallest number of the search that is at least two, if possible.
+        node_type: the node type, if the job names several.
         timeout: seconds to wait at most.
-        file: where the spec comes from.
+        file: the file that the spec comes from.
 
     Raises:
-        SpecError: the job names several types of node and none is given, or the partition has fewer nodes, or none is
-            wanted.
-        Pending: the time to wait is over.
-        Interruption: Ctrl-C; the job goes on.
-        SchedulerError: it was refused, or will never start.
-        JobFailed: it has failed; with what is known of the nodes.
+        SpecError: the job names several node types and none is given; or the partition has fewer nodes than requested;
+            or fewer than one node is requested.
+        Pending: the timeout has passed.
+        Interruption: Ctrl-C; the job continues to run.
+        SchedulerError: the scheduler refused the job, or the job will never start.
+        JobFailed: the check failed; the message has what is known of the nodes.
     """
     part = get_only_part(run, spec, node_type, purpose="--on-cluster")
     launcher, count = launcher_for(part.spec), check_node_count(part.spec, nodes)
@@ -243,7 +243,7 @@ def run_node_check(
 
 
 def _make_interruption(run: RunDir, task: CheckTask | None) -> Interruption:
-    """Return what to raise on Ctrl-C: the job, if it is known to be submitted, goes on."""
+    """Return the error to raise on Ctrl-C; a job that was submitted continues to run."""
     if task is None:
         return Interruption("interrupted", "the same command submits the job, or attaches to it if it is there")
     hint = f"the same command attaches to it again; tula cancel {words.make_relative_path(run.path)} ends it"
@@ -251,7 +251,7 @@ def _make_interruption(run: RunDir, task: CheckTask | None) -> Interruption:
 
 
 def _to_the_minute(state: SchedulerState) -> SchedulerState:
-    """Return a state as it is shown: what squeue expects of a job's start moves by seconds from look to look."""
+    """Return a state with its expected start rounded to minutes: squeue's estimate varies by seconds between polls."""
     return state if state.starts_at is None else replace(state, starts_at=state.starts_at // 60)
 
 
@@ -259,10 +259,10 @@ def _to_the_minute(state: SchedulerState) -> SchedulerState:
 
 
 def check_node_count(spec: JobSpec, requested: int | None) -> int:
-    """Return on how many nodes to look: as many as wanted, else the fewest of the search, two or more where possible.
+    """Return the number of nodes to check: the requested one, else the smallest of the search from 2 on, if possible.
 
     Raises:
-        SpecError: fewer than one is wanted, or more than the partition has.
+        SpecError: fewer than one node is requested, or more than the partition has.
     """
     require_positive(nodes=requested)
     most, where = _find_max_nodes(spec)
@@ -275,7 +275,7 @@ def check_node_count(spec: JobSpec, requested: int | None) -> int:
 
 
 def _find_max_nodes(spec: JobSpec) -> tuple[int | None, str]:
-    """Return the most nodes that a job can have, where the scheduler tells, and of what in words."""
+    """Return the maximum number of nodes of a job (None if it is not reported) and a description of the partition."""
     if spec.cluster.kind == "slurm":
         partition_of_job = _find_partition(spec)
         return (
@@ -289,7 +289,7 @@ def _find_max_nodes(spec: JobSpec) -> tuple[int | None, str]:
 
 
 def _find_partition(spec: JobSpec) -> site.Partition | None:
-    """Return the partition of SLURM that the spec's jobs go to, where it tells."""
+    """Return the SLURM partition that the spec's jobs are submitted to, or None if SLURM does not report it."""
     offered = Site(site.list_partitions(), ())
     name = spec.cluster.slurm.partition if spec.cluster.slurm else None
     if name is None:
@@ -301,13 +301,13 @@ def _find_partition(spec: JobSpec) -> site.Partition | None:
 
 
 def start_on_cluster(run: RunDir, spec: JobSpec, launcher: Launcher, *, nodes: int) -> CheckTask:
-    """Submit a job that looks at the nodes; one that the user has not yet been told the end of is taken up again.
+    """Submit a job that checks the nodes, or resume one whose result has not been reported to the user yet.
 
-    One that waits with other settings than those of the spec now is cancelled.
+    An unreported check with settings other than those of the spec is cancelled.
 
     Raises:
-        SchedulerError: it was refused.
-        Interruption: Ctrl-C; the job goes on, if it was submitted.
+        SchedulerError: the scheduler refused the job.
+        Interruption: Ctrl-C; the job continues to run if it was submitted.
     """
     task = None
     try:
@@ -347,20 +347,20 @@ def watch_cluster(
     sleep: Callable[[float], None] = time.sleep,
     timeout: float | None = None,
 ) -> Iterator[SchedulerState]:
-    """Yield what becomes of a check's job until it is over.
+    """Yield the scheduler's state of a check's job until the check is over.
 
     Args:
         run: the run.
-        launcher: who knows the scheduler.
+        launcher: queries the scheduler.
         task: the check.
         clock: Unix time.
         sleep: waits for some seconds.
         timeout: seconds after which to give up.
 
     Raises:
-        Pending: it is not over when the time is.
-        SchedulerError: it will never start; it was cancelled.
-        JobFailed: it waits in vain for nodes that do not see the run directory; it was cancelled.
+        Pending: the check is not over when the timeout has passed.
+        SchedulerError: the job will never start; it was cancelled.
+        JobFailed: some nodes do not see the run directory, so that the job would wait forever; it was cancelled.
     """
     job = run.job(task.job)
     assert job is not None
@@ -389,7 +389,7 @@ def watch_cluster(
 
 
 def _is_over(run: RunDir, task: CheckTask) -> bool:
-    """Return whether the check has an end that is its own: a report, or a failure that is not tried again."""
+    """Return whether the check has an outcome: a report, a cancellation, or a failure that is not retried."""
     if run.checks.report(task.id) is not None or run.is_cancelled(task.job):
         return True
     attempts = run.attempts(task.id)
@@ -413,7 +413,7 @@ def _cancel_check(run: RunDir, launcher: Launcher, task: CheckTask, job: Job) ->
 
 
 def _cancel_half_seen(run: RunDir, launcher: Launcher, task: CheckTask, job: Job) -> JobFailed:
-    """End a job whose nodes do not all show up: the ranks of those that have would wait for the others."""
+    """Cancel a job of which only some nodes see the run directory: their ranks would wait for the others."""
     error = _make_not_shared_error(run, task, job, set(range(task.nodes)) - _list_nodes_seen(run, task, job))
     _cancel_check(run, launcher, task, job)
     return error
@@ -422,10 +422,10 @@ def _cancel_half_seen(run: RunDir, launcher: Launcher, task: CheckTask, job: Job
 def conclude_cluster(
     run: RunDir, task: CheckTask, *, clock: Callable[[], float] = time.time, sleep: Callable[[float], None] = time.sleep
 ) -> ClusterCheck:
-    """Return what a check that is over has found.
+    """Return the findings of a check that is over.
 
     Raises:
-        JobFailed: it has failed; with what is known of the nodes.
+        JobFailed: the check failed; the message has what is known of the nodes.
     """
     job = run.job(task.job)
     assert job is not None
@@ -443,7 +443,7 @@ def conclude_cluster(
 
 
 def _has_all_reports(run: RunDir, task: CheckTask, job: Job) -> bool:
-    """Return whether nothing more is to be expected from the nodes."""
+    """Return whether no further files are to be expected from the nodes."""
     report = run.checks.report(task.id)
     if report is not None:
         return not find_silent_nodes(run, report)
@@ -454,7 +454,10 @@ def _has_all_reports(run: RunDir, task: CheckTask, job: Job) -> bool:
 
 
 def _check_failure(run: RunDir, task: CheckTask, job: Job) -> TulaError:
-    """Tell why there is no report: nodes that do not see the run directory before all else, for they cannot tell."""
+    """Return the reason why there is no report; on SLURM, nodes that do not see the run directory take precedence.
+
+    Such nodes cannot report any other reason.
+    """
     attempts = run.attempts(task.id)
     last_attempt = attempts[-1] if attempts else None
     if run.is_cancelled(task.job):
@@ -479,7 +482,7 @@ def _check_failure(run: RunDir, task: CheckTask, job: Job) -> TulaError:
 
 
 def _list_nodes_seen(run: RunDir, task: CheckTask, job: Job) -> set[int]:
-    """Return the numbers of the nodes that have written anything into the run directory."""
+    """Return the numbers of the nodes that have written a file into the run directory."""
     if job.scheduler == "local":
         return set(range(task.nodes))
     ranks = task.spec.cluster.gpus_per_node
@@ -510,7 +513,7 @@ def _make_not_shared_error(run: RunDir, task: CheckTask, job: Job, blind: set[in
 
 
 def _find_last_log_line(run: RunDir, job: Job) -> str:
-    """Return the last line that the scheduler's own logs hold."""
+    """Return the last line of the scheduler's logs."""
     for path in sorted(run.submitit_dir.glob(f"{job.scheduler_id}_*_log.err")):
         lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         if lines:

@@ -1,4 +1,4 @@
-"""The probes at each sequence length (search.sequence), and the batches that fit in memory, before anything has run."""
+"""Plan the probes at each sequence length (search.sequence), and predict the end of trainings with early stopping."""
 
 import math
 import statistics
@@ -22,7 +22,7 @@ from tula_cli.words import format_count
 
 @dataclass(frozen=True)
 class PlannedLength:
-    """The probes at one length of text, on the fewest nodes, and the memory that is estimated for them."""
+    """The probes at one sequence length, on the fewest nodes, with their estimated memory."""
 
     length: int
     own: bool  # the job's
@@ -37,13 +37,13 @@ class PlannedLength:
 def plan_lengths(
     spec: JobSpec, inspection: Inspection | None, local_batches: Sequence[int], inspector: Inspect | None
 ) -> tuple[PlannedLength, ...]:
-    """Return what is planned at the job's own length and at the others, ascending; nothing where there is no other.
+    """Return the plans for the job's sequence length and all others, ascending; empty if there are no others.
 
     Args:
         spec: the job.
-        inspection: of its own length; None where it was not built.
-        local_batches: that are measured there on the fewest nodes.
-        inspector: builds model and dataset at the others; None where only the file may be looked at.
+        inspection: inspection at the job's length; None if the model was not built.
+        local_batches: local batches measured at the job's length on the fewest nodes.
+        inspector: inspects the model and the dataset at the other lengths; None if nothing may be built.
 
     Raises:
         SpecError, JobFailed: they cannot be built at a length.
@@ -113,12 +113,12 @@ def _plan_length(
 
 
 def list_measured_other_lengths(planned: Sequence[PlannedLength]) -> list[PlannedLength]:
-    """Return the other lengths than the job's own at which something is measured: each is a job."""
+    """Return the lengths other than the job's at which probes are planned; each is a job."""
     return [planned_length for planned_length in planned if not planned_length.own and planned_length.local_batches]
 
 
 def count_lengths_node_hours(spec: JobSpec, planned: Sequence[PlannedLength]) -> float:
-    """Return the node-hours that the other lengths may take at most."""
+    """Return the maximum node-hours of the probes at other lengths."""
     return (
         sum(planned_length.nodes for planned_length in list_measured_other_lengths(planned))
         * spec.measuring_minutes()
@@ -127,7 +127,7 @@ def count_lengths_node_hours(spec: JobSpec, planned: Sequence[PlannedLength]) ->
 
 
 def warn_lengths_left_out(planned: Sequence[PlannedLength]) -> tuple[str, ...]:
-    """Say which lengths are not measured, and why."""
+    """Return a warning, with the reason, for each length that is not measured."""
     return tuple(
         f"length {planned_length.length} is left out: {planned_length.problem}"
         for planned_length in planned
@@ -140,7 +140,7 @@ def warn_lengths_left_out(planned: Sequence[PlannedLength]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ExpectedEnd:
-    """Where a training is expected to end, and what it then takes."""
+    """The epoch at which a training is expected to end, and the prediction up to there."""
 
     epoch: int
     witnesses: tuple[int, ...]  # epochs after which earlier trainings ended, or would have, ascending
@@ -149,7 +149,7 @@ class ExpectedEnd:
 
     @property
     def description(self) -> str:
-        """Return what the value is based on."""
+        """Return a description of the earlier trainings that the expectation is based on."""
         least, most = self.witnesses[0], self.witnesses[-1]
         epochs = format_count(least, "epoch") if least == most else f"{least} to {most} epochs"
         count = len(self.witnesses)
@@ -157,15 +157,15 @@ class ExpectedEnd:
 
 
 def predict_end(run: RunDir, task: TrainTask, *, code: str) -> ExpectedEnd | None:
-    """Return where a training is expected to end before its last epoch; None where nothing tells.
+    """Return the expected end of a training with early stopping; None if no earlier training shows it.
 
-    Trainings of the same job may have another seed, other nodes or another batch, and another `until` or none: those at the
-    nearest batch count. One that went through all its epochs without getting there counts with all of them.
+    Earlier trainings of the same job may have another seed, number of nodes, batch or early-stopping rule; those at the
+    nearest batch are used. One that finished all its epochs without meeting the rule counts with all of them.
 
     Args:
-        run: with earlier trainings, those of a comparison among them.
+        run: the run with earlier trainings, including those of a comparison.
         task: the training.
-        code: digest of the user's own code that it runs.
+        code: digest of the user code that it runs.
     """
     train = task.spec.train
     if (
@@ -200,13 +200,16 @@ def _trains_alike(run: RunDir, earlier: TrainTask, spec: JobSpec, code: str) -> 
 
 
 def _compute_job_signature(spec: JobSpec) -> str:
-    """Return what trainings share that differ in seed, nodes, batch and what ends them."""
+    """Return a signature shared by trainings that differ only in seed, nodes, batch and early stopping."""
     train = spec.train.model_copy(update={"early_stopping": None, "seed": 0})
     return compute_train_signature(spec.model_copy(update={"train": train}), nodes=1, batch=1)
 
 
 def _find_end_epoch(training: TrainingRun, spec: JobSpec) -> int | None:
-    """Return the epoch after which an earlier training got there, all epochs where it did not; None: it does not tell."""
+    """Return the epoch after which a training met the early-stopping rule, or all epochs if it did not.
+
+    None if its metrics are missing, or if it has neither met the rule nor finished.
+    """
     rows = training.metrics("epoch")
     if not has_metrics(rows, spec.train):
         return None

@@ -1,4 +1,4 @@
-"""`tula profile`: which probes are missing, what they may cost, and submitting them."""
+"""`tula profile`: find the missing probes and their maximum cost, and submit them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -79,15 +79,15 @@ def plan_probes(
     again: bool = True,
     sizes: Sequence[Part] = (),
 ) -> ProfilePlan:
-    """Return the missing probes, grouped into jobs, and what they may cost at most.
+    """Return the missing probes, grouped into jobs, and their maximum cost.
 
     Args:
         spec: the job.
         inspection: dataset size and memory estimate.
-        run: where results may be already; None for none.
-        elsewhere: node-hours that other node types of the same job have taken or are about to.
-        again: whether what has failed is measured again.
-        sizes: the same nodes with other numbers of GPUs, which tell an adaptive search more.
+        run: the run that may have results already; None for no run.
+        elsewhere: node-hours that other node types of the same job have used or are about to use.
+        again: whether failed probes are measured again.
+        sizes: parts with other numbers of GPUs on the same nodes, whose measurements also inform an adaptive search.
 
     Raises:
         Infeasible: no configuration of the search can run.
@@ -141,7 +141,7 @@ def _choose_batches(
     elsewhere: float,
     sizes: Sequence[Part],
 ) -> tuple[Mapping[int, Sequence[int]], Round]:
-    """Return all local batches to measure by number of nodes (with `adaptive` those so far and the next round)."""
+    """Return all local batches to measure by number of nodes; with `adaptive`, those so far and the next round."""
     largest = find_largest_local_batch(spec, inspection)
     if spec.search.strategy != "adaptive":
         return choose_probes(spec, dataset_size=inspection.dataset_size, max_local_batch=largest), Round({}, (), "")
@@ -168,7 +168,7 @@ def _choose_batches(
 def _collect_adaptive_inputs(
     run: RunDir | None, spec: JobSpec, results_by_id: Known, sizes: Sequence[Part]
 ) -> dict[str, Any]:
-    """Return what an adaptive search goes by beside a run's probes, as arguments of `choose_next_round`."""
+    """Return the inputs of an adaptive search other than probes, as arguments of `choose_next_round`."""
     if run is None or not run.exists:
         return {}
     from tula_cli.services.recommendation.measured import (
@@ -185,7 +185,7 @@ def _collect_adaptive_inputs(
 
 
 def _list_begun_probes(run: RunDir) -> set[tuple[int, int]]:
-    """Return what was ever to be measured, and what has been: nodes and local batch."""
+    """Return all probes that were requested or have a result, as (nodes, local batch)."""
     requested = {
         (task.nodes, size) for task in run.tasks() if isinstance(task, ProbeTask) for size in task.local_batches
     }
@@ -193,7 +193,7 @@ def _list_begun_probes(run: RunDir) -> set[tuple[int, int]]:
 
 
 def count_measured_node_hours(run: RunDir) -> float:
-    """Return the node-hours that measuring has taken so far, the first job that built the model and rehearsals counted."""
+    """Return the node-hours used by profiling so far, including resume tests and the first job that built the model."""
     tasks = [task for task in run.tasks() if isinstance(task, ProbeTask | RehearsalTask)]
     nodes = {task.id: task.nodes for task in tasks}
     return first_job.count_node_hours(run) + sum(
@@ -204,7 +204,7 @@ def count_measured_node_hours(run: RunDir) -> float:
 
 
 def _limit_round_to_cap(spec: JobSpec, round_: Round, *, spent: float) -> Round:
-    """Leave a further round out that might go beyond the cap on node-hours; the start is refused by the command line."""
+    """Drop a further round that might exceed the cap on node-hours; `require_within_cap` checks the first round."""
     cap = spec.search.max_node_hours
     at_most = compute_max_node_hours(spec, list(round_.probes))
     if cap is None or not round_.probes or not round_.words or spent + at_most <= cap:
@@ -232,19 +232,19 @@ def _make_probe_task(spec: JobSpec, nodes: int, local_batches: list[int], *, wor
 
 
 def compute_max_node_hours(spec: JobSpec, nodes: Sequence[int]) -> float:
-    """Return the node-hours that measuring on these numbers of nodes may take: what SLURM is asked for."""
+    """Return the maximum node-hours of profiling on these numbers of nodes: the time requested from SLURM."""
     return sum(nodes) * spec.measuring_minutes() / 60
 
 
 def compute_max_minutes(spec: JobSpec, count: int) -> float:
-    """Return the minutes that measuring on so many numbers of nodes may take, one after the other."""
+    """Return the maximum minutes of `count` profiling jobs, one after another."""
     return count * spec.measuring_minutes()
 
 
 def submit_probes(run: RunDir, plan: ProfilePlan, launcher: Launcher) -> tuple[str, ...]:
-    """Submit the jobs of a plan, one after the other; a job that is under way already is left alone.
+    """Submit the jobs of a plan, one after another; jobs that are already waiting or running are left alone.
 
-    The user's code is copied first: what was submitted is what runs.
+    The user's code is copied first, so that later edits do not affect submitted jobs.
 
     Returns:
         The ids of the jobs to wait for.
@@ -265,16 +265,16 @@ def submit_probes(run: RunDir, plan: ProfilePlan, launcher: Launcher) -> tuple[s
 
 
 def is_measured(run: RunDir, plan: ProfilePlan) -> bool:
-    """Return whether every probe of a plan has a result, and at least one of them a result that stands."""
+    """Return whether every probe of a plan has a result, and at least one did not fail (measured or out of memory)."""
     results = [run.result(make_probe_id(task.nodes, size)) for task in plan.tasks for size in task.local_batches]
     return None not in results and any(map(_is_settled, results))
 
 
 def make_profile_report(run: RunDir, plan: ProfilePlan) -> ProfileReport:
-    """Return what the probes of a finished profile came to.
+    """Return the results of a finished profile.
 
     Raises:
-        OutOfMemoryAtMinimum: not one local batch fits.
+        OutOfMemoryAtMinimum: no local batch fits.
         JobFailed, Diverged: probes failed, and none was measured now.
         BadMeasurements: none was measured for another reason.
     """
@@ -315,7 +315,7 @@ def _make_nothing_measured_error(report: ProfileReport, spec: JobSpec | None) ->
 
 @dataclass(frozen=True)
 class UpperBoundPlan:
-    """A job on one node, and probes that are not known before its end. All figures are upper bounds."""
+    """A first job on one node, and the probes that depend on its result. All figures are upper bounds."""
 
     why: str  # it is not done here; empty where it was
     remedy: str  # what would make it possible here
@@ -336,11 +336,11 @@ class UpperBoundPlan:
 
 
 def plan_upper_bound(spec: JobSpec, *, why: NotInspectable | None) -> UpperBoundPlan:
-    """Return what profiling may cost before the dataset's size and the memory are known.
+    """Return the maximum cost of profiling before the dataset's size and the memory are known.
 
     Args:
         spec: the job.
-        why: the model and the dataset cannot be built here; None where they were.
+        why: why the model and the dataset cannot be inspected here; None if they were.
     """
     search = spec.search
     first_job_minutes = first_job.MINUTES if why else 0.0

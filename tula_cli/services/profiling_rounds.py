@@ -1,4 +1,4 @@
-"""`tula profile` from its plans to its report: rounds over all types of node, asking before each, and waiting."""
+"""`tula profile` from its plans to its report: rounds over all node types, confirmation, and waiting."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ class ProfileResult:
 
 @dataclass(frozen=True)
 class SubmittedProbes(DetachedJobs):
-    """The probes that nobody waits for, and the plans they are of."""
+    """Submitted probes that are not waited for, and the plans that they belong to."""
 
     plans: Mapping[str | None, ProfilePlan]
 
@@ -62,15 +62,15 @@ Inspections = Mapping[str | None, Inspection]
 def plan_parts(
     parts: Sequence[Part], inspections: Inspections, *, again: bool = True
 ) -> Work[list[tuple[Part, ProfilePlan]]]:
-    """Return what is to be measured of each part; one that nothing fits is a warning as long as there is another to train.
+    """Return the probes to measure for each part; yield a warning for a part that has none, if another can be trained.
 
     Args:
-        parts: of the run, which may not be there yet.
-        inspections: of each of them.
-        again: whether what has failed is measured again.
+        parts: parts of the run, which need not exist yet.
+        inspections: inspection of each part.
+        again: whether failed probes are measured again.
 
     Raises:
-        Infeasible: nothing fits anywhere.
+        Infeasible: no part that can be trained has a feasible configuration.
     """
     planned: list[tuple[Part, ProfilePlan]] = []
     errors = []
@@ -101,11 +101,12 @@ def plan_parts(
 
 
 def inspect_part(part: Part, dependencies: Dependencies) -> Inspection | NotInspectable:
-    """Return what is known of the model and the dataset of a part; the error where only a node can tell.
+    """Return the inspection of a part's model and dataset, or the error if only a node can inspect them.
 
     Raises:
         SpecError: they cannot be built.
-        JobFailed: the user's code fails; NotInspected where there are no nodes to ask.
+        JobFailed: the user's code fails.
+        NotInspectable: they cannot be inspected here, and the job does not run on SLURM.
     """
     try:
         return first_job.inspect_with_stored(dependencies.inspect, part.run)(part.spec)
@@ -118,17 +119,17 @@ def inspect_part(part: Part, dependencies: Dependencies) -> Inspection | NotInsp
 def _plan_first_jobs(
     parts: Sequence[Part], inspections: Mapping[str | None, Inspection | NotInspectable]
 ) -> FirstJobPlanned:
-    """Return what is planned where a node has to tell what the model and the dataset of some type are."""
+    """Return the plan for jobs of which some model and dataset must first be inspected on a node."""
     failures = {name: inspection for name, inspection in inspections.items() if isinstance(inspection, NotInspectable)}
     settled_later = {part.name: plan_upper_bound(part.spec, why=failures.get(part.name)) for part in parts}
     return FirstJobPlanned(settled_later, parts[0].spec.search.max_node_hours)
 
 
 def make_dry_run(run: RunDir, spec: JobSpec, dependencies: Dependencies) -> Work[dict[str | None, DryRun]]:
-    """Return what would be submitted on each type of node; nothing is written.
+    """Return the jobs that would be submitted on each node type; nothing is written.
 
     Raises:
-        Infeasible: nothing fits anywhere.
+        Infeasible: no configuration is feasible.
     """
     parts = list_all_parts(run, with_site_billing(spec, run.path.parent))
     inspections = {part.name: inspect_part(part, dependencies) for part in parts}
@@ -152,22 +153,22 @@ def make_dry_run(run: RunDir, spec: JobSpec, dependencies: Dependencies) -> Work
 def run_profile(
     run: RunDir, spec: JobSpec, dependencies: Dependencies, wait_policy: WaitPolicy, *, file: JobFile | None = None
 ) -> Work[ProfileResult | SubmittedProbes]:
-    """Measure what is missing, round after round; jobs that are under way are attached to.
+    """Measure the missing probes, round after round; jobs that are already running are attached to.
 
     Args:
-        run: the run, which may not be there yet.
+        run: the run, which need not exist yet.
         spec: the job.
-        dependencies: launcher, inspection, and who is asked before something is submitted.
+        dependencies: launcher, inspection, and the confirmation that is requested before jobs are submitted.
         wait_policy: whether and how long to wait.
-        file: where the spec comes from.
+        file: the file that the spec comes from.
 
     Raises:
-        Infeasible: nothing fits anywhere.
-        OverBudget: more than search.max_node_hours, or not confirmed.
-        Pending: the time to wait is over.
-        Interruption: Ctrl-C; the jobs go on, unless they are to be cancelled.
+        Infeasible: no configuration is feasible.
+        OverBudget: the search exceeds search.max_node_hours, or was not confirmed.
+        Pending: the timeout has passed.
+        Interruption: Ctrl-C; the jobs continue to run, unless they are to be cancelled.
         JobFailed, OutOfMemoryAtMinimum, BadMeasurements: nothing was measured.
-        SchedulerError: a job was refused.
+        SchedulerError: the scheduler refused a job.
     """
     return (
         yield from _Profiling(run, with_site_billing(spec, run.path.parent), dependencies, wait_policy, file).work()
@@ -188,18 +189,18 @@ class _SubmittedPart:
 
     @property
     def has_missing(self) -> bool:
-        """Whether there is something to submit."""
+        """Whether some of the jobs are still to be submitted."""
         return len(self.under_way) < len(self.plan.jobs)
 
     @property
     def may_go_on(self) -> bool:
-        """Whether a further round may follow from the results."""
+        """Whether the results may lead to a further round."""
         return self.plan.in_rounds and profile.is_measured(self.part.run, self.plan)
 
 
 @dataclass
 class _Profiling:
-    """One call of `work`."""
+    """The state of one call of `run_profile`."""
 
     run: RunDir
     spec: JobSpec
@@ -210,7 +211,7 @@ class _Profiling:
     first_jobs: float = 0.0  # node-hours that building the model and the dataset on nodes has taken
 
     def _inspect_parts(self, parts: Sequence[Part], deadline: float | None) -> Work[Inspections]:
-        """Build the model and the dataset: here or, where that cannot be, on a node, after asking."""
+        """Inspect the model and the dataset: here or, if that is not possible, on a node after confirmation."""
         results = {part.name: inspect_part(part, self.dependencies) for part in parts}
         inspections = {
             name: inspection for name, inspection in results.items() if not isinstance(inspection, NotInspectable)
@@ -235,7 +236,7 @@ class _Profiling:
         return inspections
 
     def _remaining_seconds(self, deadline: float | None) -> float | None:
-        """Return the seconds that are left to wait."""
+        """Return the seconds until the deadline, or None without a deadline."""
         return None if deadline is None else max(0.0, deadline - self.wait_policy.clock())
 
     def work(self) -> Work[ProfileResult | SubmittedProbes]:
@@ -264,7 +265,7 @@ class _Profiling:
         return (yield from _collect_reports(planned))
 
     def _start(self, planned: Plans, missing: Plans) -> Work[list[_SubmittedPart]]:
-        """Submit a round, after asking where there is something to submit."""
+        """Submit a round, after confirmation if there are jobs to submit."""
         jobs = [_SubmittedPart(part, plan, self.dependencies.launcher_for(part.spec)) for part, plan in missing]
         if any(submitted.has_missing for submitted in jobs):
             for part, plan in missing:
@@ -282,10 +283,10 @@ class _Profiling:
         return jobs
 
     def _submit(self, jobs: Sequence[_SubmittedPart]) -> None:
-        """Submit the jobs of each type of node.
+        """Submit the jobs of each part.
 
         Raises:
-            Interruption: Ctrl-C; what is submitted goes on, unless it is to be cancelled.
+            Interruption: Ctrl-C; submitted jobs continue to run, unless they are to be cancelled.
         """
         try:
             for submitted in jobs:
@@ -294,13 +295,13 @@ class _Profiling:
             raise self._interruption(jobs) from None
 
     def _interruption(self, jobs: Sequence[_SubmittedPart]) -> Interruption:
-        """Return what to raise on Ctrl-C; where the jobs are to be cancelled, those of every type are."""
+        """Return the error to raise on Ctrl-C; if jobs are to be cancelled, those of every part are."""
         return make_interruption_of_jobs(
             self.run, [(submitted.part, submitted.launcher) for submitted in jobs], self.wait_policy
         )
 
     def _wait(self, jobs: Sequence[_SubmittedPart], deadline: float | None) -> Work[None]:
-        """Wait for the jobs of one type after the other, until `deadline`: all of them are submitted."""
+        """Wait until `deadline` for the jobs of one part after another; all of them have been submitted."""
         try:
             for submitted in jobs:
                 if submitted.part.name is not None:
@@ -326,10 +327,10 @@ def _list_submitted_probes(planned: Plans, jobs: Sequence[_SubmittedPart]) -> Wo
 
 
 def _collect_reports(planned: Plans) -> Work[ProfileResult]:
-    """Return what was measured; a part of which nothing was is a warning as long as there is another to train.
+    """Return the measurements; a part without any is a warning if another can be trained.
 
     Raises:
-        TulaError: nothing was measured.
+        TulaError: no part that can be trained was measured.
     """
     reports: dict[str | None, ProfileReport] = {}
     errors: list[TulaError] = []

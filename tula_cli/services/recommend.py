@@ -1,4 +1,4 @@
-"""`tula recommend`: choose a configuration from what was measured, and write down the answer that training is to take."""
+"""`tula recommend`: choose a configuration from the measurements, and store the answer for `tula train`."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -76,40 +76,41 @@ def recommend(
 ) -> Answer:
     """Choose a configuration; nothing is written.
 
-    Where the job names node types each has models of its own, and the choice is made over all of them.
+    If the job names node types, each has its own models, and the choice is made over all of them.
 
     Args:
-        run: where the results are.
+        run: the run with the results.
         spec: the job.
         objective: time, cost, knee, accuracy-time or energy.
-        curve: what the knee is looked for in.
+        curve: the curve on which the knee is searched.
         nodes: consider this number of nodes only.
         max_batch: largest global batch.
-        max_nodes: most nodes.
+        max_nodes: largest number of nodes.
         deadline_hours: longest training time; on spot nodes the expected one.
         budget: highest cost, in the currency of the pricing; on spot nodes the expected one.
-        node_type: consider this type of node only.
-        options: all but the objective, as typed; for the record.
-        overrides: what of `spec` is not the job's own; for the record.
-        pending: probes that are queued or running; by node type where the job names any.
-        from_training: go by the steps of the training under way, to whose pace the probes are brought.
+        node_type: consider this node type only.
+        options: all command-line options except the objective, as typed; for the record.
+        overrides: settings of `spec` that override the job; for the record.
+        pending: number of probes that are queued or running; by node type if the job names any.
+        from_training: use the step times of the unfinished training, and scale the probes to its pace.
         now: Unix time.
 
     Raises:
-        Pending: probes are under way, and those done do not determine the answer yet.
-        BadMeasurements: too few probes, or none that can be used together.
-        Infeasible: nothing fits, or nothing satisfies the limits; names the binding one and the closest configuration.
+        Pending: probes are queued or running, and those finished do not determine the answer yet.
+        BadMeasurements: there are too few probes, or none that can be used together.
+        Infeasible: no configuration is feasible, or none satisfies the limits; the message names the binding limit and
+            the closest configuration.
         SpecError: the job names no such node type.
     """
     limits = Limits(nodes, max_nodes, max_batch, deadline_hours, budget, same_progress=objective == "accuracy-time")
     training, parts = _select_parts_of_query(
         run.parts(with_site_billing(spec, run.path.parent), node_type), from_training=from_training
     )
-    all_measurements, warnings_ = _gather_by_type(
+    all_measurements, all_warnings = _gather_by_type(
         parts, limits, pending, training, choose_stage_objective(objective, curve)
     )
-    all_measurements, warnings_ = (
-        require_energy(all_measurements, warnings_) if objective == "energy" else (all_measurements, warnings_)
+    all_measurements, all_warnings = (
+        require_energy(all_measurements, all_warnings) if objective == "energy" else (all_measurements, all_warnings)
     )
     noise = find_gradient_noise_of_job(all_measurements, needed=objective == "accuracy-time")
     allowed, untold = select_offers_within_limits(all_measurements, limits, noise), warn_no_gradients(all_measurements)
@@ -126,13 +127,13 @@ def recommend(
         for measurements in all_measurements
         if measurements.part.type is not None and (rows_of_type := allowed.type == measurements.type).any()
     }
-    allowed, spoken = mark_pareto(allowed), [*warnings_, *untold]
-    answer_ = with_continuation(training, answer(all_measurements, allowed, spoken), allowed)
-    return Answer(answer_, by_type, all_measurements, allowed)
+    allowed, spoken = mark_pareto(allowed), [*all_warnings, *untold]
+    final_answer = with_continuation(training, answer(all_measurements, allowed, spoken), allowed)
+    return Answer(final_answer, by_type, all_measurements, allowed)
 
 
 def _list_training_fields(all_measurements: Sequence[TypeMeasurements]) -> dict[str, Any]:
-    """Return the trainings that count in the fit, and those left out, as fields of an answer."""
+    """Return the trainings used in the fit, and those left out, as fields of a recommendation."""
     trained = [steps for measurements in all_measurements for steps in measurements.trained]
     left_out = [f"{measurements.prefix}{why}" for measurements in all_measurements for why in measurements.left_out]
     return {"trainings": tuple(trained), "trainings_left_out": tuple(left_out)}
@@ -145,7 +146,7 @@ def _gather_by_type(
     training: UnfinishedTraining | None,
     worth: Worth,
 ) -> tuple[list[TypeMeasurements], list[str]]:
-    """Return the measurements of each type of node, and explanations and warnings about them."""
+    """Return the measurements of each node type, and explanations and warnings about them."""
     waiting = pending if isinstance(pending, Mapping) else {part.type: pending for part in parts}
     results, explanations = list_results_by_type(parts, training)
     at_a_pace = training is not None
@@ -167,7 +168,10 @@ def _gather_by_type(
 def _select_parts_of_query(
     parts: Sequence[Part], *, from_training: bool
 ) -> tuple[UnfinishedTraining | None, Sequence[Part]]:
-    """Return the unfinished training and its part with `from_training`, else None and all parts: a training stays on its type of node."""
+    """Return the unfinished training and its part with `from_training`, else None and all parts.
+
+    A training stays on its node type.
+    """
     training = find_unfinished_training(parts) if from_training else None
     return training, parts if training is None else (training.part,)
 
@@ -175,7 +179,7 @@ def _select_parts_of_query(
 def count_pending_probes(
     run: RunDir, spec: JobSpec, launcher_for: Callable[[JobSpec], Launcher]
 ) -> dict[str | None, int]:
-    """Return how many probes of each type of node are queued or running."""
+    """Return the number of probes of each node type that are queued or running."""
     return {part.type: _count_pending_of_part(part, launcher_for) for part in run.parts(spec)}
 
 
@@ -194,19 +198,19 @@ def answer_query(
     launcher_for: Callable[[JobSpec], Launcher],
     overrides: Sequence[str] = (),
 ) -> Answer:
-    """Choose a configuration of what was measured so far, as `recommend` does, now; nothing is written.
+    """Choose a configuration from the current measurements, as `recommend` does; nothing is written.
 
-    SLURM is asked when a training of the choice would start.
+    On SLURM, the scheduler is asked when a training with the choice would start.
 
     Args:
-        run: where the results are.
+        run: the run with the results.
         spec: the job.
-        criteria: objective, limits, curve and type of node.
-        launcher_for: knows whether probes are under way.
-        overrides: what was laid over the job's own settings, which an answer with other ones only assumes.
+        criteria: objective, limits, curve and node type.
+        launcher_for: returns the launcher that reports whether probes are running.
+        overrides: settings that override those of the job; the answer records them as assumptions.
 
     Raises:
-        Pending, BadMeasurements, Infeasible, SpecError: as `recommend`.
+        Pending, BadMeasurements, Infeasible, SpecError: as in `recommend`.
     """
     limits, now = criteria.limits, time.time()
     answer = recommend(
@@ -230,7 +234,7 @@ def answer_query(
 
 
 def _with_start_estimate(answer: Answer, *, now: float) -> Answer:
-    """Return an answer with SLURM's estimate of when a training of its choice would start; as it is without SLURM."""
+    """Return an answer with SLURM's estimate of when a training of its choice would start; without SLURM, unchanged."""
     choice = answer.recommendation.choice
     part = next(measurements.part for measurements in answer.all_measurements if measurements.type == choice.type)
     if part.spec.cluster.kind != "slurm":
@@ -242,16 +246,16 @@ def _with_start_estimate(answer: Answer, *, now: float) -> Answer:
 
 
 def cross_validate(answer: Answer) -> dict[str, tuple[Validation, ...]]:
-    """Return by type of node ("" where the job names none) how well each strategy would have foreseen the probes there are.
+    """Return how well each search strategy would have predicted the probes, by node type ("" if the job names none).
 
     Raises:
-        BadMeasurements: there are too few.
+        BadMeasurements: there are too few probes.
     """
     return {measurements.type: measurements.cross_validate() for measurements in answer.all_measurements}
 
 
 def explain_fits(answer: Answer) -> dict[str, tuple[RegressionSummary, ...]]:
-    """Return by type of node ("" where the job names none) the regressions that an answer is based on."""
+    """Return the regressions that an answer is based on, by node type ("" if the job names none)."""
     return {
         measurements.type: tuple(list_regression_summaries(measurements.forecast))
         for measurements in answer.all_measurements
@@ -259,11 +263,13 @@ def explain_fits(answer: Answer) -> dict[str, tuple[RegressionSummary, ...]]:
 
 
 def should_replace(recommendation: Recommendation, stored: Recommendation | None) -> bool:
-    """Return whether an answer is kept unasked: the first one under the job's own settings, and one to the same criteria.
+    """Return whether an answer is stored without a request.
+
+    That is the case for the first answer without overrides, and for an answer to the same criteria as the stored one.
 
     Args:
         recommendation: the new answer.
-        stored: the answer that the run keeps; None if there is none.
+        stored: the answer that the run has stored; None if there is none.
     """
     if recommendation.continuation is not None:  # it moves a training
         return False
@@ -271,16 +277,16 @@ def should_replace(recommendation: Recommendation, stored: Recommendation | None
 
 
 def store_answer(run: RunDir, job: JobSpec, answer: Answer, *, every: bool = False) -> None:
-    """Write recommendation.json, recommended.yaml, results.csv and cmd.txt: what `tula train` takes.
+    """Write recommendation.json, recommended.yaml, results.csv and cmd.txt, which `tula train` reads.
 
     Args:
-        run: where they go; in those of its node types what `tula train --type` takes.
-        job: the job with its own settings, without those that the answer only assumes.
-        answer: what was chosen.
-        every: whether results.csv holds every candidate, however many there are.
+        run: the run to write to; each of its node types gets the files for `tula train --type`.
+        job: the job without settings that the answer only assumes.
+        answer: the answer to store.
+        every: whether results.csv lists all candidates, however many there are.
 
     Raises:
-        TulaError: they cannot be written.
+        TulaError: the files cannot be written.
     """
     all_measurements = {measurements.part.type: measurements for measurements in answer.all_measurements}
     for part in run.parts(job):
@@ -299,18 +305,18 @@ def save_answer(
     job: Path | None = None,
     every: bool = False,
 ) -> None:
-    """Make an answer the one that `tula train` takes, under the job's own settings: what it only assumes is not kept.
+    """Store an answer for `tula train`, with the settings of the job but not those that the answer only assumes.
 
     Args:
         run: the run.
-        spec: the settings that it was asked with.
-        answer: what was chosen.
-        overrides: what of `spec` was laid over its file or run.
-        job: the file of the settings; None for the run's own.
-        every: whether results.csv holds every candidate, however many there are.
+        spec: the settings of the query.
+        answer: the answer to store.
+        overrides: settings of `spec` that override its file or run.
+        job: the file of the settings; None for those of the run.
+        every: whether results.csv lists all candidates, however many there are.
 
     Raises:
-        TulaError: the files cannot be written, or the run is another user's.
+        TulaError: the files cannot be written, or the run belongs to another user.
     """
     require_own(run.path)
     assumed = bool(answer.recommendation.overrides)
@@ -374,7 +380,7 @@ def _build_recommendation(
 
 
 def _list_growth_fields(measurements: TypeMeasurements, choice: Prediction) -> dict[str, Any]:
-    """Return what grows, as fields of an answer: texts that are longer, and the batch of the choice, with what it may cost."""
+    """Return the fields of a recommendation on sequence lengths, the batch ramp with its alternatives, and accuracy."""
     lengths, growth = predict_lengths(measurements)
     stages = measurements.forecast.trainings.stages.stage_positions(Config(choice.nodes, choice.batch))
     written = with_epochs(stages, measurements.forecast.dataset_size)
@@ -402,14 +408,14 @@ def _describe_knees(measurements: TypeMeasurements, rows: Offers, objective: Obj
 
 
 def _join_by_type(all_measurements: Sequence[TypeMeasurements], describe: Callable[[TypeMeasurements], str]) -> str:
-    """Describe each type of node in a line; types with an empty description are left out."""
+    """Describe each node type on a line; node types with an empty description are left out."""
     return "\n".join(
         f"{measurements.prefix}{text}" for measurements in all_measurements if (text := describe(measurements))
     )
 
 
 def _select_choosable_offers(rows: Offers, all_measurements: Sequence[TypeMeasurements]) -> Offers:
-    """Return the configurations to choose among: on node types with delayed ranks only measured ones, if there are any."""
+    """Return the configurations to choose among: on node types with delayed ranks only measured ones, if any."""
     doubtful = [measurements.type for measurements in all_measurements if measurements.forecast.held_up]
     is_known = rows.measured | ~np.isin(rows.type, doubtful)
     return rows.take(is_known) if doubtful and is_known.any() else rows

@@ -1,4 +1,4 @@
-"""`tula check --rehearse`, and the resume test that `tula train` runs before the first long training by a script."""
+"""The resume test of scripts: `tula check --rehearse`, and the test before the first long training of `tula train`."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ from tula_cli.spec.signature import compute_rehearsal_signature
 # --- The test
 
 FREEDOM: tuple[Verdict, ...] = ("none", "same", "epoch", "any")
-"""Abilities to resume, ascending: each allows more than the one before."""
+"""Abilities to resume, ascending: each one includes those before it."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class ResumeFinding:
 
     @property
     def resumes(self) -> Verdict:
-        """With which batch trainings of this run go on from a checkpoint."""
+        """The batches at which trainings of this run resume from a checkpoint."""
         verdict = self.rehearsal.verdict
         if verdict == "none" or self.setting == "rehearse":
             return verdict or "same"
@@ -55,7 +55,7 @@ class ResumeFinding:
 
     @property
     def contradiction(self) -> str:
-        """Say that the setting allows more than was found; empty where it does not."""
+        """Warning that the setting allows more than the test has shown; empty if it does not."""
         verdict = self.rehearsal.verdict
         if (
             verdict in (None, "none")
@@ -67,31 +67,31 @@ class ResumeFinding:
 
     @property
     def why(self) -> str:
-        """Return in words what is wrong, else what was found."""
+        """The faults that the test found, or else its observations."""
         return "; ".join(self.rehearsal.faults or self.rehearsal.told)
 
     def require_found(self, name: str) -> None:
-        """Refuse to call a rehearsal a success that has found nothing out.
+        """Raise an error if the test was inconclusive.
 
         Args:
-            name: of the job, for the message.
+            name: name of the job, for the message.
 
         Raises:
-            NotRehearsed: it has not.
+            NotRehearsed: the test has no verdict.
         """
         if self.rehearsal.verdict is None:
             hint = "until it is known, trainings go on from a checkpoint at the same batch, untried"
             raise NotRehearsed(f"how {name} goes on after an interruption was not found out: {self.why}", hint)
 
     def require_resumable(self, name: str, hint: str) -> None:
-        """Refuse a script that cannot go on from its own checkpoint.
+        """Raise an error if the script cannot resume from its checkpoint.
 
         Args:
-            name: of the job, for the message.
-            hint: what to do.
+            name: name of the job, for the message.
+            hint: what to do about it.
 
         Raises:
-            CannotResume: it cannot.
+            CannotResume: the script cannot resume.
         """
         if self.rehearsal.verdict == "none":
             raise CannotResume(f"{name} cannot go on after an interruption: {self.why}", hint)
@@ -107,24 +107,24 @@ def run_resume_test(
     fresh: bool = False,
     file: JobFile | None = None,
 ) -> Work[ResumeFinding]:
-    """Rehearse a script's resume, or say what an earlier rehearsal of the same script and code has found.
+    """Test a script's resume, or return the finding of an earlier test of the same script and code.
 
     Args:
-        run: the run, which may not be there yet.
+        run: the run, which need not exist yet.
         spec: the job.
-        launcher_for: starts the job.
-        node_type: the type of node, where the job names several.
+        launcher_for: returns the launcher that submits the job.
+        node_type: the node type, if the job names several.
         timeout: seconds to wait at most.
-        fresh: rehearse although there is a verdict.
-        file: where the spec comes from.
+        fresh: run the test even if there is a verdict.
+        file: the file that the spec comes from.
 
     Raises:
-        SpecError: the job has no script, or nothing to rehearse; or names several types of node and none is given.
-        OverBudget: it may take more than is left of search.max_node_hours.
-        Pending: the time to wait is over.
-        Interruption: Ctrl-C; the job goes on.
-        SchedulerError: it was refused.
-        JobFailed: it ended without having found anything.
+        SpecError: the job has no script, or no resume to test; or names several node types and none is given.
+        OverBudget: the test may exceed the remainder of search.max_node_hours.
+        Pending: the timeout has passed.
+        Interruption: Ctrl-C; the job continues to run.
+        SchedulerError: the scheduler refused the job.
+        JobFailed: the test ended without a finding.
     """
     part = get_only_part(run, spec, node_type, purpose="--rehearse")
     resume_settings(spec)
@@ -142,17 +142,17 @@ def run_resume_test(
 def submit_and_wait(
     part: Part, launcher: Launcher, code: Source, policy: WaitPolicy, *, batch: int | None
 ) -> Work[ResumeFinding]:
-    """Submit a rehearsal, or attach to the one under way, and wait for what it finds.
+    """Submit a resume test, or attach to the one that is already running, and return its finding.
 
     Args:
         part: the run and its job.
-        launcher: starts it.
-        code: the user's own code that it runs.
+        launcher: submits the job.
+        code: the user code that the test runs.
         policy: how long to wait.
-        batch: global, on one node; None for a fitting one.
+        batch: global batch on one node; None chooses one.
 
     Raises:
-        as `work`.
+        Pending, Interruption, SchedulerError, JobFailed: as in `run_resume_test`.
     """
     try:
         task = submit_resume_test(part, launcher, code, batch=batch)
@@ -170,10 +170,10 @@ def submit_and_wait(
 
 
 def submit_resume_test(part: Part, launcher: Launcher, code: Source, *, batch: int | None) -> RehearsalTask:
-    """Submit a rehearsal; one that waits or runs is left alone. Returns its task.
+    """Submit a resume test and return its task; one that is waiting or running is left alone.
 
     Raises:
-        SchedulerError: it was refused.
+        SchedulerError: the scheduler refused the job.
     """
     run, spec = part.run, part.spec
     key = compute_rehearsal_signature(spec, code.digest)
@@ -193,10 +193,10 @@ def submit_resume_test(part: Part, launcher: Launcher, code: Source, *, batch: i
 
 
 def describe_cap_exceeded(run: RunDir, spec: JobSpec) -> str:
-    """Say that a rehearsal may take more than probes and rehearsals have left of the cap; empty where it may not.
+    """Return a message if a resume test may exceed the remaining node-hours of the cap; else an empty string.
 
     Args:
-        run: the whole run, of all types of node.
+        run: the whole run, with all node types.
         spec: its job.
     """
     used_hours = sum(count_measured_node_hours(part.run) for part in run.parts(spec) if part.run.exists)
@@ -209,16 +209,16 @@ def describe_cap_exceeded(run: RunDir, spec: JobSpec) -> str:
 
 
 def load_finding(run: RunDir, spec: JobSpec, code: Source) -> ResumeFinding | None:
-    """Return what was found before of this script with this code; None where nothing was."""
+    """Return the finding of an earlier resume test of this script with this code; None if there is none."""
     record = ResumeTestRecords(run.path).newest_verdict(compute_rehearsal_signature(spec, code.digest))
     return None if record is None else ResumeFinding(record, resume_settings(spec).batch, kept=True)
 
 
 def resume_settings(spec: JobSpec) -> Resume:
-    """Return how the job's script resumes.
+    """Return the resume settings of the job's script.
 
     Raises:
-        SpecError: there is nothing to rehearse, or a rehearsal would write over files that are not its own.
+        SpecError: there is no resume to test, or the test would overwrite the user's files.
     """
     if spec.script is None:
         raise SpecError("--rehearse is for a job with section script", "tula's own loop resumes with the same samples")
@@ -237,12 +237,13 @@ def resume_settings(spec: JobSpec) -> Resume:
 
 
 def resume_test_batch(run: RunDir, spec: JobSpec, *, local_batch: int | None = None) -> int:
-    """Return the batch of a rehearsal on one node, with a half where there is one.
+    """Return the global batch of a resume test on one node.
 
     Args:
-        run: with what it recommends, if anything.
+        run: the run, with its recommendation if there is one.
         spec: the job.
-        local_batch: one GPU's; None for the recommended one, else as the script was tuned for.
+        local_batch: local batch; None for the recommended one, or else one at most as large as the reference batch that
+            can be halved.
     """
     assert spec.script is not None
     recommendation = run.recommendation()
@@ -259,13 +260,13 @@ def resume_test_batch(run: RunDir, spec: JobSpec, *, local_batch: int | None = N
 # --- Before a training
 
 LONG_TRAINING_HOURS = 1.0
-"""Hours from which on a training is preceded by a rehearsal."""
+"""Hours above which a training is preceded by a resume test."""
 WITHOUT_RESUME_TEST = "mend its resume; or tula train --no-rehearse, which begins anew after each interruption"
 
 
 @dataclass(frozen=True)
 class TrainingStart:
-    """A training that is to be started."""
+    """A training that is about to be started."""
 
     part: Part
     task: TrainTask
@@ -280,14 +281,14 @@ class TrainingStart:
 
     @property
     def is_test_due(self) -> bool:
-        """Whether a rehearsal comes first, and may be paid for."""
+        """Whether a resume test comes first and is within the cap."""
         return self.needs_test and not self.over_cap
 
     @property
     def needs_test(self) -> bool:
-        """Whether a rehearsal should come first: it is long, has not begun, and nobody has looked yet.
+        """Whether a resume test should come first: the training is long, has not started, and no test has finished yet.
 
-        How long an unmeasured training takes is not known; `tula check --rehearse` is there for it.
+        The duration of an unmeasured training is not known; use `tula check --rehearse` for it.
         """
         run, spec = self.part.run, self.part.spec
         if (
@@ -300,7 +301,7 @@ class TrainingStart:
 
 
 def can_test_resume(spec: JobSpec) -> bool:
-    """Return whether the job has a resume that a rehearsal can try without touching the user's own files."""
+    """Return whether the job has a resume that can be tested without changing the user's files."""
     try:
         return bool(resume_settings(spec))
     except SpecError:
@@ -308,14 +309,14 @@ def can_test_resume(spec: JobSpec) -> bool:
 
 
 def run_resume_test_if_due(training: TrainingStart, launcher: Launcher, policy: WaitPolicy) -> Work[str]:
-    """Rehearse where that is due, and tell what is known.
+    """Test a script's resume if that is due, and report the finding.
 
     Returns:
         The job that the training has to wait for; empty for none.
 
     Raises:
-        CannotResume: the script cannot go on from its own checkpoint, and the training is long.
-        Pending, Interruption, SchedulerError, JobFailed: of the rehearsal.
+        CannotResume: the training is long, and its script cannot resume from its checkpoint.
+        Pending, Interruption, SchedulerError, JobFailed: raised by the resume test.
     """
     part, task, code = training.part, training.task, training.code
     if not can_test_resume(part.spec):

@@ -1,4 +1,7 @@
-"""`tula list`: the runs under a root. Only what a line shows is read, as plain JSON: no record is checked whole."""
+"""`tula list`: the runs below a folder.
+
+Only the fields that a line shows are read, as plain JSON; records are not validated in full.
+"""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +19,7 @@ from tula_cli.words import compute_perplexity
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A line of `tula list`; `problem` says why a damaged run cannot be read."""
+    """One line of `tula list`; for a damaged run, `problem` is the reason why it cannot be read."""
 
     id: str
     path: Path
@@ -37,7 +40,7 @@ class RunSummary:
 
 
 def list_runs(root: Path) -> tuple[RunSummary, ...]:
-    """Return the runs under `root`, last changed first, those that cannot be read last; the scheduler is not asked.
+    """Return the runs below `root`, the last changed first, unreadable ones last; the scheduler is not queried.
 
     Raises:
         TulaError: `root` cannot be read.
@@ -90,7 +93,7 @@ def _summarize_run(run: Path) -> RunSummary:
 
 
 def _find_best_result(finished: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | None, float | None]:
-    """Return top-1, loss and perplexity of the best of all trainings that have ended, each None where it is not known."""
+    """Return the best top-1, loss and perplexity over all finished trainings; each is None if it is not known."""
     least = min((loss for result in finished if (loss := result.get("best_loss")) is not None), default=None)
     language = any("perplexity" in result.get("metrics", ()) for result in finished)
     # An older tula wrote a top-1 of 0 where there were no classes.
@@ -100,7 +103,7 @@ def _find_best_result(finished: Sequence[Mapping[str, Any]]) -> tuple[float | No
 
 
 def _read_job_names_and_folders(run: Path) -> tuple[dict[str, str], list[Path]]:
-    """Return the names of a run's model and dataset, or of its script; and the folders of what is measured, one a node type."""
+    """Return the names of a run's model and dataset, or script; and its folders of measurements, one per node type."""
     known = parsed_spec.read_spec(run)
     if known is not None:
         return _get_model_and_dataset(known.spec), [run / part for part in known.parts.values()]
@@ -120,7 +123,7 @@ def _get_model_and_dataset(spec: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _read_sound_records(paths: Iterable[Path], damaged: list[str], *needed: str) -> list[dict[str, Any]]:
-    """Return the records that are there and sound; what is wrong with others is added to `damaged`."""
+    """Return the records that exist and are valid; the errors of damaged ones are appended to `damaged`."""
     records = []
     for path in paths:
         try:
@@ -134,11 +137,11 @@ def _read_sound_records(paths: Iterable[Path], damaged: list[str], *needed: str)
 
 
 def _read_plain_record(path: Path, *needed: str) -> dict[str, Any] | None:
-    """Return a record that has at least the keys that are needed; None where there is no such file.
+    """Return a record that has at least the keys `needed`, or None if the file does not exist.
 
     Raises:
-        BadMeasurements: it is damaged.
-        TulaError: it cannot be read.
+        BadMeasurements: the record is damaged or lacks a key.
+        TulaError: the file cannot be read.
     """
     try:
         record = json.loads(files.read_content(path))

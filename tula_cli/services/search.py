@@ -1,6 +1,7 @@
-"""Which configurations to measure: the paper's full and partial search (III-A-2), the sweep between them, or rounds.
+"""Choose the configurations to measure: full and partial search of the paper (III-A-2), a sweep in between, or rounds.
 
-A probe is a number of nodes and a local batch; all local batches of one number of nodes are one job, ascending.
+A probe is a number of nodes and a local batch. All local batches of one number of nodes are measured in one job, in
+ascending order.
 """
 
 import math
@@ -29,26 +30,26 @@ if TYPE_CHECKING:
 REGRET_TOLERANCE = 0.01
 """Expected regret at which search.strategy `adaptive` stops, as a share of time or cost."""
 _MAX_WEIGHED = 100
-"""Configurations that are weighed against each other for each of time and cost."""
+"""Number of configurations that are compared with each other for each of time and cost."""
 
 ByNodes = Mapping[int, Sequence[int]]
-"""Number of nodes (ascending) to local batches (ascending); no entry is empty."""
+"""Map from number of nodes (ascending) to local batches (ascending); no entry is empty."""
 
 
 def choose_probes(spec: JobSpec, *, dataset_size: int, max_local_batch: Limit) -> dict[int, tuple[int, ...]]:
-    """Return what the spec's strategy measures: number of nodes to ascending local batches.
+    """Return the probes of the spec's strategy: a map from number of nodes to ascending local batches.
 
-    Of `adaptive` it is the first round, of `auto` a sweep (`profiling.worth.choose_strategy` decides between them). A job that is
-    measured beside another one (`JobSpec.measured_in_addition`) takes two or three batches on the fewest nodes. A number of nodes
-    on which no batch is feasible is left out.
+    For `adaptive` they are the first round, for `auto` a sweep (`search_cost.choose_strategy` decides between them). A
+    job that is measured in addition to another one (`JobSpec.measured_in_addition`) takes two or three batches on the
+    fewest nodes. Numbers of nodes without a feasible batch are left out.
 
     Args:
-        spec: search and cluster are read.
+        spec: the job; its search and cluster sections are read.
         dataset_size: training samples; no batch is larger.
-        max_local_batch: the largest local batch that fits one GPU; None where memory sets no bound.
+        max_local_batch: the largest local batch that fits one GPU; None if memory sets no bound.
 
     Raises:
-        Infeasible: no batch is feasible on any number of nodes; names the bound.
+        Infeasible: no batch is feasible on any number of nodes; the message names the bound.
     """
     candidates = list_feasible_candidates(spec, dataset_size=dataset_size, max_local_batch=max_local_batch)
     by_nodes = _group_candidates_by_nodes(spec, candidates)
@@ -88,15 +89,15 @@ def choose_next_round(
     trained: Sequence[TrainedSteps] = (),
     others: "OtherSizes | None" = None,
 ) -> Round:
-    """Return the probes that are expected to better the decisions most for their node-seconds.
+    """Return the probes with the highest expected improvement of the decisions per node-second.
 
     Args:
         spec: the job.
-        results: of the probes so far; those that failed are proposed only where nothing else is left to start from.
+        results: results of the probes so far; failed probes are proposed again only if no other configuration is left.
         inspection: dataset size and memory estimate.
-        attempts: of the jobs so far; tell what a start costs.
-        trained: steps of the run's trainings, which count beside the probes.
-        others: with other numbers of GPUs a node, for the step time.
+        attempts: attempts of the jobs so far, which show the cost of starting a job.
+        trained: steps of the run's trainings, which are fitted in addition to the probes.
+        others: measurements with other numbers of GPUs per node, for the step time.
 
     Raises:
         Infeasible: no configuration is feasible.
@@ -148,7 +149,7 @@ def choose_next_round(
 
 
 def _has_whole_steps_only(spec: JobSpec, measured: Iterable[Measured]) -> bool:
-    """Return whether probes time whole steps alone; before any has told, whether that is to be expected of the job."""
+    """Return whether the probes time whole steps only; without probes on several GPUs, whether they are expected to."""
     together = [probe for probe in measured if probe.nodes * probe.gpus_per_node > 1]
     if not together:
         return spec.script is not None or spec.train.sharded
@@ -156,8 +157,10 @@ def _has_whole_steps_only(spec: JobSpec, measured: Iterable[Measured]) -> bool:
 
 
 def _select_weighed(forecast: "Forecast", fitting: Set[Config]) -> tuple[Prediction, ...]:
-    """Return what is weighed, fastest first: of many configurations the fastest and the cheapest of each batch, and those that
-    were measured. What they cost to weigh against each other grows with the square of their number.
+    """Return the configurations to compare, fastest first.
+
+    These are the measured ones, and the fastest and the cheapest of each batch, up to `_MAX_WEIGHED`: the cost of the
+    comparison grows with the square of their number.
     """
     import numpy as np
 
@@ -194,7 +197,7 @@ def _make_candidate(forecast: "Forecast", row: Prediction) -> "Candidate":
 
 
 def _compute_reducible_deviation(forecast: "Forecast", row: Prediction) -> float:
-    """Return the standard deviation of ln of a step time beyond that from one job to the next, which no probe makes less."""
+    """Return the standard deviation of ln(step time) without its variation between jobs, which no probe reduces."""
     from tula_cli.models.choice.objective import INTERVAL
 
     if not row.step_low or not row.step_high:
@@ -205,7 +208,7 @@ def _compute_reducible_deviation(forecast: "Forecast", row: Prediction) -> float
 
 
 def group_probes_by_nodes(chosen: Iterable[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
-    """Return probes (nodes, local batch) by number of nodes, both ascending."""
+    """Return probes (nodes, local batch) grouped by number of nodes, both ascending."""
     by_nodes: dict[int, list[int]] = {}
     for nodes, local_batch in sorted(chosen):
         by_nodes.setdefault(nodes, []).append(local_batch)
@@ -213,10 +216,11 @@ def group_probes_by_nodes(chosen: Iterable[tuple[int, int]]) -> dict[int, tuple[
 
 
 def find_largest_local_batch(spec: JobSpec, inspection: Inspection) -> Limit:
-    """Return the largest local batch that the memory estimate lets fit, less the margin.
+    """Return the largest local batch that fits according to the memory estimate, less the margin.
 
     Returns:
-        0 where not even one sample fits, None where nothing bounds it.
+        One number, or one per number of nodes if the model is sharded; 0 if not even one sample fits, None if nothing
+        bounds it.
     """
     if inspection.capacity is None or not inspection.footprints:
         return None
@@ -235,7 +239,7 @@ def list_feasible_candidates(spec: JobSpec, *, dataset_size: int, max_local_batc
     """Return the candidates within all bounds, ordered by nodes, then batch.
 
     Raises:
-        Infeasible: there is none; names the bound.
+        Infeasible: there is no candidate; the message names the bound.
     """
     largest = min(dataset_size, spec.search.max_batch or dataset_size)
     candidates = _list_candidates(spec, max_batch=largest, max_local_batch=max_local_batch)
@@ -257,7 +261,7 @@ def _list_candidates(spec: JobSpec, *, max_batch: int, max_local_batch: Limit) -
 
 
 def _make_infeasible_error(spec: JobSpec, *, dataset_size: int, max_local_batch: Limit) -> Infeasible:
-    """Name the bound that leaves nothing: the dataset, the division among the GPUs, or memory."""
+    """Return an error that names the bound that excludes every batch: site, dataset, divisibility or memory."""
     search, slurm = spec.search, spec.cluster.slurm or Slurm()
     if not any(map(slurm.longest, search.nodes)):
         return Infeasible(
@@ -288,20 +292,20 @@ def _make_infeasible_error(spec: JobSpec, *, dataset_size: int, max_local_batch:
 
 
 def _choose_full_search(by_nodes: ByNodes) -> dict[int, set[int]]:
-    """Every candidate."""
+    """Return every candidate."""
     return {nodes: set(local_batches) for nodes, local_batches in by_nodes.items()}
 
 
 def _choose_partial_search(by_nodes: ByNodes) -> dict[int, set[int]]:
-    """The four corners: smallest and largest batch on the fewest and on the most nodes."""
+    """Return the four corners: the smallest and the largest batch on the fewest and on the most nodes."""
     return {nodes: {by_nodes[nodes][0], by_nodes[nodes][-1]} for nodes in (min(by_nodes), max(by_nodes))}
 
 
 def _choose_sweep_search(by_nodes: ByNodes) -> dict[int, set[int]]:
-    """Every batch on the fewest nodes, the smallest on the others, and the one in the middle and the largest on the most.
+    """Return every batch on the fewest nodes, the smallest on all others, and the middle and largest on the most.
 
-    Around the middle compute and synchronisation take over from each other. The largest shows how much of the synchronisation
-    compute hides, and is often the cheapest.
+    Around the middle batch, the dominant cost changes from synchronisation to compute. The largest batch shows how much
+    of the synchronisation is hidden by compute, and is often the cheapest.
     """
     chosen = {nodes: {local_batches[0]} for nodes, local_batches in by_nodes.items()}
     many = by_nodes[max(by_nodes)]
@@ -311,24 +315,24 @@ def _choose_sweep_search(by_nodes: ByNodes) -> dict[int, set[int]]:
 
 
 def _find_middle_batch(local_batches: Sequence[int]) -> int:
-    """Return the middle one by rank; of two in the middle the larger."""
+    """Return the median by rank; the larger one of two."""
     return local_batches[len(local_batches) // 2]
 
 
 def choose_smallest_and_two_largest(by_nodes: ByNodes) -> dict[int, set[int]]:
-    """Three batches on the fewest nodes: the largest may be more than memory holds."""
+    """Return three batches on the fewest nodes: two large ones, because the largest may not fit into memory."""
     local_batches = by_nodes[min(by_nodes)]
     return {min(by_nodes): {local_batches[0], *local_batches[-2:]}}
 
 
 def choose_smallest_and_middle(by_nodes: ByNodes) -> dict[int, set[int]]:
-    """Two batches on the fewest nodes."""
+    """Return two batches on the fewest nodes."""
     local_batches = by_nodes[min(by_nodes)]
     return {min(by_nodes): {local_batches[0], _find_middle_batch(local_batches)}}
 
 
 def _choose_adaptive_start(by_nodes: ByNodes, *, whole_steps: bool = False) -> dict[int, set[int]]:
-    """The first round of `choose_next_round`."""
+    """Return the first round of `choose_next_round`."""
     from tula_cli.models.choice.adaptive import choose_first_probes
 
     start = choose_first_probes(by_nodes.items(), whole_steps=whole_steps)
@@ -343,4 +347,4 @@ STRATEGIES: Mapping[str, Callable[[ByNodes], dict[int, set[int]]]] = {
 }
 
 ON_ALL_NODES = ("full", "sweep")
-"""The strategies that measure on every number of nodes on which a batch is feasible, of jobs that are not measured in addition."""
+"""Strategies that measure on every number of nodes with a feasible batch, except for jobs measured in addition."""

@@ -1,4 +1,4 @@
-"""The cost of a search: the expected time of profiling, and that of each strategy compared with the training."""
+"""The cost of a search: the expected duration of profiling, and the cost of each strategy relative to the training."""
 
 import statistics
 from collections.abc import Mapping, Sequence, Set
@@ -17,9 +17,9 @@ from tula_cli.words import format_count
 # --- Expected cost of profiling
 
 ASSUMED_STEP = 0.1
-"""Seconds of a step where no probe has told any."""
+"""Seconds per step that are assumed if no probe has measured any."""
 ASSUMED_START = 20.0
-"""Seconds from the start of a job to its first step, the same."""
+"""Seconds from the start of a job to its first step that are assumed if no probe has measured any."""
 
 
 @dataclass(frozen=True)
@@ -32,19 +32,20 @@ class Expectation:
 
     @property
     def basis(self) -> str:
-        """Return a description of what the value is based on."""
+        """Return a description of the step times that the expectation is based on."""
         if not self.probes:
             return f"where a step takes {ASSUMED_STEP:g} s"
         return "as the probe there is took" if self.probes == 1 else f"as the {self.probes} probes there are took"
 
 
 def expect_search(spec: JobSpec, jobs: Sequence[tuple[int, Sequence[int]]], run: RunDir | None) -> Expectation:
-    """Return what a search is expected to take.
+    """Return the expected duration and node-hours of a search.
 
     Args:
         spec: the job.
-        jobs: nodes and local batches of each of its jobs.
-        run: of the job, whose probes tell how long a step takes; a batch that was not probed takes that of the nearest one.
+        jobs: nodes and local batches of each job of the search.
+        run: the run of the job, whose probes measure the time of a step; a batch without a probe takes that of the
+            nearest probed batch.
     """
     return expect_from_probes(spec, jobs, list_measured_probes(run))
 
@@ -52,7 +53,10 @@ def expect_search(spec: JobSpec, jobs: Sequence[tuple[int, Sequence[int]]], run:
 def expect_from_probes(
     spec: JobSpec, jobs: Sequence[tuple[int, Sequence[int]]], probes: Sequence[Measured]
 ) -> Expectation:
-    """Return what a search is expected to take by some probes, which may be none; arguments else as of `expectation`."""
+    """Return the expected duration and node-hours of a search, based on `probes`, which may be empty.
+
+    The other arguments are those of `expect_search`.
+    """
     start = statistics.median(probe.overheads.startup for probe in probes) if probes else ASSUMED_START
     most = 60 * spec.search.max_minutes
     seconds = [
@@ -63,12 +67,12 @@ def expect_from_probes(
 
 
 def find_nearest_step_time(probes: Sequence[Measured], local_batch: int) -> float | None:
-    """Return what a step of the probe nearest to a local batch took, in seconds; None where none was measured."""
+    """Return the median step time, in seconds, of the probe nearest to a local batch; None if there are no probes."""
     return statistics.median(_find_nearest_probe(probes, local_batch).step_times) if probes else None
 
 
 def list_measured_probes(run: RunDir | None) -> list[Measured]:
-    """Return the probes of a run, which may not be there yet."""
+    """Return the successful probes of a run, which need not exist yet."""
     return [] if run is None or not run.exists else [r for r in run.results() if isinstance(r, Measured)]
 
 
@@ -84,12 +88,15 @@ def _find_nearest_probe(probes: Sequence[Measured], local_batch: int) -> Measure
 # --- Cost compared with the training
 
 COMPARED_STRATEGIES = ("partial", "sweep", "full", "adaptive")
-"""The strategies that are held against each other, whichever is asked for."""
+"""The strategies that are always compared with each other, whichever one the job uses."""
 MAX_COST_SHARE = 0.5
-"""Share of the training beyond which a search is advised against."""
+"""Share of the training's node-hours above which a search is advised against."""
 MIN_COST_SHARE = 0.01
-"""Share of the training up to which `search.strategy: auto` is a sweep, about that of ten hours: what it takes hardly counts then, it
-waits in the queue once, and its choice under a bound on the batch is the better one (benchmarks/replay/replay_worth.py)."""
+"""Share of the training's node-hours up to which `search.strategy: auto` is a sweep.
+
+A sweep takes about this share of a training of ten hours. Its cost hardly matters then, it waits in the queue only
+once, and it chooses better under a bound on the batch (benchmarks/replay/replay_worth.py).
+"""
 
 
 @dataclass(frozen=True)
@@ -102,7 +109,7 @@ class SearchCost:
     shares: Mapping[str, float]  # of it, by strategy, least first; of `adaptive` the first round
 
     def describe_if_expensive(self, strategy: str) -> str:
-        """Return what is to be said of a search that takes much of what it is to save; empty where it does not."""
+        """Return a warning if the search takes a large share of the training's node-hours, else an empty string."""
         share, least = self.shares[strategy], next(iter(self.shares))
         if share <= MAX_COST_SHARE:
             return ""
@@ -114,13 +121,15 @@ class SearchCost:
 
 
 def estimate_search_cost(spec: JobSpec, *, dataset_size: int, largest: Limit, run: RunDir | None) -> SearchCost | None:
-    """Return what a search takes beside the training; None where nothing can be searched, or no probe has told what a step takes.
+    """Return the cost of a search relative to the training.
+
+    None if nothing can be searched, or if no probe has measured the time of a step.
 
     Args:
         spec: the job.
         dataset_size: training samples.
         largest: the largest local batch that fits one GPU.
-        run: of the job, whose probes tell how long a step takes.
+        run: the run of the job, whose probes measure the time of a step.
     """
     probes = list_measured_probes(run)
     return (
@@ -131,13 +140,16 @@ def estimate_search_cost(spec: JobSpec, *, dataset_size: int, largest: Limit, ru
 
 
 def choose_strategy(spec: JobSpec, *, dataset_size: int, largest: Limit, run: RunDir | None) -> JobSpec:
-    """Return the job with what `search.strategy: auto` comes to: what its run has begun, else by the length of the training.
+    """Return the job with `search.strategy: auto` replaced by a strategy.
+
+    The strategy that the run has started with is kept; otherwise it depends on the cost of a sweep relative to the
+    training.
 
     Args:
-        spec: the job; another strategy stays.
+        spec: the job; a strategy other than auto is kept.
         dataset_size: training samples.
         largest: the largest local batch that fits one GPU.
-        run: of the job, which may not be there yet.
+        run: the run of the job, which need not exist yet.
     """
     if spec.search.strategy != "auto":
         return spec
@@ -155,7 +167,7 @@ def choose_strategy(spec: JobSpec, *, dataset_size: int, largest: Limit, run: Ru
 def _estimate_cost_by_strategy(
     spec: JobSpec, strategies: Set[str], probes: Sequence[Measured], dataset_size: int, largest: Limit
 ) -> SearchCost | None:
-    """Return what strategies, `full` among them, take beside the training; by a supposed step if no probe is known."""
+    """Return the cost of strategies (with `full`) relative to the training; without probes, for `ASSUMED_STEP`."""
     try:
         planned = {
             name: choose_probes(_with_search_strategy(spec, name), dataset_size=dataset_size, max_local_batch=largest)

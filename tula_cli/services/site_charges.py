@@ -1,4 +1,4 @@
-"""Charges as the site counts them (`pricing.kind: billing`): the price, the balance of the account, and what a training was charged."""
+"""Charges as the site counts them (`pricing.kind: billing`): prices, balances of accounts, and charges of trainings."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -26,15 +26,15 @@ from tula_cli.words import format_count, format_number
 
 
 def with_site_billing(spec: JobSpec, root: Path | None, *, ask: Ask | None = None) -> JobSpec:
-    """Return a job with what SLURM bills it filled in (`pricing.slurm_billing`), on each type of its nodes; others as they are.
+    """Return a job with SLURM's billing (`pricing.slurm_billing`) for each node type; other pricing is unchanged.
 
     Args:
         spec: the job.
-        root: where runs are kept, and answers beside them; None: they are not.
-        ask: returns what a command of SLURM prints; None asks it.
+        root: the folder of the runs, in which SLURM's answers are cached; None for no cache.
+        ask: returns the output of a SLURM command; None runs it.
 
     Raises:
-        SpecError: SLURM does not tell.
+        SpecError: SLURM does not report its billing.
     """
     if not spec.node_types:
         if spec.pricing.kind != "billing":
@@ -66,12 +66,12 @@ class BalanceCheck:
 
 
 def compute_needed_minutes(bill: SiteBill, *, nodes: int, hours: float) -> dict[str, float]:
-    """Return the minutes of each TRES that SLURM counts for a job, its QOS's usage factor included.
+    """Return the minutes of each TRES that SLURM counts for a job, including its QOS's usage factor.
 
     Args:
-        told: what it bills.
-        nodes: of the job.
-        hours: that it holds them.
+        bill: the site's billing of the job.
+        nodes: number of nodes of the job.
+        hours: duration of the job.
     """
     counts = {name: nodes * count for name, count in bill.tres.items()}
     counts["billing"] = truncate_billing(nodes * bill.node + bill.job)
@@ -81,14 +81,14 @@ def compute_needed_minutes(bill: SiteBill, *, nodes: int, hours: float) -> dict[
 def check_balance(
     spec: JobSpec, *, nodes: int, hours: float | None, at_most: float | None = None, ask: Ask = ask_slurm
 ) -> BalanceCheck | None:
-    """Return whether the balance carries a training; None where the price is of another kind, or nobody keeps a balance.
+    """Return whether the balance covers a training; None if the price is of another kind, or the job not for SLURM.
 
     Args:
-        spec: the job, with what SLURM bills it.
-        nodes: of its jobs.
-        hours: that they are expected to take together; None where nothing predicts it.
-        at_most: the upper end of the 90 % interval of it.
-        ask: returns what a command of SLURM prints.
+        spec: the job, with SLURM's billing filled in.
+        nodes: nodes of its jobs.
+        hours: expected total duration of its jobs; None if there is no prediction.
+        at_most: the upper end of the 90 % interval of that duration.
+        ask: returns the output of a SLURM command.
     """
     bill = spec.pricing.slurm_billing
     if bill is None or spec.cluster.kind != "slurm":
@@ -118,11 +118,11 @@ def check_balance(
 
 
 def check_balance_of_task(task: TrainTask, *, remaining_share: float) -> BalanceCheck | None:
-    """Return whether the balance carries what is left of a training.
+    """Return whether the balance covers the remainder of a training.
 
     Args:
-        task: with its prediction.
-        left: share of it.
+        task: the training, with its prediction.
+        remaining_share: share of the training that remains.
     """
     predicted, nodes = task.prediction, task.own_nodes
     if predicted is None:
@@ -133,11 +133,11 @@ def check_balance_of_task(task: TrainTask, *, remaining_share: float) -> Balance
 
 
 def require_balance(balance_check: BalanceCheck | None) -> None:
-    """Keep --within-balance.
+    """Enforce --within-balance.
 
     Raises:
-        SpecError: no balance is kept of this kind of price.
-        OverBudget: the balance does not suffice, or nobody can tell.
+        SpecError: there is no balance for this kind of price.
+        OverBudget: the balance is not sufficient, or cannot be determined.
     """
     if balance_check is None:
         raise SpecError(
@@ -185,7 +185,7 @@ def _describe_minutes(minutes: float, tres: str) -> str:
 
 
 def _get_unit_name(tres: str, spec: JobSpec) -> str:
-    """Return how an hour of a TRES is called; billing as the site does, unless its own factors come on top."""
+    """Return the name of an hour of a TRES; for billing, the site's unit unless a charge factor is applied to it."""
     bill = spec.pricing.slurm_billing
     if tres == "billing" and bill is not None and bill.charge_factor == 1:
         return spec.pricing.unit
@@ -193,7 +193,7 @@ def _get_unit_name(tres: str, spec: JobSpec) -> str:
 
 
 def describe_lacking_for_probes(spec: JobSpec, node_hours: float, *, ask: Ask = ask_slurm) -> str:
-    """Return that the balance cannot carry measuring jobs of so many node-hours at most; empty where it can."""
+    """Return a warning if the balance may not cover profiling jobs of up to `node_hours`; else an empty string."""
     balance_check = check_balance(spec, nodes=1, hours=node_hours, ask=ask) if node_hours else None
     return (
         balance_check.lacking.replace("cannot carry it", "may not carry the probes") + " at most"
@@ -231,11 +231,11 @@ class SiteCharge:
 
 
 def find_site_charge(run: RunDir, signature: str) -> SiteCharge | None:
-    """Return what SLURM has billed a training; None where the price is of another kind, or the accounting tells nothing.
+    """Return SLURM's charge for a training; None if the price is of another kind, or accounting reports nothing.
 
     Args:
-        run: the run that it is in.
-        signature: of the training.
+        run: the run with the training.
+        signature: signature of the training.
     """
     training = run.training(signature)
     tasks = training.tasks()

@@ -1,4 +1,4 @@
-"""`tula check --site`: are the settings for all jobs of a site right, and does the site answer as they say."""
+"""`tula check --site`: check the settings that apply to all jobs of a site, and whether the site matches them."""
 
 import json
 import math
@@ -69,12 +69,12 @@ _ANY_JOB: Mapping[str, Any] = {
     "optimizer": {"lr": 0.1},
     "train": {"epochs": 1000},
 }
-"""The smallest job; a site file is merged into it, to be checked by the rules of jobs."""
+"""The smallest valid job; a site file is merged into it so that the rules of jobs can be applied."""
 
 
 @dataclass(frozen=True)
 class SiteSettings:
-    """Site files laid over each other, as every job meets them."""
+    """Site files merged over each other, as they apply to every job."""
 
     files: tuple[Path, ...]  # the weaker first
     content: Mapping[str, Any]
@@ -82,7 +82,7 @@ class SiteSettings:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys that they set, `a.b.c`."""
+        """The keys that the files set, in the form `a.b.c`."""
         return tuple(key for key, _ in flatten(dict(self.content)))
 
     @property
@@ -91,21 +91,21 @@ class SiteSettings:
         return tuple(dict.fromkeys(key.rpartition(".")[0] for key in self.keys))
 
     def origin(self, path: str) -> str:
-        """Return the file that sets a key, or something of a section; the strongest where none does."""
+        """Return the file that sets a key or a part of a section; the file of highest precedence if none does."""
         files = [file for key, file in self.origins.items() if key == path or key.startswith((f"{path}.", f"{path}["))]
         outer = [file for key, file in self.origins.items() if path.startswith((f"{key}.", f"{key}["))]
         return next(iter([*files, *outer]), str(self.files[-1]))
 
 
 def read_site(file: Path | None, *, environ: Mapping[str, str] = os.environ) -> SiteSettings:
-    """Read one file, or those that jobs read here.
+    """Read one site file, or those that apply to jobs on this machine.
 
     Args:
-        file: checked by itself, wherever it lies; None: those of the site and the user.
-        environ: where XDG's variables are looked up.
+        file: a file to check by itself, in any folder; None for those of the site and the user.
+        environ: environment with the XDG variables.
 
     Raises:
-        SpecError: there is none, or one cannot be read or is no YAML.
+        SpecError: there is no file, or one cannot be read or is not YAML.
     """
     files = tuple(reversed(config_files(SITE_FILE, environ=environ))) if file is None else (file,)
     if not files:
@@ -127,10 +127,10 @@ def read_site(file: Path | None, *, environ: Mapping[str, str] = os.environ) -> 
 
 
 def make_job_of_site(site: SiteSettings) -> JobSpec:
-    """Return any job of the site, as its settings make it.
+    """Return a minimal job with the settings of the site.
 
     Raises:
-        SpecError: with all that is wrong in them at once.
+        SpecError: with all problems of the settings at once.
     """
     job: dict[str, Any] = {}
     merge(job, _ANY_JOB, {}, source="")
@@ -144,7 +144,7 @@ def make_job_of_site(site: SiteSettings) -> JobSpec:
 
 
 def check_files(site: SiteSettings) -> Iterator[SiteFinding]:
-    """Yield whether the files can be read by all, and whether keys and values are those of a job."""
+    """Yield findings on whether everyone can read the files, and whether their keys and values are valid in a job."""
     for file in site.files:
         yield from _check_readable(file)
     yield from _check_relative_paths(site)
@@ -158,9 +158,9 @@ def check_files(site: SiteSettings) -> Iterator[SiteFinding]:
         make_job_of_site(site)
     except SpecError as error:
         several = len(site.files) > 1
-        for problem_ in error.problems:
-            where = f", in {site.origin(problem_.path)}" if several else ""
-            yield make_problem_finding(problem_.path, f"{problem_.message}{where}", problem_.hint)
+        for spec_problem in error.problems:
+            where = f", in {site.origin(spec_problem.path)}" if several else ""
+            yield make_problem_finding(spec_problem.path, f"{spec_problem.message}{where}", spec_problem.hint)
     else:
         for file in site.files:
             keys_of_file = [key for key, source in site.origins.items() if source == str(file)]
@@ -179,7 +179,7 @@ def _check_readable(file: Path) -> Iterator[SiteFinding]:
 
 
 def _check_relative_paths(site: SiteSettings) -> Iterator[SiteFinding]:
-    """Yield paths that mean another file in each user's folder."""
+    """Yield findings on paths that refer to different files for each user, or to no file."""
     slurm = site.content.get("cluster") or {}
     slurm = (slurm.get("slurm") if isinstance(slurm, dict) else None) or {}
     for key in ("setup", "wrapper"):
@@ -199,7 +199,7 @@ def _check_relative_paths(site: SiteSettings) -> Iterator[SiteFinding]:
 # --- What jobs start with
 
 COMMAND_TIMEOUT = 120.0
-"""Seconds that the set-up and the start of python get; a container starts slowly."""
+"""Seconds allowed for the set-up and the start of Python; containers start slowly."""
 _HOW_TO_RUN_SETUP = "tula check --site --run-setup runs them here, on this machine"
 _NEEDED_PACKAGES = ("pydantic", "yaml", "numpy", "submitit", "torch")
 _MIN_PYTHON = (3, 10)
@@ -221,7 +221,7 @@ print("{_MARK}" + json.dumps({{"python": list(sys.version_info[:3]), "path": sys
 
 @dataclass(frozen=True)
 class _ShellResult:
-    """The result of shell lines."""
+    """The result of running shell lines."""
 
     code: int
     out: str
@@ -239,12 +239,12 @@ class _ShellResult:
 
 
 def check_job_start(spec: JobSpec, *, run_setup: bool, workdir: Path) -> Iterator[SiteFinding]:
-    """Yield whether what jobs begin with works here; each set-up and python of the types of node once.
+    """Yield findings on whether jobs can start here; each distinct set-up and Python of the node types is checked once.
 
     Args:
         spec: any job of the site.
-        run_setup: run the set-up lines too; else they are only read.
-        workdir: what paths start from.
+        run_setup: also run the set-up lines; else they are only parsed.
+        workdir: base of relative paths.
     """
     checked: set[str] = set()
     for job in spec.by_type().values():
@@ -329,7 +329,10 @@ def _check_python(slurm: Slurm, lines: Sequence[str]) -> Iterator[SiteFinding]:
 
 
 def _check_tula_version(about: str, version: str) -> Iterator[SiteFinding]:
-    """Yield whether jobs have the same tula: they take that of who submits, which lies in the run, where they see it."""
+    """Yield a finding on whether the Python of jobs has the same version of tula.
+
+    Jobs use the version of the submitting user, which is copied into the run, if they can see it.
+    """
     if version == __version__:
         yield make_ok_finding(about, f"tula {version} there and here", "jobs")
     elif version:
@@ -342,7 +345,7 @@ def _check_tula_version(about: str, version: str) -> Iterator[SiteFinding]:
 
 
 def _run_bash(lines: Sequence[str], *, only_read: bool = False) -> _ShellResult:
-    """Run lines as the script of a job would, or only have bash read them."""
+    """Run lines as a job's script would, or only let bash parse them."""
     command = ["bash", "-n"] if only_read else ["bash"]
     try:
         completed = run_command(command, stdin="\n".join(lines) + "\n", timeout=COMMAND_TIMEOUT)
@@ -365,7 +368,7 @@ _SECTION = "cluster.slurm"
 
 
 def check_commands(facts: SiteFacts) -> Iterator[SiteFinding]:
-    """Yield which commands of SLURM answer."""
+    """Yield findings on which SLURM commands respond."""
     for name, why in facts.silent.items():
         if name in _NEEDED_COMMANDS:
             yield make_problem_finding(
@@ -381,11 +384,11 @@ def check_commands(facts: SiteFacts) -> Iterator[SiteFinding]:
 
 
 def check_settings(spec: JobSpec, facts: SiteFacts) -> Iterator[SiteFinding]:
-    """Yield how the settings of each type of node fit the site; the same thing of several types once.
+    """Yield findings on whether the settings of each node type match the site; a finding of several types only once.
 
     Args:
         spec: any job of the site.
-        facts: of the scheduler, which answers.
+        facts: answers of the scheduler.
     """
     seen_findings: set[SiteFinding] = set()
     for name, job in spec.by_type().items():
@@ -425,7 +428,7 @@ def _check_node_type(spec: JobSpec, facts: SiteFacts) -> Iterator[SiteFinding]:
 
 
 def _check_partitions(slurm: Slurm, facts: SiteFacts) -> Generator[SiteFinding, None, list[Partition]]:
-    """Yield whether the partitions are there; return those that are."""
+    """Yield findings on whether the partitions exist and are up; return those that are."""
     about = f"{_SECTION}.partition"
     partitions_by_name = {partition.name: partition for partition in facts.partitions}
     if slurm.partition is None:
@@ -458,7 +461,7 @@ def _check_partitions(slurm: Slurm, facts: SiteFacts) -> Generator[SiteFinding, 
 
 
 def _check_sizes(spec: JobSpec, slurm: Slurm, partition: Partition) -> Iterator[SiteFinding]:
-    """Yield whether some kind of the partition's nodes has what is asked of a node."""
+    """Yield problems if no kind of node in the partition has the requested resources."""
     kinds, gpus = partition.kinds, spec.cluster.gpus_per_node
     if not kinds:
         yield make_problem_finding(
@@ -531,7 +534,7 @@ def _check_gpus(spec: JobSpec, slurm: Slurm, partition: Partition) -> Iterator[S
 
 
 def _check_limits(spec: JobSpec, slurm: Slurm, partition: Partition) -> Iterator[SiteFinding]:
-    """Yield whether the partition lets jobs last as long as they ask for."""
+    """Yield problems if the partition's time limit is below the requested time of jobs."""
     limit = partition.minutes
     if limit is None:
         return
@@ -553,7 +556,7 @@ def _check_limits(spec: JobSpec, slurm: Slurm, partition: Partition) -> Iterator
 
 
 def _check_maintenance(slurm: Slurm, facts: SiteFacts) -> Iterator[SiteFinding]:
-    """Yield whether training jobs of this length would run into a maintenance window, and wait until it is over."""
+    """Yield a warning if training jobs would overlap a maintenance window and therefore wait until it is over."""
     now = time.time()
     begin = next((begin for begin, _ in facts.maintenance if begin > now), math.inf)
     remaining = (begin - now) / 60
@@ -599,7 +602,7 @@ def _check_qos(slurm: Slurm, facts: SiteFacts) -> Iterator[SiteFinding]:
 
 
 def _check_constraint(slurm: Slurm, facts: SiteFacts, partitions: Sequence[Partition]) -> Iterator[SiteFinding]:
-    """Yield names in the constraint that no node of the partitions has; how they are combined is SLURM's own."""
+    """Yield features in the constraint that no node of the partitions has; operators between them are not checked."""
     known_features = frozenset[str]().union(
         *(facts.features.get(partition.name, frozenset()) for partition in partitions)
     )
@@ -616,12 +619,12 @@ def _check_constraint(slurm: Slurm, facts: SiteFacts, partitions: Sequence[Parti
 # --- The check
 
 _ERRORS: Mapping[str, type[TulaError]] = {"file": SpecError, "scheduler": SchedulerError, "jobs": JobFailed}
-"""Errors by the source of the first problem: the file, then the scheduler, then the start of jobs."""
+"""Error classes by the source of the problem; the first of file, scheduler and jobs that has a problem is raised."""
 
 
 @dataclass(frozen=True)
 class SiteCheck:
-    """The findings of a check of a site."""
+    """The findings of a site check."""
 
     files: tuple[Path, ...]
     keys: tuple[str, ...]  # that they set
@@ -632,12 +635,12 @@ class SiteCheck:
         return tuple(finding for finding in self.findings if finding.verdict == "problem")
 
     def require_sound(self) -> None:
-        """Refuse settings with which jobs fail, or are refused.
+        """Raise an error if jobs with these settings would fail or be refused.
 
         Raises:
             SpecError: a key or a value is wrong.
-            SchedulerError: the files are right, but the scheduler does not answer, or has not what they ask for.
-            JobFailed: all of that is right, but the set-up or the python of jobs fails.
+            SchedulerError: the files are valid, but the scheduler does not respond or lacks what they request.
+            JobFailed: files and scheduler are fine, but the set-up or the Python of jobs fails.
         """
         if not self.problems:
             return
@@ -656,16 +659,16 @@ def check_site(
     environ: Mapping[str, str] = os.environ,
     ask: Callable[[], SiteFacts] = ask_site_facts,
 ) -> SiteCheck:
-    """Check site settings; submits nothing.
+    """Check the settings of a site; nothing is submitted.
 
     Args:
-        file: a site.yaml wherever it lies; None: those that jobs read here.
-        run_setup: run the set-up lines of jobs on this machine too.
-        environ: where XDG's variables are looked up.
-        ask: asks the scheduler.
+        file: a site.yaml in any folder; None for the files that apply to jobs on this machine.
+        run_setup: also run the set-up lines of jobs on this machine.
+        environ: environment with the XDG variables.
+        ask: queries the scheduler.
 
     Raises:
-        SpecError: there is no file, or it cannot be read or is no YAML.
+        SpecError: there is no file, or it cannot be read or is not YAML.
     """
     site = read_site(file, environ=environ)
     return SiteCheck(site.files, site.keys, tuple(_check_site_settings(site, ask, run_setup=run_setup)))

@@ -1,4 +1,4 @@
-"""How far runs and their jobs are, by the scheduler and by their files, and what an end means: the error, exit code and hint that the user gets."""
+"""The progress of runs and their jobs, from the scheduler and their files; and the errors that exit reasons map to."""
 
 import contextlib
 import dataclasses
@@ -48,14 +48,14 @@ JobState = Literal["queued", "running", "suspended", "held", "done", "failed", "
 ACTIVE: tuple[JobState, ...] = ("queued", "running", "suspended")
 
 GRACE = {"local": 2.0, "slurm": 60.0}
-"""Seconds for which the files of an ended job may still be on their way (NFS, Lustre)."""
+"""Seconds after the end of a job for which its files may not be visible yet (NFS, Lustre)."""
 
 MAX_CLOCK_DIFFERENCE = 60.0
 """Seconds by which the clocks of two machines may differ."""
 
 
 def get_grace_seconds(scheduler: str) -> float:
-    """Return the seconds for which files of an ended job may still be on their way, by what it ran on."""
+    """Return the seconds after the end of a job for which its files may not be visible yet, by its scheduler."""
     return GRACE["local" if scheduler == "local" else "slurm"]
 
 
@@ -70,7 +70,7 @@ class ProbeConfiguration:
 
 @dataclass(frozen=True)
 class LinkStatus:
-    """An allocation of a chain whose links differ in their nodes (`train.ramp`)."""
+    """One scheduler job of a chain whose jobs have different numbers of nodes (`train.ramp`)."""
 
     scheduler_id: str
     nodes: int
@@ -79,7 +79,10 @@ class LinkStatus:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """One job. `total` and `done` count its probes; a training, a rehearsal or an evaluation has one thing to do."""
+    """The status of one job.
+
+    `total` and `done` count its probes; for a training, a resume test or an evaluation, `total` is 1.
+    """
 
     id: str
     kind: Literal["probe", "train", "rehearse", "evaluate"]
@@ -102,7 +105,7 @@ class JobStatus:
 
 @dataclass(frozen=True)
 class TuningStatus:
-    """How far a self-tuning training is with its branches."""
+    """The progress of the branches of a self-tuning training."""
 
     arm: str | None  # whose branch is next or under way; None once one is chosen
     number: int  # of the branch among those of its rung, from 1
@@ -114,7 +117,7 @@ class TuningStatus:
 
 @dataclass(frozen=True)
 class StageStatus:
-    """Where a training whose batch grows has come to (`train.ramp`)."""
+    """The current stage of a training with a batch-size ramp (`train.ramp`)."""
 
     batch: int  # in use, global
     number: int  # of the stage, from 1
@@ -126,7 +129,7 @@ class StageStatus:
 
 @dataclass(frozen=True)
 class TrainingStatus:
-    """How far a training run is. Seconds; `batch` is global."""
+    """The progress of a training. Times in seconds; `batch` is global."""
 
     signature: str
     job: str
@@ -167,7 +170,7 @@ Results = dict[str, Measured | OutOfMemory | Failed]
 
 @dataclass(frozen=True)
 class _Progress:
-    """The tasks of a job, and the results there are."""
+    """The tasks of a job and its results so far."""
 
     total: int
     done: int
@@ -231,7 +234,7 @@ def get_job_status(
 
 
 def _list_link_statuses(job: Job, task: JobTask) -> tuple[LinkStatus, ...]:
-    """Return the links of a chain with the stages that each is for."""
+    """Return the scheduler jobs of a chain, with the batches of the stages that each one runs."""
     if not job.link_nodes or not isinstance(task, TrainTask):
         return ()
     batches = {nodes: tuple(s.batch for s in task.stages if s.nodes == nodes) for nodes in job.link_nodes}
@@ -247,7 +250,7 @@ class _PlannedProbe:
 
 
 def _list_planned_probes(tasks: Iterable[JobTask]) -> list[_PlannedProbe]:
-    """Return the probes of a job, ascending as it runs them."""
+    """Return the probes of a job, ascending, in the order in which it runs them."""
     probes_by_id = {}
     for task in tasks:
         if isinstance(task, ProbeTask):
@@ -287,7 +290,7 @@ def get_job_progress(snapshot: Snapshot, tasks: list[JobTask], results: Results)
 def _get_job_state(
     progress: _Progress, attempts: list[Attempt], scheduler: SchedulerState, spec: JobSpec, *, cancelled: str
 ) -> tuple[JobState, str]:
-    """Return a job's state: results first, then the user's cancel, then the scheduler, then the attempts."""
+    """Return a job's state and reason, by results, then cancellation, then the scheduler, then attempts."""
     live = scheduler.state in ("pending", "running")
     if progress.complete and not (progress.failed and live):
         return ("failed", progress.failed[0]) if progress.failed else ("done", "")
@@ -333,7 +336,7 @@ def _get_state_from_attempts(
 
 
 def with_file_clock(snapshot: Snapshot, attempts: Iterable[Attempt]) -> list[Attempt]:
-    """Return attempts of which those that are open began by the clock of the file system: their host's may be off."""
+    """Return attempts; those still open start by the clock of the file system, as their host's clock may be wrong."""
     return [_with_file_clock(snapshot, attempt) for attempt in attempts]
 
 
@@ -345,25 +348,25 @@ def _with_file_clock(snapshot: Snapshot, attempt: Attempt) -> Attempt:
 
 
 def _is_of_submission(attempt: Attempt, job: Job) -> bool:
-    """Return whether an attempt is of a job's last submission: by its allocation, else by the time."""
+    """Return whether an attempt belongs to a job's last submission, by its allocation or else by its time."""
     return attempt.job_id in job.ids or attempt.started_at >= job.submitted_at - MAX_CLOCK_DIFFERENCE
 
 
 def _has_just_ended(last_attempt: Attempt, progress: _Progress, now: float, *, grace: float) -> bool:
-    """Return whether an attempt has seen all results so lately that their files may not be here yet."""
+    """Return whether an attempt ended with all results so recently that their files may not be visible yet."""
     saw_all = last_attempt.outcome == "done" or (last_attempt.outcome == "device_oom" and progress.now is not None)
     return saw_all and last_attempt.ended_at is not None and abs(now - last_attempt.ended_at) < grace
 
 
 def _sum_elapsed_seconds(attempts: list[Attempt], *, end: float | None) -> float | None:
-    """Return the seconds that attempts took; an open one lasts until `until`, or is not counted."""
+    """Return the total seconds of attempts; an open one lasts until `end`, or is not counted."""
     if not attempts:
         return None
     return sum(count_attempt_seconds(attempt, end) for attempt in attempts)
 
 
 def count_attempt_seconds(attempt: Attempt, end: float | None) -> float:
-    """Return the seconds that an attempt took; an open one lasts until `until`, or is not counted."""
+    """Return the seconds that an attempt took; an open one lasts until `end`, or is not counted."""
     return max(0.0, (attempt.ended_at or end or attempt.started_at) - attempt.started_at)
 
 
@@ -378,7 +381,7 @@ def _estimate_remaining_seconds(
 def compute_mean_probe_seconds(
     results: Iterable[Measured | OutOfMemory | Failed], attempts: list[Attempt]
 ) -> float | None:
-    """Return the mean seconds of a probe so far, start-up of its workers included; None before the first."""
+    """Return the mean seconds per probe so far, including the start of its workers; None before the first probe."""
     moments: dict[int, list[float]] = {}
     for result in results:
         if isinstance(result, Measured):
@@ -395,20 +398,20 @@ def compute_mean_probe_seconds(
 # --- The status of a run
 
 POLL = {"local": (0.5, 2.0), "slurm": (10.0, 60.0)}
-"""Seconds between two questions to the scheduler: the first, and what it grows to."""
+"""Seconds between two queries to the scheduler: the first interval, and the longest that it grows to."""
 
 FILE_POLL_SECONDS = 2.0
-"""Seconds between two looks at the results, which tell of the end first."""
+"""Seconds between two polls of the results, which show the end of a job before the scheduler does."""
 
 
 def get_poll_interval(scheduler: str) -> tuple[float, float]:
-    """Return the seconds between two looks at jobs, at first and at most, by what they run on."""
+    """Return the first and the longest interval, in seconds, between two polls of jobs, by their scheduler."""
     return POLL["local" if scheduler == "local" else "slurm"]
 
 
 @dataclass(frozen=True)
 class AttemptStatus:
-    """One start of a job's ranks, and its place in the story."""
+    """One start of a job's ranks, with its configuration and the cause of the relaunch."""
 
     job: str
     attempt: Attempt
@@ -419,7 +422,7 @@ class AttemptStatus:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A whole run at one moment."""
+    """The status of a run at one moment."""
 
     id: str
     path: Path
@@ -438,7 +441,7 @@ class RunStatus:
     between_rounds: bool = False  # an adaptive search may have a further round to submit
 
     def active(self, job_ids: Iterable[str] | None = None) -> bool:
-        """Return whether one of these jobs (of all) is queued or running."""
+        """Return whether one of these jobs is queued or running; None considers all jobs."""
         requested = None if job_ids is None else set(job_ids)
         return any(job.state in ACTIVE for job in self.jobs if requested is None or job.id in requested)
 
@@ -447,13 +450,13 @@ class RunStatus:
 
 
 def run_status(run: RunDir, launcher: Launcher, *, now: float, only: Set[str] | None = None) -> RunStatus:
-    """Return what is known of a run at `now` (Unix time). Damaged records and rows are warnings: the others are shown.
+    """Return the status of a run at `now`. Damaged records and rows are reported as warnings; all others are shown.
 
     Args:
         run: the run.
-        launcher: who knows the scheduler.
+        launcher: queries the scheduler.
         now: Unix time.
-        only: tell of these jobs and their training alone; None for all.
+        only: include only these jobs and their training; None for all.
     """
     files_snapshot = run.read(skip_damaged=only is None)
     results = {result.id: result for result in files_snapshot.results}
@@ -499,7 +502,7 @@ def run_status(run: RunDir, launcher: Launcher, *, now: float, only: Set[str] | 
 
 
 def _is_between_rounds(files_snapshot: Snapshot) -> bool:
-    """Return whether what an adaptive search has measured so far waits for its next round, or for its end."""
+    """Return whether an adaptive search has results, and neither a training nor a recommendation has followed yet."""
     adaptive_tasks = [
         task for task in files_snapshot.tasks if isinstance(task, ProbeTask) and task.spec.search.strategy == "adaptive"
     ]
@@ -530,7 +533,7 @@ def _list_attempt_statuses(tasks: Sequence[JobTask], attempts: Sequence[Attempt]
 def _get_training_status(
     files_snapshot: Snapshot, tasks: Iterable[JobTask], states: Mapping[str, SchedulerState], *, now: float
 ) -> TrainingStatus | None:
-    """Return the state of that training of these tasks which was worked on last."""
+    """Return the status of the most recently submitted training among these tasks; None if there is none."""
     newest = _find_newest_train_task(files_snapshot, tasks)
     if newest is None:
         return None
@@ -585,7 +588,7 @@ def _get_training_status(
 
 
 def _find_newest_scaling(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Return what gradient scaling did in the last epoch, of a script in all; None where a training scales none."""
+    """Return the gradient scaling of the last epoch (of a script, in total); None if the training does not scale."""
     ags_rows = (row["ags"] for row in reversed(rows) if isinstance(row.get("ags"), Mapping))
     return next((values.get("so_far", values) for values in ags_rows), None)
 
@@ -593,7 +596,7 @@ def _find_newest_scaling(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]
 def _get_stage_status(
     rows: Sequence[Mapping[str, Any]], result: TrainResult | None, decisions: Sequence[StageDecision], *, nodes: int
 ) -> StageStatus | None:
-    """Return the stage of a training whose batch grows; None of any other, and of one that is over."""
+    """Return the current ramp stage of a training; None if it has finished or its batch does not grow."""
     newest = next((row for row in reversed(rows) if row["kind"] == "stage"), None)
     if newest is None or result is not None:
         return None
@@ -602,7 +605,7 @@ def _get_stage_status(
 
 
 def _count_epochs_of_training(spec: JobSpec, moving: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the epochs of a training; None where they do not tell how far it is: nobody knows how many samples one has."""
+    """Return the number of epochs of a training; None for a script if its samples per epoch are unknown."""
     if spec.script is None:
         return spec.train.epochs_at_most
     return None if moving and moving[-1]["epoch"] is None else spec.script.length.epochs
@@ -615,7 +618,7 @@ def _find_newest_train_task(files_snapshot: Snapshot, tasks: Iterable[JobTask]) 
 
 
 def _find_newest_row_with_eta(rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the newest row that says what is left, of the newest start; nothing if that has made no step yet."""
+    """Return the newest row with a remaining time; empty if the newest start has not made a step yet."""
     newest = [row for row in rows if row["kind"] in ("step", "branch", "start")][-1:]
     return newest[0] if newest and newest[0]["kind"] != "start" else {}
 
@@ -634,7 +637,7 @@ def _get_tuning_status(tuning: Tuning | None) -> TuningStatus | None:
 
 
 def _is_training(files_snapshot: Snapshot, job: str, scheduler: SchedulerState | None, row: Mapping[str, Any]) -> bool:
-    """Return whether the attempt that has written a row still trains: it has not ended, nor does its job wait."""
+    """Return whether the attempt that wrote a row is still training: it has not ended, and its job is not waiting."""
     if scheduler is not None and (scheduler.state == "pending" or scheduler.suspended):
         return False
     attempts = files_snapshot.attempts_of(job)
@@ -644,7 +647,7 @@ def _is_training(files_snapshot: Snapshot, job: str, scheduler: SchedulerState |
 def _estimate_remaining_training_seconds(
     last_row: Mapping[str, Any], *, finished: bool, now: float | None
 ) -> float | None:
-    """Return the seconds left: what the last row said, less the time since; all of it while nothing trains (`now` is None)."""
+    """Return the remaining seconds: those of the last row, less the time since then if it is training (`now` given)."""
     if finished:
         return 0.0
     if last_row.get("eta") is None:
@@ -665,22 +668,22 @@ def watch_jobs(
     sleep: Callable[[float], None] = time.sleep,
     timeout: float | None = None,
 ) -> Iterator[RunStatus]:
-    """Yield the status of these jobs until all have ended; what else the run has is left out.
+    """Yield the status of these jobs until all have ended; other jobs of the run are left out.
 
-    A job whose results are complete, or whose last attempt has ended, is over at once; one that the scheduler calls
-    ended without either is given the grace period of its file system first.
+    A job whose results are complete, or whose last attempt has ended, is over at once. A job that the scheduler reports
+    as ended without either is waited for during the grace period of its file system.
 
     Args:
         run: the run.
-        launcher: who knows the scheduler.
+        launcher: queries the scheduler.
         job_ids: the jobs to wait for.
         clock: Unix time.
         sleep: waits for some seconds.
-        timeout: seconds after which to stop, ended or not; None waits for ever.
+        timeout: seconds after which to stop, whether the jobs have ended or not; None waits forever.
 
     Raises:
-        RunGone: the run directory was moved or removed meanwhile.
-        SchedulerError: none of the jobs that are left will ever start.
+        RunGone: the run directory was moved or removed in the meantime.
+        SchedulerError: none of the remaining jobs will ever start.
     """
     waiting_for, started, lost_since = set(job_ids), clock(), dict[str, float]()
     launcher = launcher.patient()
@@ -728,7 +731,7 @@ def _list_result_folders(run: RunDir) -> list[Path]:
 
 
 def _find_last_write_time(folders: Iterable[Path]) -> list[int]:
-    """Return when folders were last written to (ns), those that are there: a few calls, where reading takes thousands."""
+    """Return the modification times (ns) of the folders that exist; much cheaper than reading the files in them."""
     times = []
     for folder in folders:
         with contextlib.suppress(OSError):
@@ -737,7 +740,7 @@ def _find_last_write_time(folders: Iterable[Path]) -> list[int]:
 
 
 def _are_complete(run: RunDir, job_ids: set[str]) -> bool:
-    """Return whether the files say that these jobs are over: looking at them is cheaper than asking the scheduler."""
+    """Return whether the files show that these jobs are over; reading them is cheaper than querying the scheduler."""
     files_snapshot = run.read()
     results = {result.id: result for result in files_snapshot.results}
     tasks_by_job = [files_snapshot.tasks_of(id_) for id_ in job_ids]
@@ -758,14 +761,14 @@ def _is_waiting(job: JobStatus, lost_since: dict[str, float], *, now: float) -> 
 
 
 def cancel_jobs(parts: Sequence[Part], launcher_for: Callable[[Part], Launcher]) -> list[str]:
-    """End the parts' own jobs that are queued or running; return their names. Those that cannot be read are left out.
+    """Cancel the queued and running jobs of the parts, and return their names; unreadable job records are left out.
 
-    Each is marked first, so that nothing (a supervisor, the next link of a chain) starts it again meanwhile. A job, or a part,
-    that cannot be cancelled keeps none of the others.
+    Each job is marked as cancelled first, so that nothing (a supervisor, the next job of a chain) restarts it. A job or
+    part that cannot be cancelled does not prevent the cancellation of the others.
 
     Raises:
-        NotYours: the run is another user's.
-        TulaError: some could not be cancelled; it names them, and those that were.
+        NotYours: the run belongs to another user.
+        TulaError: some jobs could not be cancelled; the message names them, and those that were.
     """
     for part in parts:
         require_own(part.run.path)
@@ -805,18 +808,18 @@ CANCELLED = "the same command resumes from the newest checkpoint"
 
 
 def compute_micro_batch(task: TrainTask) -> int:
-    """Return the samples that a GPU takes at a time."""
+    """Return the number of samples that a GPU processes at a time."""
     world = task.nodes * task.spec.cluster.gpus_per_node
     return task.batch // (world * task.spec.train.accumulate * task.splits)
 
 
 def make_error_of_training(task: TrainTask, attempts: Sequence[Attempt], *, saved_samples: int) -> TulaError:
-    """Return the error for how a training ended.
+    """Return the error that describes how a training ended.
 
     Args:
-        task: its newest task.
-        attempts: all of them, oldest first; the last one counts.
-        kept: samples of the newest checkpoint.
+        task: the newest task of the training.
+        attempts: all attempts, oldest first; the last one determines the error.
+        saved_samples: samples of the newest checkpoint.
     """
     attempt = attempts[-1]
     if attempt.outcome is None or attempt.outcome == "done":
@@ -844,10 +847,11 @@ def make_error_of_training(task: TrainTask, attempts: Sequence[Attempt], *, save
 
 
 def require_known_job(run_status: RunStatus, job_id: str) -> None:
-    """Refuse to call a lost job pending.
+    """Raise an error if a job is lost, rather than report it as pending.
 
     Raises:
-        JobFailed: the job is gone and no log says why.
+        DiskFull: the job is lost, and the disk of the run is full.
+        JobFailed: the job is lost, and no log has the reason.
     """
     for job in run_status.jobs:
         if job.id == job_id and job.state == "lost":
@@ -860,14 +864,14 @@ def require_known_job(run_status: RunStatus, job_id: str) -> None:
 
 
 def load_summary(run: RunDir, signature: str) -> Summary:
-    """Return predicted against actual of a finished training run.
+    """Return the summary of a finished training, which compares predicted and actual values.
 
     Raises:
         OutOfMemoryAtMinimum: the smallest batch did not fit.
-        Diverged: its loss or its weights were not finite.
-        DeviceFault: nodes or their devices were faulty, each time that it was tried.
-        JobFailed: it ended for another reason.
-        Pending: it has not ended.
+        Diverged: the loss or the weights were not finite.
+        DeviceFault: nodes or their devices were faulty in each attempt.
+        JobFailed: the training ended for another reason.
+        Pending: the training has not ended.
     """
     summary = run.training(signature).summary()
     if summary is not None:
@@ -885,7 +889,7 @@ def load_summary(run: RunDir, signature: str) -> Summary:
 
 
 def count_notes(measured: Iterable[Measured]) -> tuple[str, ...]:
-    """Return what is absent, and why, each once and with how many probes say so."""
+    """Return the distinct notes of scripts on missing measurements, each with the number of probes that recorded it."""
     notes_by_probe = [probe.script.notes for probe in measured if probe.script is not None]
     counts = Counter(note for probe_notes in notes_by_probe for note in dict.fromkeys(probe_notes))
     return tuple(f"{note} ({count} of {format_count(len(notes_by_probe), 'probe')})" for note, count in counts.items())

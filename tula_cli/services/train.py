@@ -1,4 +1,4 @@
-"""`tula train`: where to train, submitting it, and what came of it."""
+"""`tula train`: choose the configuration to train, submit the training, and return its result."""
 
 import contextlib
 import dataclasses
@@ -84,16 +84,16 @@ class TrainPlan:
 
 
 def choose_part_to_train(run: RunDir, spec: JobSpec, node_type: str | None) -> tuple[Part, Recommendation | None]:
-    """Return the part of a job to train and what is recommended there; the whole job where it names no node types.
+    """Return the part of a job to train and its recommendation; for a job without node types, the whole job.
 
     Args:
         run: the run.
         spec: the job.
-        node_type: the type to train on; None for the recommended one.
+        node_type: the node type to train on; None for the recommended one.
 
     Raises:
-        BadMeasurements: there are types, but none is given or recommended.
-        SpecError: there is no such type.
+        BadMeasurements: the job has node types, but none is given or recommended.
+        SpecError: there is no such node type.
     """
     recommendation = run.recommendation()
     if spec.types and node_type is None:
@@ -119,20 +119,20 @@ def plan_training(
     other_sizes: OtherSizes = NO_OTHER_SIZES,
     inspect: Callable[[JobSpec], Inspection],
 ) -> TrainPlan:
-    """Decide nodes and batch: those given, else the recommended ones.
+    """Plan a training on the given nodes and batch, or else the recommended ones.
 
     Args:
         run: the run, with or without probes.
         spec: the job.
         nodes: number of nodes.
         batch: global batch.
-        recommendation: what is recommended; None for what the run itself recommends.
-        others: with other numbers of GPUs a node, for the prediction.
-        inspect: tells the dataset's size where no probe has.
+        recommendation: the recommendation to use; None for that of the run.
+        other_sizes: measurements with other numbers of GPUs per node, for the prediction.
+        inspect: returns the dataset's size if no probe has recorded it.
 
     Raises:
-        BadMeasurements: neither given nor recommended.
-        SpecError: a batch that cannot be trained on that many nodes, or that is larger than the dataset.
+        BadMeasurements: nodes or batch are neither given nor recommended.
+        SpecError: the batch cannot be trained on that many nodes, or is larger than the dataset.
     """
     require_positive(nodes=nodes, batch=batch)
     recommendation = recommendation or run.recommendation()
@@ -175,7 +175,7 @@ def plan_training(
 def _with_stages(
     run: RunDir, task: TrainTask, newest: TrainTask | None, recommended: Recommendation | None, size: int
 ) -> TrainTask:
-    """Return a task that begins, or goes on elsewhere, with its stages, where it fits the dataset of so many samples."""
+    """Return a new or moved task with its ramp stages, after checking that its batch fits `size` training samples."""
     spec, nodes, batch = task.spec, task.nodes, task.batch
     _require_size(spec, nodes, batch, size)
     stages = plan_stages(run, spec, nodes, batch, size, recommended=recommended)
@@ -186,7 +186,7 @@ def _with_stages(
 
 
 def _describe_source(recommendation: Recommendation | None, given_names: Sequence[str]) -> str:
-    """Say where nodes and batch come from: which recommendation, or `given`, the words for those that were given."""
+    """Describe where nodes and batch come from: a recommendation, or the arguments in `given_names`."""
     if recommendation is None or len(given_names) == 2:
         return "as given"
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(recommendation.created_at))
@@ -195,14 +195,14 @@ def _describe_source(recommendation: Recommendation | None, given_names: Sequenc
 
 
 def _resume_task(newest: TrainTask, requested: TrainTask) -> TrainTask:
-    """Return the newest task with what the user says now; loader processes stay reduced unless they say otherwise."""
+    """Return the newest task with the current settings; reduced loader processes are kept unless workers changed."""
     changed = requested.spec.train.workers != newest.spec.train.workers
     workers = requested.workers if changed else newest.workers
     return newest.model_copy(update={"spec": requested.spec, "workdir": requested.workdir, "workers": workers})
 
 
 def _choose_code_to_train(run: RunDir, spec: JobSpec, nodes: int, batch: int) -> Source:
-    """Return the code to train: what is there now, also where the run was measured with other code."""
+    """Return the current code, also if the run was measured with other code; warn if a training is left unfinished."""
     code = choose_code(run, spec, Path.cwd(), keep=False)
     signature = compute_train_signature(spec, nodes=nodes, batch=batch, code=code.identity)
     for digest in run.code_digests() - {code.digest}:
@@ -251,7 +251,7 @@ def _make_train_task(spec: JobSpec, nodes: int, batch: int, code: Source, ladder
 def _list_fallback_rungs(
     run: RunDir, spec: JobSpec, nodes: int, batch: int, recommended: Recommendation | None, other_sizes: OtherSizes
 ) -> tuple[Rung, ...]:
-    """Return the batch and those an out-of-memory falls back to, with predictions where there are measurements."""
+    """Return the batch and its out-of-memory fallbacks, with predictions if there are measurements."""
     chosen, by = recommended and recommended.choice, choose_stage_objective_of(recommended)
     market: Market = chosen.market if chosen and (chosen.nodes, chosen.batch) == (nodes, batch) else "on_demand"
     with contextlib.suppress(BadMeasurements, Infeasible):  # given without a profile: train without a prediction
@@ -267,10 +267,17 @@ def _list_fallback_rungs(
 
 
 def submit_training(run: RunDir, plan: TrainPlan, launcher: Launcher, *, after: str = "") -> str:
-    """Submit the training job, with the user's code copied; one under way is left alone. Returns its id.
+    """Submit the training job with a copy of the user's code, and return its id; a running training is left alone.
 
-    `after` is the job of a rehearsal that it has to wait for. Raises DiskFull where the last attempt ended of that and
-    nothing has been freed.
+    Args:
+        run: the run.
+        plan: the plan of the training.
+        launcher: submits the job.
+        after: the job of a resume test that the training has to wait for; empty for none.
+
+    Raises:
+        DiskFull: the last attempt ended because the disk was full, and nothing has been freed.
+        SchedulerError: the job is still being cancelled, or was refused.
     """
     task = plan.task
     with lock_submission(run):
@@ -302,7 +309,7 @@ class PreparedTraining:
 
     @property
     def by_script(self) -> resume_test.TrainingStart:
-        """The arguments of a resume test of its script."""
+        """The arguments of a resume test of the training's script."""
         plan = self.plan
         over = describe_cap_exceeded(self.run, self.spec) if self.spec.script is not None else ""
         return resume_test.TrainingStart(self.part, plan.task, plan.code, plan.prediction, self.rehearse, over)
@@ -319,20 +326,20 @@ def prepare_training(
     rehearse: bool = True,
     within_balance: bool = False,
 ) -> Work[PreparedTraining]:
-    """Decide where to train; nothing is written.
+    """Plan a training on the chosen part of a job; nothing is written.
 
     Args:
         run: the run.
         spec: the job.
-        inspect: tells the dataset's size where no probe has.
+        inspect: returns the dataset's size if no probe has recorded it.
         nodes: number of nodes; None for the recommended one.
         batch: global batch; None for the recommended one.
-        node_type: the type of node; None for the recommended one.
-        rehearse: whether a script's resume is rehearsed before the first long training.
-        within_balance: whether it is refused where the account's balance does not suffice.
+        node_type: the node type; None for the recommended one.
+        rehearse: whether to test a script's resume before its first long training.
+        within_balance: whether to refuse a training that the account's balance does not cover.
 
     Raises:
-        BadMeasurements, SpecError: as `part` and `plan`.
+        BadMeasurements, SpecError: as in `choose_part_to_train` and `plan_training`.
     """
     spec = with_site_billing(spec, run.path.parent)
     part, recommendation = choose_part_to_train(run, spec, node_type)
@@ -375,21 +382,21 @@ def prepare_training(
 def run_training(
     training: PreparedTraining, dependencies: Dependencies, wait_policy: WaitPolicy, *, file: JobFile | None = None
 ) -> Work[Summary | DetachedJobs]:
-    """Train, or attach to the training where it is under way.
+    """Train, or attach to the training if it is already running.
 
     Args:
-        training: what `prepare` has decided.
-        dependencies: launcher, and who is asked before something is submitted.
+        training: the result of `prepare_training`.
+        dependencies: launcher, and the confirmation that is requested before a job is submitted.
         wait_policy: whether and how long to wait.
-        file: where the settings come from.
+        file: the file that the settings come from.
 
     Raises:
-        OverBudget: not confirmed, or beyond the balance.
-        Pending: the time to wait is over.
-        Interruption: Ctrl-C; the training goes on, unless it is to be cancelled.
-        CannotResume: its script cannot go on from its own checkpoint, and it is long.
-        OutOfMemoryAtMinimum, Diverged, DeviceFault, JobFailed: it has ended so.
-        SchedulerError: it was refused.
+        OverBudget: the training was not confirmed, or exceeds the balance.
+        Pending: the timeout has passed.
+        Interruption: Ctrl-C; the training continues to run, unless it is to be cancelled.
+        CannotResume: the training is long, and its script cannot resume from its checkpoint.
+        OutOfMemoryAtMinimum, Diverged, DeviceFault, JobFailed: the training failed for that reason.
+        SchedulerError: the scheduler refused the job.
     """
     plan, part = training.plan, training.part
     if plan.finished:

@@ -24,7 +24,7 @@ FIRST_JOB = "the job that builds the model and the dataset"
 
 @dataclass(frozen=True)
 class Dependencies:
-    """The launcher, inspection and clock that a command uses; tests replace them."""
+    """The launcher, inspection and confirmation that a command uses; tests replace them."""
 
     launcher_for: Callable[[JobSpec], Launcher]
     inspect: Callable[[JobSpec], Inspection]  # tells the dataset's size and the memory
@@ -33,7 +33,7 @@ class Dependencies:
 
 @dataclass(frozen=True)
 class WaitPolicy:
-    """How long to wait for jobs, and what becomes of them on Ctrl-C."""
+    """Whether and how long to wait for jobs, and whether Ctrl-C cancels them."""
 
     wait: bool | None = None  # None: on this machine, not on a cluster
     timeout: float | None = None  # seconds
@@ -45,7 +45,7 @@ class WaitPolicy:
         return spec.cluster.kind == "local" if self.wait is None else self.wait
 
     def interruption(self, parts: Iterable[tuple[Part, Launcher]], *, hint: str, message: str) -> Interruption:
-        """Return what to raise on Ctrl-C: jobs of all parts go on unless they are to be cancelled, which is done here."""
+        """Return the error to raise on Ctrl-C, after cancelling the jobs of all parts if they are to be cancelled."""
         if self.cancel_on_interrupt:
             parts = tuple(parts)
             launchers = {part.name: launcher for part, launcher in parts}
@@ -56,23 +56,23 @@ class WaitPolicy:
 
 @dataclass(frozen=True)
 class DetachedJobs:
-    """Jobs that nobody waits for."""
+    """Jobs that are not waited for."""
 
     jobs: tuple[str, ...]
     under_way: tuple[str, ...]  # those of them that this call did not submit
 
 
 def get_only_part(run: RunDir, spec: JobSpec, node_type: str | None, *, purpose: str) -> Part:
-    """Return the part of a job on one type of node.
+    """Return the part of a job for one node type.
 
     Args:
         run: the run.
         spec: the job.
-        node_type: the type, where the job names several.
-        what: it is for, as the user calls it.
+        node_type: the node type, if the job names several.
+        purpose: the command or option that needs it, for the message.
 
     Raises:
-        SpecError: the job names several types and none is given, or has no such type.
+        SpecError: the job names several node types and none is given, or has no such node type.
     """
     parts = run.parts(spec, node_type)
     if len(parts) > 1:
@@ -81,32 +81,32 @@ def get_only_part(run: RunDir, spec: JobSpec, node_type: str | None, *, purpose:
 
 
 def require_confirmed(confirm: Callable[[Planned], bool], planned: Planned) -> None:
-    """Ask before money is spent.
+    """Request confirmation before money is spent.
 
     Raises:
-        OverBudget: the answer is no.
+        OverBudget: the plan was not confirmed.
     """
     if not confirm(planned):
         raise OverBudget("not confirmed; nothing was submitted")
 
 
 def describe_beyond_cap(subject: str, node_hours: float, cap: float | None) -> str:
-    """Return in words that something may take more node-hours than the cap; empty where it may not, or there is none."""
+    """Return a message if something may use more node-hours than the cap; else, or without a cap, an empty string."""
     if cap is None or node_hours <= cap:
         return ""
     return f"{subject} may take {words.format_number(node_hours)} node-hours, search.max_node_hours is {cap:g}"
 
 
 def require_within_cap(node_hours: Sequence[float], cap: float | None, *, first_jobs: float = 0.0) -> None:
-    """Keep the cap on node-hours over all types of node.
+    """Enforce the cap on node-hours over all parts of a job.
 
     Args:
-        node_hours: of the probes on each type.
+        node_hours: node-hours of the probes of each part.
         cap: search.max_node_hours.
         first_jobs: node-hours of the jobs that build the model and the dataset on a node.
 
     Raises:
-        OverBudget: it may take more.
+        OverBudget: the total may exceed the cap.
     """
     types = f" of all {len(node_hours)} parts (node types, lengths)" if len(node_hours) > 1 else ""
     subjects = [*([f"the probes{types}"] if node_hours else []), *([FIRST_JOB] if first_jobs else [])]
@@ -116,10 +116,10 @@ def require_within_cap(node_hours: Sequence[float], cap: float | None, *, first_
 
 
 def wait_for_jobs(run: RunDir, launcher: Launcher, jobs: Sequence[str], wait_policy: WaitPolicy) -> Work[RunStatus]:
-    """Wait until jobs have ended; return how.
+    """Wait until jobs have ended, and return the status of the run.
 
     Raises:
-        Pending: the time to wait is over, they are not.
+        Pending: some jobs have not ended when the timeout has passed.
     """
     run_status = None
     watched = status.watch_jobs(run, launcher, jobs, timeout=wait_policy.timeout)
@@ -140,7 +140,7 @@ def wait_for_jobs(run: RunDir, launcher: Launcher, jobs: Sequence[str], wait_pol
 
 
 def _list_reported_failures(run: RunDir) -> set[str]:
-    """Return why probes have failed, where none was measured: the error that follows says it."""
+    """Return the messages of failed probes if none was measured: the error that follows reports them."""
     results = run.results()
     if any(isinstance(result, Measured) for result in results):
         return set()
@@ -150,7 +150,7 @@ def _list_reported_failures(run: RunDir) -> set[str]:
 def make_interruption_of_jobs(
     run: RunDir, parts: Iterable[tuple[Part, Launcher]], wait_policy: WaitPolicy
 ) -> Interruption:
-    """Return what to raise on Ctrl-C where jobs of some parts of a run are submitted, or on the way."""
+    """Return the error to raise on Ctrl-C while jobs of some parts of a run are submitted or running."""
     hint = f"the same command attaches to them again; tula cancel {words.make_relative_path(run.path)} ends them"
     return wait_policy.interruption(parts, hint=hint, message="interrupted; the jobs go on")
 
@@ -158,7 +158,7 @@ def make_interruption_of_jobs(
 def warn_new_jobs(
     run: RunDir, launcher: Launcher, jobs: Sequence[str], under_way: Sequence[str], spec: JobSpec
 ) -> Iterator[Event]:
-    """Warn of jobs that will not start, of those submitted with other settings, and of variables that sbatch was not given."""
+    """Warn of jobs that will not start or have other settings, and of environment variables not passed to sbatch."""
     if spec.cluster.kind == "slurm" and (names := list_overriding_variables(os.environ)):
         yield WarningEvent(f"not passed to sbatch, because the job file decides that: {', '.join(names)} (environment)")
     submitted = [job for job in run.jobs() if job.id in jobs]

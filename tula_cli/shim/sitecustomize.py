@@ -1,4 +1,4 @@
-"""Found on PYTHONPATH by every Python of the job: hooks torch when it is imported, and only where TULA_PLAN is set."""
+"""Imported by every Python process of the job through PYTHONPATH; hooks torch at its import if TULA_PLAN is set."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ HERE = os.path.dirname(os.path.realpath(__file__))  # noqa: PTH120 - pathlib wou
 
 
 class AfterTorch:
-    """A finder that lets others find torch, and installs the hooks once it has run."""
+    """A finder that leaves finding torch to other finders, and installs the hooks after torch has been executed."""
 
     def __init__(self) -> None:
         self.asking = False
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:  # noqa: ARG002
-        """Return the spec of torch with an `exec_module` of its own; None for all other modules."""
+        """Return the spec of torch with a replaced `exec_module`; None for all other modules."""
         if name != "torch" or self.asking:
             return None
         from importlib.util import find_spec
@@ -40,16 +40,16 @@ class AfterTorch:
 
 
 class Submitted:
-    """A finder that takes the code as it was submitted before that of the working directory, where `python -m` looks first."""
+    """A finder that searches the submitted code before the working directory, where `python -m` looks first."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:  # noqa: ARG004
-        """Return the spec of a module that the code has; None for those within a package, which know their place."""
+        """Return the spec of a top-level module of the submitted code; None for submodules, which packages find."""
         return PathFinder.find_spec(name, os.environ["TULA_CODE"].split(os.pathsep)) if path is None else None
 
 
 def run_hidden() -> None:
-    """Run the sitecustomize that this one hides: those of EasyBuild, conda and distributions do real work."""
+    """Run the sitecustomize that this one hides: those of EasyBuild, conda and distributions are needed."""
     others = [folder for folder in sys.path if os.path.realpath(folder or ".") != HERE]
     spec = PathFinder.find_spec("sitecustomize", others)
     if spec is None or spec.loader is None:

@@ -1,1 +1,1 @@
-"""The output for people; the only package that imports rich."""
+"""Terminal output; the only package that imports rich."""

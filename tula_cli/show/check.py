@@ -47,7 +47,7 @@ _MAX_CHANGES_SHOWN = 6  # of an edited job, that are spelled out
 def render_checks(
     reports: "Mapping[str | None, CheckReport]", origins: Mapping[str, Origin]
 ) -> tuple[dict[str, Any], Iterator["RenderableType"]]:
-    """Return what is known of each type of node for the envelope, and what is shown of it."""
+    """Return the check reports of all node types as data for the envelope, and as output."""
     if None in reports:
         return {"report": reports[None], "origins": origins}, render_check(reports[None], origins)
     return {"types": dict(reports), "origins": origins}, render_by_type(
@@ -56,7 +56,7 @@ def render_checks(
 
 
 def render_check(report: "CheckReport", origins: Mapping[str, Origin]) -> Iterator["RenderableType"]:
-    """Show the job, its search and the cost of it; or the origin of each value of the job file."""
+    """Yield the job, its search and the cost of the search, preceded by the origin of each job file value if given."""
     if origins:
         made = make_table(("key", "value", "from"), left=range(3))
         for key, origin in origins.items():
@@ -89,13 +89,13 @@ def render_check(report: "CheckReport", origins: Mapping[str, Origin]) -> Iterat
 
 
 def describe_expectation(expectation: "Expectation", *, local: bool) -> str:
-    """Return in words what the probes are expected to take."""
+    """Describe the expected time and node-hours of the probes."""
     time = f"{format_duration(3600 * expectation.hours)} one job after the other, " if local else ""
     return f"expected {time}{format_number(expectation.node_hours)} node-h {expectation.basis}"
 
 
 def describe_search_cost(search_cost: "SearchCost") -> str:
-    """Return in words what each strategy takes beside the training."""
+    """Describe the cost of each search strategy as a share of the training's node-hours."""
     shares = ", ".join(f"{name} {_format_share(share)}" for name, share in search_cost.shares.items())
     return (
         f"of the node-hours of the training (batch {search_cost.batch} on {format_count(search_cost.nodes)}: {format_number(search_cost.node_hours)}) the search"
@@ -125,7 +125,7 @@ def _render_jobs(report: "CheckReport") -> Iterator["RenderableType"]:
 
 
 def _make_lengths_table(planned_lengths: "Sequence[PlannedLength]") -> "Table":
-    """One row a length of text: what is measured, and what memory holds as it is estimated."""
+    """Build a table with one row per sequence length: batches to measure and estimated memory."""
     byte, unit = choose_size_unit(max((max(length.memory, default=0) for length in planned_lengths), default=None))
     columns = [
         f"length\non {format_count(planned_lengths[0].nodes)}",
@@ -144,7 +144,7 @@ def _make_lengths_table(planned_lengths: "Sequence[PlannedLength]") -> "Table":
 
 
 def render_inspection(inspection: "Inspection") -> Iterator["RenderableType"]:
-    """Model, data and hardware, a line each."""
+    """Yield model, data and hardware, one line each."""
     shape = (
         f", each {inspection.sample}"
         if inspection.sample
@@ -165,7 +165,7 @@ def render_inspection(inspection: "Inspection") -> Iterator["RenderableType"]:
 
 
 def render_hooks(path: Path) -> Iterator["RenderableType"]:
-    """Show the lines to add to a script's loop."""
+    """Yield the lines to add to a script's training loop."""
     yield f"wrote {path}, to lie beside the script; without tula it does nothing"
     yield ""
     yield "import tula_hooks as tula"
@@ -175,7 +175,7 @@ def render_hooks(path: Path) -> Iterator["RenderableType"]:
 
 
 def describe_site(site: "Site | None") -> str:
-    """Return what `tula init slurm` has filled in, in words."""
+    """Describe the scheduler settings that `tula init slurm` has filled in."""
     from tula_cli.cluster.slurm.site import describe_partition, list_partitions_with_gpus
 
     if site is None:
@@ -193,7 +193,7 @@ def describe_site(site: "Site | None") -> str:
 
 
 def describe_proposal(made: "FromCommand", path: Path) -> tuple[dict[str, object], list[str]]:
-    """Return what was recognised of a command and what was not, for the envelope and a line each."""
+    """Return what was recognised and not recognised in a command, as data for the envelope and as lines."""
     spans, proposal = made.placeholders, made.recognised
     rows = [(f"{flag} {was}", f"{{{name}}}") for flag, (was, name) in spans.items()]
     width = max((len(was) for was, _ in rows), default=0)
@@ -227,14 +227,14 @@ def describe_proposal(made: "FromCommand", path: Path) -> tuple[dict[str, object
 
 
 def describe_check_state(task: "CheckTask", state: "SchedulerState") -> str:
-    """Return what a check of the cluster waits for."""
+    """Describe the scheduler state of a cluster check: state, reason and expected start."""
     starts = "" if state.starts_at is None else f", expected to start at {format_moment(state.starts_at)}"
     reason = f" ({state.reason})" if state.reason else ""
     return f"{task.job} on {format_count(task.nodes)}: {state.state}{reason}{starts}"
 
 
 def render_cluster_check(cluster_check: "ClusterCheck") -> Iterator["RenderableType"]:
-    """A row a node for what it has and one for how it is reached, then the network."""
+    """Yield two tables with one row per node (equipment and connection), then the network measurements."""
     report = cluster_check.report
     names = _describe_node_names(report)
     made = make_table(("node", "ranks", "GPUs", "driver", "torch", "CUDA", "NCCL", "CPUs\na rank", "memory\n(GiB)", "/dev/shm\n(GiB)"), left=(0, 2, 3, 4, 5, 6))  # fmt: skip
@@ -257,20 +257,20 @@ def render_cluster_check(cluster_check: "ClusterCheck") -> Iterator["RenderableT
 
 
 def _describe_node_names(report: "ClusterReport") -> list[str]:
-    """Return the hosts, with numbers where they are all one."""
+    """Return the host names, numbered if they are not unique."""
     hosts = [node.host for node in report.nodes]
     return hosts if len(set(hosts)) == len(hosts) else [f"{host} #{number}" for number, host in enumerate(hosts, 1)]
 
 
 def _describe_clock(node: "NodeReport") -> str:
-    """Return how far a clock is ahead of the first node's, in ms."""
+    """Return the offset of a node's clock from the first node's, in ms."""
     if node.node == 0:
         return "0"
     return f"{round(1000 * node.clock_offset, 2) + 0.0:+.2f} ± {1000 * node.clock_error:.2f}"
 
 
 def _describe_gpus(node: "NodeReport") -> str:
-    """Return "4 x NVIDIA A100 (80.0 GiB)"."""
+    """Describe the GPUs of a node, such as "4 x NVIDIA A100 (80.0 GiB)"."""
     names = " + ".join(f"{node.gpus.count(name)} x {name}" for name in dict.fromkeys(node.gpus))
     return f"{names} ({format_bytes(node.gpu_memory)})" if node.gpu_memory else "-"
 
@@ -305,7 +305,7 @@ _RESUMES = {
 
 
 def resume_test_data(resume_finding: "ResumeFinding") -> dict[str, Any]:
-    """Return what a rehearsal found, for the envelope."""
+    """Return the findings of a resume test for the envelope."""
     return {
         "rehearsal": resume_finding.rehearsal,
         "resumes": resume_finding.resumes,
@@ -315,7 +315,7 @@ def resume_test_data(resume_finding: "ResumeFinding") -> dict[str, Any]:
 
 
 def render_resume_test(resume_finding: "ResumeFinding") -> Iterator["RenderableType"]:
-    """A row a start of the script, and what follows from all of them."""
+    """Yield a table with one row per start of the script, followed by the conclusion of the resume test."""
     made = make_table(
         ("start", "batch", "steps", "samples", "left\nbefore", "first\nlr", "seconds", "ended"), left=(0, 7)
     )
@@ -338,7 +338,7 @@ def render_resume_test(resume_finding: "ResumeFinding") -> Iterator["RenderableT
 
 
 def describe_config_drift(config_drift: "ConfigDrift", command: str) -> str:
-    """Say how a job file differs from the run that came from it, with both values, and what takes the file's."""
+    """Describe how a job file differs from its run (both values), and the command that applies the file."""
     name, more = make_relative_path(Path(config_drift.file.path)), len(config_drift.changes) - _MAX_CHANGES_SHOWN
     if config_drift.problem:
         return f"{name} cannot be used any more, so these are the run's own settings: {config_drift.problem}"
@@ -356,7 +356,7 @@ def _shorten_text(value: Any) -> str:
 
 
 def describe_file_use(config_drift: "ConfigDrift", command: str) -> str:
-    """Return the command line that takes the values of a job file; where it is another job by now, it is measured."""
+    """Return the command line that applies a job file; `tula profile` if the file is a different job by now."""
     words = ["tula", "profile" if config_drift.elsewhere else command, make_relative_path(Path(config_drift.file.path))]
     return shlex.join([*words, *(word for override in config_drift.file.overrides for word in ("--set", override))])
 
@@ -364,11 +364,11 @@ def describe_file_use(config_drift: "ConfigDrift", command: str) -> str:
 # --- Memory
 
 ON_GPU = ("reserved", "libraries")
-"""Components that are told of a GPU alone."""
+"""Memory components that exist only on a GPU."""
 
 
 def render_estimate(report: "EstimateReport") -> Iterator["RenderableType"]:
-    """Memory of one GPU by local batch, component by component."""
+    """Yield the estimated memory of one GPU by local batch and component."""
     yield from render_inspection(report.inspection)
     yield ""
     yield _make_components_table(report)
@@ -390,7 +390,10 @@ def render_estimate(report: "EstimateReport") -> Iterator["RenderableType"]:
 
 
 def _make_components_table(report: "EstimateReport") -> "Table":
-    """Eq. 3 at each local batch; for a GPU also what the libraries hold, what the allocator keeps, and what is needed."""
+    """Build the table of Eq. 3 at each local batch.
+
+    For a GPU it includes the memory of libraries, the memory reserved by the allocator, and the memory needed.
+    """
     from tula_cli.run.records.base import Components  # with pydantic, which --help does without
 
     byte, unit = choose_size_unit(max(*report.needed, *(row.memory.reserved for row in report.rows)))
@@ -405,7 +408,7 @@ def _make_components_table(report: "EstimateReport") -> "Table":
 
 
 def _describe_data_memory(report: "EstimateReport") -> Iterator[str]:
-    """Say what data may take of the node's own memory."""
+    """Describe the host memory that data loading may use."""
     if report.data is None:
         return
     pinned = f" and {format_bytes(report.data.pinned)} pinned" if report.data.pinned else ""
@@ -417,7 +420,7 @@ def _describe_data_memory(report: "EstimateReport") -> Iterator[str]:
 
 
 def _describe_excluded_memory(report: "EstimateReport") -> Iterator[str]:
-    """Say what the libraries are, and what PyTorch's allocator is to that."""
+    """Explain the memory outside of tensors: libraries and PyTorch's allocator, or the process on a CPU."""
     if report.gpu:
         yield (
             "reserved: what PyTorch's allocator takes where there is room; needed: the least it runs in, and the libraries"
@@ -439,7 +442,7 @@ _WIDEST = max(map(len, _STYLES))
 
 
 def render_site_check(site_check: "SiteCheck") -> Iterator["RenderableType"]:
-    """A line for each finding: whether it is right, what it is about, what is so, and what to do."""
+    """Yield one line per finding: verdict, subject, message and advice."""
     for finding in site_check.findings:
         advice = f" ({finding.advice})" if finding.advice else ""
         line = f"{finding.verdict.ljust(_WIDEST)}  {finding.about}: {finding.message}{advice}"

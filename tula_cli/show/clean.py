@@ -21,7 +21,7 @@ KIND_DESCRIPTIONS = {
 
 
 def render_spaces(run_spaces: "Sequence[RunSpace]", *, width: int) -> "Iterator[RenderableType]":
-    """A row a run and kind of what may go, and what follows from it."""
+    """Yield a table with one row per run and kind of removable files, followed by the consequences of removing them."""
     rows = [row for run_space in run_spaces for row in _list_space_rows(run_space)]
     yield from render_long_table(
         ("run", "last written", "holds", "may go", "number", "size"), rows, left=(0, 1, 3), width=width
@@ -57,13 +57,13 @@ def _list_space_rows(run_space: "RunSpace") -> list[list[str]]:
 
 
 def describe_cleaned(done: "CleanResult") -> Iterator[str]:
-    """The disk space that was freed."""
+    """Yield the disk space that was freed, and the problems."""
     yield f"freed {format_bytes(done.size)} in {done.files} {'file or folder' if done.files == 1 else 'files or folders'}"
     yield from (f"not all of {problem}" for problem in done.problems)
 
 
 def clean_data(run_spaces: "Sequence[RunSpace]", done: "CleanResult | None") -> dict[str, Any]:
-    """The same for --json; `freed` is None where nothing was touched. Bytes."""
+    """Return the removable files and the result for --json (sizes in bytes); `freed` is None if nothing was removed."""
     return {
         "runs": [{**vars(run_space), "size": run_space.size} for run_space in run_spaces],
         "size": sum(run_space.size for run_space in run_spaces),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def render_compare_plan(plan: "ComparePlan", *, scripts: Sequence[str] = ()) -> Iterator["RenderableType"]:
-    """The grid in the order it is trained, and what it may take."""
+    """Yield the grid in training order, with the expected time and cost."""
     todo = {cell.signature for cell in plan.missing}
     made = make_table(
         (
@@ -85,7 +85,7 @@ def _describe_costs(plan: "ComparePlan") -> Iterator[str]:
 
 
 def render_comparison(compare_report: "CompareReport", *, width: int, color: bool) -> Iterator["RenderableType"]:
-    """Table I for the user's own job, and accuracy (or loss) against the batch."""
+    """Yield Table I of the paper for the user's job, and a plot of accuracy (or loss) against the batch size."""
     if compare_report.first_round and compare_report.epochs is not None:
         yield f"round 1: {compare_report.epochs[0]} of {compare_report.epochs[1]} epochs, one seed; not to be compared with full trainings"
         yield make_comparison_table(compare_report, compare_report.first_round)
@@ -115,26 +115,29 @@ def render_comparison(compare_report: "CompareReport", *, width: int, color: boo
 
 
 def list_column_headings(compare_report: "CompareReport") -> tuple[str, ...]:
-    """Return the heads of the metrics' columns: a script's have its own names, and no unit."""
+    """Return the headings of the metric columns; a script's metrics keep their names and have no unit."""
     if compare_report.of_script:
         return tuple(metric.replace("best_", "best ", 1) for metric in compare_report.columns)
     return tuple({"top1": "top-1 (%)", "top5": "top-5 (%)"}.get(metric, metric) for metric in compare_report.columns)
 
 
 def describe_moment(compare_report: "CompareReport") -> str:
-    """Return when the metrics are of."""
+    """Describe at which point of the training the metrics were taken."""
     return "the last and the best that was told" if compare_report.of_script else "after the last epoch"
 
 
 def describe_lost_rows(compare_report: "CompareReport") -> str:
-    """Return what a gap above 0 is."""
+    """Describe the meaning of a positive gap."""
     if not compare_report.of_script:
         return "top-1 lost" if compare_report.metric == "top1" else "loss added"
     return f"{compare_report.metric} added" if compare_report.less_is_better else f"{compare_report.metric} lost"
 
 
 def choose_metric_digits(compare_report: "CompareReport", metric: str) -> int:
-    """Return the decimals that a metric is told with: of a script's own, whose unit nobody knows, four digits in all."""
+    """Return the decimals with which a metric is shown.
+
+    A script's metric, whose unit is unknown, has as many as give its largest value four significant digits.
+    """
     if not compare_report.of_script:
         return 4 if metric == "loss" else 2
     largest = max((abs(stat.mean) for row in compare_report.rows if (stat := row.stat(metric))), default=0.0)
@@ -142,12 +145,12 @@ def choose_metric_digits(compare_report: "CompareReport", metric: str) -> int:
 
 
 def choose_time_column(compare_report: "CompareReport") -> tuple[float, str]:
-    """Return the seconds of the unit that a training's time is told in, and its name."""
+    """Return the unit of the time column: its size in seconds and its name."""
     return choose_time_unit(3600 * max((row.hours or 0.0 for row in compare_report.rows), default=0.0))
 
 
 def make_comparison_table(compare_report: "CompareReport", rows: "Sequence[ComparisonRow]") -> "Table":
-    """One row a method at a batch."""
+    """Build the table of a comparison, with one row per method and batch."""
     divisor, unit = choose_time_column(compare_report)
     shown = [row for row in rows if row.cells]
     made = make_table(
@@ -185,7 +188,7 @@ def make_comparison_table(compare_report: "CompareReport", rows: "Sequence[Compa
 
 
 def format_spread(value: "SeedStatistics | None", digits: int) -> str:
-    """Return "62.43 ± 0.86"; one seed has no spread."""
+    """Format a mean with its spread, such as "62.43 ± 0.86"; the spread is omitted for a single seed."""
     if value is None:
         return "-"
     return f"{value.mean:.{digits}f}" + ("" if value.sd is None else f" ± {value.sd:.{digits}f}")

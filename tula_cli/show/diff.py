@@ -1,4 +1,4 @@
-"""Output of `tula diff`: the answer, the differences, and every configuration that both runs have."""
+"""Output of `tula diff`: the answer, the differences, and all configurations that both runs have."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -36,7 +36,7 @@ _MAX_FILES_SHOWN = 20
 
 
 def render_difference(run_difference: "RunDifference") -> Iterator["RenderableType"]:
-    """The answer in a line or two, and the tables behind it; what is alike is left out."""
+    """Yield the answer in one or two lines and the tables behind it; equal values are left out."""
     yield from (
         f"{letter}  {_describe_run(run)}" for letter, run in (("A", run_difference.before), ("B", run_difference.after))
     )

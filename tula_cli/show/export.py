@@ -1,4 +1,4 @@
-"""Lines on what `tula export` has sent or written, and where to look at it."""
+"""Output of `tula export`: what was sent or written, and where to view it."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def describe_exports(exporteds: "Sequence[Exported]") -> "Iterator[str]":
-    """A line or two a tracker."""
+    """Yield two lines per tracker: the result of the export and its destination."""
     for exported in exporteds:
         new = [
             format_count(count, noun)
@@ -28,7 +28,7 @@ def describe_exports(exporteds: "Sequence[Exported]") -> "Iterator[str]":
 
 
 def _describe_destination(exported: "Exported") -> str:
-    """Return how to look at what a tracker has."""
+    """Return the command or address for viewing the exported data."""
     if exported.to == "tensorboard":
         return f"tensorboard --logdir {exported.uri}"
     if exported.offline:

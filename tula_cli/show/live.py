@@ -1,4 +1,4 @@
-"""The live display while a command waits."""
+"""Live display while a command waits."""
 
 import os
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def open_live_display(screen: Screen) -> Iterator["Live"]:
-    """Show a status that changes: drawn in configuration on a terminal, otherwise one line a change."""
+    """Show a changing status: redrawn in place on a terminal, otherwise one line per change."""
     if screen.quiet:
         yield Live(screen)
     elif not screen.err.isatty() or os.environ.get("TERM") == "dumb" or screen.as_json:
@@ -32,24 +32,24 @@ def open_live_display(screen: Screen) -> Iterator["Live"]:
 
 
 class Live:
-    """Shows nothing but warnings; the quiet one."""
+    """Quiet display, which shows only warnings."""
 
     def __init__(self, screen: Screen) -> None:
         self.screen = screen
 
     def update(self, now: "RunStatus") -> None:
-        """Show a newer status."""
+        """Show a newer status of the run."""
         for text in now.training.warnings if now.training is not None else ():
             self.screen.warn(text)
 
     def compared(self, now: "Progress") -> None:
-        """Show how far a comparison is."""
+        """Show the progress of a comparison."""
         if now.problem and now.ended is not None:
             self.screen.warn(f"{now.ended.description} failed: {get_first_line(now.problem)}")
 
 
 class ChangesLive(Live):
-    """One line a change of state, for logs and terminals that cannot draw."""
+    """Display with one line per change of state, for logs and terminals that cannot redraw."""
 
     def __init__(self, screen: Screen) -> None:
         super().__init__(screen)
@@ -86,7 +86,7 @@ def _describe_changes(job: "JobStatus") -> str:
 
 
 def _describe_log_tail(job: "JobStatus") -> str:
-    """Return a job in one line."""
+    """Describe a job in one line."""
     parts = [f"{job.id}: {job.state}"]
     ended = job.kind == "probe" and job.state == "failed"  # what follows tells why, once
     parts += [story] if not ended and (story := describe_job_state(job)) else []
@@ -99,7 +99,7 @@ def _describe_log_tail(job: "JobStatus") -> str:
 
 
 class DrawnLive(Live):
-    """A table redrawn in configuration on stderr."""
+    """Table redrawn in place on stderr."""
 
     def __init__(self, screen: Screen) -> None:
         super().__init__(screen)
@@ -139,7 +139,7 @@ class DrawnLive(Live):
 
 
 def describe_comparison(now: "Progress") -> str:
-    """One line: how far a comparison is, and what it does."""
+    """Describe the progress of a comparison in one line."""
     at_most, of_two = "at most " if now.undecided else "", f"round {now.round} of 2: " if now.round else ""
     parts = [f"{of_two}{now.done} of {at_most}{format_count(now.total, 'training')} done"]
     parts += [f"{now.failed} failed"] if now.failed else []

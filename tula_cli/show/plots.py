@@ -1,4 +1,4 @@
-"""Plots in the terminal."""
+"""Plots for the terminal."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 # --- Canvas
 
 SHADES = {"red": 31, "green": 32, "yellow": 33, "blue": 34, "magenta": 35, "cyan": 36}
-"""ANSI's numbers of colours."""
+"""ANSI numbers of colours."""
 Y_STEP = 3
-"""Rows from one tick to the next."""
+"""Rows between two ticks."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Points (x, y), ascending by x, with dots between them where there are several."""
+    """Points (x, y), ascending by x; consecutive points are connected by dots."""
 
     points: Sequence[tuple[float, float]]
     marker: str
@@ -39,16 +39,16 @@ def draw_curves(
     height: int,
     color: bool,
 ) -> str:
-    """Return a drawing of curves; later ones lie over earlier ones.
+    """Return a text plot of curves; later curves are drawn over earlier ones.
 
     Args:
-        title: above it.
-        curves: what is drawn.
-        ticks: what stands below which x.
-        label: below the ticks.
-        width: of all of it, in columns.
-        height: of all of it, in lines.
-        color: whether to colour the curves, by ANSI's sequences.
+        title: text above the plot.
+        curves: curves to draw.
+        ticks: labels by x value.
+        label: text below the ticks.
+        width: total width in columns.
+        height: total height in lines.
+        color: whether to colour the curves with ANSI sequences.
     """
     ys = [y for curve in curves for _, y in curve.points]
     low, high, rows = min(ys), max(ys), height - 5
@@ -77,7 +77,7 @@ def draw_curves(
 
 
 def _place_labels(columns: Mapping[int, str], width: int) -> str:
-    """Return the words of ticks, each about the middle of its column and inside the frame."""
+    """Return the line of tick labels, each centred on its column and kept inside the frame."""
     line = [" "] * width
     for column, text in columns.items():
         start = max(0, min(column - (len(text) - 1) // 2, width - len(text)))
@@ -89,10 +89,10 @@ class _Grid:
     """Characters by row, from the top, and column.
 
     Args:
-        width: columns.
-        height: rows.
-        x: the values of the first and the last column.
-        y: the values of the last and the first row.
+        width: number of columns.
+        height: number of rows.
+        x: values of the first and the last column.
+        y: values of the last and the first row.
     """
 
     def __init__(self, width: int, height: int, x: tuple[float, float], y: tuple[float, float]) -> None:
@@ -108,7 +108,7 @@ class _Grid:
         return round((high - y) / (high - low) * (self.height - 1))
 
     def add(self, curve: Curve) -> None:
-        """Draw a curve over what is there."""
+        """Draw a curve over the current content."""
         places = [(self.row(y), self.column(x)) for x, y in curve.points]
         for start, end in pairwise(places):
             for place in _list_line_cells(start, end):
@@ -123,7 +123,7 @@ class _Grid:
 
 
 def _list_line_cells(start: tuple[int, int], end: tuple[int, int]) -> Iterator[tuple[int, int]]:
-    """Yield the places of a straight line."""
+    """Yield the cells of a straight line."""
     steps = max(abs(end[0] - start[0]), abs(end[1] - start[1]), 1)
     for step in range(steps + 1):
         share = step / steps
@@ -146,10 +146,10 @@ COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 
 def render_plots(recommendation: "Recommendation", *, width: int, color: bool) -> Iterator[str]:
-    """Time and cost against the global batch, one curve for each number (and type) of nodes; O marks the choice.
+    """Yield plots of time and cost against the global batch, with one curve per node count (and type); O is the choice.
 
-    Of many configurations only some are listed; where these are on more nodes than there are markers, there is one curve of
-    the best of each batch instead.
+    If only some of many configurations are listed and they have more curves than there are markers, one curve of the
+    best of each batch is drawn instead.
     """
     rows = [row for row in recommendation.rows if row.market == recommendation.choice.market]
     if len({row.batch for row in rows}) < 2:
@@ -192,7 +192,7 @@ def _draw_plot(
     width: int,
     color: bool,
 ) -> str:
-    """Draw values by (type, nodes, batch) over a binary logarithm of the batch, as text of at most `width` columns."""
+    """Plot values by (type, nodes, batch) against log2 of the batch, as text of at most `width` columns."""
     kinds, batches = sorted({key[:2] for key in values}), sorted({key[2] for key in values})
     curves = [
         Curve(sorted((math.log2(key[2]), value) for key, value in values.items() if key[:2] == kind), marker, shade)
@@ -214,7 +214,7 @@ def _draw_curves_over_batches(
 
 
 def draw_comparison_plot(compare_report: "CompareReport", *, width: int, color: bool) -> str:
-    """Draw the metric against the batch, a curve a method; the reference is a point of its own."""
+    """Plot the metric against the batch with one curve per method; the reference is a separate point."""
     values: dict[str, list[tuple[float, float]]] = {}
     for row in sorted(compare_report.rows, key=lambda row: row.batch):
         value = row.stat(compare_report.metric)

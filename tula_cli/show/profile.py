@@ -32,7 +32,7 @@ def render_plans(plans_by_type: "Mapping[str | None, ProfilePlan | UpperBoundPla
 
 
 def render_dry_run(dry_runs: "Mapping[str | None, DryRun]") -> Iterator["RenderableType"]:
-    """The same, with the scripts that would be submitted."""
+    """Show the plan for each node type with the scripts that would be submitted."""
     yield from render_by_type(
         dry_runs, lambda dry_run_of_type: render_plan(dry_run_of_type.plan, scripts=dry_run_of_type.scripts)
     )
@@ -95,7 +95,7 @@ def _render_certainty(words: str) -> Iterator[str]:
 
 
 def render_profile_report(report: "ProfileReport") -> Iterator["RenderableType"]:
-    """One row a probe."""
+    """Yield a table with one row per probe, then failures, notes and the next step."""
     byte, memory = choose_size_unit(max((row.memory.peak for row in report.measured), default=None))
     made = make_table(
         ("nodes", "batch", "local\nbatch", "step\n(ms)", "sync\n(ms)", "data wait\n(ms)", "samples/s", f"memory\n({memory}/GPU)", "outcome"),

@@ -1,4 +1,4 @@
-"""The output of `tula recommend`: the choice, all predictions, the front."""
+"""Output of `tula recommend`: the choice, all predictions and the Pareto front."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 MOST = 1000
-"""Forecasts that one table shows: a hundred thousand take minutes to lay out, and nobody reads them."""
+"""Maximum number of predictions shown in one table, because laying out very many takes minutes."""
 
 MORE = "--all shows the others, and has results.csv hold them"
 
@@ -43,10 +43,16 @@ def render_recommendation(
     more: str = MORE,
     drawn: "Recommendation | None" = None,
 ) -> Iterator["RenderableType"]:
-    """The choice and its reason, the table of what was possible, and the plot of time and cost.
+    """Yield the choice and its reason, the table of configurations, and plots of time and cost.
 
-    With `pareto` the table holds only what nothing else beats in time, cost and, where it is known, energy; with `every` all
-    that is feasible; `more` says where the others are. `drawn` has the rows of the plots, where they are others.
+    Args:
+        recommendation: the recommendation.
+        width: columns of the screen.
+        color: whether the plots have colours.
+        pareto: show only configurations on the Pareto front of time, cost and, if known, energy.
+        every: show all feasible configurations.
+        more: note on where the configurations left out can be found.
+        drawn: recommendation with the rows of the plots, if they differ.
     """
     from rich.text import Text
 
@@ -104,7 +110,7 @@ EXPLAIN = "how the fit was made: --explain"
 def render_explanation(
     recommendation: "Recommendation", regressions: Mapping[str, Sequence["RegressionSummary"]]
 ) -> Iterator[str]:
-    """The fit in words, which trainings count in it, and the regressions behind it by type of node."""
+    """Yield the fit in words, the trainings used in it, and its regressions by node type."""
     yield ""
     yield from (f"fit: {line}" for line in recommendation.fit.splitlines())
     yield from describe_learnt(recommendation)
@@ -117,7 +123,7 @@ def render_explanation(
 
 
 def render_validation(judged: Mapping[str, Sequence["Validation"]]) -> Iterator["RenderableType"]:
-    """How well each strategy would have foreseen the probes that it does not take; nothing where none was judged."""
+    """Yield the prediction errors of each strategy on the probes that it does not use, one table per node type."""
     for kind, rows in judged.items():
         made = make_table(
             ["strategy", "probes", "unseen", "median\nerror (%)", "p90\nerror (%)", "inside 90 %\ninterval (%)"],
@@ -134,7 +140,7 @@ def render_validation(judged: Mapping[str, Sequence["Validation"]]) -> Iterator[
 
 
 def _start(recommendation: "Recommendation") -> Iterator[str]:
-    """The scheduler's own estimate of when a training of the choice would start."""
+    """Yield the scheduler's estimate of when a training of the choice would start."""
     estimate = recommendation.start_estimate
     if estimate is None:
         return
@@ -149,7 +155,7 @@ def _start(recommendation: "Recommendation") -> Iterator[str]:
 
 
 def _describe_continuation(recommendation: "Recommendation") -> Iterator[str]:
-    """Say what the rest of the training under way takes there, and as it goes."""
+    """Describe the rest of the active training: its duration and cost as it is, and as recommended."""
     rest = recommendation.continuation
     if rest is None:
         return
@@ -169,7 +175,7 @@ def _describe_continuation(recommendation: "Recommendation") -> Iterator[str]:
 
 
 def _describe_fallback(recommendation: "Recommendation") -> Iterator[str]:
-    """Say what the choice would be trained with after an out-of-memory, and what that takes."""
+    """Describe the out-of-memory fallback of the choice and its duration."""
     fallback, choice = recommendation.fallback, recommendation.choice
     if fallback is None:
         return
@@ -180,14 +186,14 @@ def _describe_fallback(recommendation: "Recommendation") -> Iterator[str]:
 
 
 def _describe_better(rows: Iterable["Prediction"]) -> str:
-    """Say what beats a configuration, as the front of these rows has it."""
+    """Describe the condition under which one configuration beats another on the Pareto front of these rows."""
     if all(row.kwh is not None for row in rows):
         return "as fast, as cheap and as low in energy, and better in one of them"
     return "both faster and cheaper"
 
 
 def describe_unsaved_answer(recommendation: "Recommendation", known: "Recommendation | None") -> str:
-    """Say of an answer that is not kept what `tula train` takes instead: `known`, or nothing."""
+    """Explain that an answer is not saved, and what `tula train` uses instead: the saved answer `known`, if any."""
     if recommendation.continuation is not None:
         return (
             "only shown: the training goes on as it is; with --save, tula cancel and tula train have it go on as chosen"
@@ -199,7 +205,7 @@ def describe_unsaved_answer(recommendation: "Recommendation", known: "Recommenda
 
 
 def _describe_same_progress(recommendation: "Recommendation") -> Iterator[str]:
-    """Say what the choice takes to the same progress, apart from what it takes for the epochs of the spec."""
+    """Describe epochs, time and cost of the choice to the same progress, in addition to those for the spec's epochs."""
     row = recommendation.choice.same_progress
     if row is not None:
         yield (
@@ -209,14 +215,14 @@ def _describe_same_progress(recommendation: "Recommendation") -> Iterator[str]:
 
 
 def _describe_refreshes(recommendation: "Recommendation") -> Iterator[str]:
-    """Say what refreshing the scaling factors takes of the choice's time, where it is worth a word."""
+    """Report the share of the choice's time spent on refreshing scaling factors, if it exceeds 1 %."""
     share = recommendation.choice.refresh_share
     if share is not None and share > 0.01:
         yield f"of that {100 * share:.2g} % for refreshing the scaling factors (ags.refresh says how often)"
 
 
 def render_same_progress(recommendation: "Recommendation") -> "Table":
-    """The best configuration of each batch on the way to the same progress, beside its time for the spec's epochs."""
+    """Build a table of the best configuration per batch to the same progress, with its time for the spec's epochs."""
     from tula_cli.models.choice.objective import find_envelope
 
     rows = [(row, row.same_progress) for row in find_envelope(recommendation.rows, curve="accuracy-time")]
@@ -245,18 +251,18 @@ def render_same_progress(recommendation: "Recommendation") -> "Table":
 
 
 SIGNS = {"wide_interval": "?", "within_noise": "~", "efficiency_above_110": "!"}
-"""The sign before a figure with a caveat, by the keys of `CAVEATS`."""
+"""Sign before a figure with a caveat, by the keys of `CAVEATS`."""
 
 
 def _list_caveat_signs(caveats: Sequence[str], *names: str) -> str:
-    """Return the signs of those of some caveats that a figure has."""
+    """Return the signs of the named caveats that are present."""
     from tula_cli.run.records.recommendations import get_caveat_kind
 
     return "".join(SIGNS[get_caveat_kind(name)] for name in names if name in caveats)
 
 
 def _render_with_signs(made: "Table") -> "Iterator[RenderableType]":
-    """Yield a table, and a line that explains the signs before its figures, if it has any."""
+    """Yield a table, and the legend of its caveat signs if it has any."""
     from tula_cli.run.records.recommendations import CAVEATS
 
     yield made
@@ -270,7 +276,7 @@ MARKETS = {"on_demand": "on demand", "spot": "on spot"}
 
 
 def _describe_other_market(recommendation: "Recommendation") -> Iterator[str]:
-    """Say what the choice takes on the market that it is not for, and how that compares."""
+    """Describe the time and cost of the choice on the other market, relative to its own market."""
     here, there = recommendation.choice, recommendation.other_market
     if there is None:
         return
@@ -292,7 +298,10 @@ def _describe_change(change: float, more: str, less: str) -> str:
 
 
 def _select_rows(recommendation: "Recommendation") -> list[dict[str, "Prediction"]]:
-    """Return what is worth a row: all where they are few, else the choice, runners-up, what nothing beats, what was measured."""
+    """Select the configurations to list: all of them if they are few.
+
+    Otherwise the choice and runners-up come first, then the Pareto front, then measured configurations.
+    """
     from tula_cli.services.recommendation.listed import MAX_ROWS_LISTED  # and numpy, which no look has time for
 
     configs = _group_by_config(recommendation.rows)
@@ -318,19 +327,19 @@ def _describe_left_out(recommendation: "Recommendation", more: str, *, pareto: b
 
 
 def describe_where_all_are(*, kept: bool) -> str:
-    """Say where all configurations are that no table shows; `kept`: whether results.csv was written."""
+    """Describe where to find configurations that no table shows; `kept` states whether results.csv was written."""
     return f"results.csv holds them all{'' if kept else ' with --save'}, and --json tells them"
 
 
 def _describe_total(recommendation: "Recommendation") -> int:
-    """Return how many configurations there are in all."""
+    """Return the total number of configurations."""
     return (
         len(_group_by_config(recommendation.rows)) if recommendation.candidates is None else recommendation.candidates
     )
 
 
 def make_predictions_table(recommendation: "Recommendation", *, every: bool = False) -> "Table":
-    """One row a feasible configuration, as the recommendation orders them; what spot nodes take is beside it."""
+    """Build the table of feasible configurations in the recommendation's order, with time and cost on spot nodes."""
     divisor, unit = choose_time_unit(3600 * max(row.hours for row in recommendation.rows))
     byte, memory = choose_size_unit(max((row.peak_memory or 0 for row in recommendation.rows), default=None))
     marks, caveats = _list_row_marks(recommendation), recommendation.caveats
@@ -363,7 +372,7 @@ def make_predictions_table(recommendation: "Recommendation", *, every: bool = Fa
 
 
 def make_lengths_table(recommendation: "Recommendation") -> "Table":
-    """One row a length of text: the largest batch that memory holds, and the batch of most tokens a second."""
+    """Build a table with one row per sequence length: the largest batch that fits, and the batch with most tokens/s."""
     fastest = [row for length in recommendation.lengths if (row := length.fastest) is not None]
     divisor, unit = choose_time_unit(3600 * max((row.hours for row in fastest), default=0.0))
     byte, memory = choose_size_unit(max((row.peak_memory or 0 for row in fastest), default=None))
@@ -394,7 +403,7 @@ def make_lengths_table(recommendation: "Recommendation") -> "Table":
 
 
 def make_front_table(recommendation: "Recommendation") -> "Table":
-    """One row a configuration that nothing else beats in time, cost and, where it is known, energy; fastest first."""
+    """Build the table of the Pareto front of time, cost and, if known, energy, in the recommendation's order."""
     rows = [row for row in recommendation.rows if row.pareto]
     divisor, unit = choose_time_unit(3600 * max(row.hours for row in rows))
     typed = any(row.type for row in recommendation.rows)
@@ -438,7 +447,7 @@ def _list_row_marks(recommendation: "Recommendation") -> dict[tuple[str, int, in
 
 
 def _group_by_config(rows: Iterable["Prediction"]) -> list[dict[str, "Prediction"]]:
-    """Return what each configuration takes by market, in the order of the rows."""
+    """Group predictions by configuration and market, in the order of the rows."""
     offers_by_configuration: dict[tuple[str, int, int], dict[str, Prediction]] = {}
     for row in rows:
         offers_by_configuration.setdefault(get_configuration_key(row), {})[row.market] = row
@@ -446,12 +455,12 @@ def _group_by_config(rows: Iterable["Prediction"]) -> list[dict[str, "Prediction
 
 
 def _make_energy_heading(rows: Iterable["Prediction"]) -> list[str]:
-    """Return the heading of the column of energy; none where no row has it."""
+    """Return the heading of the energy column, or an empty list if no row has energy."""
     return ["energy\n(kWh)"] if any(row.kwh is not None for row in rows) else []
 
 
 def _format_interval(low: float | None, high: float | None) -> str:
-    """Return the cell of an interval; with a sign where it is too wide to decide by."""
+    """Format an interval, with a sign if it is too wide for a decision."""
     if low is None or high is None:
         return "-"
     return f"{SIGNS['wide_interval'] * is_too_wide(low, high)}{format_number(low)} .. {format_number(high)}"
@@ -466,7 +475,7 @@ def _format_kwh(row: "Prediction | None", caveats: "Caveats") -> str:
 
 
 def _format_time_and_cost(row: "Prediction | None", divisor: float, caveats: "Caveats") -> tuple[str, str, str]:
-    """Return the cells of a time, its interval and a cost; dashes where the limits leave none."""
+    """Return the cells of time, interval and cost; dashes without a prediction."""
     if row is None:
         return "-", "-", "-"
     names = caveats.caveats_of(row)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def render_overview(document: "Document", *, written: Sequence[str]) -> Iterator["RenderableType"]:
-    """Yield question, answer and facts, and a row a section."""
+    """Yield question, answer and facts, then a table with one row per section."""
     from rich.text import Text
 
     yield document.question

@@ -1,4 +1,4 @@
-"""The screen: the answer to stdout, all else to stderr, the JSON envelope."""
+"""Terminal output: answers on stdout, everything else on stderr, and the JSON envelope."""
 
 import codecs
 import dataclasses
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 _ASCII = str.maketrans("┌┐└┘┬┤│─━·•●◆★…–—−×±µ≤≥→", "++++++|--.**o*.---x~u<>>")
-"""The nearest letters to what tables and plots are drawn of, one for one: columns stay where they are."""
+"""ASCII replacements of the characters of tables and plots, one for one to keep columns aligned."""
 
 
 def replace_missing_letters(stream: TextIO) -> None:
-    """From now on write something else for what a stream has no letters for: latin-1, and ascii where LC_ALL is C."""
+    """Make a stream replace characters that its encoding lacks, for example latin-1, or ASCII with LC_ALL=C."""
     codecs.register_error("tula", _find_nearest_characters)
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="tula")
@@ -43,28 +43,28 @@ def _find_nearest_characters(error: UnicodeError) -> tuple[str | bytes, int]:
 
 
 SCHEMA_VERSION = 1
-"""Of the JSON envelope; a change that breaks a reader makes it 2."""
+"""Version of the JSON envelope, increased by changes that break readers."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """A value of the spec and the file, variable or flag it comes from."""
+    """A value of the job spec and the file, variable or flag it comes from."""
 
     value: Any
     source: str
 
 
 class Screen:
-    """Where the words of one command go.
+    """Output of one command.
 
     Args:
-        command: its name, for the envelope.
-        as_json: the answer is one JSON object.
-        quiet: nothing on stderr but warnings and errors.
-        verbose: tracebacks and details as well.
-        color: False for none; None asks the terminal, NO_COLOR and TERM.
-        out: stdout, another one in tests.
-        err: stderr, another one in tests.
+        command: name of the command, for the envelope.
+        as_json: whether the answer is a single JSON object.
+        quiet: whether only warnings and errors appear on stderr.
+        verbose: whether to print tracebacks and details as well.
+        color: False to disable colours; None decides by the terminal, NO_COLOR and TERM.
+        out: stdout, or a replacement in tests.
+        err: stderr, or a replacement in tests.
     """
 
     def __init__(
@@ -91,10 +91,10 @@ class Screen:
         self.warnings: list[str] = []
         self._data: Any = None
         self._answered = False
-        self.drawn: Console | None = None  # draws in configuration on stderr
+        self.drawn: Console | None = None  # draws in place on stderr
 
     def expect(self, arguments: Sequence[str]) -> None:
-        """Guess command and flags from the arguments, for what is wrong before they are parsed."""
+        """Guess command and flags from the arguments, for errors that occur before parsing."""
         self.command = next((word for word in arguments if not word.startswith("-")), "")
         self.as_json = "--json" in arguments
         self.verbose = "-v" in arguments or "--verbose" in arguments
@@ -103,18 +103,18 @@ class Screen:
     # --- words beside the answer
 
     def note(self, text: str) -> None:
-        """Say what goes on."""
+        """Report progress on stderr, unless quiet."""
         if not self.quiet:
             self._say(text)
 
     def warn(self, text: str) -> None:
-        """Say something once that the user should know; the envelope carries it too."""
+        """Print a warning unless it was printed before; the envelope contains it too."""
         if text not in self.warnings:
             self.warnings.append(text)
             self._say(f"warning: {text}")
 
     def _say(self, text: str) -> None:
-        """Write to stderr; on a terminal without breaking words, and above what is drawn there."""
+        """Write to stderr; on a terminal, wrap at spaces and print above a live display."""
         text = without_controls(text)
         if self.drawn is not None:
             self.drawn.print(text)
@@ -125,12 +125,12 @@ class Screen:
         print(text, file=self.err, flush=True)
 
     def confirm(self, question: str) -> bool:
-        """Ask on the terminal; anything but yes is no."""
+        """Ask a yes/no question on the terminal; any answer except y or yes counts as no."""
         print(f"{without_controls(question)} [y/N] ", end="", file=self.err, flush=True)
         return sys.stdin.readline().strip().lower() in ("y", "yes")
 
     def ask(self, why: str, question: str, choices: Sequence[str] = ()) -> str | None:
-        """Ask on the terminal for one of the choices, or without any for a whole number; None where nobody answers."""
+        """Ask on the terminal for one of `choices`, or without them for a positive integer; None without an answer."""
         if why:
             print(why, file=self.err)
         offered = f" [{'/'.join(choices)}]" if choices else ""
@@ -145,7 +145,7 @@ class Screen:
     # --- the answer
 
     def answer(self, data: Any, parts: Iterable["RenderableType"]) -> None:
-        """Give the answer: `data` in the envelope, or else the parts, which are made only when they are shown."""
+        """Give the answer: `data` in the envelope, otherwise the parts, which are created only when shown."""
         self._answered = True
         if self.as_json:
             self._data = to_plain_data(data)
@@ -156,23 +156,23 @@ class Screen:
         self.out.flush()  # warnings follow on stderr, which may be the same file
 
     def aside(self, parts: Iterable["RenderableType"]) -> None:
-        """Show parts that are not the answer, on stderr."""
+        """Show parts that do not belong to the answer on stderr."""
         if not self.quiet:
             console = self._console(self.err)
             for part in parts:
                 print_part(console, part)
 
     def line(self, text: str, data: Any) -> None:
-        """Give one line of an answer that has no end (`tula logs`): text, or one JSON object a line."""
+        """Print one line of an endless answer (`tula logs`): text, or one JSON object per line."""
         print(json.dumps(to_plain_data(data)) if self.as_json else without_controls(text), file=self.out, flush=True)
 
     def finish(self) -> None:
-        """Print the envelope of a command that has an answer."""
+        """Print the envelope of a command that has given an answer."""
         if self.as_json and self._answered:
             self._envelope(None)
 
     def fail(self, error: TulaError) -> None:
-        """Say what is wrong and what to do about it; the envelope says the same."""
+        """Print an error and its hint, and add them to the envelope."""
         console = self._console(self.err)
         print_part(console, style_text(f"error: {error.message}", "bold red", until=6))
         for problem in error.problems if isinstance(error, SpecError) else ():
@@ -214,12 +214,12 @@ class Screen:
 
     @property
     def width(self) -> int:
-        """Columns of stdout; 80 where it is no terminal and COLUMNS says nothing."""
+        """Columns of stdout; 80 if stdout is not a terminal and COLUMNS is not set."""
         return self._console(self.out).width
 
     @property
     def colored(self) -> bool:
-        """Whether the answer may have colours."""
+        """Whether the answer may use colours."""
         return self._console(self.out).color_system is not None
 
     def _console(self, file: TextIO) -> "Console":
@@ -227,7 +227,7 @@ class Screen:
         from rich.segment import Segment
 
         class CleanConsole(Console):
-            """The one way of tables and parts to a terminal: no text of another program may steer it."""
+            """A console that strips control characters, so that other programs' output cannot control the terminal."""
 
             def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
                 for segment in super().render(renderable, options):
@@ -244,7 +244,7 @@ def _convert_error_to_data(error: TulaError) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Lines:
-    """An array of an answer in JSON whose items are made when they are written, a line each."""
+    """A JSON array in an answer whose items are created while they are written, one per line."""
 
     items: Iterable[str]  # each a JSON text
 
@@ -256,11 +256,11 @@ class Lines:
 
 
 _TOKEN = "\0lines"
-"""Stands for no output, in place of `Lines`."""
+"""Placeholder for `Lines`; no other output contains it."""
 
 
 def to_plain_data(value: Any) -> Any:
-    """Return a value in what JSON knows; a number that is none (nan, inf) is null, and `Lines` are left to be written."""
+    """Convert a value to JSON types; nan and inf become None, and `Lines` are kept for writing later."""
     if isinstance(value, Lines):
         return value
     if hasattr(value, "model_dump"):

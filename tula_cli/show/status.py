@@ -43,7 +43,7 @@ STATE_STYLES = {
 
 
 def render_status(now: "RunStatus") -> Iterator["RenderableType"]:
-    """Jobs, training, attempts, recommendation."""
+    """Yield jobs, training, attempts and recommendation of a run."""
     counts = f"{now.measured} measured, {now.out_of_memory} out of memory, {now.failed} failed"
     yield f"{make_relative_path(now.path)}: {counts}"
     yield from (f"note: {note}" for note in now.notes)
@@ -84,7 +84,7 @@ def render_status_by_type(
     chosen: "Recommendation | None",
     charges: "Mapping[str | None, SiteCharge] | None" = None,
 ) -> Iterator["RenderableType"]:
-    """The same for each node type, and what is recommended over all."""
+    """Yield the status of each node type, and the recommendation over all node types."""
     if not statuses:
         yield f"{make_relative_path(path)}: nothing was started yet"
     yield from render_by_type(statuses, render_status)
@@ -99,13 +99,13 @@ def render_status_by_type(
 
 
 def describe_job_state(job: "JobStatus") -> str:
-    """Return why a job is in its state, and when it is expected to start."""
+    """Describe the reason of a job's state and its expected start."""
     start = [] if job.starts_at is None else [f"expected to start {format_moment(job.starts_at)}"]
     return ", ".join(filter(None, [get_first_line(job.reason), *start]))
 
 
 def make_attempts_table(now: "RunStatus") -> "Table":
-    """One row a start of ranks: where, from which sample on, and how it ended."""
+    """Build a table with one row per attempt: hosts, first sample and outcome."""
     from rich.text import Text
 
     states = {job.id: job.state for job in now.jobs}
@@ -138,20 +138,20 @@ def make_attempts_table(now: "RunStatus") -> "Table":
 
 
 def _open(job: "JobState | None", *, newest: bool) -> str:
-    """Return how an attempt stands that has not been closed: of a job that is done, its last one just ends."""
+    """Return the state of an attempt that was not closed; the newest attempt of a finished job counts as done."""
     if job in ("running", "suspended"):
         return job
     return "done" if job == "done" and newest else "lost"
 
 
 def _count_attempt_seconds(attempt: "Attempt", now: float | None) -> float | None:
-    """Return the seconds that an attempt took; of one that is open until now, or None where it does not run."""
+    """Return the seconds an attempt took, up to `now` if it is still open; None if it is open and `now` is None."""
     until = attempt.ended_at or now
     return None if until is None else max(0.0, until - attempt.started_at)
 
 
 def _render_causes(now: "RunStatus") -> Iterator["RenderableType"]:
-    """Why attempts ended before their time, and why others followed."""
+    """Yield why attempts ended early, and why further tasks followed."""
     for row in now.attempts:
         attempt = row.attempt
         if row.cause:
@@ -163,7 +163,7 @@ def _render_causes(now: "RunStatus") -> Iterator["RenderableType"]:
 
 
 def make_jobs_table(rows: Iterable["JobStatus"]) -> "Table":
-    """One row a job; a probe job names the probe that runs."""
+    """Build a table with one row per job; a probe job shows its current probe."""
     from rich.text import Text
 
     job_rows = list(rows)
@@ -197,7 +197,7 @@ def _describe_noise(row: Mapping[str, Any]) -> str:
 
 
 def describe_training(now: "TrainingStatus") -> str:
-    """One line: where a training run stands."""
+    """Describe the state of a training in one line."""
     parts = [
         f"training {now.signature} on {format_count(now.nodes)}{_describe_nodes_to_come(now)}, batch {now.batch}{_describe_stage(now.stage)}",
         *([f"epoch {now.epoch:.2f} of {now.epochs}"] if now.epochs is not None else []),
@@ -227,7 +227,7 @@ def describe_training(now: "TrainingStatus") -> str:
 
 
 def _describe_stage(now: "StageStatus | None") -> str:
-    """Return the batch that a growing one has come to, in words."""
+    """Describe the current stage of a growing batch."""
     if now is None:
         return ""
     from tula_cli.models.ramp.by_noise import describe_decision
@@ -238,14 +238,14 @@ def _describe_stage(now: "StageStatus | None") -> str:
 
 
 def _describe_nodes_to_come(now: "TrainingStatus") -> str:
-    """Return the nodes of later stages, in words."""
+    """Describe the node counts of later stages."""
     later = {count: stage.batch for stage in reversed(now.stages) if (count := stage.nodes or 0) > now.nodes}
     texts = [f"{nodes} from batch {batch} on" for nodes, batch in sorted(later.items())]
     return f" (then {', '.join(texts)})" if texts and not now.finished else ""
 
 
 def describe_links(job_statuses: "Iterable[JobStatus]") -> Iterator[str]:
-    """Which jobs of a chain ask for how many nodes, where they differ: a line each job."""
+    """Yield one line per job whose chained jobs request different numbers of nodes."""
     for job in job_statuses:
         by_nodes: dict[int, list[str]] = {}
         for link in job.links:
@@ -259,7 +259,7 @@ def describe_links(job_statuses: "Iterable[JobStatus]") -> Iterator[str]:
 
 
 def describe_evaluation(evaluated: "Evaluated") -> str:
-    """Return the evaluation of a training's weights in one line."""
+    """Describe the evaluation of a training's weights in one line."""
     at = "" if evaluated.samples is None else f" at {evaluated.samples} samples"
     name = evaluated.weights if evaluated.samples is not None else make_relative_path(Path(evaluated.weights))
     metrics_text = ", ".join(f"{metric} {format_number(value, 4)}" for metric, value in evaluated.metrics.items())
@@ -267,14 +267,14 @@ def describe_evaluation(evaluated: "Evaluated") -> str:
 
 
 def describe_changes(step_changes: "Sequence[StepChange]") -> Iterator[str]:
-    """How the step time changed while it trained, a line each."""
+    """Yield one line per change of the step time during training."""
     from tula_cli.models.time.changes import describe_step_change
 
     yield from (f"changed: {describe_step_change(change)}" for change in step_changes)
 
 
 def describe_scaling(mean: float, share: float) -> str:
-    """Return the mean factor of gradient scaling, and the share of steps that were scaled."""
+    """Describe the mean factor of gradient scaling and the share of scaled steps."""
     return f"factor {format_number(mean, 3)} in {format_percent(share)} % of the steps"
 
 
@@ -285,7 +285,7 @@ def _describe_tuning(now: "TuningStatus") -> str:
 
 
 def make_branches_table(branches: "Sequence[Branch]", chosen: str | None) -> "Table":
-    """Return a table of each arm of an automatic tuning: its result on the held-out samples in its longest branch."""
+    """Build a table with one row per arm of self-tuning: the held-out result of its longest branch."""
     from tula_cli.models.halving import rank_branches
 
     longest = {branch.arm: branch for branch in branches}  # rungs ascend
@@ -305,7 +305,7 @@ def make_branches_table(branches: "Sequence[Branch]", chosen: str | None) -> "Ta
 
 
 def render_runs(run_summaries: "Sequence[RunSummary]", *, width: int) -> Iterator["RenderableType"]:
-    """One row a run, on a screen of `width` columns."""
+    """Yield a table with one row per run, `width` columns wide, then runs and records that cannot be read."""
     columns = ("run", "changed", "model", "data", "probes", "nodes", "batch", "trained", "best")
     yield from render_long_table(columns, [_run(run) for run in run_summaries], left=range(4), width=width)
     yield from (f"{run.id} cannot be read: {run.problem}" for run in run_summaries if run.problem)
@@ -326,7 +326,7 @@ def _run(run: "RunSummary") -> list[str]:
 
 
 def _describe_best(run: "RunSummary") -> str:
-    """Return the best of a run's trainings: top-1, or what a model without classes is judged by."""
+    """Describe the best result of a run's trainings: top-1, or without it perplexity or loss."""
     if run.best_top1 is not None:
         return f"top-1 {format_number(run.best_top1, 4)} %"
     if run.best_loss is None:

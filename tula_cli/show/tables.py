@@ -1,4 +1,4 @@
-"""Tables and lines of text that fit the screen."""
+"""Tables and text lines that fit the screen."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +27,10 @@ T = TypeVar("T")
 
 
 def make_table(columns: Sequence[str], *, left: Iterable[int] = (0,)) -> "Table":
-    """Return an empty table; the columns numbered in `left` are words, the others numbers. A heading may have lines."""
+    """Return an empty table.
+
+    Columns whose index is in `left` hold text, the others numbers; a heading may have several lines.
+    """
     from rich import box
     from rich.table import Table
 
@@ -41,13 +44,13 @@ def make_table(columns: Sequence[str], *, left: Iterable[int] = (0,)) -> "Table"
 def render_long_table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: Iterable[int] = (0,), width: int
 ) -> Iterator["RenderableType"]:
-    """Yield a table that looks like one of `table`, without its cost: rich takes a millisecond a row.
+    """Yield a table in the style of `make_table` without its cost: rich needs a millisecond per row.
 
     Args:
-        columns: headings, which may have lines.
-        rows: a word or number a column.
-        left: columns of words, the others hold numbers.
-        width: of the screen; the columns move together where the table is wider.
+        columns: headings, which may have several lines.
+        rows: one text per column.
+        left: indices of the columns of text; the others hold numbers.
+        width: columns of the screen; the gap between columns shrinks if the table is wider.
     """
     from rich.cells import cell_len
     from rich.text import Text
@@ -70,7 +73,7 @@ def render_long_table(
 
 
 def print_part(console: "Console", part: "RenderableType") -> None:
-    """Print a part; a table keeps the width it needs, words wrap on a terminal and are left alone in a file."""
+    """Print a part; tables keep the width they need, and text is wrapped only on a terminal."""
     from rich.table import Table
     from rich.text import Text
 
@@ -85,7 +88,7 @@ def print_part(console: "Console", part: "RenderableType") -> None:
 
 
 def fit(part: "Table", console: "Console") -> int:
-    """Move a table's columns together where they are wider than the console; return the columns it needs."""
+    """Remove a table's padding if it is wider than the console; return the width it needs."""
     from rich.measure import Measurement
 
     unbound = console.options.update(max_width=10_000)
@@ -107,13 +110,13 @@ def list_numbers(numbers: Iterable[int]) -> str:
 
 
 def describe_cost(node_hours: float, cost: float, currency: str) -> str:
-    """Return node-hours and cost, which without a price are one."""
+    """Describe node-hours and cost; only node-hours if there is no price."""
     hours = f"{format_number(node_hours)} node-h"
     return hours if is_cost_in_node_hours(cost, node_hours, currency) else f"{hours}, {format_number(cost)} {currency}"
 
 
 def describe_upper_bound(hours: float | None, node_hours: float, price: float | None, currency: str) -> str:
-    """Return an upper bound in words: time on this machine, node-hours, price."""
+    """Describe an upper bound: time on this machine, node-hours and price."""
     time = "" if hours is None else f"{format_duration(3600 * hours)} one job after the other, "
     cost = f"{format_number(node_hours)} node-h" if price is None else describe_cost(node_hours, price, currency)
     return f"at most {time}{cost}"
@@ -122,7 +125,7 @@ def describe_upper_bound(hours: float | None, node_hours: float, price: float | 
 def render_by_type(
     parts_by_name: Mapping[str | None, T], describe: Callable[[T], Iterator["RenderableType"]]
 ) -> Iterator["RenderableType"]:
-    """The answer for each part of a job, under a heading where there are several: types of node, lengths of text."""
+    """Yield the output of each part of a job (node type or sequence length), with headings if parts have names."""
     for index, (name, part) in enumerate(parts_by_name.items()):
         if name is not None:
             yield from () if index == 0 else ("",)
@@ -131,9 +134,9 @@ def render_by_type(
 
 
 def list_data_by_type(parts_by_name: Mapping[str | None, T], **whole: Any) -> Any:
-    """Return the same for the envelope: what is known of a job without types, or of each part and the `whole` job.
+    """Return the data of each part for the envelope, or of a job without node types, with that of the `whole` job.
 
-    What is known at other lengths of text stands beside that of the job's own, under `lengths`.
+    Data of other sequence lengths is added to that of the job's own length, under `lengths`.
     """
     if None not in parts_by_name:
         return {"types": dict(parts_by_name), **whole}
@@ -142,7 +145,7 @@ def list_data_by_type(parts_by_name: Mapping[str | None, T], **whole: Any) -> An
 
 
 def describe_place(row: "Prediction") -> str:
-    """Return a configuration in words, with the type and market of its nodes where there are several."""
+    """Describe a configuration, with node type and market if they matter."""
     kind = f" of type {row.type}" * bool(row.type) + " on spot" * (row.market == "spot")
     return describe_configuration(row.nodes, row.batch, row.local_batch).replace(",", f"{kind},", 1)
 
@@ -152,7 +155,7 @@ def format_or_dash(value: float | None) -> str:
 
 
 def describe_learnt(recommendation: "Recommendation") -> Iterator[str]:
-    """Say what trainings measured at their configurations, and which trainings are left out."""
+    """Describe the step times measured by trainings, and which trainings the fit leaves out."""
     for (nodes, batch), steps_here in itertools.groupby(
         recommendation.trainings, key=lambda steps: (steps.nodes, steps.batch)
     ):

@@ -34,7 +34,7 @@ PERCENT = ("top1", "top5")
 def render_train_plan(
     plan: "TrainPlan", *, links: Sequence[int] = (), scripts: Sequence[str] = ()
 ) -> Iterator["RenderableType"]:
-    """Where training would run, in how many jobs, and what it may take and cost."""
+    """Yield where training would run, in how many jobs, and its expected time and cost."""
     yield from _render_training_plan(plan)
     if plan.finished:
         return
@@ -52,7 +52,7 @@ def render_train_plan(
 
 
 def _describe_bins(task: "TrainTask") -> Iterator[str]:
-    """Say where a bin of the site's is shorter than the time limit that the job names."""
+    """Report if the site's limit for this node count is shorter than the job's time limit."""
     slurm = task.spec.cluster.slurm
     if slurm is not None and (allowed := slurm.job_minutes(task.own_nodes)) < slurm.minutes:
         on = format_count(task.own_nodes)
@@ -60,7 +60,7 @@ def _describe_bins(task: "TrainTask") -> Iterator[str]:
 
 
 def _describe_planned_branches(task: "TrainTask") -> Iterator[str]:
-    """Say what a self-tuning training trains beside itself."""
+    """Describe the branches that a self-tuning training trains in addition."""
     from tula_cli.models import halving
 
     if not task.spec.train.facts.tunes:
@@ -77,7 +77,7 @@ def _describe_planned_branches(task: "TrainTask") -> Iterator[str]:
 
 
 def _describe_planned_stages(task: "TrainTask", predicted: "Prediction | None") -> Iterator[str]:
-    """Say how the batch grows, as far as that is known before it starts."""
+    """Describe how the batch grows, as far as known before the start."""
     from tula_cli.models.ramp.by_noise import describe_not_delayed, describe_stages
 
     if task.spec.train.stages is None:
@@ -98,14 +98,14 @@ def _describe_planned_stages(task: "TrainTask", predicted: "Prediction | None") 
 
 
 def _describe_planned_nodes(task: "TrainTask") -> Iterator[str]:
-    """Say which stages run on fewer nodes than the training."""
+    """Describe which stages run on fewer nodes than the training."""
     texts = [f"{format_count(stage.nodes)} at batch {stage.batch}" for stage in task.stages if stage.nodes is not None]
     if texts:
         yield f"its nodes become more with its batch: {', '.join(texts)}"
 
 
 def _describe_early_end(plan: "TrainPlan") -> str:
-    """Say when train.early_stopping is expected to end a training, or that nothing tells."""
+    """Describe when train.early_stopping is expected to end a training, or that this is unknown."""
     if plan.ends is None:
         return "train.early_stopping may end it earlier; times and costs are those of all epochs"
     predicted, epochs = plan.ends.prediction, plan.task.spec.train.epochs_at_most
@@ -163,14 +163,14 @@ def _render_training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
 
 
 def render_evaluation_plan(task: "EvaluateTask") -> Iterator[str]:
-    """Which weights are evaluated, on what and where."""
+    """Describe which weights are evaluated, on which samples and on how many nodes."""
     at = "" if task.samples is None else f" at {task.samples} samples"
     yield f"evaluate {_describe_weights(task.weights)} of training {task.signature}{at} on {_describe_samples(task.spec.dataset.test is not None)}"
     yield f"{format_count(task.nodes)}, local batch {task.local_batch}"
 
 
 def render_evaluation(evaluated: "Evaluated") -> Iterator[str]:
-    """Show the evaluation of weights on a set of samples."""
+    """Yield the evaluation of weights on a set of samples."""
     at = "" if evaluated.samples is None else f" at {evaluated.samples} samples"
     on = f"{_describe_samples(evaluated.test)}, {evaluated.size} samples of {evaluated.dataset}"
     yield f"{_describe_weights(evaluated.weights)} of training {evaluated.signature}{at} on {on}"
@@ -193,7 +193,10 @@ def _describe_samples(test: bool) -> str:
 
 
 def _describe_best_epoch(summary: "Summary") -> str:
-    """Return the best epoch's result by what it was judged: train.best_checkpoint, top-1, a language model's perplexity, or the loss."""
+    """Describe the result of the best epoch by the metric that judged it.
+
+    The metric is train.best_checkpoint, top-1, or the loss (with the perplexity of a language model).
+    """
     if summary.best is not None:
         return f"best {summary.best.metric} {format_number(summary.best.value, 4)}"
     if "top1" in summary.metrics:
@@ -209,13 +212,13 @@ def _describe_best_epoch(summary: "Summary") -> str:
 
 
 WHOLE = 0.95
-"""Share of the time over which energy has to be counted to be held against its prediction."""
+"""Minimum share of the time over which energy must be counted to be compared with its prediction."""
 
 
 def render_summary(
     summary: "Summary", *, weights: "Path | None" = None, charge: "SiteCharge | None" = None
 ) -> Iterator["RenderableType"]:
-    """Predicted against actual, how good it is, and where its weights are."""
+    """Yield predicted and actual values, result metrics, and the path of the best weights."""
     changed = "" if summary.batch == summary.start_batch else f" (started with {summary.start_batch})"
     at = f", {_describe_best_epoch(summary)} at epoch {summary.best_epoch}" * bool(
         summary.best_epoch
@@ -273,12 +276,12 @@ def _make_predicted_against_actual(summary: "Summary", charge: "SiteCharge | Non
 
 
 def _describe_each_interruption(lost: Sequence[int]) -> str:
-    """Return what each interruption has cost."""
+    """Describe the number of samples lost at each interruption."""
     return f"at each end {', '.join(map(str, lost))}" if len(lost) > 1 else "at one end"
 
 
 def _list_time_parts(summary: "Summary") -> Iterator[tuple[str, float | None, float]]:
-    """Yield where the time went: the name of each part that there is, and its seconds predicted and actual."""
+    """Yield the non-empty parts of the training time: name, predicted and actual seconds."""
     actual, predicted = summary.actual_parts, summary.predicted_parts
     if actual is None:
         return
@@ -297,13 +300,13 @@ def _list_time_parts(summary: "Summary") -> Iterator[tuple[str, float | None, fl
 
 
 def _compare_energy(predicted: float | None, actual: float, counted: float) -> tuple[str, str, str]:
-    """Return predicted, counted, and the error of the prediction; none where much was not counted."""
+    """Return predicted and counted energy and the prediction error; no error if too little of the time was counted."""
     predicted_text, here, error = _compare_values(predicted, actual, 1)
     return predicted_text, here, error if counted >= WHOLE else "-"
 
 
 def _compare_values(predicted: float | None, actual: float | None, factor: float) -> tuple[str, str, str]:
-    """Return predicted, actual, and the error of the prediction relative to actual."""
+    """Return predicted and actual value and the prediction error relative to the actual value."""
     predicted_text, here = ("-" if value is None else format_number(value * factor) for value in (predicted, actual))
     error = f"{100 * (predicted - actual) / actual:+.1f}" if predicted is not None and actual else "-"
     return predicted_text, here, error

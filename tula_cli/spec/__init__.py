@@ -1,1 +1,1 @@
-"""The job spec and what derives from it."""
+"""The job spec and the values derived from it."""

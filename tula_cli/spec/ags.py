@@ -21,7 +21,7 @@ class Every(Section):
 
 
 def _check_threshold(value: object) -> object:
-    """Take YAML's .inf as the word that JSON can hold."""
+    """Convert infinity (YAML's .inf) to "inf", which JSON can represent."""
     return "inf" if isinstance(value, float) and value == math.inf else value
 
 
@@ -51,7 +51,7 @@ class Ags(Section):
     factor: Literal["auto"] | PositiveFloat = "auto"  # of method static; auto: sqrt(batch / b_small)
 
     def resolved(self) -> "ResolvedAgs":
-        """Return the section with every field filled: what is given, else the preset's."""
+        """Return the section with every field filled, from the preset if not given."""
         return _resolve_preset(self)
 
     @model_validator(mode="after")
@@ -92,7 +92,7 @@ class ResolvedAgs(Ags):
 
     @property
     def each_step(self) -> bool:
-        """Whether every step refreshes: then that is a part of the step, and nothing beside it."""
+        """Whether every step refreshes the factors, so that refreshing is part of the step."""
         return isinstance(self.refresh, Every) and self.refresh.every == 1
 
 
@@ -134,10 +134,10 @@ class Auto(Section):
 
 
 def divide_section(ags: Ags, train: "Train") -> Ags:
-    """Return the section ags of a job, fit for a model in shares: a factor for each tensor where nothing else is said.
+    """Return the section `ags` adapted to a sharded model: one factor per tensor unless `granularity` is given.
 
     Raises:
-        ValueError: something of the job needs the whole.
+        ValueError: the job has a setting that needs the whole model.
     """
     if not train.sharded:
         if train.fsdp_blocks != "auto":
@@ -159,7 +159,7 @@ def divide_section(ags: Ags, train: "Train") -> Ags:
 
 
 def _describe_why_not_on_shares(train: "Train") -> str:
-    """Return why the method cannot be had; empty where it can."""
+    """Return why the method cannot train a sharded model; empty if it can."""
     if train.facts.on_shares:
         return ""
     can = ", ".join(name for name, facts in METHODS.items() if facts.on_shares)

@@ -44,17 +44,17 @@ from tula_cli.words import format_count
 
 CROSS_ENTROPIES = ("cross_entropy", "CrossEntropyLoss")
 MAX_WARMUP_SHARE = 0.05
-"""Of the epochs, for a warm-up that the job does not give."""
+"""Maximum share of the epochs used for a warm-up that the job does not give."""
 SGD_LIKE = ("SGD", "ASGD")
 """Optimizers whose step is proportional to the gradient."""
 LATE_DECAY = {"kind": "linear", "decay_from": 0.7}
-"""Schedule of method ramp with Adam and its like, if the job gives no kind."""
+"""Schedule of method ramp with Adam-like optimizers, if the job gives no kind."""
 LARGE_BATCH_BETA1, LARGE_BATCH_RATIO = 0.8, 8
-"""First beta of method ramp with Adam and its like above so many reference batches, if the job gives no betas."""
+"""First beta of method ramp with Adam-like optimizers above this many reference batches, if none is given."""
 DEFAULT_BETA2 = 0.999
-"""Of Adam and its like, where the job gives no betas."""
+"""Second beta of Adam-like optimizers if the job gives no betas."""
 WITH_BETA2 = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SparseAdam")
-"""Optimizers of torch whose second beta is that of the gradients' squares, or of their largest magnitude."""
+"""Optimizers of torch whose second beta averages squared gradients, or their largest magnitude."""
 SectionType = TypeVar("SectionType", bound=Section)
 
 
@@ -99,9 +99,9 @@ class JobSpec(Section):
         return content
 
     def measuring_minutes(self) -> float:
-        """Return the minutes that a measuring job may take.
+        """Return the time limit of a measuring job in minutes.
 
-        In a queue it is what the job asks for, and so what its user may be charged for.
+        In a queue this is the time that the job requests, and that its user may be charged for.
         """
         most = self.search.max_minutes
         return math.ceil(most) + ROOM if self.cluster.kind != "local" else most
@@ -118,7 +118,7 @@ class JobSpec(Section):
 
     @model_validator(mode="after")
     def _sections_have_their_method(self) -> "JobSpec":
-        """Refuse the section of a method that the job does not name: the default method would ignore it."""
+        """Reject the section of a method if the job names none, because the default method would ignore it."""
         given = {"ags", "auto"} & self.model_fields_set
         if self.script is None and "method" not in self.train.model_fields_set and given:
             name = min(given)
@@ -151,7 +151,7 @@ class JobSpec(Section):
 
     @model_validator(mode="after")
     def _scaling_is_of_updates_where_gradients_do_nothing(self) -> "JobSpec":
-        """Let factors be of the update, unless it is said otherwise, where the optimizer divides by what they multiply."""
+        """Scale updates by default if the optimizer divides by the gradient's magnitude, cancelling its factors."""
         if (
             self.script is None
             and self.train.facts.scales
@@ -163,14 +163,17 @@ class JobSpec(Section):
 
     @model_validator(mode="after")
     def _shares_suffice(self) -> "JobSpec":
-        """Let factors be of tensors where the model is divided among the ranks; refuse what needs it whole."""
+        """Use one factor per tensor if the model is sharded; reject settings that need the whole model."""
         if (ags := divide_section(self.ags, self.train)) != self.ags:
             object.__setattr__(self, "ags", ags)  # it is frozen
         return self
 
     @model_validator(mode="after")
     def _defaults_of_the_method(self) -> "JobSpec":
-        """Set the schedule and the clipping that the method has by default; they stay unset, so that another method has its own."""
+        """Apply the schedule and clipping defaults of the method.
+
+        The fields still count as unset, so that another method can apply its own defaults.
+        """
         facts = self.train.facts
         if self.script is not None or self.train.stages == "decay":
             return self
@@ -270,24 +273,30 @@ class JobSpec(Section):
 
     @property
     def measured_in_addition(self) -> Literal["gpus", "length"] | None:
-        """Why this job is measured beside another one, by fewer probes: with fewer GPUs per node, or at another length of text."""
+        """Why this job is measured in addition to another one and with fewer probes.
+
+        "gpus": with fewer GPUs per node; "length": at another sequence length; None: it is measured by itself.
+        """
         return self._measured_in_addition
 
     @property
     def task_per_node(self) -> bool:
-        """Whether the scheduler starts one process a node, which starts those of the GPUs; else it starts one a GPU."""
+        """Whether the scheduler starts one process per node, which starts the ranks, instead of one process per GPU."""
         slurm = self.cluster.slurm
         by_command = self.script is not None and self.script.launch == "node"
         return self.cluster.kind != "local" and (by_command or (slurm is not None and slurm.launcher == "torchrun"))
 
     @property
     def types(self) -> tuple[str, ...]:
-        """The names of what is measured separately: types of node, each with each number of its GPUs that is searched; () for the job itself."""
+        """Names of what is measured separately: each node type with each searched number of its GPUs.
+
+        Empty if the job has neither node types nor searched GPU counts.
+        """
         return tuple(self._kinds)
 
     @property
     def _kinds(self) -> dict[str, tuple[str | None, int | None]]:
-        """The type of node, and how many of its GPUs are used (None: all), by name."""
+        """Node type (None: the job's own nodes) and number of GPUs used per node (None: all), by name."""
         return {name: kind for each in self.node_types or (None,) for name, kind in self._named(each).items()}
 
     def _named(self, node_type: str | None) -> dict[str, tuple[str | None, int | None]]:
@@ -298,12 +307,12 @@ class JobSpec(Section):
         return {"-".join(filter(None, (node_type, f"gpus-{count}"))): (node_type, count) for count in counts}
 
     def beside(self, name: str | None) -> tuple[str, ...]:
-        """Return the others of `types` that are the same nodes with other numbers of GPUs."""
+        """Return the other names in `types` for the same nodes with different numbers of GPUs."""
         kinds = self._kinds
         return tuple(other for other, kind in kinds.items() if other != name and kind[0] == kinds[str(name)][0])
 
     def by_type(self, only: str | None = None) -> dict[str | None, "JobSpec"]:
-        """Return the whole job on each of `types` (on the named one); where there are none, itself under None.
+        """Return the job on each of `types`, or only on the named one; the job itself under None if it has no types.
 
         Raises:
             SpecError: there is no such type.
@@ -320,13 +329,13 @@ class JobSpec(Section):
         return {name: self.of_type(name) for name in self.types if only in (None, name)}
 
     def of_type(self, name: str) -> "JobSpec":
-        """Return the whole job on one of `types`; it knows of no others.
+        """Return the job on one of `types`, without the others.
 
-        With fewer GPUs than the most searched, two batches on the fewest nodes are measured: with what nodes of the most GPUs
-        tell, that suffices (benchmarks/replay/replay_sizes.py).
+        With fewer GPUs than the most searched, only two batches on the fewest nodes are measured. This suffices
+        together with the measurements of the most GPUs (benchmarks/replay/replay_sizes.py).
 
         Raises:
-            ValidationError: what the type has of its own does not fit.
+            ValidationError: the settings of the type are invalid in this job.
         """
         node_type, count = self._kinds[name]
         spec_of_type = self if node_type is None else self.of_node_type(node_type)
@@ -343,7 +352,7 @@ class JobSpec(Section):
         return job
 
     def of_node_type(self, name: str) -> "JobSpec":
-        """Return the whole job on one of `node_types`."""
+        """Return the job on one of `node_types`."""
         # A section that is there but empty, as a written spec has it, says nothing of its own.
         settings = {key: value for key, value in self.node_types[name].model_dump(exclude_unset=True).items() if value}
         base = self.model_dump(mode="json", exclude_unset=True, exclude={"node_types"})
@@ -353,7 +362,7 @@ class JobSpec(Section):
         return JobSpec.model_validate(base)
 
     def without_bill(self) -> "JobSpec":
-        """Return the job as it was written: without what SLURM reported of its bill, which is requested again."""
+        """Return the job without the billing that SLURM reported, which is requested again."""
         if self.pricing.slurm_billing is None and not any(
             "slurm_billing" in kind.pricing for kind in self.node_types.values()
         ):
@@ -369,7 +378,7 @@ class JobSpec(Section):
 
     @property
     def length(self) -> int | None:
-        """The job's own length of text; None where search.sequence does not say where it stands."""
+        """Sequence length of the job; None if search.sequence does not define where the length is set."""
         sequence = self.search.sequence
         if sequence is None:
             return None
@@ -380,7 +389,8 @@ class JobSpec(Section):
     def by_length(self) -> dict[int, "JobSpec"]:
         """Return the job at each other length of search.sequence, ascending, as it is measured there.
 
-        A few batches on the fewest nodes tell memory and pace; what more nodes take follows from the job's own length.
+        A few batches on the fewest nodes determine memory and speed; scaling to more nodes follows from the job's own
+        length.
         """
         sequence = self.search.sequence
         if sequence is None:
@@ -401,21 +411,21 @@ class JobSpec(Section):
 
 
 def _with_defaults(section: SectionType, defaults: Mapping[str, Any]) -> SectionType:
-    """Return a section with other defaults, which do not count as fields that the job sets."""
+    """Return a section with other default values, which do not count as set by the job."""
     return type(section).model_construct(section.model_fields_set, **{**dict(section), **defaults})
 
 
 def _move_under(item: Any, *path: str) -> InitErrorDetails:
-    """Return a problem that pydantic found in a part, with the path of the whole."""
+    """Return a pydantic error of a section with its path in the whole job."""
     kind = PydanticCustomError("value_error", "{why}", {"why": item["msg"].removeprefix("Value error, ")})
     problem_kind = kind if item["type"] == "value_error" else item["type"]
     return InitErrorDetails(type=problem_kind, loc=(*path, *item["loc"]), input=item["input"], ctx=item.get("ctx", {}))
 
 
 def get_warmup_epochs(spec: JobSpec) -> float:
-    """Return how many epochs the learning rate grows before its schedule: as given, else as the method needs.
+    """Return the epochs of learning-rate warm-up: as given, otherwise as the method needs.
 
-    What the method needs is at most 5 % of the training: a short one is not all warm-up.
+    A warm-up of the method takes at most 5 % of the training, so that a short training is not all warm-up.
     """
     if spec.schedule.kind == "one-cycle":  # it grows by itself
         return 0.0
@@ -428,11 +438,11 @@ def get_warmup_epochs(spec: JobSpec) -> float:
 
 
 def compute_reference_rate(spec: JobSpec, epoch: float) -> float:
-    """Return the learning rate at the reference batch, by a schedule that is not the user's own.
+    """Return the learning rate at the reference batch, for a schedule that is not user-defined.
 
     Args:
         spec: the job.
-        epoch: epochs done, with fraction.
+        epoch: finished epochs, with fraction.
     """
     warmup = get_warmup_epochs(spec)
     base = spec.optimizer.lr * (compute_warmup_factor(epoch, warmup) if epoch < warmup else 1.0)
@@ -440,9 +450,9 @@ def compute_reference_rate(spec: JobSpec, epoch: float) -> float:
 
 
 def compute_max_decay_growth(spec: JobSpec) -> float:
-    """Return the most by which `train.ramp: decay` multiplies the reference batch.
+    """Return the largest factor by which `train.ramp: decay` multiplies the reference batch.
 
-    The learning rate has fallen by as much when a stage still lasts for `MIN_STAGE_SHARE` of the training.
+    The learning rate must have fallen by this factor while `MIN_STAGE_SHARE` of the training remains for a stage.
     """
     epochs, warmup, lr = spec.train.epochs, get_warmup_epochs(spec), spec.optimizer.lr
     last = spec.train.epochs_at_most - MIN_STAGE_SHARE * epochs
@@ -451,7 +461,7 @@ def compute_max_decay_growth(spec: JobSpec) -> float:
 
 
 def describe_train_length(spec: JobSpec) -> str:
-    """Return how long a job trains, in words."""
+    """Describe the training length of a job."""
     if spec.script is not None:
         return script_section.describe_length(spec.script)
     whole, trained = spec.train.epochs, spec.train.epochs_at_most
@@ -459,9 +469,9 @@ def describe_train_length(spec: JobSpec) -> str:
 
 
 def compute_lr_scale(spec: JobSpec, batch: int) -> float:
-    """Return what the learning rate is multiplied by at a global batch: its ratio to the reference, or the root of it.
+    """Return the factor of the learning rate at a global batch: the ratio to the reference batch or its root, limited.
 
-    AdaScale's gain and the factors of AGS come on top; they are not known beforehand.
+    AdaScale's gain and AGS factors come in addition; they are not known beforehand.
     """
     scale, limit = _compute_unlimited_lr_scale(spec, batch), get_max_lr_factor(spec)
     return scale if limit is None else min(scale, limit)
@@ -473,10 +483,10 @@ def _compute_unlimited_lr_scale(spec: JobSpec, batch: int) -> float:
 
 
 def get_max_lr_factor(spec: JobSpec) -> float | None:
-    """Return the limit of `compute_lr_scale`: as given, else the method's, twice that with a cross-entropy; None: there is none.
+    """Return the limit of `compute_lr_scale`: as given, else the method's, doubled for cross-entropy; None: no limit.
 
-    A cross-entropy's gradient is bounded, however wrong the output is; one heavy row of a regression may make a step that long
-    that the training diverges.
+    The gradient of a cross-entropy is bounded however wrong the output is; a single large row of a regression may
+    cause a step so long that the training diverges.
     """
     given, by_method = spec.train.max_lr_factor, spec.train.facts.max_lr_factor
     if given != "auto" or by_method is None or spec.train.stages == "decay":  # whose rate never exceeds optimizer.lr
@@ -485,7 +495,10 @@ def get_max_lr_factor(spec: JobSpec) -> float | None:
 
 
 def find_effective_lr_limit(spec: JobSpec, batch: int) -> float | None:
-    """Return `get_max_lr_factor` if it lowers the learning rate at a global batch, else None; with method auto that of its ramps."""
+    """Return `get_max_lr_factor` if it lowers the learning rate at a global batch, else None.
+
+    For method auto this is the limit of its ramp arms.
+    """
     if spec.train.facts.tunes:
         ramp = spec.train.model_copy(update={"method": "ramp", "lr_scaling": "auto"})
         spec = spec.model_copy(update={"train": ramp})
@@ -495,20 +508,25 @@ def find_effective_lr_limit(spec: JobSpec, batch: int) -> float | None:
 def _get_noise_rule(spec: JobSpec) -> Literal["linear", "sqrt"]:
     """Return how the learning rate follows a batch that grows as the schedule decays (`train.ramp: decay`).
 
-    Where a schedule divides the rate by a, the batch is multiplied by a and the rate by 1/a times this rule of a.
+    If the schedule divides the rate by a, the batch is multiplied by a, and the rate by 1/a times this rule of a.
 
-    - SGD: "linear". A step is lr x gradient, whose noise per sample goes with lr / batch: dividing the rate by a is multiplying
-      the batch by a at the same rate (Smith et al. 2018, arXiv 1711.00489; Theorem 1 of Meterez et al. 2025, arXiv 2510.14717:
-      equal for equal products of both factors).
-    - Adam and its like, LARS, LAMB, Muon: "sqrt". They divide by the gradient's magnitude, which while noise is most of it falls
-      with the root of the batch, so that equal is lr / sqrt(batch): the rate is divided by sqrt(a) (same paper, Algorithm 1). It
-      is the largest rate that does not diverge there (its Lemma 4), so that other optimizers, not known here, have it too.
+    - SGD: "linear". A step is lr x gradient, whose noise per sample goes with lr / batch: dividing the rate by a equals
+      multiplying the batch by a at the same rate (Smith et al. 2018, arXiv 1711.00489; Theorem 1 of Meterez et al.
+      2025, arXiv 2510.14717: equal for equal products of both factors).
+    - Adam-like optimizers, LARS, LAMB, Muon: "sqrt". They divide by the gradient's magnitude, which falls with the
+      root of the batch while it is mostly noise, so that lr / sqrt(batch) determines the result: the rate is divided
+      by sqrt(a) (same paper, Algorithm 1). This is the largest rate that does not diverge there (its Lemma 4), so
+      unknown optimizers use it too.
     """
     return "linear" if spec.optimizer.name in SGD_LIKE and not spec.train.facts.replaces else "sqrt"
 
 
 def _get_lr_rule(spec: JobSpec) -> Literal["none", "linear", "sqrt"]:
-    """Return how the learning rate is scaled; of methods ramp and ortho Adam's by the root (Malladi et al. 2022)."""
+    """Return the scaling rule of the learning rate: as set in the job, else that of the method.
+
+    By default `train.ramp: decay` uses `_get_noise_rule`. Methods ramp and ortho scale by the root if the optimizer
+    divides by the gradient's magnitude, or is unknown because it is a script's (Malladi et al. 2022).
+    """
     if spec.train.stages == "decay" and spec.train.lr_scaling == "auto":
         return _get_noise_rule(spec)
     is_adaptive = (
@@ -519,39 +537,39 @@ def _get_lr_rule(spec: JobSpec) -> Literal["none", "linear", "sqrt"]:
 
 
 def has_adam_defaults(spec: JobSpec) -> bool:
-    """Return whether the method of a job sets a late decay and a lower beta1 where the job gives neither."""
+    """Return whether the job's method applies a late decay and a lower beta1 by default."""
     return spec.train.facts.late_decay and spec.optimizer.name in WITH_BETA2 and spec.train.stages != "decay"
 
 
 def get_default_beta1(spec: JobSpec, batch: int) -> float | None:
-    """Return the first beta of a training at a global batch if it is the method's default; None: that of the optimizer."""
+    """Return the method's default of the first beta at a global batch; None if the optimizer's own value applies."""
     is_large = batch > LARGE_BATCH_RATIO * spec.train.reference_batch
     has_default = has_adam_defaults(spec) and "betas" not in spec.optimizer.args
     return LARGE_BATCH_BETA1 if is_large and has_default else None
 
 
 def with_beta1(optimizer: Optimizer, beta1: float) -> Optimizer:
-    """Return an optimizer section with another first beta; the second is the job's."""
+    """Return an optimizer section with another first beta; the second beta is unchanged."""
     second = optimizer.args.get("betas", (None, DEFAULT_BETA2))[1]
     return optimizer.model_copy(update={"args": {**optimizer.args, "betas": [beta1, second]}})
 
 
 def get_beta2_half_life(spec: JobSpec) -> float | Literal["auto"] | None:
-    """Return `optimizer.beta2_half_life`; by default methods ramp and ortho keep that of the reference batch."""
+    """Return `optimizer.beta2_half_life`; methods ramp and ortho by default keep that of the reference batch."""
     given = spec.optimizer.beta2_half_life
     return "auto" if given is None and spec.train.facts.orthogonalises and spec.optimizer.name in WITH_BETA2 else given
 
 
 def compute_beta2(spec: JobSpec, beta2: float, batch: int) -> float:
-    """Return the share of Adam's second moment that a step at a global batch keeps.
+    """Return the decay factor (beta2) of Adam's second moment at a global batch.
 
-    Half of it is forgotten in `optimizer.beta2_half_life` samples: 0.5^(batch / samples); with `auto` in as many as at the
-    reference batch: beta2^(batch / reference) (Marek et al. 2025, arXiv 2507.07101).
+    With `optimizer.beta2_half_life` in samples it is 0.5^(batch / samples). With `auto` the half-life in samples is
+    that at the reference batch: beta2^(batch / reference) (Marek et al. 2025, arXiv 2507.07101).
 
     Args:
         spec: the job.
-        beta2: as the optimizer has it by itself, or by its arguments.
-        batch: samples a step.
+        beta2: value of the optimizer, by default or by its arguments.
+        batch: samples per step.
     """
     half_life = get_beta2_half_life(spec)
     if half_life is None:
@@ -561,7 +579,10 @@ def compute_beta2(spec: JobSpec, beta2: float, batch: int) -> float:
 
 
 def describe_misfit(spec: JobSpec) -> str:
-    """Return why the job's method does not go with its optimizer; empty where it does, or where only loading it tells."""
+    """Return why the job's method does not fit its optimizer.
+
+    Empty if the method fits, or if this is unknown until the optimizer is loaded.
+    """
     facts, name = spec.train.facts, spec.optimizer.name
     if facts.replaces and name not in facts.replaces:
         return f"takes the place of {' or '.join(facts.replaces)}, not of optimizer.name: {name}"
@@ -579,7 +600,7 @@ def describe_misfit(spec: JobSpec) -> str:
 
 
 def describe_training_method(spec: JobSpec) -> str:
-    """Return one line about the method of a job, with the reason if it is the default."""
+    """Describe the method of a job in one line, with the reason if it is the default."""
     method, script = spec.train.method, spec.script
     if script is None:
         reason = REASON if method == DEFAULT_METHOD else ""
@@ -590,7 +611,7 @@ def describe_training_method(spec: JobSpec) -> str:
 
 
 def _describe_settings(spec: JobSpec) -> str:
-    """Return in words the schedule, beta1 and clipping of a job whose method has them by default; empty if it has none."""
+    """Describe the schedule, beta1 and clipping that the job's method sets by default; empty if it sets none."""
     facts, name, schedule = spec.train.facts, spec.optimizer.name, spec.schedule
     if spec.train.stages == "decay":
         return "The decay of the learning rate is spent as batch (train.ramp: decay)"

@@ -1,8 +1,8 @@
 """The JSON Schema of job.yaml and site.yaml, for editors and other programs.
 
-It says which keys there are, what they mean, and what a value looks like as it is written, sizes and time limits included.
-What holds only between keys (a schedule without milestones, a script beside a model) `tula check` tells. The dialect is
-2020-12, by keywords alone that mean the same in draft 7, which is what editors read.
+The schema defines the keys, their meaning and the written form of their values, including sizes and time limits.
+Constraints between keys (a schedule without milestones, a script together with a model) are left to `tula check`. The
+dialect is 2020-12, restricted to keywords with the same meaning in draft 7, which editors read.
 """
 
 import ast
@@ -29,7 +29,7 @@ from tula_cli.version import __version__
 
 
 def walk_sections(section: type[Section], path: str = "") -> Iterator[tuple[str, type[Section]]]:
-    """Yield the sections inside a section with their paths, depth first; NAME stands for a name of the user's."""
+    """Yield the sections inside a section with their paths, depth first; NAME represents a user-defined name."""
     for name, hint in get_type_hints(section, include_extras=True).items():
         for inner in list_inner_sections(hint):
             below = f"{path}.{name}".lstrip(".") + (".NAME" if get_origin(hint) is dict else "")
@@ -38,7 +38,7 @@ def walk_sections(section: type[Section], path: str = "") -> Iterator[tuple[str,
 
 
 def list_inner_sections(hint: Any) -> Iterator[type[Section]]:
-    """Yield the sections that a type names, as those of `Slurm | None` and `list[Arm]`."""
+    """Yield the sections in a type annotation, such as `Slurm | None` or `list[Arm]`."""
     if get_origin(hint) is None and isinstance(hint, type) and issubclass(hint, Section):
         yield hint
     for part in get_args(hint):
@@ -47,13 +47,13 @@ def list_inner_sections(hint: Any) -> Iterator[type[Section]]:
 
 @cache
 def describe_keys(section: type[Section]) -> dict[str, str]:
-    """Return the words of each key: the comment of its field, else the first line of the section that it holds.
+    """Return the description of each key: the comment of its field, else the first line of its section's docstring.
 
     Args:
-        section: a part of the spec.
+        section: a section of the spec.
 
     Raises:
-        TulaError: this installation has no sources, and so no comments.
+        TulaError: the source code is missing in this installation, and with it the comments.
     """
     comments = _read_field_comments(section)
     hints = get_type_hints(section, include_extras=True)
@@ -65,7 +65,7 @@ def _get_first_line(hint: Any) -> str:
 
 
 def _read_field_comments(section: type[Section]) -> dict[str, str]:
-    """Return the comment of each field of a class: beside it, else on the lines above it."""
+    """Return the comment of each field of a class: on the same line, otherwise on the lines above."""
     try:
         source = textwrap.dedent(inspect.getsource(section))
     except OSError:
@@ -94,7 +94,7 @@ Kind = Literal["job", "site"]
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 LAID_OVER = ("cluster", "pricing", "search")
-"""Sections that a site file, or a node type, may give a part of: what they require may stand elsewhere."""
+"""Sections of which a site file or node type may give a part, so that required keys may be given elsewhere."""
 _WORDS = {
     "job": "A job of tula: what to train, what to measure first, where to run.",
     "site": "Settings for all jobs of a site or a user: any part of a job, which wins over it.",
@@ -102,7 +102,7 @@ _WORDS = {
 
 
 class _TypedText(GenerateJsonSchema):
-    """Text may be typed as a number: `spec/kinds.as_typed`."""
+    """Schema generator that lets text be typed as a number: see `spec/kinds.as_typed`."""
 
     def str_schema(self, schema: StringSchema) -> Schema:
         return {**super().str_schema(schema), "type": ["string", "number"]}
@@ -112,10 +112,10 @@ def make_json_schema(kind: Kind) -> Schema:
     """Return the schema of a file, as an object for `json.dumps`.
 
     Args:
-        kind: job, a job.yaml; or site, a site.yaml, which may hold any part of one and requires nothing.
+        kind: "job" for a job.yaml; "site" for a site.yaml, which may hold any part of a job and requires nothing.
 
     Raises:
-        TulaError: this installation has no sources, and so no descriptions.
+        TulaError: the source code is missing in this installation, and with it the descriptions.
     """
     made = JobSpec.model_json_schema(mode="validation", schema_generator=_TypedText)
     parts: Schema = made.pop("$defs")
@@ -145,7 +145,7 @@ def make_json_schema(kind: Kind) -> Schema:
 
 
 def _add_descriptions(part: Schema, section: type[Section]) -> None:
-    """Put the words of the keys in, and leave out what tells an editor nothing."""
+    """Add the descriptions of keys, and remove titles and defaults that do not help an editor."""
     words = describe_keys(section)
     part.pop("title", None)
     for name, schema in part["properties"].items():
@@ -158,7 +158,7 @@ def _add_descriptions(part: Schema, section: type[Section]) -> None:
 
 
 def _simplify_value(value: Any) -> None:
-    """Take pydantic's titles out of a value's schema, and let names that do not fit a pattern be refused."""
+    """Remove pydantic's titles from a value's schema, and reject names that do not match a pattern."""
     if isinstance(value, list):
         for inner in value:
             _simplify_value(inner)
@@ -176,7 +176,7 @@ def _remove_requirements(root: Schema, keys: tuple[str, ...]) -> Schema:
 
 
 def _merge_sections(root: Schema, parts: Schema) -> set[str]:
-    """Return the sections that stand in `root` and are merged level by level: all but those in lists."""
+    """Return the sections reachable from `root` that are merged level by level, which excludes those in lists."""
     merged: set[str] = set()
     waiting = [root]
     while waiting:
@@ -188,7 +188,7 @@ def _merge_sections(root: Schema, parts: Schema) -> set[str]:
 
 
 def _list_referenced_sections(value: Any) -> Iterator[str]:
-    """Yield the sections that a schema refers to, but in lists."""
+    """Yield the sections that a schema refers to, except in lists."""
     for key, inner in value.items():
         if key == "$ref":
             yield inner.rpartition("/")[2]
@@ -199,7 +199,7 @@ def _list_referenced_sections(value: Any) -> Iterator[str]:
 
 
 def _require_keys(names: list[str], parts: Schema) -> Schema:
-    """Return what a job without a script has to say: of section train too."""
+    """Return the condition that requires keys, also of section train, of jobs without a script."""
     of_train = {"properties": {"train": {"required": parts["Train"].pop("required")}}}
     script = {"required": ["script"], "properties": {"script": {"type": "object"}}}
     return {"if": script, "then": {}, "else": {"required": names, **of_train}}

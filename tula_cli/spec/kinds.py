@@ -1,4 +1,4 @@
-"""Kinds of values in a spec: sizes, minutes, lines, commands, prices; and the section they stand in."""
+"""Types of values in a spec (sizes, minutes, lines, commands, prices), and the base class of its sections."""
 
 import math
 import re
@@ -16,15 +16,19 @@ from tula_cli.spec.yaml_text import TypedFloat, TypedInt
 _SIZE_UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "KI": 1024, "MI": 1024**2, "GI": 1024**3}
 
 _LEAST_MEMORY = 1000**2
-"""Bytes; of less memory than a megabyte a unit was forgotten."""
+"""Bytes; a smaller size indicates a forgotten unit."""
 _MOST_MEMORY = 2**60
 _LINE = 60  # characters of a value that an error shows
 _DEEPEST, _LARGEST = 32, 10_000
-"""Levels and values of what is passed on to the user's own code; an anchor may stand for any number of either."""
+"""Maximum depth and number of values passed to user code, because YAML anchors can expand without limit."""
 
 
 def parse_size(value: object) -> object:
-    """Turn "16GiB" or "800 MB" into bytes; a number is bytes already, and so many that no unit was forgotten."""
+    """Convert "16GiB" or "800 MB" to bytes; a number is taken as bytes.
+
+    Raises:
+        ValueError: the value is not a size, is below a megabyte (a forgotten unit), or exceeds any machine's memory.
+    """
     if isinstance(value, bool):
         raise ValueError(f"{str(value).lower()} is not a size; write it like 16GiB or 800MB")
     if isinstance(value, str):
@@ -42,7 +46,7 @@ def parse_size(value: object) -> object:
 
 
 def parse_minutes(value: object) -> object:
-    """Turn SLURM's D-HH, D-HH:MM, D-HH:MM:SS, HH:MM:SS and MM:SS into minutes, rounded up; numbers are minutes."""
+    """Convert SLURM's D-HH, D-HH:MM, D-HH:MM:SS, HH:MM:SS and MM:SS to minutes, rounded up; numbers are minutes."""
     if isinstance(value, bool):
         raise ValueError(
             f"{str(value).lower()} is not a time limit; write minutes, or as SLURM does HH:MM:SS or D-HH:MM:SS"
@@ -60,10 +64,10 @@ def parse_minutes(value: object) -> object:
 
 
 def as_typed(value: object) -> object:
-    """Return a number at a key of text as it was typed in the file; refuse one whose spelling is not known.
+    """Return a number as it was typed in the file, for a key whose value is text.
 
     Raises:
-        ValueError: a float of Python code (12.10 is 12.1 there), or true and false, which have no single spelling.
+        ValueError: the spelling is unknown: a float of Python code (12.10 is 12.1 there), or true and false.
     """
     if isinstance(value, TypedInt | TypedFloat):
         return value.typed
@@ -75,22 +79,20 @@ def as_typed(value: object) -> object:
 
 
 def require_one_line(value: str) -> str:
-    """Refuse what would end a line of a script."""
+    """Reject text that is not a single printable line."""
     if not value.isprintable():
         raise ValueError(f"{value!r} must be one line of text")
     return value
 
 
 def require_plain_data(value: dict[str, Any]) -> dict[str, Any]:
-    """Refuse what would reach a job as something else: its records are JSON, which has no NaN, no dates and no number as key.
-
-    Numbers become those of Python, whatever their spelling.
+    """Reject values that JSON records cannot represent (NaN, dates, numbers as keys); make numbers plain Python ones.
 
     Args:
-        value: arguments for the user's own code.
+        value: arguments for user code.
 
     Raises:
-        ValueError: names the place of the first one.
+        ValueError: a value cannot be represented (with its path), or there are too many levels or values.
     """
     pending, seen = [("", value, 0)], 0
     while pending:
@@ -131,7 +133,7 @@ def _check_key(place: str, key: object) -> str:
 
 
 def _shorten_value(value: object) -> str:
-    """Return a value as it may stand in a line."""
+    """Return a short representation of a value for an error message."""
     try:
         text = repr(value)
     except ValueError:  # a number of more digits than Python writes
@@ -191,7 +193,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 def _with_typed_text(schema: Any) -> Any:
-    """Return a schema of pydantic in which `as_typed` runs before each check for text."""
+    """Return a pydantic schema in which `as_typed` runs before each check for text."""
     if isinstance(schema, list | tuple):
         return type(schema)(_with_typed_text(part) for part in schema)
     if not isinstance(schema, dict):
@@ -204,19 +206,19 @@ def _with_typed_text(schema: Any) -> Any:
 
 
 class Section(BaseModel):
-    """A part of the spec: frozen, and no key it does not know."""
+    """Base class of the sections of a spec: frozen, and without unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Let every key whose value is text take a number as it was typed."""
+        """Accept a number, as typed in the file, for every key whose value is text."""
         schema: CoreSchema = _with_typed_text(handler(source))
         return schema
 
 
 def require_known_method(value: str) -> str:
-    """Refuse what is neither a row of the table of methods nor an import string."""
+    """Reject a method that is neither a name in `METHODS` nor an import string."""
     module, colon, attribute = value.partition(":")
     if module in METHODS and colon:
         raise ValueError(
@@ -235,4 +237,4 @@ Method = Annotated[
     AfterValidator(require_known_method),
     WithJsonSchema({"anyOf": [{"enum": list(METHODS)}, {"type": "string", "pattern": "^[^:]+:.+$"}]}),
 ]
-"""A row of the table of methods, or `package.module:attribute` of one of the user's own."""
+"""A name in `METHODS`, or the import string `package.module:attribute` of a user-defined method."""

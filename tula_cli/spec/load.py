@@ -1,8 +1,8 @@
-"""The job spec: one YAML, checked whole before anything runs.
+"""Loading the job spec: one YAML file, checked completely before anything runs.
 
 `load_spec` merges defaults, site files, the file, `TULA_*` variables and `--set` overrides (later wins), and reports
-every problem at once with its path and the nearest valid name. Units are in the names or the comments; `batch` is
-global, `local_batch` is one GPU's.
+all problems at once, each with its path and the nearest valid name. Units are in names or comments; `batch` is global,
+`local_batch` is per GPU.
 """
 
 import os
@@ -31,9 +31,9 @@ def load_spec(
 
     Args:
         path: the YAML file.
-        overrides: `a.b=c`, c in YAML; later wins.
-        environ: where TULA_SPEC_* variables are looked up.
-        site_files: YAML files of site-wide values, weaker than the spec; the site's and the user's where none are given.
+        overrides: `a.b=c`, with c in YAML; later wins.
+        environ: environment with TULA_SPEC_* variables.
+        site_files: YAML files of site-wide values, weaker than the spec; None: those of the site and the user.
 
     Raises:
         SpecError: with all problems at once.
@@ -47,7 +47,7 @@ def validate(content: Mapping[str, Any], *, source: str) -> JobSpec:
     """Check a mapping as a job spec.
 
     Raises:
-        SpecError: with all problems at once; each names its path, the value and what is wanted.
+        SpecError: with all problems at once; each names its path, the value and the expected value.
     """
     try:
         return JobSpec.model_validate(content)

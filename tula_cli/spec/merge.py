@@ -1,4 +1,4 @@
-"""Merging defaults, site files, the file, the environment and --set; later wins, and each value knows where it came from."""
+"""Merging of defaults, site files, job file, environment and --set (later wins), with the origin of each value."""
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -11,9 +11,9 @@ from tula_cli.spec.old_keys import replace_old_keys, replace_old_path
 from tula_cli.spec.yaml_text import parse_yaml, read_yaml
 
 SITE_FILE = "site.yaml"
-"""The name of a site's and a user's own settings for all jobs."""
+"""File name of a site's and a user's settings for all jobs."""
 ENV_PREFIX = "TULA_SPEC_"
-"""TULA_SPEC_SEARCH__MIN_STEPS=20 overrides search.min_steps: two underscores part the levels."""
+"""TULA_SPEC_SEARCH__MIN_STEPS=20 overrides search.min_steps: two underscores separate the levels."""
 
 
 def merge_sources(
@@ -23,7 +23,7 @@ def merge_sources(
     environ: Mapping[str, str] = os.environ,
     site_files: Iterable[Path] | None = None,
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the merged mapping, and for each leaf `a.b.c` the source its value came from."""
+    """Return the merged mapping, and the source of each value by its key `a.b.c`."""
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
     candidates = reversed(config_files(SITE_FILE, environ=environ)) if site_files is None else site_files
@@ -40,7 +40,7 @@ def merge_sources(
 
 
 def _remove_other_schedulers(merged: dict[str, Any], origins: dict[str, str], sites: Collection[str]) -> None:
-    """Leave what site files alone have given out of a job that runs otherwise: it is for jobs on that scheduler."""
+    """Remove settings of a scheduler that the job does not use, if only site files have given them."""
     cluster = merged.get("cluster")
     if not isinstance(cluster, dict):
         return
@@ -54,10 +54,10 @@ def _remove_other_schedulers(merged: dict[str, Any], origins: dict[str, str], si
 
 
 def apply_overrides(into: dict[str, Any], overrides: Iterable[str], origins: dict[str, str]) -> None:
-    """Lay `a.b=c` over nested mappings, c in YAML; later wins.
+    """Merge overrides `a.b=c`, with c in YAML, into nested mappings; later wins.
 
     Raises:
-        SpecError: one is not of that form, or its value is no YAML.
+        SpecError: an override does not have this form, or its value is not valid YAML.
     """
     require_list(overrides=overrides)  # Python code that forgets the brackets
     for text in overrides:
@@ -68,7 +68,7 @@ def apply_overrides(into: dict[str, Any], overrides: Iterable[str], origins: dic
 
 
 def _assign_value(into: dict[str, Any], key: str, text: str, origins: dict[str, str], *, source: str) -> None:
-    """Set `a.b.c` to a value in YAML; a mapping replaces what was there."""
+    """Set `a.b.c` to a YAML value; a mapping replaces the previous value."""
     content = parse_yaml(text, source=f"{source} {key}")
     for part in reversed(key.split(".")):
         content = {part: content}
@@ -78,7 +78,7 @@ def _assign_value(into: dict[str, Any], key: str, text: str, origins: dict[str, 
 
 
 def _remove_path(content: dict[str, Any], path: str, origins: dict[str, str]) -> None:
-    """Remove the value at `a.b.c`, and all below it."""
+    """Remove the value at `a.b.c` with everything below it."""
     *sections, last = path.split(".")
     for part in sections:
         inner = content.get(part)
@@ -93,7 +93,7 @@ def _remove_path(content: dict[str, Any], path: str, origins: dict[str, str]) ->
 def merge(
     into: dict[str, Any], new: Mapping[str, Any], origins: dict[str, str], *, source: str, prefix: str = ""
 ) -> None:
-    """Merge mappings level by level; a value that is not a mapping on both sides is replaced."""
+    """Merge mappings level by level; a value is replaced unless both values are mappings."""
     for key, value in new.items():
         path = f"{prefix}{key}"
         if isinstance(value, dict) and isinstance(into.get(key), dict):
@@ -105,7 +105,7 @@ def merge(
 
 
 def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each value of nested mappings with its key, `a.b.c`; a list is one value, and so is an empty mapping."""
+    """Yield each value of nested mappings with its key `a.b.c`; lists and empty mappings count as single values."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
             yield from flatten(inner, f"{path}.{key}" if path else key)

@@ -1,7 +1,7 @@
-"""Training methods as facts, a row each: no torch, no pydantic. What a method does is an object of `worker/methods`.
+"""Facts about training methods, one entry per method, without torch or pydantic; their code is in `worker/methods`.
 
-One of the user's own is named by an import string, and nothing of it is imported here: it has the facts of the plain large
-batch. What others have in their row is in its job (`train.lr_scaling`, `schedule.warmup_epochs`), or said by its object.
+A user-defined method is named by an import string and not imported here: it has the facts of the plain large batch.
+Facts that other methods have here are set in its job (`train.lr_scaling`, `schedule.warmup_epochs`) or by its object.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 DEFAULT_METHOD = "ramp"
 REASON = "tula's loop can change the batch while it trains"
-"""Why it is the default of tula's own loop. That of a script is `spec.scripts.section.default_train`."""
+"""Why `DEFAULT_METHOD` is the default of tula's loop; for scripts see `spec.scripts.script.get_default_train`."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Facts:
 
     @property
     def section(self) -> str:
-        """The section of the job that is the method's own; empty where none is."""
+        """Name of the job section specific to the method; empty if there is none."""
         return "auto" if self.tunes else "ags" if self.reads_ags else ""
 
 
@@ -153,17 +153,17 @@ METHODS: dict[str, Facts] = {
         summary="takes the ramp unless short branches show that it breaks down; costs a quarter of the training's samples more",
     ),
 }
-"""Learning rates are scaled linearly and warmed up as in the paper, IV-D; LAMB's by the square root (You et al. 2020)."""
+"""Learning rates scale linearly with a warm-up, as in the paper, IV-D; LAMB's with the root (You et al. 2020)."""
 
 
 def describe_method(method: str, optimizer: str | None, default: str = "", settings: str = "") -> str:
-    """Return one line about a job's method: why it is the default, what it does, and advice for the optimizer's family.
+    """Describe a job's method in one line: why it is the default, its effect, and advice for the optimizer's family.
 
     Args:
-        method: of train.method.
-        optimizer: of optimizer.name; None for a script, whose optimizer is not known.
-        default: why a job that names no method has this one; empty if it has another.
-        settings: what it sets in the job besides, which takes the place of the advice; empty if nothing.
+        method: value of train.method.
+        optimizer: value of optimizer.name; None for a script, whose optimizer is unknown.
+        default: why the method is the default; empty if the method is not the default.
+        settings: other settings that the method makes in the job, shown in place of the advice; empty if none.
     """
     reason = f", the default because {default}" if default else ""
     advice = settings or _advise(method, optimizer)
@@ -190,7 +190,7 @@ def _advise(method: str, optimizer: str | None) -> str:
 
 
 def get_facts(method: str) -> Facts:
-    """Return a method's row; of one of the user's own, an import string, what is taken to be so."""
+    """Return the facts of a method; default facts for a user-defined method, which is an import string."""
     return METHODS[method] if method in METHODS else Facts(method, reads_ags=True)
 
 

@@ -1,7 +1,7 @@
-"""Keys of older job files: renamed ones, which are still read, and removed ones, with what to do instead.
+"""Keys of older job files: renamed keys, which are still read, and removed keys, with advice on what to do instead.
 
-`JobSpec` takes both by itself, so that the runs of older versions stay readable. Where a user writes keys (files, variables,
-`--set`, mappings in Python) the old spelling of a renamed one is reported with the new one.
+`JobSpec` accepts both silently, so that runs of older versions stay readable. In input written by a user (files,
+variables, `--set`, mappings in Python) the old spelling of a renamed key is reported with the new one.
 """
 
 import warnings
@@ -24,19 +24,19 @@ MEASUREMENTS: Mapping[str, str] = {
     "train.gradient_noise": "gradient_noise",
     "train.hessian": "hessian",
 }
-"""Keys that were true or false, and are entries of `train.diagnostics` now; so was `diagnostics`, now `gradient_norms`."""
+"""Keys that were true or false and are now entries of `train.diagnostics`; `diagnostics` is now `gradient_norms`."""
 
 MOVED: Mapping[str, str] = {
     "train.early_stopping.at_least": "train.early_stopping.target",
     "train.early_stopping.at_most": "train.early_stopping.target",
     "train.early_stopping.metric": "train.best_checkpoint.metric",
 }
-"""Keys whose value is read at another path."""
+"""Keys whose value moved to another path."""
 
 
 @dataclass(frozen=True)
 class Removed:
-    """A key that no longer exists: it may still be given with a value that means what tula now always does."""
+    """A key that no longer exists; it is still accepted with a value that describes what tula now always does."""
 
     accepted: tuple[Any, ...]  # such values, the one that says what tula does last
     advice: str
@@ -85,20 +85,20 @@ _PARENTS = frozenset(
     for parts in (path.split(".") for path in (*RENAMED, *MEASUREMENTS, *MOVED, *REMOVED))
     for count in range(1, len(parts))
 )
-"""Paths of sections that have an old key, or have a section with one."""
+"""Paths of sections that contain an old key at any level."""
 
 
 class OldKeyWarning(FutureWarning):
-    """The old spelling of a key in something that a user wrote."""
+    """Warns of the old spelling of a key in user input."""
 
 
 def replace_old_keys(content: Any, *, prefix: str = "", source: str | None = None) -> Any:
-    """Return part of a job with the new names of its keys, and without removed keys that have their old default.
+    """Return part of a job with the new names of its keys, and without removed keys that have an accepted value.
 
     Args:
-        content: a mapping, a list or a single value; it is not changed.
-        prefix: the path of `content` in the job with a dot at its end; empty for the whole job.
-        source: where a user has written `content`: renamed keys are reported by an `OldKeyWarning`. None: nothing is reported.
+        content: a mapping, a list or a single value; not modified.
+        prefix: path of `content` in the job, ending in a dot; empty for the whole job.
+        source: where a user has written `content`; renamed keys are reported by an `OldKeyWarning`. None: no warnings.
     """
     if isinstance(content, list):
         return [
@@ -130,7 +130,7 @@ def replace_old_keys(content: Any, *, prefix: str = "", source: str | None = Non
 
 
 def _join_date_to_source(pricing: dict[str, Any], source: str | None) -> None:
-    """Write the day on which a price was looked up behind its source."""
+    """Append the date of a price to its source."""
     date, price_source = pricing.get("date"), pricing.get("source", "")
     if not isinstance(date, str) or not isinstance(price_source, str):
         return
@@ -142,7 +142,7 @@ def _join_date_to_source(pricing: dict[str, Any], source: str | None) -> None:
 
 
 def _list_measurements(train: dict[str, Any], source: str | None) -> None:
-    """Write the measurements that had a key of their own into the list `diagnostics` of section train."""
+    """Convert measurements that had separate keys to entries of `diagnostics` in section train."""
     listed, given = train.get("diagnostics"), []
     if isinstance(listed, bool):
         train["diagnostics"], given = [], ["diagnostics"] if listed else []
@@ -163,7 +163,10 @@ def _list_measurements(train: dict[str, Any], source: str | None) -> None:
 
 
 def _move_keys(train: dict[str, Any], source: str | None) -> None:
-    """Write what `early_stopping` had about the metric to the new paths; if `best_checkpoint` has another one nothing is moved."""
+    """Move the metric settings of `early_stopping` to their new paths.
+
+    Nothing is moved if `best_checkpoint` has another metric, or if more than one target is given.
+    """
     stopping, best = train.get("early_stopping"), train.get("best_checkpoint") or {}
     if not isinstance(stopping, Mapping) or not isinstance(best, Mapping):
         return
@@ -184,11 +187,11 @@ def _move_keys(train: dict[str, Any], source: str | None) -> None:
 
 
 def remove_old_keys(content: Any, *, prefix: str = "") -> Any:
-    """Return part of a stored job without the removed keys that are left in it, whatever their value.
+    """Return part of a stored job without removed keys, whatever their value.
 
     Args:
-        content: as `replace_old_keys` returns it.
-        prefix: as of `replace_old_keys`.
+        content: result of `replace_old_keys`.
+        prefix: as for `replace_old_keys`.
     """
     if isinstance(content, list):
         return [remove_old_keys(item, prefix=prefix) for item in content]
@@ -204,7 +207,7 @@ def remove_old_keys(content: Any, *, prefix: str = "") -> Any:
 
 
 def _without_incomplete_parts(train: dict[str, Any]) -> dict[str, Any]:
-    """Return a stored section train without an end, and stages of the ramp, that say nothing without their removed keys."""
+    """Reset `early_stopping` and `ramp` of a stored section train if they are incomplete without removed keys."""
     stopping, ramp = train.get("early_stopping"), train.get("ramp")
     if isinstance(stopping, Mapping) and all(value is None for value in stopping.values()):
         train = {**train, "early_stopping": None}
@@ -214,7 +217,7 @@ def _without_incomplete_parts(train: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_parent(path: str) -> bool:
-    """Return whether an old key may be somewhere below a path."""
+    """Return whether an old key may exist somewhere below a path."""
     is_node_types = path.partition(".")[0] == "node_types" and path.count(".") < 2
     return is_node_types or _get_path_in_tables(path) in _PARENTS
 
@@ -229,7 +232,7 @@ def replace_old_path(path: str) -> str:
 
 
 def advise_key(path: str) -> str:
-    """Return what to do instead of a key that no longer exists, `a.b.c`; empty if there is no such advice for it."""
+    """Return advice for a key `a.b.c` that no longer exists; empty if there is none."""
     table_path = _get_path_in_tables(path)
     if removed := REMOVED.get(table_path):
         return removed.advice
@@ -243,7 +246,7 @@ def advise_key(path: str) -> str:
 
 
 def _get_path_in_tables(path: str) -> str:
-    """Return a path without node_types.NAME: what follows is laid over the job's own sections."""
+    """Return a path without node_types.NAME, below which keys are the same as in the job."""
     parts = path.split(".")
     return ".".join(parts[2:] if parts[0] == "node_types" and len(parts) > 2 else parts)
 

@@ -1,4 +1,4 @@
-"""Problems of a spec in words, with the nearest valid name."""
+"""Descriptions of problems in a spec, with the nearest valid name."""
 
 import difflib
 import functools
@@ -39,7 +39,7 @@ _USUAL_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("precision", "amp", "dtype"), "train.precision"),
     "method": "train.method", "price": "pricing.price", "queue": "cluster.slurm.partition",
 }  # fmt: skip
-"""Names that other programs give a key, with its path here or the thing to do instead."""
+"""Names used by other programs for a key, with its path here or advice."""
 
 _SECTION = "must be a section"
 _WANTED: Mapping[str, str] = {
@@ -48,15 +48,15 @@ _WANTED: Mapping[str, str] = {
     "dict_type": "must be a mapping (name: value)",
     "string_type": "must be text",
 }
-"""Descriptions of the type that a key wants, for a value of another type."""
+"""Descriptions of the expected type, by pydantic's error type."""
 
 
 def describe_problem(item: Any, *, of_script: bool = False) -> Problem:
-    """Return one error of pydantic in words.
+    """Describe a pydantic error.
 
     Args:
         item: the error.
-        of_script: whether the job runs a script, whose keys are likelier then.
+        of_script: whether the job runs a script, so that keys of scripts are suggested first.
     """
     path = _format_path(item["loc"])
     if item["type"] == "extra_forbidden":
@@ -90,7 +90,7 @@ def describe_problem(item: Any, *, of_script: bool = False) -> Problem:
 
 
 def _suggest_key(key: str, names: list[str], *, of_script: bool) -> str:
-    """Return what may have been meant by an unknown key: one of the same section, or of another."""
+    """Suggest a key for an unknown one: from the same section, or from another one."""
     if close := difflib.get_close_matches(key, names, n=1, cutoff=0.8):
         return f"did you mean {close[0]}?"
     plain = key.lower().replace("-", "_")
@@ -116,12 +116,12 @@ def _suggest_key(key: str, names: list[str], *, of_script: bool) -> str:
 
 
 def _rank_key(path: str) -> tuple[bool, int]:
-    """Return how unlikely a key is meant by its last word alone: those of variants and scripts, then those that lie deeper."""
+    """Return a sort key that prefers keys outside variants and scripts, and then those near the top level."""
     return path.startswith(("auto.", "node_types.", "cluster.scheduler.", "script.")), path.count(".")
 
 
 def _find_key_of_name(item: Any) -> str:
-    """Return the key that a name belongs to which was given in place of its section (`model: resnet18`)."""
+    """Suggest the key for a name that was given in place of its section (`model: resnet18`)."""
     names = _list_keys_at(item["loc"]) if isinstance(item["input"], str) else []
     key = next((key for key in ("name", "kind", "method") if key in names), None)
     return f"did you mean {_format_path(item['loc'])}.{key}={item['input']}?" if key else ""
@@ -129,7 +129,7 @@ def _find_key_of_name(item: Any) -> str:
 
 @functools.cache
 def _list_paths_of_keys() -> dict[str, list[str]]:
-    """Return the paths of all keys of a job by their last word, the shallow ones first; those of scripts last."""
+    """Return the paths of all keys of a job by their last part, shallow paths first and those of scripts last."""
     paths: dict[str, list[str]] = {}
     waiting: list[tuple[str, type[Section]]] = [("", JobSpec)]
     for prefix, section in waiting:
@@ -142,7 +142,7 @@ def _list_paths_of_keys() -> dict[str, list[str]]:
 
 
 def _describe_expected(item: Any) -> str:
-    """Say what was expected; of a section also which keys it has."""
+    """Describe the expected value; for a section, list its keys."""
     if item["type"] not in _WANTED:
         return str(item["msg"]).removeprefix("Value error, ").replace("Input should be", "must be")
     names = _list_keys_at(item["loc"]) if _WANTED[item["type"]] == _SECTION else []
@@ -150,7 +150,7 @@ def _describe_expected(item: Any) -> str:
 
 
 def merge_unions(problems: list[Problem]) -> tuple[Problem, ...]:
-    """Fold the problems pydantic reports for each branch of a union into one a path."""
+    """Merge the problems that pydantic reports for the branches of a union into one per path."""
     by_path: dict[str, list[Problem]] = {}
     for problem in problems:
         by_path.setdefault(problem.path, []).append(problem)
@@ -177,13 +177,13 @@ _UNION_BRANCHES = re.compile(
 
 
 def _format_path(location: tuple[Any, ...]) -> str:
-    """Return `a.b[2].c` without the names pydantic gives to the branches of a union."""
+    """Format a location as `a.b[2].c`, without pydantic's names for branches of unions."""
     parts = [part for part in location if isinstance(part, int) or not _UNION_BRANCHES.match(str(part))]
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".") or "the spec"
 
 
 def _list_keys_at(location: tuple[Any, ...]) -> list[str]:
-    """Return the keys that the section at `location` knows."""
+    """Return the keys of the section at `location`."""
     section: type[Section] | None = JobSpec
     if len(location) > 1 and location[0] == "node_types":
         section, location = (JobSpec, location[2:]) if len(location) > 2 else (NodeType, ())
@@ -195,7 +195,7 @@ def _list_keys_at(location: tuple[Any, ...]) -> list[str]:
 
 
 def _find_section(annotation: Any) -> type[Section] | None:
-    """Return the Section in an annotation like `Slurm | None`."""
+    """Return the section class in an annotation such as `Slurm | None`."""
     return next((kind for kind in (annotation, *get_args(annotation)) if _is_section(kind)), None)
 
 

@@ -1,4 +1,4 @@
-"""The sections that say where it runs and what that costs."""
+"""The sections for where a job runs and what it costs."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -22,7 +22,7 @@ from tula_cli.spec.kinds import check_price as no_free_price
 from tula_cli.spec.slurm_options import Slurm
 
 KINDS = ("local", "slurm")
-"""Of schedulers that come with tula; one of the user's own is an import string."""
+"""Schedulers included in tula; a user-defined one is named by an import string."""
 
 
 def _check_kind(name: str) -> str:
@@ -69,7 +69,7 @@ class Cluster(Section):
 
     @property
     def own_scheduler(self) -> OwnScheduler | None:
-        """The settings of a scheduler of the user's own; None for those that come with tula."""
+        """Settings of a user-defined scheduler; None for the included ones."""
         return None if self.kind in KINDS else self.scheduler or OwnScheduler()
 
     @property
@@ -80,7 +80,7 @@ class Cluster(Section):
 
     @property
     def minutes_setting(self) -> str:
-        """The key that sets that limit."""
+        """The key that sets `minutes`."""
         return "cluster.slurm.minutes" if self.kind in KINDS else "cluster.scheduler.minutes"
 
     @property
@@ -95,15 +95,15 @@ class Cluster(Section):
 
     @property
     def python(self) -> str | None:
-        """The shell's words that start the python of jobs; None for the one that runs now."""
+        """Shell command that starts Python in jobs; None for the current interpreter."""
         settings = self.own_scheduler or self.slurm
         return None if settings is None else settings.python
 
     @property
     def collective_warning(self) -> str:
-        """A warning if the time model assumes another communication than training has; empty if it does not.
+        """A warning if the time model assumes a different communication pattern than training uses; empty otherwise.
 
-        Ring, tree and reduce-scatter with all-gather are ways to all-reduce, among which NCCL and gloo choose.
+        Ring, tree and reduce-scatter with all-gather are ways to all-reduce, from which NCCL and gloo choose.
         """
         if self.collective != "parameter_server":
             return ""
@@ -127,7 +127,7 @@ class Spot(Section):
 
 @dataclass(frozen=True)
 class SiteBill:
-    """The cost of a job to an allocation, as SLURM reports it: the billing of its TRES, and its factors."""
+    """Charge of a job to the account's allocation, as SLURM reports it: the billing of its TRES, and its factors."""
 
     node: NonNegativeFloat  # billing of each of its nodes
     job: NonNegativeFloat = 0.0  # billing of the job beside them (licenses)
@@ -185,7 +185,7 @@ class Pricing(Section):
 
 
 UNPRICED = Pricing(price=1.0, currency="node-h")
-"""Where no price is given, cost is a number of node-hours."""
+"""Without a price, cost is the number of node-hours."""
 
 
 class NodeType(Section):

@@ -1,22 +1,22 @@
-"""The schedules of tula's own loop as functions of fractional epochs."""
+"""The learning-rate schedules of tula's loop as functions of fractional epochs."""
 
 import math
 
 from tula_cli.spec.sections import PEAK, Schedule
 
 ONE_CYCLE_START = 25
-"""The full learning rate by that with which one-cycle begins."""
+"""Ratio of the full learning rate to the initial rate of one-cycle."""
 WARMUP_START = 0.01
-"""Share of the full learning rate at epoch 0 of a warm-up, where that is not scaled; it grows linearly to 1."""
+"""Share of the full rate at epoch 0 of a warm-up whose rate is not scaled; the rate grows linearly from there."""
 
 ROUNDING = 1e-9
-"""Relative, of a rate that has halved: milestones whose factors multiply to a half but for that are meant to."""
+"""Relative tolerance for a halved rate, since the factors of milestones may multiply to a half only up to rounding."""
 
 
 def compute_warmup_factor(epoch: float, warmup: float, scale: float = 1.0) -> float:
     """Return the share of the full learning rate, growing linearly to 1 at epoch `warmup`.
 
-    A rate that was scaled up starts from the reference batch's (Goyal et al. 2017, 2.2), others near zero.
+    A rate that was scaled up starts from the rate of the reference batch (Goyal et al. 2017, 2.2), others near zero.
     """
     start = 1 / scale if scale > 1 else WARMUP_START
     return start + (1 - start) * epoch / warmup
@@ -26,12 +26,13 @@ def compute_scheduled_lr(schedule: Schedule, base: float, *, epoch: float, warmu
     """Return the learning rate without warm-up.
 
     Args:
-        schedule: multistep multiplies by gamma at each milestone; cosine and linear fall from the end of the warm-up to
-            `min_lr` at the last epoch, linear from `decay_from` on; one-cycle (Smith and Topin 2018) grows as a cosine from 1/25 up to the full rate at
-            `PEAK` of the epochs and falls as a cosine to `min_lr`; constant stays.
-        base: learning rate that the schedule starts from.
-        epoch: epochs done.
-        warmup: epochs of warm-up, which the cosine leaves out.
+        schedule: multistep multiplies by gamma at each milestone; cosine and linear fall from the end of the warm-up,
+            or from `decay_from` if later, to `min_lr` at the last epoch; one-cycle (Smith and Topin 2018) grows as a
+            cosine from 1/25 to the full rate at `PEAK` of the epochs and falls as a cosine to `min_lr`; constant does
+            not change.
+        base: learning rate from which the schedule starts.
+        epoch: finished epochs, with fraction.
+        warmup: epochs of warm-up, before which cosine and linear do not fall.
         epochs: epochs of the whole training.
     """
     if schedule.kind == "multistep":
@@ -51,9 +52,9 @@ def compute_scheduled_lr(schedule: Schedule, base: float, *, epoch: float, warmu
 
 
 def compute_decayed_share(schedule: Schedule, base: float, *, epoch: float, warmup: float, epochs: float) -> float:
-    """Return the share of the full learning rate that a schedule leaves; 1 while it rises, and then it never grows.
+    """Return the share of the full learning rate that a schedule leaves: 1 while the rate rises, then at most 1.
 
-    Args: as of `scheduled`.
+    Args: as for `compute_scheduled_lr`.
     """
     rises_until = PEAK * epochs if schedule.kind == "one-cycle" else warmup
     if epoch < rises_until:
@@ -62,5 +63,5 @@ def compute_decayed_share(schedule: Schedule, base: float, *, epoch: float, warm
 
 
 def _interpolate_cosine(start: float, end: float, share: float) -> float:
-    """Return what lies between two values on half a turn of a cosine."""
+    """Interpolate between two values along half a cosine period."""
     return end + (start - end) * (1 + math.cos(math.pi * share)) / 2

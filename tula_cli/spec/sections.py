@@ -1,4 +1,4 @@
-"""The sections of a spec that say what is trained."""
+"""The sections of a spec that define the training and the search."""
 
 import difflib
 import math
@@ -15,7 +15,7 @@ from tula_cli.spec.methods import DEFAULT_METHOD, Facts, get_facts
 # --- Parts of `train`
 
 MIN_STAGE_SHARE = 0.02
-"""Of the training, that a stage lasts at least which follows from the noise or the schedule."""
+"""Minimum share of the training for a stage derived from the gradient noise or the schedule."""
 
 
 class RampStage(Section):
@@ -30,17 +30,17 @@ Stages = Literal["auto", "noise", "decay"] | Annotated[list[RampStage], Field(mi
 
 
 HESSIAN_SAMPLES = 128
-"""Samples of the training set, over all GPUs, on which the Hessian's eigenvalue is measured: always the same ones."""
+"""Samples of the training set, over all GPUs, on which the Hessian's eigenvalue is measured; always the same ones."""
 NOISE_BATCHES = 32
-"""Micro-batches of each GPU, forward and backward, by which the gradient noise is measured: the next ones of the training."""
+"""Micro-batches per GPU, forward and backward, for measuring the gradient noise; the next ones of the training."""
 
 
 Measurement = Literal["gradient_norms", "gradient_noise", "hessian"]
-"""Something that a training measures beside the loss and its metrics."""
+"""A quantity that a training measures in addition to the loss and its metrics."""
 
 
 def _require_different(value: object) -> object:
-    """Refuse a list that has an entry twice."""
+    """Reject a list with duplicate entries."""
     if isinstance(value, list):
         for entry in value:
             if value.count(entry) > 1:
@@ -56,7 +56,7 @@ class BestCheckpoint(Section):
 
     @property
     def falls(self) -> bool:
-        """Whether less is better."""
+        """Whether lower values are better."""
         return self.mode == "min" or (self.mode == "auto" and self.metric in ("loss", "perplexity"))
 
 
@@ -70,7 +70,7 @@ class EarlyStopping(Section):
 
     @property
     def by_metric(self) -> bool:
-        """Whether evaluations tell when it ends."""
+        """Whether the evaluations determine when the training ends."""
         return self.target is not None or self.patience is not None
 
     @model_validator(mode="after")
@@ -84,7 +84,7 @@ class EarlyStopping(Section):
 
 LengthOption = Annotated[str, Field(pattern=r"^(dataset|model)\.args\.[A-Za-z_][A-Za-z0-9_]*$")]
 _POSITIONS = ("n_positions", "max_position_embeddings")
-"""Settings of transformers' models that no text may be longer than."""
+"""Settings of transformers' models that limit the sequence length."""
 
 
 class Model(Section):
@@ -100,7 +100,7 @@ class Model(Section):
 
     @property
     def longest_text(self) -> dict[str, int]:
-        """The arguments that bound the length of text, where they are given and known for what they are."""
+        """The given model arguments that are known to limit the sequence length."""
         limits = {key: self.args.get(key) for key in _POSITIONS if self.name.startswith("transformers:")}
         return {key: value for key, value in limits.items() if isinstance(value, int)}
 
@@ -191,20 +191,20 @@ class Dataset(Section):
 
     @property
     def own_parts(self) -> tuple[str, ...]:
-        """The import strings beside its name."""
+        """The import strings of the dataset other than its name."""
         names = (import_string_of(getattr(self, key), key) for key in OWN_PARTS)
         return tuple(name for name in names if name)
 
 
 OWN_PARTS = ("collate_fn", "sampler")
-"""Keys of section dataset that are import strings, alone or with arguments."""
+"""Keys of section dataset whose value is an import string, alone or with arguments."""
 
 
 def import_string_of(entry: str | dict[str, dict[str, Any]] | None, key: str) -> str | None:
     """Return the import string of an entry that may have arguments.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the entry is not an import string.
     """
     if isinstance(entry, dict) and len(entry) != 1:
         raise ValueError(f"{key}: one import string, got {', '.join(entry) or 'none'}")
@@ -255,7 +255,7 @@ class Optimizer(Section):
 FALLING = ("cosine", "linear", "one-cycle")
 SCHEDULES = ("constant", "multistep", *FALLING)
 PEAK = 0.3
-"""Of one-cycle: share of the epochs at which the learning rate is the full one."""
+"""Share of the epochs at which one-cycle reaches the full learning rate."""
 
 
 class Schedule(Section):
@@ -302,11 +302,15 @@ MetricName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$")]
 
 Workers = Literal["auto"] | Annotated[int, Field(ge=0)]
 FEWEST_WORKERS, MOST_WORKERS = 2, 8
-"""Of auto. Two that share a core still load while the GPU computes; more than eight outrun it, and take memory."""
+"""Limits of data-loader processes with `auto`.
+
+Two processes that share a core still load while the GPU computes; more than eight are faster than the GPU and only
+take memory.
+"""
 
 
 BUILT_IN = ("top1", "top5", "loss", "perplexity")
-"""The metrics that every evaluation takes where it can."""
+"""The metrics that every evaluation computes if possible."""
 _RESERVED = {"auto", "eval_loss", *BUILT_IN}
 
 
@@ -388,13 +392,13 @@ class Train(Section):
 
     @property
     def epochs_at_most(self) -> int:
-        """The epochs after which a training is over, whatever its metrics come to; schedules are those of `epochs`."""
+        """Maximum number of epochs, whatever the metrics; the schedules remain those of `epochs`."""
         stopping = self.early_stopping
         return self.epochs if stopping is None else min(self.epochs, stopping.epochs or self.epochs)
 
     @property
     def sharded(self) -> bool:
-        """Whether the GPUs share one model."""
+        """Whether the model is sharded over the GPUs."""
         return self.parallel == "fsdp"
 
     @property
@@ -450,39 +454,39 @@ class Train(Section):
 
     @property
     def stages(self) -> Stages | None:
-        """How the batch grows; None where it does not."""
+        """How the batch grows; None if it does not."""
         return "auto" if self.ramp is None and self.facts.ramps else self.ramp
 
     @property
     def measures_noise(self) -> bool:
-        """Whether the training measures its gradient noise: as the job says, or because its stages follow from that."""
+        """Whether the training measures its gradient noise, because the job requests it or its stages depend on it."""
         return "gradient_noise" in self.diagnostics or self.stages == "noise"
 
     def loaders(self, cores: float) -> int:
-        """Return the data-loader processes of a rank that has so many cores."""
+        """Return the number of data-loader processes of a rank with `cores` CPU cores."""
         if self.workers != "auto":
             return self.workers
         return max(FEWEST_WORKERS, min(MOST_WORKERS, int(cores) - 1))
 
     @property
     def lr_rule(self) -> Literal["none", "linear", "sqrt"]:
-        """How the learning rate is scaled: as asked for, else as the method does."""
+        """The scaling rule of the learning rate: as requested, otherwise that of the method."""
         return self.facts.lr_scaling if self.lr_scaling == "auto" else self.lr_scaling
 
     @property
     def facts(self) -> Facts:
-        """The method's row."""
+        """The facts of the method."""
         return get_facts(self.method)
 
 
 # --- Parts of `search`
 
 MEMORY_MARGIN = 0.1
-"""Share of a GPU's memory that a configuration is to leave free."""
+"""Share of a GPU's memory that a configuration must leave free."""
 LEAST_STEPS = 5
-"""The fewest steps that a probe times, however long they take: fewer tell nothing of their spread."""
+"""Minimum number of steps that a probe times, however long they take, so that their spread is known."""
 LOOKS = 3
-"""Looks of a probe at the time of steps of their own: on data that is there, of synchronisation, of local work."""
+"""Additional timings of a probe with separate steps: on available data, of synchronisation, and of local work."""
 
 REMOVED_STRATEGIES: Mapping[str, str] = {
     "five": "use adaptive, which costs as little and chooses better, or partial, the four corners",
@@ -528,23 +532,23 @@ class Search(Section):
 
     @property
     def split_steps(self) -> int:
-        """How many steps a probe takes at most for each look of its own at times, and for that at gradients."""
+        """Maximum number of steps for each additional timing of a probe, and for measuring gradients."""
         return self.min_steps
 
     def timed_steps(self, step_time: float) -> int:
-        """Return how many steps a probe is expected to time, where they are steady.
+        """Return the number of steps that a probe is expected to time if steps are steady.
 
         Args:
-            step_time: seconds of one.
+            step_time: seconds per step.
         """
         wanted = max(self.min_steps, math.ceil(self.min_seconds / step_time))
         return max(LEAST_STEPS, min(wanted, math.ceil(self.max_seconds / step_time)))
 
     def probe_seconds(self, step_time: float) -> float:
-        """Return what the steps of a probe are expected to take: warm-up, timed ones, and its other looks. Seconds.
+        """Return the expected duration of a probe's steps in seconds: warm-up, timed steps and additional timings.
 
         Args:
-            step_time: seconds of one.
+            step_time: seconds per step.
         """
         looks = LOOKS * LEAST_STEPS + self.split_steps  # steady steps are looked at for as few as tell anything
         return (self.warmup_steps + self.timed_steps(step_time) + looks) * step_time
@@ -557,7 +561,11 @@ _WITH_PASSWORD = re.compile(r"://[^/@\s]*@")
 
 
 def without_password(uri: str) -> str:
-    """Return the place of a tracker; refuse one that holds a name or a password, which would stand in the run's files."""
+    """Return the address of a tracker.
+
+    Raises:
+        ValueError: the address contains a user name or password, which would be stored in the run's files.
+    """
     if _WITH_PASSWORD.search(uri):
         raise ValueError(
             "a user's name or password does not belong into the address: give them to the tracker's own variables, such as"

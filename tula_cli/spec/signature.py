@@ -1,4 +1,4 @@
-"""Digests of the settings that a measurement, and a training, depends on: the names of runs and trainings."""
+"""Digests of the settings on which measurements and trainings depend: the names of runs and trainings."""
 
 import hashlib
 import json
@@ -13,25 +13,28 @@ from tula_cli.spec.sections import BestCheckpoint, EarlyStopping, RampStage, Tra
 from tula_cli.spec.slurm_options import Slurm
 
 LATER = ("collate_fn", "sampler", "length", "eval_length", "sharded")
-"""Keys of section dataset that are left out where they say nothing."""
+"""Keys of section dataset that digests leave out at their default value."""
 
 COMPUTING = {"tf32", "channels_last", "compile", "deterministic"}
-"""Settings of section train that change what a step takes, or how it is rounded, and nothing else."""
+"""Settings of section train that only change the duration of a step or its rounding."""
 
 REMOVED_FROM_AGS: dict[str, Any] = {"consensus": "broadcast"}
 REMOVED_FROM_ARMS: dict[str, Any] = {"warmup_epochs": 0.0, "ags": None}
 REMOVED_FROM_AUTO: dict[str, Any] = {"holdout": 0.1}
 REMOVED_FROM_STAGES: dict[str, Any] = {"samples": None}
 REMOVED_FROM_TRAIN: dict[str, Any] = {"ghost_batch": None}
-"""Keys that older versions had, with the values that tula now always uses: digests have them, so that older runs keep their names."""
+"""Removed keys with the values that tula now always uses.
+
+Digests include them, so that older runs keep their names.
+"""
 
 
 def compute_measurement_signature(spec: JobSpec, code: str = "") -> str:
-    """Return 8 hex digits over what a measurement depends on: another price keeps the probes, another model does not.
+    """Return 8 hex digits of the settings that a measurement depends on, such as the model but not the price.
 
     Args:
         spec: the job.
-        code: digest of the user's own code that the spec names; empty for none.
+        code: digest of the user code named by the spec; empty for none.
     """
     cluster = spec.cluster
     parts: dict[str, Any] = _list_loop_fields(spec) if spec.script is None else _list_script_fields(spec, spec.script)
@@ -61,7 +64,7 @@ def _list_loop_fields(spec: JobSpec) -> dict[str, Any]:
 
 
 def _list_script_fields(spec: JobSpec, script: Script) -> dict[str, Any]:
-    """Return what a step of a script depends on. What it is told of its learning rate and its length changes none."""
+    """Return the settings on which a step of a script depends, which exclude the learning rate and the length."""
     settings = script.model_dump(include={"command", "launch", "samples", "probe"})
     parts = {"script": settings, "train": spec.train.model_dump(include={"accumulate", "workers"})}
     scaled = {"granularity", "source", "apply_to", *_list_refresh_fields(spec)}
@@ -69,13 +72,13 @@ def _list_script_fields(spec: JobSpec, script: Script) -> dict[str, Any]:
 
 
 def compute_train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") -> str:
-    """Return 8 hex digits over everything that changes the weights; `batch` is the one the run starts with.
+    """Return 8 hex digits of all settings that change the weights.
 
     Args:
         spec: the job.
         nodes: number of nodes.
-        batch: global batch.
-        code: digest of the user's own code that the spec names; empty for none.
+        batch: global batch at the start of the run.
+        code: digest of the user code named by the spec; empty for none.
     """
     if spec.script is not None:
         return _compute_script_signature(spec, spec.script, {"nodes": nodes, "batch": batch, "code": code})
@@ -127,19 +130,19 @@ def compute_train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str 
 
 
 def _list_stopping_fields(stopping: EarlyStopping, best: BestCheckpoint) -> dict[str, Any]:
-    """Return when a training ends, by the keys that older versions had."""
+    """Return the conditions for the end of a training, under the keys of older versions."""
     target, bound = stopping.target, "at_most" if best.falls else "at_least"
     fields = {"metric": best.metric, "at_least": None, "at_most": None, "patience": stopping.patience, bound: target}
     return fields if stopping.epochs is None else {**fields, "epochs": stopping.epochs}
 
 
 def _without_nodes(stage: RampStage) -> set[str]:
-    """Return what of a stage was not there at first, where it says nothing."""
+    """Return the keys added to stages later, if they have no value."""
     return {"nodes"} if stage.nodes is None else set()
 
 
 def _compute_script_signature(spec: JobSpec, script: Script, where: Mapping[str, Any]) -> str:
-    """Return what changes the weights of a script: all that it is told."""
+    """Return 8 hex digits of all settings of a script that change the weights."""
     settings = script.model_dump(exclude={"probe", "metric", "save", "samples", "resume"})
     train = spec.train.model_dump(include={"method", "lr_scaling", "accumulate", "seed"})
     train |= _list_lr_limit(spec, where["batch"])
@@ -153,7 +156,7 @@ def _compute_script_signature(spec: JobSpec, script: Script, where: Mapping[str,
 
 
 def compute_rehearsal_signature(spec: JobSpec, code: str) -> str:
-    """Return 8 hex digits over what decides how a script resumes.
+    """Return 8 hex digits of the settings that determine how a script resumes.
 
     Args:
         spec: the job, with a script.
@@ -169,12 +172,12 @@ def compute_rehearsal_signature(spec: JobSpec, code: str) -> str:
 
 
 def compute_evaluation_signature(spec: JobSpec, weights: Mapping[str, Any], *, code: str = "") -> str:
-    """Return 8 hex digits over what an evaluation of a training depends on beside that training.
+    """Return 8 hex digits of the settings that an evaluation depends on, in addition to the training.
 
     Args:
         spec: the job.
-        weights: what tells the file from others.
-        code: digest of the user's own code that it runs; empty for none.
+        weights: values that identify the file of weights.
+        code: digest of the user code that the evaluation runs; empty for none.
     """
     test = spec.dataset.test
     settings = {"weights": weights, "test": test and test.model_dump(), "metrics": spec.train.metrics}
@@ -182,9 +185,9 @@ def compute_evaluation_signature(spec: JobSpec, weights: Mapping[str, Any], *, c
 
 
 def compute_cluster_signature(cluster: Cluster) -> str:
-    """Return 8 hex digits over what decides on which nodes a job runs, and what it is given of them.
+    """Return 8 hex digits of the settings that determine which nodes a job gets, and what it gets of them.
 
-    For how long it asks for them, and which it avoids, tells nothing of those that it gets.
+    Time limits and excluded nodes are left out, because they do not change the kind of nodes.
     """
     options = (cluster.slurm or Slurm()).model_dump(mode="json", exclude={"minutes", "exclude", "limits"})
     scheduler = (
@@ -196,51 +199,51 @@ def compute_cluster_signature(cluster: Cluster) -> str:
 
 
 def _list_dataset_fields(spec: JobSpec) -> dict[str, Any]:
-    """Return what is trained on; the parts that came later count where they are given, so that older runs keep their names."""
+    """Return the settings of the dataset; later keys are included only if given, to keep the names of older runs."""
     later = {key for key in LATER if getattr(spec.dataset, key) == type(spec.dataset).model_fields[key].default}
     return spec.dataset.model_dump(exclude={"download", "test", *later})
 
 
 def _list_model_fields(spec: JobSpec) -> dict[str, Any]:
-    """Return what is trained; what came later counts where it is given. The file of weights counts by its digest."""
+    """Return the settings of the model without its weights file; later keys are included only if given."""
     settings = spec.model.model_dump(exclude={"weights", "strict", "frozen"})
     return settings | spec.model.model_dump(include={"strict", "frozen"}, exclude_defaults=True)
 
 
 def _list_optimizer_fields(spec: JobSpec, without: Set[str] = frozenset()) -> dict[str, Any]:
-    """Return the optimizer; what came later counts where it is given, so that older runs keep their names."""
+    """Return the settings of the optimizer; later keys are included only if given, to keep the names of older runs."""
     later = {"groups": spec.optimizer.groups, "beta2_half_life": spec.optimizer.beta2_half_life}
     return spec.optimizer.model_dump(exclude={*without, *(name for name, given in later.items() if not given)})
 
 
 def _list_computing_fields(train: Train, names: Set[str] = COMPUTING) -> dict[str, Any]:
-    """Return those of the settings that are not the default."""
+    """Return the settings among `names` that are not at their default."""
     return train.model_dump(include=set(names), exclude_defaults=True)
 
 
 def _list_lr_limit(spec: JobSpec, batch: int) -> dict[str, float | None]:
-    """Return the limit of the learning rate where it is given, or lowers the rate at this batch: others keep their names."""
+    """Return the learning-rate limit if given or effective at this batch, so that other runs keep their names."""
     given = spec.train.max_lr_factor
     limit = given if isinstance(given, float) else find_effective_lr_limit(spec, batch)
     return {} if limit is None else {"max_lr_factor": limit}
 
 
 def _list_refresh_fields(spec: JobSpec) -> set[str]:
-    """Return the setting that changes what a step takes: how often AGS refreshes, where every step does."""
+    """Return {"refresh"} if AGS refreshes in every step and so changes its duration, else an empty set."""
     return {"refresh"} if spec.ags.resolved().each_step else set()
 
 
 def _list_ags_fields(ags: Ags, names: set[str]) -> dict[str, Any]:
-    """Return settings; what came later counts where it is given, so that older runs keep their names."""
+    """Return settings of section ags; later keys are included only if given, so that older runs keep their names."""
     return ags.resolved().model_dump(include=names - _list_later_ags_fields(ags)) | REMOVED_FROM_AGS
 
 
 def _list_later_ags_fields(ags: Ags) -> set[str]:
-    """Return the settings of section ags that came later and say nothing here."""
+    """Return the keys added to section ags later that are at their default."""
     given = {"exclude": bool(ags.exclude), "parameters": ags.parameters != "auto"}
     return {name for name, counts in given.items() if not counts}
 
 
 def compute_digest(parts: Mapping[str, Any]) -> str:
-    """Return 8 hex digits over named values."""
+    """Return 8 hex digits of a hash over named values."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:8]

@@ -1,4 +1,4 @@
-"""The section `cluster.slurm`, and which options of sbatch and srun are refused there."""
+"""Section `cluster.slurm`, and the options of sbatch and srun that it rejects."""
 
 import math
 import re
@@ -38,7 +38,7 @@ _SBATCH_SETTINGS = {
     "mem": "cluster.slurm.memory",
     "cpus-per-task": "cluster.slurm.cpus_per_task",
 }
-"""Options of sbatch that have a setting of their own."""
+"""Options of sbatch that have a separate setting."""
 _SBATCH_OURS = frozenset({
     "array", "dependency", "error", "no-requeue", "open-mode", "output", "parsable", "quiet", "requeue", "signal",
     "test-only", "wait", "wrap",
@@ -52,7 +52,7 @@ _RANK_VARIABLES = frozenset({
 
 
 def normalize_option_name(name: str) -> str:
-    """Return an option of sbatch or srun as it is written on a command line, without its dashes."""
+    """Return an option of sbatch or srun as spelled on a command line, without leading dashes."""
     return name.replace("_", "-")
 
 
@@ -120,12 +120,12 @@ _WRITTEN_OPTION = {
 OptionValue = Annotated[
     bool | str | list[str] | None, BeforeValidator(_check_option_value), WithJsonSchema(_WRITTEN_OPTION)
 ]
-"""True is the bare option; False, None, "" and [] leave it out; a list is joined by commas."""
+"""True is the bare option; False, None, "" and [] omit the option; a list is joined by commas."""
 _NOTHING: tuple[object, ...] = (False, None, "", [])
 
 
 ROOM = 2
-"""Minutes that SLURM is asked for beyond what a job may take, for its supervisor to end it first and write why."""
+"""Additional minutes requested from SLURM, so that the supervisor can stop the job first and record the reason."""
 
 
 class WallTime(Section):
@@ -172,13 +172,13 @@ class Slurm(Section):
     wrapper: list[Annotated[Line, AfterValidator(check_word)]] | Line | None = None
 
     def longest(self, nodes: int) -> float:
-        """Return the minutes that the site's bins let a job of so many nodes run; 0 where none allows so many nodes."""
+        """Return the longest duration in minutes of a job on `nodes` nodes at this site; 0 if it allows none."""
         if not self.limits:
             return math.inf
         return next((60 * each.hours for each in self.limits if nodes <= each.nodes), 0.0)
 
     def job_minutes(self, nodes: int) -> int:
-        """Return the time limit of a training job on so many nodes: `minutes`, or that of its bin where it is shorter."""
+        """Return the time limit in minutes of a training job on `nodes` nodes: `minutes`, or the site's if shorter."""
         return math.floor(min(self.longest(nodes), self.minutes))
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Job specs in the records of runs, which an older version of tula may have written."""
+"""Job specs in the records of runs, possibly written by an older version of tula."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -11,9 +11,9 @@ from tula_cli.spec.sections import REMOVED_STRATEGIES
 
 
 def without_removed_values(content: Any) -> Any:
-    """Return a stored job, as plain values, without removed keys, and with `search.strategy: auto` in place of a removed one.
+    """Return a stored job, as plain values, without removed keys; a removed `search.strategy` becomes auto.
 
-    What was measured stays readable; a training that depended on such a key has another name, and is not taken up.
+    Measurements stay readable; a training that depended on a removed key has another name and is not resumed.
     """
     if not isinstance(content, Mapping):
         return content
@@ -27,4 +27,4 @@ def without_removed_values(content: Any) -> Any:
 
 
 StoredSpec = Annotated[JobSpec, BeforeValidator(without_removed_values)]
-"""The job of a record."""
+"""The job spec stored in a record."""

@@ -1,4 +1,4 @@
-"""YAML 1.2's plain scalars, with errors that name line and column."""
+"""YAML with the plain scalars of YAML 1.2, and errors with line and column."""
 
 import contextlib
 import os
@@ -14,13 +14,13 @@ from tula_cli.errors import SpecError
 
 
 class TypedInt(int):
-    """An integer of YAML that keeps the text it was typed as, for keys whose values are text (0x1F, +5)."""
+    """An integer that keeps its YAML spelling, for keys whose values are text (0x1F, +5)."""
 
     typed: str
 
 
 class TypedFloat(float):
-    """The same of a number with a fraction or an exponent (12.10, 7e3)."""
+    """A float that keeps its YAML spelling (12.10, 7e3)."""
 
     typed: str
 
@@ -38,7 +38,7 @@ def _construct_float(loader: "yaml.constructor.SafeConstructor", node: yaml.Scal
 
 
 def _construct_text(loader: "yaml.constructor.SafeConstructor", node: yaml.ScalarNode) -> str:
-    """Return text whose characters can be written; pairs of escapes, as JSON has them, are one character."""
+    """Return text with surrogate pairs, as in JSON escapes, joined to characters; reject lone surrogates."""
     text: str = loader.construct_yaml_str(node)
     try:
         return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16")
@@ -48,7 +48,7 @@ def _construct_text(loader: "yaml.constructor.SafeConstructor", node: yaml.Scala
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with 1.2's plain scalars: 1e-3 is a number, `on`, 1:30 and 2025-01-01 are words; a key given twice is refused."""
+    """YAML loader with 1.2's plain scalars: 1e-3 is a number, `on`, 1:30 and 2025-01-01 are text; no duplicate keys."""
 
     yaml_implicit_resolvers = {}
 
@@ -60,7 +60,7 @@ class _Loader(yaml.SafeLoader):
 if yaml.__with_libyaml__:
 
     class _FastLoader(yaml.CSafeLoader):
-        """The same by libyaml, ten times as fast; where it finds a mistake, `_Loader` says which and where."""
+        """The same loader based on libyaml, ten times as fast; errors are reported by `_Loader`."""
 
         yaml_implicit_resolvers = {}
 
@@ -83,7 +83,7 @@ def _refuse_repeats(loader: "yaml.constructor.SafeConstructor", node: yaml.Mappi
 
 
 class Dumper(yaml.SafeDumper):
-    """Quotes what either YAML 1.1 or `_Loader` would not read as a word."""
+    """Dumper that quotes text which YAML 1.1 or `_Loader` would not read as text."""
 
 
 _PLAIN_SCALARS = (
@@ -112,17 +112,17 @@ _DEEPEST = 50
 _PIPE_PATIENCE = 10.0
 _LARGEST = 2**24  # bytes
 _MOST_VALUES = 100_000
-"""Values of a document with every anchor written out: a few lines of anchors that refer to each other may stand for more than memory holds."""
+"""Maximum number of values with all anchors expanded, because nested anchors could exceed the memory."""
 _TOO_DEEP = f"it is nested in more than {_DEEPEST} levels"
 _BY_CONTENT = (ValueError, LookupError, AttributeError, TypeError, OverflowError, RecursionError)
-"""Errors that PyYAML raises for a value that does not fit its tag (`!!bool x`, `!!timestamp x`), or is nested too deep."""
+"""Errors of PyYAML for a value that does not fit its tag (`!!bool x`, `!!timestamp x`) or is nested too deeply."""
 
 
 def parse_yaml(text: str, *, source: str) -> Any:
     """Parse YAML text.
 
     Raises:
-        SpecError: it does not parse; names the source, line and column.
+        SpecError: the text is not valid YAML (with source, line and column), nested too deeply, or too large.
     """
     content: Any = None
     with contextlib.suppress(yaml.YAMLError, *_BY_CONTENT):
@@ -140,7 +140,7 @@ def parse_yaml(text: str, *, source: str) -> Any:
 
 
 def _measure_nesting_depth(content: Any) -> int:
-    """Return how deep a value is nested, at most one more than is allowed; an anchor inside itself is without end."""
+    """Return the nesting depth of a value, at most one more than allowed; a recursive anchor has unlimited depth."""
     level, depth = [content], 0
     while level and depth <= _DEEPEST:
         inner: dict[int, Any] = {}  # by identity: an anchor that stands many times is looked at once a level
@@ -151,11 +151,11 @@ def _measure_nesting_depth(content: Any) -> int:
 
 
 def _count_values(content: Any, counts: dict[int, int]) -> int:
-    """Return how many values there are with every anchor written out.
+    """Return the number of values with all anchors expanded.
 
     Args:
-        content: is nested no deeper than allowed.
-        counts: those of values that were counted before, by identity.
+        content: value nested no deeper than allowed.
+        counts: counts of values visited before, by identity.
     """
     if id(content) not in counts:
         counts[id(content)] = 1 + sum(_count_values(child, counts) for child in _list_children(content))
@@ -188,11 +188,11 @@ def _parse_in_python(text: str, *, source: str) -> Any:
 _PAIR = re.compile(r"(?:^|[{,]|- )\s*(?P<key>[\w.-]+):\s+(?P<value>\S.*?)(?=,\s*[\w.-]+:\s|\s+#|\s*$)")
 _ITEM = re.compile(r"(?:^\s*- |\[)\s*(?P<key>)(?P<value>[^\s\[].*?)(?=\s+#|\s*$)")
 _SPECIAL = re.compile(r"[\[\]{}:#,&*!|>'\"%@`]")
-"""Characters that mean something to YAML in a value: at its beginning, inside [...] and {...}, or before a space."""
+"""Characters with a special meaning in YAML values: at the start, inside [...] and {...}, or before a space."""
 
 
 def _make_quoting_hint(text: str, mark: "yaml.Mark | None") -> str:
-    """Return how to quote the value at which YAML has stumbled; empty if it is not about a value with such characters."""
+    """Return how to quote the value at which parsing failed; empty if the value has no special characters."""
     lines = text.splitlines()
     line = lines[mark.line] if mark is not None and mark.line < len(lines) else ""
     pairs = [*_PAIR.finditer(line)] or [*_ITEM.finditer(line)]
@@ -213,10 +213,10 @@ def _make_quoting_hint(text: str, mark: "yaml.Mark | None") -> str:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Read one YAML file that holds a mapping.
+    """Read a YAML file that contains a mapping.
 
     Raises:
-        SpecError: the file is missing, unreadable, not text, not YAML or not a mapping.
+        SpecError: the file is missing, unreadable, too large, not text, not YAML or not a mapping.
     """
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:

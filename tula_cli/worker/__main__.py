@@ -1,9 +1,10 @@
-"""One rank: `python -m tula_cli.worker RUN TASK ATTEMPT` runs a task of a run directory to its end.
+"""One rank: `python -m tula_cli.worker RUN TASK ATTEMPT` runs one task of a run directory.
 
-Ranks are forked from a process that has imported this already, where that can be (`preloaded`); else they are executed.
+If possible, ranks are forked from a process that has already imported this module (`preloaded`); otherwise they are
+executed.
 
-A failure is written where the supervisor finds it, with its class and this rank's story; the exit code says no more than
-that there was one (torchrun would not pass more on).
+A failure is written to the run directory, where the supervisor reads it, with its class and this rank's traceback. The
+exit code only shows that there was a failure (torchrun would not pass on more), except that of a full disk.
 """
 
 import contextlib
@@ -26,10 +27,10 @@ from tula_cli.run.shortages import get_shortage
 
 
 def main(*, entered: Callable[[], None] | None = None) -> None:
-    """Run the task that the arguments name.
+    """Run the task that the command-line arguments name.
 
     Args:
-        entered: called when the user's code can be imported, and nothing of it has been yet.
+        entered: called once the user's code can be imported and before any of it is.
     """
     die_with_parent()
     tag_lines(int(os.environ.get("RANK", "0")))
@@ -48,12 +49,12 @@ def main(*, entered: Callable[[], None] | None = None) -> None:
 
 
 def change_to_job_folder(task: Task, run: RunDir) -> None:
-    """Go to the folder where the job was submitted, with the code that was submitted before the code that is there.
+    """Change to the folder the job was submitted from, and put the submitted code before that folder on `sys.path`.
 
-    Data-loader processes take over this path, however they are started.
+    Data-loader processes inherit this path, however they are started.
 
     Raises:
-        JobFailed: the snapshot of the code is gone.
+        JobFailed: the snapshot of the submitted code is missing.
     """
     home = run.code_dir(task.code).resolve()
     os.chdir(task.workdir)
@@ -105,7 +106,7 @@ def run_task(task: Task, run: RunDir, attempt: int) -> None:
 
 
 def exit_with_failure(error: Exception, task: Task, run: RunDir, attempt: int) -> None:
-    """Record what this rank saw and exit at once: its peers wait in a reduction, so nothing may wait for them."""
+    """Record this rank's failure and exit at once: its peers wait in a collective, so nothing may wait for them."""
     from tula_cli.worker import device
 
     device.lift_memory_limit()
@@ -139,7 +140,7 @@ def exit_with_failure(error: Exception, task: Task, run: RunDir, attempt: int) -
 
 
 def _summarize_error(error: Exception, text: str) -> str:
-    """Return the error in one line; where its traceback names an earlier cause that decides its class, that one."""
+    """Return the error in one line, or that of an earlier cause in its traceback if the cause decides its class."""
     line, last = find_telling_line(text), _find_last_error_line(error)
     return line if line and classify_failure(last) != classify_failure(text) else last
 
@@ -161,7 +162,7 @@ def _get_device_kind(task: Task) -> str:
 
 
 def _find_current_local_batch(task: Task, run: RunDir) -> int | None:
-    """Return the local batch that was running: of a probe job, the first one without a result."""
+    """Return the local batch that was running; for a probe task, the first one without a result."""
     if isinstance(task, CheckTask | RehearsalTask):
         return None  # none, or that of a script
     if isinstance(task, TrainTask):

@@ -1,4 +1,4 @@
-"""The device: its memory, clock and versions. The one module of device code."""
+"""Memory, clock, versions and settings of the GPU or CPU. No other module contains device-specific code."""
 
 import ctypes
 import functools
@@ -31,8 +31,8 @@ def choose_device(cluster: Cluster, local_rank: int, *, world: int) -> torch.dev
     """Return this rank's device.
 
     Raises:
-        NoGpu: cuda was asked for and there is none.
-        JobFailed: a local job has more ranks than GPUs (NCCL refuses two ranks on one).
+        NoGpu: cuda was requested and torch sees no GPU.
+        JobFailed: a local job has more ranks than GPUs (NCCL refuses two ranks on one GPU).
     """
     count = 0 if cluster.device == "cpu" else count_gpus()
     if cluster.device == "cpu" or (cluster.device == "auto" and not count):
@@ -49,7 +49,7 @@ def choose_device(cluster: Cluster, local_rank: int, *, world: int) -> torch.dev
 
 
 def _describe_why_no_gpu() -> str:
-    """Return the words in which the driver, or torch, says why no GPU is to be seen: they tell a fault of the node."""
+    """Return the driver's or torch's message about why no GPU is visible, which identifies a fault of the node."""
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:  # the latter of a torch that was built without CUDA
@@ -58,7 +58,8 @@ def _describe_why_no_gpu() -> str:
 
 
 def count_gpus() -> int:
-    """Return how many GPUs torch sees, NVIDIA's or AMD's: both are `cuda` to it. Devices of another kind do not count."""
+    """Return the number of GPUs that torch sees, NVIDIA or AMD (both `cuda` to torch); other accelerators do not
+    count."""
     if not torch.accelerator.is_available():  # before anything else: torch 2.6 knows no accelerator then, and raises
         return 0
     kind = torch.accelerator.current_accelerator()
@@ -66,33 +67,33 @@ def count_gpus() -> int:
 
 
 def set_current_gpu(device: torch.device) -> None:
-    """Make a GPU the one that this process works on."""
+    """Make a GPU the current device of this process."""
     torch.accelerator.set_device_index(device)
 
 
 def get_gpu_uuid(index: int | None = None) -> str:
-    """Return what names a GPU alike in every process that sees it, whatever number it has there; None is this process's."""
+    """Return an identifier of a GPU that is the same in every process; `index` None: this process's GPU."""
     index = torch.accelerator.current_device_index() if index is None else index
     return str(getattr(torch.cuda.get_device_properties(index), "uuid", index))
 
 
 def get_gpu_name(device: torch.device | int = 0) -> str:
-    """Return the name of a GPU's kind."""
+    """Return the product name of a GPU."""
     return torch.cuda.get_device_name(device)
 
 
 def get_gpu_memory(device: torch.device | int = 0) -> int:
-    """Return the bytes of a GPU."""
+    """Return the total memory of a GPU in bytes."""
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 def is_gpu_initialized() -> bool:
-    """Return whether this process has begun to use a GPU: no fork of it could."""
+    """Return whether this process has initialised CUDA or ROCm; if so, a forked child could not use a GPU."""
     return bool(torch.cuda.is_initialized())
 
 
 def seed_gpu(device: torch.device, seed: int) -> None:
-    """Seed the generator of one GPU, and of no other."""
+    """Seed the random generator of one GPU and of no other."""
     torch.cuda.init()  # makes the list of generators
     torch.cuda.default_generators[device.index].manual_seed(seed)
 
@@ -101,7 +102,7 @@ def seed_gpu(device: torch.device, seed: int) -> None:
 
 
 def configure_device(train: Train, device: torch.device) -> None:
-    """Have this process compute as the job says; to be called before it computes anything on the device."""
+    """Apply the job's settings for determinism, cuDNN and TF32; must be called before any computation."""
     if train.deterministic:
         # cuBLAS reads it when its first handle is made, and torch asks for it at the first product.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -115,10 +116,11 @@ def configure_device(train: Train, device: torch.device) -> None:
 
 
 def _set_tf32(*, enabled: bool) -> None:
-    """Allow or forbid TF32 in products and convolutions.
+    """Allow or forbid TF32 in matrix products and convolutions.
 
-    By the older names: where the newer `fp32_precision` is set, reading an older one raises RuntimeError, and
-    torch.compile reads one (pytorch#166387). Both tell the same after these; that torch 2.9 warns of them is no news.
+    This uses the older settings: if the newer `fp32_precision` is set, reading an older setting raises RuntimeError,
+    and torch.compile reads one (pytorch#166387). After these calls the older and newer settings agree. The warnings of
+    torch 2.9 about the older settings are suppressed.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*TF32")
@@ -127,10 +129,10 @@ def _set_tf32(*, enabled: bool) -> None:
 
 
 def should_use_channels_last(train: Train, model: nn.Module, device: torch.device) -> bool:
-    """Whether images and the weights of convolutions are to lie in memory pixel by pixel.
+    """Return whether images and convolution weights are to be stored in the channels-last memory format.
 
-    Tensor cores take them so, and would have them turned around each time. Elsewhere it is slower as often as faster, and
-    MIOpen does not take them by default.
+    Tensor cores use this format and would otherwise convert at each call. On other devices it is slower as often as
+    faster, and MIOpen does not use it by default.
     """
     if train.channels_last != "auto":
         return train.channels_last
@@ -145,14 +147,14 @@ def should_use_channels_last(train: Train, model: nn.Module, device: torch.devic
 
 
 def to_channels_last(model: nn.Module) -> None:
-    """Order the memory of all that has four dimensions in a model by pixels; nothing else changes."""
+    """Store all four-dimensional parameters and buffers of a model in channels-last order; nothing else changes."""
     for tensor in itertools.chain(model.parameters(), model.buffers()):
         if tensor.ndim == 4:
             tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
 
 
 def has_convolutions(model: nn.Module) -> bool:
-    """Whether there are weights that channels_last means something to."""
+    """Return whether a model has layers that the channels-last format affects (2-d convolutions, also transposed)."""
     return any(isinstance(module, nn.Conv2d | nn.ConvTranspose2d) for module in model.modules())
 
 
@@ -160,14 +162,14 @@ def has_convolutions(model: nn.Module) -> bool:
 
 
 Batch: TypeAlias = Any
-"""A micro-batch: a tree of tensors, mostly (input, target)."""
+"""A micro-batch: a tree of tensors, in most cases (input, target)."""
 
 
 def move_to_device(batch: Batch, device: torch.device, *, channels_last: bool) -> Batch:
-    """Return a micro-batch on the device, with images pixel by pixel where that is wanted; on a GPU nothing waits.
+    """Return a micro-batch on the device, with images in channels-last order if requested; never blocks on a GPU.
 
-    A GPU may still be at all that was given to it before: there the copy runs beside it. The batch before this one may be
-    let go from now on.
+    A GPU may still be computing earlier work; the copy then runs concurrently. From this call on, the caller may
+    release the batch before this one.
     """
     move = partial(_move_batch, device=device, channels_last=channels_last)
     return _get_upload_stream(device).upload(batch, move) if device.type == "cuda" else move(batch)
@@ -187,11 +189,12 @@ def _move_batch(batch: Batch, *, device: torch.device, channels_last: bool) -> B
 
 
 class UploadStream:
-    """The stream in which batches come to a GPU, beside the one that computes: at most two are there at a time.
+    """The CUDA stream that copies batches to a GPU during computation; at most two batches are there at a time.
 
-    A batch takes the memory of the last but one, in which the computing must be done: its copy waits for what was given
-    to the GPU before the last batch was asked for, and for no more. So the newest batch is held until the next is there,
-    and the allocator need not be told who else uses it (`record_stream`), which would hand memory back late and by chance.
+    A batch reuses the memory of the last but one, on which computation must have finished: its copy waits for the work
+    that was queued on the GPU before the last batch was requested, and for no later work. The newest batch is therefore
+    held until the next one has been copied. The allocator need not be told about the second stream (`record_stream`),
+    which would return memory late and at unpredictable times.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -199,12 +202,12 @@ class UploadStream:
         self.release()
 
     def release(self) -> None:
-        """Let go of the newest batch; the next one waits for all that the GPU has been given by then."""
+        """Release the newest batch; the next copy waits for all work queued on the GPU by then."""
         self.held: Batch | None = None
         self.before: torch.cuda.Event | None = None
 
     def upload(self, batch: Batch, move: Callable[[Batch], Batch]) -> Batch:
-        """Return the batch; what the GPU is given from now on waits for it."""
+        """Return the moved batch; work queued on the current stream from now on waits for the copy."""
         computing = torch.cuda.current_stream(self.device)
         computed = computing.record_event()
         self.stream.wait_event(self.before or computed)
@@ -217,7 +220,7 @@ class UploadStream:
 
 @functools.cache
 def _get_upload_stream(device: torch.device) -> UploadStream:
-    """One for all loaders: what one has let go another may take."""
+    """Return the upload stream that all loaders of a device share, so that one can reuse another's memory."""
     return UploadStream(device)
 
 
@@ -225,7 +228,7 @@ def _get_upload_stream(device: torch.device) -> UploadStream:
 
 
 def limit_memory(capacity: int) -> None:
-    """Let this process allocate at most `capacity` bytes more than it holds now; beyond, torch's CPU allocator fails."""
+    """Limit this process to `capacity` bytes more than it holds now; beyond that, torch's CPU allocator fails."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = read_process_memory("VmData") + capacity
     if hard != resource.RLIM_INFINITY:
@@ -234,9 +237,10 @@ def limit_memory(capacity: int) -> None:
 
 
 def limit_gpu_memory(capacity: int, device: torch.device) -> None:
-    """Let this process use at most `capacity` bytes of its GPU; beyond, torch's allocator is out of memory.
+    """Limit this process to `capacity` bytes of its GPU; beyond that, torch's allocator reports out of memory.
 
-    torch bounds its allocator alone, so what else is in use (the context, libraries, other processes) is taken off first.
+    torch limits its allocator alone, so all other memory in use (the context, libraries, other processes) is subtracted
+    first.
     """
     free, total = torch.cuda.mem_get_info(device)
     used_by_others = total - free - torch.cuda.memory_reserved(device)
@@ -244,7 +248,7 @@ def limit_gpu_memory(capacity: int, device: torch.device) -> None:
 
 
 def lift_memory_limit() -> None:
-    """Make room again, so that a failure can be reported."""
+    """Lift the limit that `limit_memory` set, so that there is memory to report a failure."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
@@ -258,12 +262,12 @@ def read_process_memory(field: str) -> int:
 
 
 Mark = float | torch.cuda.Event
-"""A moment: seconds on the CPU, an event in the stream on a GPU (where the host runs ahead of the device)."""
+"""A point in time: seconds on the CPU, an event in the stream on a GPU (where the host runs ahead of the device)."""
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Moments on a device, and the seconds between them; on a GPU nothing waits until the seconds are asked for."""
+    """Marks points in time on a device and measures the seconds between them; on a GPU only `seconds` blocks."""
 
     device: torch.device
 
@@ -283,14 +287,14 @@ class Clock:
         return float(start.elapsed_time(end)) / 1000
 
     def wait(self) -> None:
-        """Wait until the device has done all it was given."""
+        """Wait until the device has completed all queued work."""
         if self.device.type == "cuda":
             torch.accelerator.synchronize(self.device)
 
 
 @dataclass
 class MemoryMeter:
-    """The peak memory of one rank since `reset`, beyond what the process held then."""
+    """The peak memory of one rank since `reset`, in addition to what the process held then."""
 
     device: torch.device
     base: int = 0  # bytes in use at the reset; on a GPU cuBLAS's workspaces, which the first steps have made
@@ -298,7 +302,7 @@ class MemoryMeter:
     retries: int = 0
 
     def reset(self) -> None:
-        """Drop what earlier work left behind and start a new peak."""
+        """Free what earlier work left behind and start a new peak."""
         gc.collect()
         if self.device.type == "cuda":
             _get_upload_stream(self.device).release()
@@ -314,7 +318,7 @@ class MemoryMeter:
             self.base, self.base_reserved = read_process_memory("VmRSS"), read_process_memory("VmData")
 
     def peak(self) -> tuple[int, int]:
-        """Return (peak, reserved) in bytes."""
+        """Return (peak, reserved) since the reset in bytes."""
         if self.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.device) - self.base
             return peak, torch.cuda.max_memory_reserved(self.device) - self.base_reserved
@@ -322,14 +326,15 @@ class MemoryMeter:
         return peak, peak
 
     def library_bytes(self, capacity: int | None) -> int:
-        """Return the bytes of the capacity that are taken beside all that: context, workspaces, communication buffers.
+        """Return the bytes of the capacity taken by everything else: context, workspaces, communication buffers.
 
-        On a GPU what the driver calls used, less what the allocator has taken since the reset: with another process on
-        the same GPU its memory too, which is as little to be had. On the CPU what the process held at the reset; where it
-        is limited, only what has come since then, for the limit counts no more.
+        On a GPU: the memory that the driver reports as used, less what the allocator has taken since the reset. Memory
+        of other processes on the same GPU is included, because it is not available either. On the CPU: what the process
+        held at the reset; if the process is limited, only the part acquired since the limit was set, because the limit
+        excludes the rest.
 
         Args:
-            capacity: bytes that `limit_memory` was given; None where nothing limits the process.
+            capacity: bytes passed to `limit_memory`; None if the process has no limit.
         """
         if self.device.type != "cuda":
             limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
@@ -338,11 +343,11 @@ class MemoryMeter:
         return total - free - (torch.cuda.memory_reserved(self.device) - self.base_reserved)
 
     def restart_after_warmup(self) -> None:
-        """Begin to count retries and the peak anew: the first steps are not like those that follow.
+        """Restart the counts of retries and the peak, because the first steps are not representative.
 
-        In them the allocator may flush its cache once or twice near the limit, and cuDNN tries algorithms with all the
-        memory that is left, of which it takes none where there is none. On the CPU the model is built where it is trained,
-        and one may hold more while it is built (layers that are replaced) than in any step.
+        In the first steps the allocator may flush its cache once or twice near the limit, and cuDNN tries algorithms
+        with all remaining memory, but uses none if none is left. On the CPU the model is built in the process that
+        trains it, and may hold more memory while it is built (layers that are replaced) than in any step.
         """
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -351,7 +356,7 @@ class MemoryMeter:
         self.retries = self._retries() if self.device.type == "cuda" else 0
 
     def allocator_retries(self) -> int:
-        """Return how often the CUDA allocator had to flush its cache to go on: the batch fits, but crawls."""
+        """Return how often the CUDA allocator flushed its cache to continue: the batch fits, but steps are slow."""
         return self._retries() - self.retries if self.device.type == "cuda" else 0
 
     def _retries(self) -> int:
@@ -359,18 +364,18 @@ class MemoryMeter:
 
 
 def _reset_peak() -> None:
-    """Set VmHWM to what the process holds now."""
+    """Reset VmHWM to the memory that the process holds now."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def count_tensor_bytes(tensors: Iterable[object]) -> int:
-    """Return the bytes of all tensors among the objects, of this rank's shares of divided ones; other objects count nothing."""
+    """Return the bytes of all tensors among the objects (of sharded ones, this rank's shard); others count as 0."""
     local_tensors = [local_shard(t) for t in tensors if isinstance(t, torch.Tensor)]
     return sum(t.numel() * t.element_size() for t in local_tensors)
 
 
 def get_nccl_version() -> str:
-    """Return the version of torch's NCCL; empty where it has none."""
+    """Return the version of torch's NCCL; empty if torch has none."""
     if not dist.is_nccl_available():
         return ""
     return ".".join(str(number) for number in torch.cuda.nccl.version())
@@ -379,7 +384,7 @@ def get_nccl_version() -> str:
 def read_driver_version(
     nvidia: Path = Path("/proc/driver/nvidia/version"), amd: Path = Path("/sys/module/amdgpu/version")
 ) -> str:
-    """Return the version of the kernel's GPU driver, or nothing where it does not tell."""
+    """Return the version of the GPU's kernel driver; empty if it cannot be read."""
     if nvidia.is_file():
         match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", nvidia.read_text(errors="replace"))
         return match[1] if match else ""

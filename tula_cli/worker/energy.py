@@ -1,4 +1,4 @@
-"""The energy that GPUs take, as NVML counts it (package nvidia-ml-py, the extra `nvml`)."""
+"""The energy that GPUs consume, as NVML counts it (package nvidia-ml-py, the extra `nvml`)."""
 
 import json
 import time
@@ -11,14 +11,14 @@ from tula_cli.worker.device import Clock, get_gpu_uuid
 from tula_cli.worker.ranks import Ranks
 
 Counter = Callable[[], float | None]
-"""Returns the joules since the driver was loaded; None where it cannot be read any more."""
+"""Returns the joules since the driver was loaded, or None if the counter can no longer be read."""
 
 
 class EnergyMeter:
-    """The energy of the GPUs of all ranks since it was made.
+    """The energy of the GPUs of all ranks since the meter was created.
 
-    A GPU's counter is all of it: other processes on it are counted too. It is renewed some ten times a second, so a
-    window of a second is right to some 10 %. Host, network and cooling are not in it.
+    A GPU's counter covers the whole GPU, including other processes on it. It is updated about ten times a second, so a
+    window of one second is accurate to about 10 %. Host, network and cooling are not included.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -28,9 +28,10 @@ class EnergyMeter:
         self._start = self._read()
 
     def joules(self) -> float | None:
-        """Return the energy of all GPUs since the start; every rank takes part.
+        """Return the energy of all GPUs in joules since the start; every rank must call this.
 
-        None where any of them has no counter, or one that does not rise: what is not measured is never 0.
+        None if any GPU has no counter, or a counter that does not rise: an energy that is not measured is never
+        reported as 0.
         """
         energy = None
         if self._start is not None and (counter := self._read()) is not None and counter > self._start:
@@ -42,11 +43,11 @@ class EnergyMeter:
 
     @property
     def has_counter(self) -> bool:
-        """Whether this rank's GPU has a counter."""
+        """Return whether this rank's GPU has an energy counter."""
         return self._start is not None
 
     def _read(self) -> float | None:
-        """Return the counter when the device has done what it was given."""
+        """Return the counter once the device has completed all queued work."""
         if self._counter is None:
             return None
         self._clock.wait()
@@ -54,12 +55,12 @@ class EnergyMeter:
 
 
 class TrainingEnergy:
-    """The energy of a training, over this attempt and those before it; every rank takes part in all of it.
+    """The energy of a training, over this attempt and those before it; every rank must call every method.
 
     Args:
-        run: where it is kept.
+        run: the run directory that stores the energy.
         signature: of the training.
-        ranks: they start to be counted now.
+        ranks: the ranks whose GPUs are counted from now on.
     """
 
     def __init__(self, run: RunDir, signature: str, ranks: Ranks) -> None:
@@ -69,7 +70,7 @@ class TrainingEnergy:
         self._before = run.training(signature).energy() if ranks.is_first else None
 
     def save(self) -> None:
-        """Write down what was counted so far: what a failure leaves."""
+        """Write the energy counted so far, so that it is kept if the training fails."""
         joules, seconds = self._meter.joules() if self._counts else None, time.monotonic() - self._began
         if joules is None or not self._ranks.is_first:
             return
@@ -79,10 +80,10 @@ class TrainingEnergy:
 
 
 def open_nvml_device(gpu: str) -> tuple[Any, Any] | None:
-    """Return NVML and its handle of a GPU; None without the package, its library, or the device.
+    """Return NVML and its handle of a GPU; None if the package, its library or the device is missing.
 
     Args:
-        gpu: its UUID as torch tells it. NVML's numbers are of no use: CUDA_VISIBLE_DEVICES does not change them.
+        gpu: its UUID as torch reports it. NVML's indices cannot be used: CUDA_VISIBLE_DEVICES does not change them.
     """
     try:
         import pynvml
@@ -96,7 +97,7 @@ def open_nvml_device(gpu: str) -> tuple[Any, Any] | None:
 
 
 def _open_energy_counter(gpu: str) -> Counter | None:
-    """Return what reads the counter of a GPU; None where NVML does not know it, or it has none."""
+    """Return a function that reads a GPU's energy counter; None if NVML does not know the GPU or it has no counter."""
     if (device := open_nvml_device(gpu)) is None:
         return None
     nvml, handle = device

@@ -1,4 +1,4 @@
-"""Where a rank begins to train: as its method does, or, where that tunes itself, as its arms do."""
+"""The start of a training on one rank: the training loop, or the tuner for methods that tune themselves."""
 
 import contextlib
 
@@ -22,15 +22,15 @@ def run_training(
     attempt: int = 1,
     preemption: PreemptionHandler | None = None,
 ) -> None:
-    """Train from the newest checkpoint (or the start) to the last epoch, or until the ranks have to leave.
+    """Train from the newest checkpoint (or the start) to the last epoch, or until the ranks have to stop early.
 
     Args:
-        task: what to train.
-        run: where.
+        task: the training task.
+        run: the run directory.
         ranks: the process group.
         datasets: of the task.
-        attempt: of the task, for the mark that says why the ranks left.
-        preemption: who tells when to leave.
+        attempt: of the task, for the marker that records why the ranks stopped early.
+        preemption: decides when to stop early; None: a new handler.
 
     Raises:
         Diverged: loss or weights are not finite, or the loss of a growing batch has blown up; the newest checkpoint is

@@ -23,15 +23,15 @@ RECORDED_VARIABLES = (
     "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "RCCL_", "ROCR_VISIBLE_DEVICES", "SLURM_",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_NCCL_",
 )  # fmt: skip
-"""How the names of environment variables begin that are kept; all others may hold secrets."""
+"""Prefixes of the names of environment variables that are recorded; all others may hold secrets."""
 
 
 def describe_environment(ranks: Ranks, *, workers: int | None = None) -> Environment:
-    """Describe what is measured on; every rank takes part.
+    """Describe the hardware and software that is measured; every rank must call this.
 
     Args:
         ranks: the process group.
-        workers: data-loader processes of each.
+        workers: data-loader processes of each rank.
     """
     cuda = ranks.device.type == "cuda"
     hardware = get_gpu_name(ranks.device) if cuda else read_processor_name()
@@ -65,7 +65,7 @@ def _read_driver_of_device(ranks: Ranks) -> str:
 
 
 def _group_hardware_by_host(rank_hardware: Iterable[tuple[str, str, str]]) -> tuple[Host, ...]:
-    """Join what the ranks have said (host, hardware, driver) by host, in the order of ranks."""
+    """Group the (host, hardware, driver) of all ranks by host, in the order of ranks."""
     by_host: dict[str, list[tuple[str, str]]] = {}
     for host, hardware, driver in rank_hardware:
         by_host.setdefault(host, []).append((hardware, driver))
@@ -83,10 +83,10 @@ def _read_linux_distribution() -> str:
 
 
 def select_recorded_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that are kept: those of the allow-list, without the secrets among SLURM's.
+    """Return the environment variables that are recorded: those of the allow-list, without the secrets among SLURM's.
 
-    A token may be in SLURM_JWT, and the words of sbatch --export, with values, in SLURM_EXPORT_ENV. What tula itself has
-    asked NCCL for is no setting of the user's.
+    SLURM_JWT may hold a token, and SLURM_EXPORT_ENV the arguments of sbatch --export, with values. Variables by which
+    tula itself has configured NCCL are left out, because they are no settings of the user.
     """
     left_out = ("SLURM_JWT", "SLURM_EXPORT", "SLURM_SPANK", *(nccl.SETTINGS if nccl.get_nccl_log_path(environ) else ()))
     return {
@@ -97,14 +97,14 @@ def select_recorded_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def count_local_ranks(ranks: Ranks, cluster: Cluster) -> int:
-    """Return how many ranks share a machine: all of them where each node is a set of processes on this one."""
+    """Return the number of ranks per machine; in a local cluster, whose nodes are sets of processes here, all ranks."""
     return ranks.world if cluster.kind == "local" else cluster.gpus_per_node
 
 
 def is_oversubscribed(ranks: Ranks, *, ranks_here: int) -> bool:
-    """Return whether ranks share cores (one thread a rank) or GPUs: their times then say nothing of a real cluster.
+    """Return whether ranks share cores (one thread per rank) or GPUs; step times then do not apply to a cluster.
 
-    Every rank takes part: one that sees a GPU of its own alone does not know how many there are.
+    Every rank must call this: a rank that sees only its own GPU does not know how many there are.
     """
     if ranks.device.type != "cuda":
         return ranks_here > len(os.sched_getaffinity(0))

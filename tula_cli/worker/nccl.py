@@ -1,8 +1,8 @@
-"""The algorithm and protocol that NCCL chooses for all-reduces, read from its debug output, as no call returns them.
+"""The algorithm and protocol that NCCL chooses for all-reduces, read from its debug output because no API returns them.
 
-NCCL picks an algorithm (ring, tree, NVLS ...) and a protocol by the size of each collective and by what it finds of the
-hardware. With NCCL_DEBUG=INFO and the subsystem TUNING, rank 0 writes a line for each collective, to a file of its own
-where NCCL_DEBUG_FILE names one.
+NCCL chooses an algorithm (ring, tree, NVLS ...) and a protocol by the size of each collective and by the hardware that
+it detects. With NCCL_DEBUG=INFO and the subsystem TUNING, rank 0 writes a line for each collective, to a separate file
+if NCCL_DEBUG_FILE names one.
 """
 
 import os
@@ -21,7 +21,7 @@ _MAX_READ = 2**26  # bytes of what NCCL writes
 MAX_SIZES = 8  # sizes that are kept, the largest: those of DDP's buckets, not of the counters between ranks
 ALGORITHMS = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat")
 PROTOCOLS = ("ll", "ll128", "simple")
-"""By NCCL's numbers (src/include/nccl_common.h), which its releases before 2.24 write in place of names."""
+"""Indexed by NCCL's numbers (src/include/nccl_common.h), which its releases before 2.24 write in place of names."""
 _LINE = re.compile(r"NCCL INFO (?:AllReduce: *)?(\d+) Bytes -> Algo (\w+) proto (\w+)")
 
 _WARNING = re.compile(r"NCCL WARN (.*\S)")
@@ -29,13 +29,14 @@ _WARNING = re.compile(r"NCCL WARN (.*\S)")
 
 @contextmanager
 def record_nccl_output(*, enabled: bool, to: Literal["choices", "nccl_warnings"] = "choices") -> Iterator[None]:
-    """Let NCCL write to a file, while this process is in a group; to be entered before NCCL starts.
+    """Make NCCL write its debug output to a temporary file inside the context; must be entered before NCCL starts.
 
-    A user who has asked NCCL for anything of the kind gets that, and nothing is read then.
+    If the user has set any of NCCL's debug variables, they are left unchanged, and nothing is recorded.
 
     Args:
-        wanted: whether to.
-        to: what it chooses, for `chosen`, or what it warns of, for `complaints`.
+        enabled: whether to record.
+        to: "choices" records the chosen algorithms (`read_chosen_algorithms`), "nccl_warnings" the warnings
+            (`list_nccl_warnings`).
     """
     if not enabled or any(name in os.environ for name in SETTINGS):
         yield
@@ -55,13 +56,13 @@ def record_nccl_output(*, enabled: bool, to: Literal["choices", "nccl_warnings"]
 def read_chosen_algorithms() -> dict[int, str]:
     """Return the algorithm and protocol ("ring, simple") of this process's largest all-reduces, by their bytes.
 
-    Empty where NCCL was not listened to, or has told nothing: it did so from 2.21 on.
+    Empty if NCCL's output is not recorded or contains no choices: NCCL prints them from 2.21 on.
     """
     return parse_algorithms(_read_nccl_output())
 
 
 def list_nccl_warnings() -> list[str]:
-    """Return what NCCL has warned of, each once."""
+    """Return the warnings that NCCL has printed, without duplicates."""
     return list(dict.fromkeys(_WARNING.findall(_read_nccl_output())))
 
 
@@ -71,16 +72,17 @@ def _read_nccl_output() -> str:
 
 
 def get_nccl_log_path(environ: Mapping[str, str]) -> Path | None:
-    """Return the file that NCCL writes to for `listening`; None where it does not."""
+    """Return the file that NCCL writes to inside `record_nccl_output`; None outside of it."""
     path = Path(environ.get("NCCL_DEBUG_FILE", ""))
     return path if path.name.startswith(PREFIX) and path.is_file() else None
 
 
 def parse_algorithms(log: str) -> dict[int, str]:
-    """Return what `chosen` does, of what NCCL wrote.
+    """Return the algorithm and protocol of the largest all-reduces, by their bytes, from NCCL's debug output.
 
     Args:
-        log: lines of NCCL_DEBUG=INFO, of any release; of all-reduces where it names the collective, else of any.
+        log: lines of NCCL_DEBUG=INFO, of any release. Only all-reduces count if the line names the collective; lines
+            that name none count as all-reduces.
     """
     choices = {
         int(size): f"{_find_choice_name(algorithm, ALGORITHMS)}, {_find_choice_name(protocol, PROTOCOLS)}"
@@ -90,7 +92,7 @@ def parse_algorithms(log: str) -> dict[int, str]:
 
 
 def _find_choice_name(text: str, names: tuple[str, ...]) -> str:
-    """Return the name in lower case that a word or a number stands for."""
+    """Return the lower-case name for a name or a number that NCCL printed; an unknown number is returned unchanged."""
     if not text.isdigit():
         return text.lower()
     return names[int(text)] if int(text) < len(names) else text

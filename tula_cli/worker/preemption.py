@@ -1,7 +1,8 @@
-"""Leaving a training before its end: at a time limit or when told to, on all ranks after the same step.
+"""Stopping a training early: at a time limit or on a signal, on all ranks after the same step.
 
-A signal handler that saves hangs now and then (it may interrupt a collective), so it sets a flag. Rank 0 also watches
-the clock. The ranks agree on the flags between two steps, and in an evaluation between two batches.
+A signal handler that saves a checkpoint hangs occasionally (it may interrupt a collective), so it only sets a flag.
+Rank 0 also watches the clock. The ranks agree on the flags between two steps, and during an evaluation between two
+batches.
 """
 
 import os
@@ -15,12 +16,13 @@ from tula_cli.worker.ranks import Ranks
 Reason = Literal["time_limit", "signal", "stage_end"]
 
 CHECK_SECONDS = 1.0
-"""About so often do the ranks ask each other; an all-reduce of two numbers at every step would cost small steps dear."""
+"""Approximate interval between two agreements of the ranks; an all-reduce of two numbers at every step would slow small
+steps down considerably."""
 MAX_STEPS_BETWEEN_CHECKS = 1000  # steps from one question to the next
 
 
 class Preempted(Exception):
-    """All ranks leave now; raised on all of them at the same place."""
+    """All ranks stop now; raised on all of them at the same step."""
 
     def __init__(self, reason: Reason) -> None:
         super().__init__(reason)
@@ -31,11 +33,11 @@ _LEVELS: dict[int, Reason] = {1: "time_limit", 2: "signal"}
 
 
 class PreemptionHandler:
-    """Takes the signal and watches the time limit; all ranks agree on when to leave.
+    """Receives the signal and watches the time limit; all ranks agree on when to stop.
 
     Args:
         ranks: the process group.
-        environ: TULA_LEAVE_AT is the Unix time at which rank 0 wants to be gone, saved and all.
+        environ: TULA_LEAVE_AT is the Unix time by which rank 0 must have saved and exited.
     """
 
     def __init__(self, ranks: Ranks, environ: Mapping[str, str] = os.environ) -> None:
@@ -46,23 +48,23 @@ class PreemptionHandler:
         self._asked_at = time.monotonic()
 
     def install(self) -> None:
-        """Take SIGTERM: preemption, scancel, tula cancel."""
+        """Install the handler of SIGTERM, which is sent at preemption, by scancel and by tula cancel."""
         signal.signal(signal.SIGTERM, self._on_signal)
 
     def _on_signal(self, *_: object) -> None:
         self._told = True
 
     def check(self, *, reserve: float) -> bool:
-        """To be called by every rank after every step, or batch of an evaluation.
+        """Stop if the ranks agree to; every rank must call this after every step or evaluation batch.
 
         Args:
             reserve: seconds that saving takes.
 
         Returns:
-            Whether the ranks have asked each other now.
+            Whether the ranks have communicated in this call.
 
         Raises:
-            Preempted: the ranks leave.
+            Preempted: the ranks stop now.
         """
         self._counted += 1
         if self._counted < self._next:

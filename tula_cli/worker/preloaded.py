@@ -1,9 +1,9 @@
-"""The process that imports torch once and forks ranks: the far end of `tula_cli.cluster.rank_processes`.
+"""The process that imports torch once and forks ranks: the counterpart of `tula_cli.cluster.rank_processes`.
 
-A rank that is forked here has to be what `python -m tula_cli.worker RUN TASK ATTEMPT` would be, in its folder and with
-its environment. So nothing of the user's is imported before the fork, CUDA is not touched, nothing runs in parallel
-(thread pools do not survive a fork), and where a file of the user's hides a library that is imported already, the rank
-executes that command after all.
+A forked rank must be equivalent to `python -m tula_cli.worker RUN TASK ATTEMPT` in its folder and with its environment.
+Therefore the user's code is not imported before the fork, CUDA is not initialised, and no threads run (thread pools do
+not survive a fork). If a file of the user's shadows a library that is already imported, the rank executes that command
+instead.
 """
 
 import atexit
@@ -44,21 +44,21 @@ Request = Mapping[str, Any]
 
 
 def run_worker(request: Request) -> None:
-    """Be the rank that was asked for."""
+    """Run the requested rank in this process."""
     main = importlib.import_module("tula_cli.worker.__main__")
     sys.modules["__main__"] = main  # data-loader processes that are spawned import it by its name
     main.main(entered=partial(_execute_if_hidden, request))
 
 
 def main(*, modules: Iterable[str] = MODULES, rank: Callable[[Request], None] = run_worker) -> None:
-    """Import modules, then fork a rank for each request that comes in.
+    """Import modules, then fork a rank for each request received.
 
-    Returns in each rank once it is done, and in this process when nobody asks any more: a rank ends as every Python
-    program does.
+    Returns in each rank once it has finished, and in this process when the connection is closed: a rank exits as every
+    Python program does.
 
     Args:
-        modules: by their names.
-        rank: what a rank does.
+        modules: names of the modules to import.
+        rank: runs a rank.
     """
     connection = socket.socket(fileno=int(sys.argv[1]))
     finished: list[Request] = []
@@ -82,7 +82,7 @@ def main(*, modules: Iterable[str] = MODULES, rank: Callable[[Request], None] = 
 
 
 def _import_modules(modules: Iterable[str]) -> None:
-    """Import modules; collections of what libraries make on the way, which find next to nothing, took 15 % of the time."""
+    """Import modules with the garbage collector off; its collections free hardly anything and took 15 % of the time."""
     gc.disable()
     try:
         for name in modules:
@@ -92,10 +92,10 @@ def _import_modules(modules: Iterable[str]) -> None:
 
 
 def _exit_quickly(finished: Sequence[Request]) -> None:
-    """Spare a rank that is done the taking apart of thousands of modules, for which it would copy them all first.
+    """Exit a finished rank without destroying thousands of modules, for which it would first copy their memory pages.
 
-    Threads have been joined and exit handlers called by now. Of what the interpreter would still do, only the files
-    that nobody has closed matter.
+    Threads have been joined and exit handlers called by now. Of the interpreter's remaining work, only flushing files
+    that nobody has closed matters.
     """
     if not finished:
         return
@@ -111,7 +111,7 @@ def _send_answer(connection: socket.socket, answer: Mapping[str, object]) -> Non
 
 
 def _serve_requests(connection: socket.socket) -> Request | None:
-    """Fork for each request; returns it in the rank, and None here when there are no more."""
+    """Fork a rank for each request; return the request in the rank, and None in this process when there are no more."""
     # A collection in a rank would touch, and so copy, every page that holds one of these objects. None goes before: what
     # it let go would be holes in the heap, which a rank could fill without counting against its cluster.memory_per_gpu.
     gc.freeze()
@@ -133,7 +133,7 @@ def _serve_requests(connection: socket.socket) -> Request | None:
 
 
 def _describe_why_not_forkable() -> str:
-    """Return why a fork of this process would not work as a rank; empty where it would."""
+    """Return why a fork of this process would not work as a rank; empty if it would."""
     if threading.active_count() > 1:
         return f"a library has started threads at its import: {[thread.name for thread in threading.enumerate()]}"
     if "torch" in sys.modules and (_has_gpu_open() or any(map(_has_file_open, DRIVERS))):
@@ -148,17 +148,17 @@ def _has_gpu_open() -> bool:
 
 
 def _has_file_open(device: str) -> bool:
-    """Return whether this process has opened a file: with a driver's, it is set up, whatever torch knows of it."""
+    """Return whether this process has opened a device file: then the driver is initialised, whatever torch reports."""
     return any(path.is_symlink() and str(path.readlink()) == device for path in Path("/proc/self/fd").iterdir())
 
 
 def _fork_rank(parent: int) -> int:
-    """Fork a rank that is a child of `parent`; return its process id, and 0 in the rank.
+    """Fork a rank that becomes a child of `parent`; return its process id, and 0 in the rank.
 
-    A process between us and the rank ends at once, and `parent` adopts orphans meanwhile.
+    An intermediate process between this one and the rank exits at once, and `parent` adopts the orphan.
 
     Raises:
-        OSError: there is no memory, or no process more.
+        OSError: there is not enough memory, or no further process is allowed.
     """
     receive, send = os.pipe()
     between = os.fork()
@@ -176,7 +176,7 @@ def _fork_rank(parent: int) -> int:
 
 
 def _fork_orphan(parent: int, send: int) -> None:
-    """Fork once more and end; returns in the orphan alone, when it is `parent`'s and dies with it."""
+    """Fork once more and exit; returns only in the orphan, once `parent` has adopted it and it dies with `parent`."""
     between = os.getpid()
     try:
         rank = os.fork()
@@ -195,7 +195,7 @@ def _fork_orphan(parent: int, send: int) -> None:
 
 
 def _apply_request(request: Request) -> None:
-    """Take on what an executed rank would begin with."""
+    """Apply the environment, folder, log, arguments and random state that an executed rank would start with."""
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
@@ -215,7 +215,7 @@ def _apply_request(request: Request) -> None:
 
 
 def _write_over_command_line(command: Iterable[str]) -> None:
-    """Let ps and pgrep find the rank by the command that it stands for."""
+    """Overwrite the command line of this process, so that ps and pgrep find the rank by its command."""
     fields = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])
     if not 0 < start < end:  # a sandbox may keep to itself where it is
@@ -225,9 +225,9 @@ def _write_over_command_line(command: Iterable[str]) -> None:
 
 
 def _execute_if_hidden(request: Request) -> None:
-    """Execute the command after all, where what is imported is not what this rank would import.
+    """Execute the command after all if an imported module is not the one that this rank would import.
 
-    To be called once the user's folders are on the path.
+    To be called once the user's folders are on `sys.path`.
     """
     if not _list_shadowed_modules():
         return
@@ -236,7 +236,7 @@ def _execute_if_hidden(request: Request) -> None:
 
 
 def _list_shadowed_modules() -> list[str]:
-    """Return the imported modules of which another file is found first by now."""
+    """Return the imported top-level modules for which `sys.path` now finds a different file."""
     imported = {name: module.__spec__ for name, module in sys.modules.items() if "." not in name}
     origins = {name: spec.origin for name, spec in imported.items() if spec and spec.has_location and spec.origin}
     return [name for name, origin in origins.items() if not _is_resolved_to(name, origin)]

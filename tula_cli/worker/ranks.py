@@ -1,4 +1,4 @@
-"""The group of processes that trains together: who am I, on which device, and how we meet and part."""
+"""The process group of a training: rank, device, rendezvous, collectives and shutdown."""
 
 import gc
 import json
@@ -29,15 +29,15 @@ from tula_cli.worker import nccl
 from tula_cli.worker.device import choose_device, set_current_gpu
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
-"""Ranks of one job may start minutes apart on a busy file system; a lost one must not hold the others for longer."""
+"""Ranks of one job may start minutes apart on a busy file system; a lost rank must not block the others for longer."""
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""A rank may wait in a collective for one that reads its first batch, writes a checkpoint or compiles: longer than ranks
-wait for each other at the start. Ranks that died are the supervisor's to notice, within seconds."""
+"""A rank may wait in a collective for another that reads its first batch, writes a checkpoint or compiles, which takes
+longer than ranks wait for each other at the start. The supervisor detects ranks that have died, within seconds."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among its peers. `rank` runs over all nodes, `local_rank` over this one."""
+    """This process in its process group. `rank` counts over all nodes, `local_rank` over this one."""
 
     rank: int
     world: int
@@ -59,7 +59,7 @@ class Ranks:
         return self.elementwise_max([value])[0]
 
     def elementwise_max(self, values: list[float]) -> list[float]:
-        """Return the elementwise largest over all ranks."""
+        """Return the elementwise maximum over all ranks."""
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return [float(value) for value in tensor.tolist()]
@@ -71,7 +71,7 @@ class Ranks:
         return int(tensor.item())
 
     def cores(self) -> float:
-        """Return the cores that a rank has: shared ones are divided among the node's ranks; the fewest of all ranks."""
+        """Return the cores per rank: shared cores are divided among the node's ranks; the minimum over all ranks."""
         node_cores = [platform.node(), sorted(os.sched_getaffinity(0)), read_cpu_quota()]
         return find_min_cores([json.loads(text) for text in self.gather(json.dumps(node_cores))])
 
@@ -83,7 +83,7 @@ class Ranks:
 
 
 def find_min_cores(ranks: Sequence[tuple[str, Sequence[int], float | None]]) -> float:
-    """Return the cores of the rank that has fewest, from (node, cores it may run on, cores of its node by quota) of each."""
+    """Return the fewest cores of any rank, from each rank's (node, usable cores, CPU quota of its node in cores)."""
     takers = Counter((node, core) for node, cores, _ in ranks for core in cores)
     crowd = Counter(node for node, _, _ in ranks)
     return min(
@@ -98,8 +98,9 @@ def join_process_group(cluster: Cluster, *, handover: Path, listen: bool = False
 
     Args:
         cluster: device and network interface.
-        handover: the file in which rank 0 tells the ranks its address, where torchrun has not, and the supervisor its device.
-        listen: let NCCL write down what it chooses, for `nccl.chosen`.
+        handover: the file in which rank 0 publishes its address, for the ranks if torchrun has not set it, and its
+            device type, for the supervisor.
+        listen: record the algorithms that NCCL chooses, for `nccl.read_chosen_algorithms`.
     """
     _set_network(cluster)
     rank, world, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
@@ -133,7 +134,13 @@ def join_process_group(cluster: Cluster, *, handover: Path, listen: bool = False
 
 
 def _make_store(handover: Path, interface: str | None, device: torch.device, *, rank: int, world: int) -> TCPStore:
-    """Rank 0 binds a port that the system chooses and publishes it; a port made from a job id collides in the end."""
+    """Return the store of the rendezvous; rank 0 binds a port that the system chooses and publishes it in `handover`.
+
+    A port derived from a job id would collide sooner or later.
+
+    Raises:
+        JobFailed: rank 0 has published no address within RENDEZVOUS_TIMEOUT.
+    """
     if rank == 0:
         host = network.find_own_address(interface)
         store = TCPStore(host, 0, world, is_master=True, timeout=RENDEZVOUS_TIMEOUT, wait_for_workers=False)
@@ -156,7 +163,7 @@ def _publish_address(handover: Path, host: str, port: int | str, device: torch.d
 
 
 def _set_network(cluster: Cluster) -> None:
-    """Tell gloo and NCCL the interface; what the user has set in the environment holds. NCCL chooses its algorithm.
+    """Set the network interface of gloo and NCCL, unless the user's environment does. NCCL chooses its algorithm.
 
     Raises:
         JobFailed: this node has no such interface.

@@ -1,4 +1,4 @@
-"""Where random numbers start: seeds made of integers, and the generators that are given them."""
+"""Seeds made of integers, and seeding of the random generators."""
 
 import functools
 import hashlib
@@ -20,10 +20,10 @@ def compute_stable_seed(*parts: int) -> int:
 
 
 def seed_torch(seed: int, device: torch.device) -> None:
-    """Seed torch's CPU generator, and the device's own where it is a GPU; they draw as after torch.manual_seed.
+    """Seed torch's CPU generator and, if the device is a GPU, that of the GPU; they draw as after torch.manual_seed.
 
-    That seeds every GPU of the node, and for each kind of device that is not started it keeps its stack for later, for
-    which source files are looked up: 11 to 24 stat() a call.
+    torch.manual_seed seeds every GPU of the node, and stores a stack trace for each kind of device that is not
+    initialised, for which source files are looked up: 11 to 24 stat() calls.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
@@ -32,9 +32,9 @@ def seed_torch(seed: int, device: torch.device) -> None:
 
 @contextmanager
 def seed_generators(*parts: int) -> Iterator[None]:
-    """Seed torch's CPU generator, `random` and numpy from integers, and put their states back afterwards.
+    """Seed torch's CPU generator, `random` and numpy from integers, and restore their states afterwards.
 
-    A loader's worker process has nothing else that draws from these generators: there the states are not put back.
+    In a data loader's worker process nothing else draws from these generators, so the states are not restored there.
     """
     digest = hashlib.blake2b(",".join(map(str, parts)).encode(), digest_size=8).digest()
     seed = int.from_bytes(digest, "little")

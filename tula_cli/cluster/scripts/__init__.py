@@ -1,1 +1,1 @@
-"""Scripts of the user's own: how they are started, watched, and understood by what their shim has written."""
+"""Scripts of users: how they are started, monitored, and evaluated from the files that the shim writes."""

@@ -1,4 +1,4 @@
-"""Training methods that act around a script's optimizer (AGS and ortho), and the copies of shim and optimizers that a run holds for it."""
+"""Training methods around a script's optimizer (AGS and ortho), and the copies of shim and optimizers in a run."""
 
 import hashlib
 import os
@@ -22,23 +22,23 @@ from tula_cli.run.records.tasks import Task, TrainTask
 # --- Copies of the shim and the optimizers
 
 LIBRARY = "tula_ags"
-"""The name of the optimizers' copy: an installed tula is another package, of another version perhaps."""
+"""Package name of the copied optimizers, distinct from an installed tula, which may have another version."""
 
 
 def copy_shim(run: Path) -> Path:
-    """Copy the shim into a run, where it is not there yet; return its folder. Containers see the run, not tula.
+    """Copy the shim into a run unless it is already there; return its folder. Containers can see the run, but not tula.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the copy cannot be written.
     """
     return _copy(run, "shim", _read_module_sources("shim"))
 
 
 def copy_optim(run: Path) -> Path:
-    """Copy the optimizers into a run as a package of a name of its own; return the folder in which it is.
+    """Copy the optimizers into a run as the package `LIBRARY`; return the folder that contains the package.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the copy cannot be written.
     """
     presets = {Path("presets.py"): files("tula_cli").joinpath("presets.py").read_bytes()}
     sources = _read_module_sources("optim") | presets
@@ -46,7 +46,7 @@ def copy_optim(run: Path) -> Path:
 
 
 def _read_module_sources(folder: str) -> dict[Path, bytes]:
-    """Return the modules of a folder of tula's by their paths in it, also where tula is imported from an archive."""
+    """Return the modules in a folder of tula by their relative paths, even if tula is imported from an archive."""
     sources, pending = {}, [(Path(), files("tula_cli").joinpath(folder))]
     for path, resource in pending:
         for inner in resource.iterdir():
@@ -58,7 +58,7 @@ def _read_module_sources(folder: str) -> dict[Path, bytes]:
 
 
 def _rename_import(code: bytes) -> bytes:
-    """Return the code with the one module of tula that it imports in the copy instead."""
+    """Return the code with its import of `tula_cli.presets` redirected to the copy."""
     return code.replace(b"from tula_cli.presets import", f"from {LIBRARY}.presets import".encode())
 
 
@@ -85,21 +85,21 @@ def _copy(run: Path, name: str, contents: Mapping[Path, bytes]) -> Path:
 # --- The plan of a method and what it reports
 
 NEVER_STEPS = 10**9
-"""Steps of an epoch, to a probe: refreshes are not among the steps that it times, unless every step is one."""
+"""Steps per epoch for a probe: its timed steps contain no refresh, unless every step is one."""
 
 
 def make_ags_plan(run: RunDir, task: Task, command: LeaderCommand, *, dataset_size: int | None) -> AgsPlan | None:
-    """Return what the shim is told, None where the method scales nothing; the library is copied into the run.
+    """Return the AGS plan for the shim, or None if the method does not scale; copies the library into the run.
 
     Args:
         run: the run.
-        task: what is started.
-        command: what it is started with.
-        dataset_size: samples of an epoch; None where nobody knows.
+        task: the task to start.
+        command: the command that starts it.
+        dataset_size: samples per epoch; None if unknown.
 
     Raises:
         TulaError: the run directory cannot be written.
-        JobFailed: nothing tells how many steps an epoch has, at whose end factors are to be refreshed.
+        JobFailed: factors are refreshed per epoch, and the number of steps per epoch is unknown.
     """
     spec = task.spec
     if not spec.train.facts.scales:
@@ -119,7 +119,7 @@ def make_ags_plan(run: RunDir, task: Task, command: LeaderCommand, *, dataset_si
 
 
 def make_ortho_plan(run: RunDir, task: Task, command: LeaderCommand) -> OrthoPlan | None:
-    """Return what the shim needs for orthogonalised steps, None for other methods; the library is copied into the run.
+    """Return the plan for orthogonalised steps, or None for other methods; copies the library into the run.
 
     Raises:
         TulaError: the run directory cannot be written.
@@ -149,7 +149,7 @@ def _count_steps_per_epoch(task: Task, batch: int, size: int | None) -> int:
 
 
 def summarize_scaling(rows: Iterable[Mapping[str, Any]]) -> Scaled | None:
-    """Return what AGS did in a training, from the newest row of each attempt; None where there was none of it."""
+    """Return a summary of AGS in a training, from the newest row of each attempt; None if AGS was not used."""
     summaries = [row["ags"]["so_far"] for row in rows if row.get("ags")]
     steps = sum(summary["steps"] for summary in summaries)
     if not steps:

@@ -11,7 +11,7 @@ from tula_cli.spec.scripts.script import Script, count_script_samples, count_scr
 
 @dataclass(frozen=True)
 class ScriptProcess:
-    """Which process of a job this is."""
+    """The position of a process in a job, and the rendezvous address."""
 
     nodes: int
     node_rank: int
@@ -36,13 +36,13 @@ def list_placeholder_values(
 
     Args:
         spec: the job, with a script.
-        place: of the process.
+        process: the process.
         batch: global batch.
-        out: folder of the script's own files.
+        out: folder of the script's files.
         run: the run directory.
-        workers: data-loader processes of a rank.
-        checkpoint: the newest one; empty where there is none.
-        splits: parts that each micro-batch of train.accumulate is computed in.
+        workers: data-loader processes per rank.
+        checkpoint: the newest checkpoint; empty if there is none.
+        splits: number of parts into which each micro-batch of train.accumulate is split.
     """
     script, gpus = get_script(spec), spec.cluster.gpus_per_node
     local_batch = batch // (process.nodes * gpus)
@@ -87,19 +87,19 @@ def get_script(spec: JobSpec) -> Script:
 
 
 def get_learning_rate(spec: JobSpec, batch: int) -> float | None:
-    """Return the learning rate of the command line at a global batch; None where the script has its own."""
+    """Return the learning rate for the command line at a global batch; None if the script sets it itself."""
     lr = get_script(spec).reference.lr
     return None if lr is None else lr * compute_lr_scale(spec, batch)
 
 
 def count_loader_workers(spec: JobSpec, *, threads: int | None, ranks_here: int, task: TrainTask | None = None) -> int:
-    """Return the data-loader processes of a rank: as asked for, else by the cores that it has.
+    """Return the data-loader processes per rank: as configured, else from the number of cores per rank.
 
     Args:
         spec: the job.
-        threads: cores that the scheduler gives a rank; None where the ranks share this machine.
-        ranks_here: that share it.
-        task: of a training, which may have fewer than its spec.
+        threads: cores that the scheduler allocates per rank; None if the ranks share this machine.
+        ranks_here: number of ranks that share this machine.
+        task: task of a training, which may use fewer processes than its spec.
     """
     requested = spec.train.workers if task is None else task.workers
     if requested != "auto":

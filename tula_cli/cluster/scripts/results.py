@@ -1,4 +1,4 @@
-"""The result of a script's attempt, from what its ranks have written, or why there is none."""
+"""The result of a script's attempt, from the files of its ranks, or why there is no result."""
 
 import dataclasses
 import os
@@ -30,7 +30,7 @@ from tula_cli.version import __version__
 
 
 class NotMeasured(Exception):
-    """Why a start of a script is no measurement; its words are for the user."""
+    """A start of a script gave no valid measurement; the message is for the user."""
 
 
 def build_probe_result(
@@ -39,15 +39,15 @@ def build_probe_result(
     """Return the result of a probe.
 
     Args:
-        task: of the probe.
-        ranks: what each has written, by rank.
-        local_batch: of the probe.
-        cores: of this node, to tell whether ranks shared them.
-        log: what the command has written.
-        notes: for the user, beside those of rank 0.
+        task: task of the probe.
+        ranks: results of the ranks, in order of their rank.
+        local_batch: local batch of the probe.
+        cores: cores of this node, to decide whether ranks shared them.
+        log: output of the command.
+        notes: notes for the user, in addition to those of rank 0.
 
     Raises:
-        NotMeasured: what the ranks have written tells nothing, or contradicts what was claimed.
+        NotMeasured: the results of the ranks are insufficient, or contradict the settings.
     """
     world = count_ranks(task)
     steps = _select_counted_steps(ranks, log)
@@ -102,7 +102,7 @@ def _warn_long_sync(sync: float, step: float) -> str:
 
 
 def _find_given_learning_rate(task: ProbeTask, batch: int) -> float | None:
-    """Return what the command line says of the learning rate: it, or the factor that the script multiplies its own by."""
+    """Return the learning rate in the command line, or the factor on the script's learning rate, or None."""
     placeholders = get_script(task.spec).placeholders
     return (
         get_learning_rate(task.spec, batch)
@@ -114,10 +114,10 @@ def _find_given_learning_rate(task: ProbeTask, batch: int) -> float | None:
 
 
 def _select_counted_steps(ranks: Sequence[RankResult], log: Path) -> Sequence[JointStep]:
-    """Return the steps that are to be counted.
+    """Return the steps to use for the measurement.
 
     Raises:
-        NotMeasured: there are too few, or a claim does not hold.
+        NotMeasured: there are too few steps, or they contradict the settings.
     """
     if not ranks:
         raise NotMeasured(f"the command ended well, but {describe_missing_step(log)}")
@@ -146,13 +146,13 @@ def _select_counted_steps(ranks: Sequence[RankResult], log: Path) -> Sequence[Jo
 
 
 def _find_slowest_median(ranks: Iterable[Sequence[float]]) -> float | None:
-    """Return the largest median of all ranks, as tula's own loop tells it; None where a rank has none."""
+    """Return the largest median over all ranks, as in tula's training loop; None if a rank has no values."""
     medians = [median(seconds) if seconds else None for seconds in ranks]
     return None if None in medians else max(value for value in medians if value is not None)
 
 
 def _find_peak_memory(ranks: Sequence[RankResult]) -> PeakMemory:
-    """Return that of the rank with the highest peak, whatever it was doing."""
+    """Return the largest peak memory over all ranks and phases."""
     peaks = [peak for rank in ranks for peak in rank.peak.values()]
     sizes = [rank.bytes for rank in ranks if rank.bytes is not None]
     states = None
@@ -167,7 +167,7 @@ def _find_peak_memory(ranks: Sequence[RankResult]) -> PeakMemory:
 
 
 def _merge_gradient_stats(ranks: Sequence[RankResult], *, local_batch: int, batch: int) -> GradientStats | None:
-    """Return the gradient norms, the local ones as means over all ranks; None where DDP has not told them."""
+    """Return gradient statistics, with local norms averaged over all ranks; None if DDP did not provide the norms."""
     norms = [rank.split.norms for rank in ranks if rank.split is not None]
     if len(ranks) < 2 or len(norms) < len(ranks):
         return None
@@ -209,10 +209,10 @@ def _describe_environment(ranks: Sequence[RankResult]) -> Environment:
 
 
 def _find_dataset_size(task: ProbeTask, ranks: Sequence[RankResult]) -> int:
-    """Return the samples of an epoch: as the spec says, else as the data loader does.
+    """Return the samples per epoch: as in the spec, else as reported by the data loader.
 
     Raises:
-        NotMeasured: nobody says.
+        NotMeasured: neither is known.
     """
     known_size = get_script(task.spec).known_dataset_size
     counted = find_dataset_size(ranks)
@@ -232,12 +232,12 @@ def _is_oversubscribed(task: ProbeTask, ranks: Sequence[RankResult], cores: int)
 # --- All tasks
 
 RESULT_LAG = 30.0
-"""Seconds in which a file that a rank on another node has written appears (NFS)."""
+"""Maximum seconds until a file written by a rank on another node becomes visible (NFS)."""
 POLL = 0.5  # seconds
 
 
 def make_leader_command(run: RunDir, task: Task, *, attempt: int, ranks: int, meeting: str) -> LeaderCommand:
-    """Return what is started now: of a script also with which batch, and from which checkpoint it goes on."""
+    """Return the command to start now; for a script, with the batch and the checkpoint to resume from."""
     command = LeaderCommand(task=task.id, attempt=attempt, ranks=ranks, meeting=meeting)
     if not runs_script(task):
         return command  # the worker knows its own batch
@@ -255,10 +255,10 @@ def make_leader_command(run: RunDir, task: Task, *, attempt: int, ranks: int, me
 
 
 def require_resumable(run: RunDir, task: Task) -> None:
-    """Refuse a training that waited for a rehearsal, which has found that its script cannot go on from its checkpoint.
+    """Check that the resume test that a training waited for did not find its script unable to resume.
 
     Raises:
-        JobFailed: it cannot.
+        JobFailed: the script cannot resume from its checkpoint.
     """
     if not (isinstance(task, TrainTask) and task.after):
         return
@@ -271,20 +271,20 @@ def require_resumable(run: RunDir, task: Task) -> None:
 
 
 def recover_lost_attempt(run: RunDir, lost: Attempt) -> None:
-    """Keep what a training by a script has saved in an attempt whose supervisor was lost: it goes on from there."""
+    """Record the checkpoint of a script's attempt whose supervisor was lost, from which the training then resumes."""
     task = run.task(lost.task)
     if isinstance(task, TrainTask) and runs_script(task):
         ScriptTraining(run, task).recover_lost_attempt(lost)
 
 
 def settle_attempt(run: RunDir, task: Task, command: LeaderCommand, reason: ExitReason) -> ExitReason:
-    """Write what follows from an attempt of a script; return why it ended, once that is known.
+    """Record the results of an attempt of a script; return its exit reason, corrected by these results.
 
     Args:
         run: the run.
-        task: what was attempted.
-        command: what it was started with.
-        reason: how its processes ended.
+        task: the attempted task.
+        command: command that started the attempt.
+        reason: exit reason of its processes.
     """
     if not runs_script(task):
         return reason
@@ -318,13 +318,13 @@ def settle_attempt(run: RunDir, task: Task, command: LeaderCommand, reason: Exit
 
 
 def _find_refusal_by_method(attempt: ScriptAttempt) -> str:
-    """Return why the method cannot train this script, which may have gone on, and ended well, all the same."""
+    """Return why the method cannot train this script, which may have finished nevertheless; else empty."""
     refusals = (failure for failure in attempt.failures() if failure.where == "method")
     return next((failure.description for failure in refusals), "")
 
 
 def _read_rank_results(attempt: ScriptAttempt, ranks: int, *, patient: bool) -> list[RankResult]:
-    """Return what the ranks have written; those of other nodes are waited for, once there is any."""
+    """Return the results of the ranks; if `patient` and any is there, wait up to RESULT_LAG seconds for the others."""
     deadline = time.monotonic() + RESULT_LAG
     while len(results := attempt.results()) < ranks and results and patient and time.monotonic() < deadline:
         time.sleep(POLL)

@@ -1,4 +1,4 @@
-"""A rehearsal of how a script resumes: which start comes next, what was seen in it, and what follows from all of them."""
+"""The resume test of a script: the next start, the observations of each start, and the verdict from all of them."""
 
 import math
 import shutil
@@ -27,15 +27,15 @@ from tula_cli.spec.scripts.script import Length, count_requested_samples, count_
 # --- Rows and tracebacks of a start
 
 MAX_RATES = 400
-"""Points of a curve of learning rates that are kept."""
+"""Maximum points of a stored learning-rate curve."""
 WEIGHTS_ONLY = "weights_only"
 HINT = "torch.load reads weights only unless it is told weights_only=False, and the checkpoint holds more"
 
 
 def count_trained(rows: Sequence[Mapping[str, Any]], local_batch: int) -> tuple[int, int]:
-    """Return steps and samples of one rank, by a row a step; a step trains its batch at most.
+    """Return steps and samples of one rank from one row per step; a step trains at most its local batch.
 
-    What a loader delivers beyond that was skipped, or comes ahead of its step: as much as a step's is kept for the next.
+    Further samples delivered by the loader were skipped or prefetched: up to one local batch counts for the next step.
     """
     steps = samples = delivered = prefetched = 0
     for row in rows:
@@ -55,18 +55,18 @@ def count_trained(rows: Sequence[Mapping[str, Any]], local_batch: int) -> tuple[
 
 
 def find_learning_rates(rows: Sequence[Mapping[str, Any]], saved: int) -> dict[str, float | None]:
-    """Return the learning rate of the step after the checkpoint, and what two steps make of it."""
+    """Return the learning rate of the step after the checkpoint, and its change over two steps."""
     after = [row["lr"] for row in rows if row["step"] > saved and row.get("lr") is not None]
     upto = [row["lr"] for row in rows if row["step"] <= saved and row.get("lr") is not None]
-    rows_ = after or upto[-1:]
+    rates = after or upto[-1:]
     return {
-        "next_lr": rows_[0] if rows_ else None,
-        "lr_step": abs(rows_[min(2, len(rows_) - 1)] - rows_[0]) if rows_ else 0.0,
+        "next_lr": rates[0] if rates else None,
+        "lr_step": abs(rates[min(2, len(rates) - 1)] - rates[0]) if rates else 0.0,
     }
 
 
 def read_learning_rate_curve(rows: Sequence[Mapping[str, Any]], batch: int) -> tuple[tuple[int, float], ...]:
-    """Return samples and learning rate of each step, thinned out evenly; the first and the last step are kept."""
+    """Return samples and learning rate per step, evenly thinned to about MAX_RATES points with first and last step."""
     lr_by_step = {row["step"]: row["lr"] for row in rows if row.get("lr") is not None}
     points = [(step * batch, lr) for step, lr in sorted(lr_by_step.items())]
     stride = max(1, -(-len(points) // MAX_RATES))
@@ -74,9 +74,9 @@ def read_learning_rate_curve(rows: Sequence[Mapping[str, Any]], batch: int) -> t
 
 
 def find_observed_schedule(rows: Sequence[Mapping[str, Any]], *, after: int) -> Schedule | None:
-    """Return the scheduler that the rows tell of, as it stands in the first step after so many.
+    """Return the learning-rate scheduler in the rows, with its position in the first step after `after` steps.
 
-    None without one, or with too few steps to see how it counts.
+    None without a scheduler, or with too few steps to see how it counts.
     """
     points = [(row["step"], row["schedule"]) for row in rows if row.get("schedule")]
     if not points or points[-1][0] - points[0][0] < 2:
@@ -89,7 +89,7 @@ def find_observed_schedule(rows: Sequence[Mapping[str, Any]], *, after: int) -> 
 
 
 def find_error_line(text: str, error: str) -> str:
-    """Return the line of a traceback that tells its exception.
+    """Return the line of a traceback with its exception and message.
 
     Args:
         text: the traceback.
@@ -106,23 +106,23 @@ def find_error_line(text: str, error: str) -> str:
 # --- The test
 
 EPOCHS = 3
-"""Of a rehearsal's length: one up to the checkpoint, one boundary beyond it."""
+"""Maximum epochs of a resume test: one up to the checkpoint, and another epoch boundary after it."""
 STEPS_BEFORE_KILL = 24
-"""Step after which a script that can be asked for a checkpoint is asked: then half of them are many."""
+"""Step at which a script is asked for a checkpoint, if it can be; late enough for half of the steps to be many."""
 STEPS_AFTER_SAVE = 5
-"""Steps from the checkpoint to the end of the first start: the learning rates to hold others against."""
+"""Steps between checkpoint and kill of the first start; their learning rates are compared with resumed ones."""
 TIME_SHARES: Mapping[Phase, float] = {"begin": 0.6, "same": 0.5, "half": 1.0}
-"""Of the time that is left, what a start may take."""
+"""Fraction of the remaining time that a start may take."""
 MIN_SECONDS = 5.0
 ENDLESS_RATIO = 2.0
-"""A start that trains more than the remaining samples times this is stopped."""
+"""A start that trains more than this multiple of the remaining samples is stopped."""
 RETRIED_OUTCOMES: tuple[OutcomeClass, ...] = ("port", "time_limit", "preempted", "node_failure")
-"""Endings that tell nothing of the script: the same start is due again, if there is time."""
+"""Outcomes unrelated to the script, after which the same start is repeated if there is time."""
 
 
 @dataclass(frozen=True)
 class ResumeTest:
-    """One rehearsal, as the leader of its supervisors sees it."""
+    """One resume test, as seen by the leader of its supervisors."""
 
     run: RunDir
     task: RehearsalTask
@@ -133,13 +133,13 @@ class ResumeTest:
 
     @property
     def record(self) -> Rehearsal:
-        """Return the result so far."""
+        """The record of the test so far."""
         return self.files.read(self.task.id) or Rehearsal(task=self.task.id, key=self.task.key, began_at=time.time())
 
     # --- what comes next
 
     def first_start(self) -> RehearsalStart:
-        """Return the first start that is due of a rehearsal that is not over; from the first on its time counts."""
+        """Return the next start of an unfinished test; its time limit runs from the first call."""
         record = self.record
         self.files.write(record)
         start = self._next_start(record, max(self._remaining_seconds(record), MIN_SECONDS))
@@ -147,11 +147,11 @@ class ResumeTest:
         return start
 
     def _remaining_seconds(self, record: Rehearsal) -> float:
-        """Return the seconds that are left to it."""
+        """Return the remaining seconds of the test."""
         return 60 * self.task.spec.search.max_minutes - (time.time() - record.began_at)
 
     def _next_start(self, record: Rehearsal, remaining: float) -> RehearsalStart | None:
-        """Return the start that is due with so many seconds left; None where there is none."""
+        """Return the next start with `remaining` seconds left; None if there is none."""
         begins = [start for start in record.starts if start.phase == "begin"]
         if not begins:
             return self._initial_start(record, self._first_length(), self.task.batch, remaining)
@@ -178,7 +178,7 @@ class ResumeTest:
         return RehearsalStart(phase="begin", batch=batch, length=length, out=str(out), seconds=seconds)
 
     def _resuming_start(self, phase: Phase, begin: Rehearsed, batch: int, remaining: float) -> RehearsalStart | None:
-        """Return a start from the checkpoint: each has a copy of its own, for it writes more of them."""
+        """Return a start that resumes from the phase's copy of the checkpoint; None if there is no checkpoint."""
         out = self.files.folder(self.task.id) / phase
         start = RehearsalStart(
             phase=phase,
@@ -195,7 +195,7 @@ class ResumeTest:
         return None if checkpoint is None else start.model_copy(update={"checkpoint": str(checkpoint)})
 
     def _first_length(self) -> Length:
-        """Return the length to begin with: short where the command takes one, and a checkpoint will come soon."""
+        """Return the length of the first start: shortened if the command takes a length and saves early."""
         script = get_script(self.task.spec)
         if not self._length_is_told:
             return script.length
@@ -213,7 +213,7 @@ class ResumeTest:
         return bool({"epochs", "steps", "samples"} & set(find_placeholders(get_script(self.task.spec).command)))
 
     def _repeat_beginning(self, begins: Sequence[Rehearsed], remaining: float) -> tuple[Length, int] | None:
-        """Return length and batch of another beginning: a shorter or longer one, or a batch that fits the memory."""
+        """Return length and batch of another first start (shorter, longer, or with less memory), or None."""
         last_begin, full_length = begins[-1], get_script(self.task.spec).length
         if last_begin.ended == "failed":
             half, micro_batches = last_begin.batch // 2, count_ranks(self.task) * self.task.spec.train.accumulate
@@ -226,21 +226,21 @@ class ResumeTest:
         return (fitted, last_begin.batch) if fitted is not None and len(begins) == 1 and affordable else None
 
     def _fitted_length(self, begin: Rehearsed) -> Length | None:
-        """Return the length half as long again as it took to the first checkpoint, where that is much shorter."""
+        """Return 1.5 times the length up to the first checkpoint if the whole is more than twice as long, or None."""
         saved = begin.saved_samples
         if not (self._length_is_told and saved and begin.length.epochs is None and begin.whole):
             return None
         return Length(samples=math.ceil(1.5 * saved)) if begin.whole > 2 * saved else None
 
     def placeholder_values(self, start: RehearsalStart) -> dict[str, str | float]:
-        """Return the values of the placeholders in paths."""
+        """Return the values of the placeholders in paths for a start."""
         return list_placeholder_values(
             self.task.spec, ScriptProcess(self.task.nodes, 0, "", 0), batch=start.batch, out=Path(start.out),
             run=self.run.path.absolute(), workers=0,
         )  # fmt: skip
 
     def kill_plan(self, start: RehearsalStart) -> Killing | None:
-        """Return how a start is ended from within; None where it goes on from a checkpoint."""
+        """Return how the shim kills a first start after its checkpoint; None for starts that resume."""
         script = get_script(self.task.spec)
         if start.phase != "begin" or script.resume is None:
             return None
@@ -260,7 +260,11 @@ class ResumeTest:
     # --- what was seen
 
     def record_start(self, command: LeaderCommand, reason: ExitReason) -> ExitReason:
-        """Keep what a start has shown, and the verdict after the last one; return why it ended: as planned is well."""
+        """Record the observations of a start, and the verdict after the last one.
+
+        Returns:
+            The exit reason; its outcome is None if the start went as planned.
+        """
         assert command.rehearsal is not None
         record = self.record
         is_retried = reason.outcome in RETRIED_OUTCOMES and (
@@ -311,7 +315,7 @@ class ResumeTest:
         return next(measured, None)
 
     def _copy_checkpoints(self, start: RehearsalStart, observation: Rehearsed) -> None:
-        """Give those that go on from the checkpoint a folder each: what was killed, and a copy of it."""
+        """Give each of the resuming starts a folder: that of the killed start, and a copy of it."""
         if start.phase != "begin" or not _is_usable(observation):
             return
         folder = self.files.folder(self.task.id)
@@ -321,7 +325,7 @@ class ResumeTest:
         Path(start.out).rename(folder / "same")
 
     def _with_verdict(self, record: Rehearsal) -> Rehearsal:
-        """Return it with its verdict; the script's files are of no more use."""
+        """Return the record with its verdict, and remove the files of the script."""
         shutil.rmtree(self.files.folder(self.task.id), ignore_errors=True)
         begin = next(start for start in reversed(record.starts) if start.phase == "begin")
         lr_placeholders = {"lr", "lr_factor"} & get_script(self.task.spec).placeholders
@@ -338,10 +342,10 @@ class ResumeTest:
         )
 
     def endless_reason(self, start: RehearsalStart, attempt: ScriptAttempt) -> ExitReason | None:
-        """Return why a start that goes on from the checkpoint is to be ended: it has trained twice what was left."""
+        """Return why a resuming start must be stopped: it trained more than twice the remaining samples; else None."""
         if start.phase == "begin" or (beat := attempt.heartbeat(0)) is None:
             return None
-        begin = next(start_ for start_ in reversed(self.record.starts) if start_.phase == "begin")
+        begin = next(earlier_start for earlier_start in reversed(self.record.starts) if earlier_start.phase == "begin")
         if begin.whole is None:
             return None
         remaining = begin.whole - (begin.saved_samples or 0)
@@ -351,7 +355,7 @@ class ResumeTest:
 
 
 def _is_usable(begin: Rehearsed) -> bool:
-    """Return whether there is a checkpoint with something left to train after it."""
+    """Return whether a start left a checkpoint with enough left to train after it."""
     if begin.saved_samples is None or begin.ended == "failed":
         return False
     return begin.ended != "ended" or begin.whole is None or begin.whole - begin.saved_samples > 2 * begin.batch
@@ -366,14 +370,14 @@ def _count_samples_of_length(task: RehearsalTask, length: Length, size: int | No
 
 
 def _describe_ending(attempt: ScriptAttempt, reason: ExitReason, *, killed: bool) -> dict[str, Any]:
-    """Return how a start has ended, and of what failed the line that says why."""
+    """Return fields for how a start ended, and for a failed one its outcome and error line."""
     if killed:
         return {"ended": "killed"}
     if reason.outcome is None:
         return {"ended": "ended"}
     if reason.outcome == "cancelled":
         return {"ended": "cut"}
-    failure = next((failure_ for failure_ in attempt.failures() if failure_.where == "script"), None)
+    failure = next((recorded for recorded in attempt.failures() if recorded.where == "script"), None)
     if failure is None:
         return {"ended": "failed", "outcome": reason.outcome, "why": reason.message}
     return {

@@ -1,4 +1,4 @@
-"""The start of a script by a supervisor: the command line of each process, its environment, and the shim's plan."""
+"""The start of a script by a supervisor: command line and environment of each process, and the plan for the shim."""
 
 import os
 import shlex
@@ -28,9 +28,9 @@ from tula_cli.spec.scripts.placeholders import fill, render
 from tula_cli.spec.scripts.script import Script
 
 MAX_PROBE_STEPS = 1000
-"""Timed steps of a probe whose steps take next to nothing."""
+"""Maximum timed steps of a probe, reached if steps are very short."""
 ROW_SECONDS = 2.0
-"""Between two rows of a training: what was trained since the last one is not counted to a checkpoint."""
+"""Seconds between two rows of a training; samples since the last row are not counted towards a checkpoint."""
 _GROUP_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TULA_PLAN")
 
 
@@ -39,7 +39,7 @@ class ScriptStart:
     """How one supervisor starts a script in one attempt.
 
     Args:
-        command: the leader's; of a probe its `batch` is measured.
+        command: command of the leader; its `batch` is the one that a probe measures.
     """
 
     run: RunDir
@@ -52,11 +52,11 @@ class ScriptStart:
         return ScriptAttempt(self.run.path, self.task.id, self.command.attempt)
 
     def rank_commands(self, log: Path | None) -> list[RankCommand]:
-        """Return what this supervisor starts; the plan is written, and what the processes need is made.
+        """Return the processes that this supervisor starts; creates the output folder, the copied shim and the plan.
 
         Raises:
             TulaError: the run directory cannot be written.
-            JobFailed: this node has no such network interface, or the snapshot of the code is gone.
+            JobFailed: this node lacks the configured network interface, or the snapshot of the code is gone.
         """
         folder = self._output_folder()
         try:
@@ -73,14 +73,14 @@ class ScriptStart:
 
     @property
     def _spec(self) -> JobSpec:
-        """The job; of a rehearsal with the length of this start."""
+        """The job; for a resume test, with the length of the current start."""
         spec, start = self.task.spec, self.command.rehearsal
         if start is None:
             return spec
         return spec.model_copy(update={"script": get_script(spec).model_copy(update={"length": start.length})})
 
     def processes(self) -> list[ScriptProcess]:
-        """Return the processes that this supervisor starts: a rank's, all ranks of a node or machine, or a node's command."""
+        """Return the processes of this supervisor: a rank, all ranks of a node or machine, or a command per node."""
         task, allocation = self.task, self.allocation
         address, _, port = self.command.meeting.rpartition(":")
         gpus = task.spec.cluster.gpus_per_node
@@ -97,7 +97,7 @@ class ScriptStart:
         return [place(allocation.index // gpus, allocation.index, allocation.local_index)]
 
     def plan(self) -> ShimPlan:
-        """Return what the shim is asked for."""
+        """Return the plan for the shim."""
         spec, script, attempt = self.task.spec, get_script(self.task.spec), self.attempt
         counted = script.placeholders & {"accumulate", "accumulate_total", "micro_batch"}
         expected = Expected(
@@ -134,7 +134,7 @@ class ScriptStart:
         return ScriptTraining(self.run, self.task).dataset_size if isinstance(self.task, TrainTask) else None
 
     def _hook_save_path(self, script: Script) -> str:
-        """Return the path that the script's callback is given: as resume.checkpoint finds it, where that is one path."""
+        """Return the checkpoint path for the script's callback: resume.checkpoint without *, else a file in {out}."""
         if isinstance(self.task, ProbeTask) or script.resume is None or "*" in script.resume.checkpoint:
             return str(self._output_folder() / "checkpoint.pt")
         return fill(script.resume.checkpoint, self._values(self.processes()[0]))
@@ -152,7 +152,7 @@ class ScriptStart:
         return ResumeTest(self.run, self.task) if isinstance(self.task, RehearsalTask) else None
 
     def _values(self, process: ScriptProcess) -> dict[str, str | float]:
-        """Return what the placeholders stand for."""
+        """Return the values of the placeholders."""
         spec = self._spec
         ranks = self.command.ranks
         workers = placeholders.count_loader_workers(
@@ -183,7 +183,7 @@ class ScriptStart:
         return self.task.splits if isinstance(self.task, TrainTask) else 1
 
     def _environment(self, process: ScriptProcess, shim: Path) -> dict[str, str]:
-        """Return the environment of a process. A rendezvous of the site's set-up lines, or of a shell, is not ours."""
+        """Return the environment of a process; inherited rendezvous variables (set-up lines, shell) are dropped."""
         spec, allocation = self.task.spec, self.allocation
         network = make_interface_variables(spec.cluster.interface, local=spec.cluster.kind == "local")
         inherited = network | {
@@ -211,18 +211,18 @@ class ScriptStart:
 
     @property
     def _code_snapshot(self) -> Path | None:
-        """The snapshot of the user's code; None where none was taken."""
+        """The snapshot of the user's code; None if there is none."""
         return self.run.code_dir(self.task.code).absolute() if self.task.code else None
 
     def _gpus_of(self, node: int) -> str:
-        """Return the GPUs of this machine that are taken for those of a node."""
+        """Return the GPUs of this machine that stand in for those of a node, as in CUDA_VISIBLE_DEVICES."""
         gpus = self.task.spec.cluster.gpus_per_node
         names = [name for name in self.allocation.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
         own_numbers = range(node * gpus, (node + 1) * gpus)
         return ",".join(names[number] if number < len(names) else str(number) for number in own_numbers)
 
     def _cores_per_rank(self) -> int | None:
-        """Return the cores that the scheduler gives a rank; None where it tells of none."""
+        """Return the cores that the scheduler allocates per rank; None if unknown."""
         cores = None if self.allocation.is_local else self.allocation.cpus
         if cores is None:
             return None
@@ -235,9 +235,9 @@ def _as_training(task: Task) -> TrainTask | None:
 
 
 def preview_command(run: RunDir, task: Task) -> str:
-    """Return the command line of a task's first process as a shell takes it, with its first batch; nothing is written.
+    """Return the shell command line of a task's first process, with its first batch, without side effects.
 
-    Empty where that is tula's own worker.
+    Empty unless the task is a probe or training of a script.
     """
     if not isinstance(task, ProbeTask | TrainTask) or not runs_script(task):
         return ""

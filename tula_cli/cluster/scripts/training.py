@@ -1,4 +1,4 @@
-"""A training by a script: where it goes on, how far it is, and what came of it."""
+"""A training by a script: where it resumes, its progress, and its result."""
 
 import glob
 import math
@@ -50,9 +50,9 @@ if TYPE_CHECKING:
 # --- Checkpoints
 
 SETTLED_SECONDS = 2.0
-"""Seconds without a change after which a checkpoint is taken to be written."""
+"""Seconds without a change after which a checkpoint counts as completely written."""
 _ZIPPED = (".pt", ".pth", ".bin", ".ckpt", ".tar")
-"""Files of torch.save are ZIP files, with the table of contents at the end."""
+"""Suffixes of files of torch.save, which are ZIP files with the table of contents at the end."""
 _NUMBER = re.compile(r"\d+")
 
 
@@ -64,16 +64,16 @@ def find_newest_checkpoint(
     since: float,
     left_out: tuple[str, float] = ("", 0.0),
 ) -> tuple[Path | None, list[Path]]:
-    """Return the newest checkpoint that is whole (None where there is none), and the damaged ones that are newer.
+    """Return the newest complete checkpoint (None if there is none), and the damaged ones that are newer.
 
-    A folder that lacks files which the one before it has is half of one: its process was killed between two files.
+    A folder that lacks files which the previous one has is incomplete: its process was killed between two files.
 
     Args:
-        resume: where they are.
-        values: of the placeholders in its pattern.
-        workdir: what a relative path starts from.
-        since: Unix time; what is older is of another training.
-        left_out: path of one that is of no use, as it was at a time (Unix time).
+        resume: section with the pattern of the checkpoints.
+        values: values of the placeholders in the pattern.
+        workdir: folder to which a relative path refers.
+        since: Unix time; older checkpoints belong to another training.
+        left_out: path and time (Unix time) of an unusable checkpoint, which is ignored unless it was changed since.
     """
     names = glob.iglob(make_checkpoint_pattern(resume, values, workdir=workdir), recursive=True)  # noqa: PTH207 - an absolute pattern
     candidates = ((path, get_checkpoint_change_time(path)) for path in map(Path, names))
@@ -93,7 +93,7 @@ def find_newest_checkpoint(
 
 
 def _lacks_files(path: Path, older: Iterable[Path]) -> bool:
-    """Return whether a folder lacks files that the next older one of such a name has; numbers in names do not count."""
+    """Return whether a folder lacks files of the next older folder with the same name, ignoring numbers in names."""
     older_folder = next(
         (folder for folder in older if _without_numbers(folder.name) == _without_numbers(path.name)), None
     )
@@ -110,23 +110,23 @@ def _list_file_names(folder: Path) -> set[str]:
 
 
 def _without_numbers(name: str) -> str:
-    """Return a name without the step, or the rank, that it was written by: of fewer ranks there are fewer files."""
+    """Return a name with its numbers (step, rank) masked, so that files of fewer ranks do not count as missing."""
     return _NUMBER.sub("#", name)
 
 
 def make_checkpoint_pattern(resume: Resume, values: Mapping[str, str | float], *, workdir: Path) -> str:
-    """Return the absolute pattern of a script's checkpoints; of brackets and stars the user's own alone act, no folder's."""
+    """Return the absolute glob pattern of a script's checkpoints; special characters in folders are escaped."""
     literal = {name: glob.escape(value) if isinstance(value, str) else value for name, value in values.items()}
     return str(Path(glob.escape(str(workdir))) / fill(resume.checkpoint, literal))
 
 
 def get_checkpoint_change_time(path: Path) -> float:
-    """Return when a checkpoint was written last (Unix time): of a folder, the newest of its files; 0 where it is gone."""
+    """Return when a checkpoint was last changed (Unix time), for a folder its newest file; 0 if it does not exist."""
     return max((_get_change_time(file) for file in _list_files(path)), default=0.0)
 
 
 def is_complete_checkpoint(path: Path) -> bool:
-    """Return whether a checkpoint was written to its end, as far as its files tell: the process may have been killed."""
+    """Return whether a checkpoint is complete, as far as its files show: its process may have been killed."""
     return all(_is_complete_file(file) for file in _list_files(path))
 
 
@@ -158,13 +158,13 @@ def _is_complete_file(file: Path) -> bool:
 # --- Metrics that a script prints or writes
 
 TAIL_BYTES = 16_384
-"""Bytes at the end of a log in which its last line is looked for."""
+"""Bytes at the end of a log in which its last line is searched."""
 MAX_QUOTED = 300
-"""Characters of it that are quoted."""
+"""Maximum characters of the line that are quoted."""
 _LESS_IS_BETTER = re.compile(
     r"loss|error|perplexity|(err|ppl|nll|mse|mae)(?![a-z])|(?<![a-z])(wer|cer|fid)(?![a-z])", re.IGNORECASE
 )
-"""Short ones end a word, or are one: an answer_f1 or a confidence is no error rate."""
+"""Metrics to minimise. Short names must end a word or be one: answer_f1 and confidence are not error rates."""
 
 _BLOCK = 2**22  # bytes of a log that are searched at a time
 
@@ -177,14 +177,14 @@ def read_metrics(
     first_rank_only: bool = False,
     workdir: Path,
 ) -> dict[str, list[float]]:
-    """Return each metric's values, in their order, nan and infinity too; of one that is nowhere to be found an empty list.
+    """Return the values of each metric in order, including nan and infinity; an empty list if a metric is not found.
 
     Args:
-        script: its section `metric`.
-        values: of placeholders in the files' names.
-        logs: of all attempts, oldest first.
-        first: only what rank 0 says counts, where lines of others begin with their rank.
-        workdir: what a relative path starts from.
+        script: script whose section `metric` is used.
+        values: values of the placeholders in file names.
+        logs: logs of all attempts, oldest first.
+        first_rank_only: use only lines of rank 0, in logs in which lines of other ranks begin with their rank.
+        workdir: folder to which a relative path refers.
     """
     patterns = {name: source for name, source in script.metric.items() if not isinstance(source, Rows)}
     values_by_metric: dict[str, list[object]] = {name: [] for name in script.metric}
@@ -202,7 +202,7 @@ def read_metrics(
 
 
 def _read_blocks(log: Path) -> Iterator[str]:
-    """Yield a log's text, some MiB of whole lines at a time: it may be of any size."""
+    """Yield the text of a log in blocks of whole lines of some MiB, as a log may be large."""
     if not log.exists():
         return
     with open_file(log) as file:
@@ -215,7 +215,7 @@ def _list_lines_of_rank_0(text: str) -> str:
 
 
 def find_last_script_line(log: Path) -> str:
-    """Return the last line that a command has written, without its rank; empty without one. tula's own do not count."""
+    """Return the last non-empty line of a log that is not tula's, at most MAX_QUOTED characters; else empty."""
     try:
         lines = read_end(log, TAIL_BYTES).splitlines()
     except (OSError, BadMeasurements):
@@ -225,18 +225,18 @@ def find_last_script_line(log: Path) -> str:
 
 
 def describe_missing_step(log: Path) -> str:
-    """Return that no step was seen, with the last line of the script, which may say why, or else what to look for."""
+    """Return a message that no step was seen, with the last line of the script, or else with possible causes."""
     line = find_last_script_line(log)
     return f"no optimizer step of torch was seen; the last line of the script is: {line}" if line else NO_STEP_SEEN
 
 
 def is_lower_better(name: str) -> bool:
-    """Return whether the name of a metric says that the least is the best: a loss, an error, a perplexity ..."""
+    """Return whether a metric is to be minimised, judged by its name: loss, error, perplexity ..."""
     return _LESS_IS_BETTER.search(name) is not None
 
 
 def find_best_value(name: str, values: Iterable[float]) -> float:
-    """Return the best of a metric's values: the least or the most, by its name."""
+    """Return the best of a metric's values: the minimum or maximum, depending on its name."""
     return (min if is_lower_better(name) else max)(values)
 
 
@@ -251,12 +251,12 @@ def _read_json_values(path: Path, key: str) -> Iterator[object]:
 
 
 def find_last_and_best(values_by_metric: Mapping[str, Iterable[float]]) -> dict[str, float]:
-    """Return the last value of each metric, and the best under `best_`, as far as they are finite numbers."""
+    """Return the last value of each metric, and the best one with the prefix `best_`, if they are finite."""
     metrics: dict[str, float] = {}
     for name, values in values_by_metric.items():
-        values_ = list(values)
-        finite = [value for value in values_ if math.isfinite(value)]
-        metrics |= {name: values_[-1]} if finite and math.isfinite(values_[-1]) else {}
+        known_values = list(values)
+        finite = [value for value in known_values if math.isfinite(value)]
+        metrics |= {name: known_values[-1]} if finite and math.isfinite(known_values[-1]) else {}
         metrics |= {f"best_{name}": find_best_value(name, finite)} if finite else {}
     return metrics
 
@@ -271,14 +271,14 @@ def _as_number(value: object) -> float | None:
 # --- The training
 
 SHORT_TOLERANCE = 0.05
-"""Share of the samples that were asked for by which a training may fall short (last batches that are dropped), unsaid."""
+"""Fraction of the requested samples by which a training may differ without a warning (e.g. dropped last batches)."""
 MAX_SAVES_REMEMBERED = 50
-"""Checkpoints of which is kept how much was trained before them."""
+"""Maximum number of checkpoints for which the trained steps are recorded."""
 
 
 @dataclass(frozen=True)
 class ScriptTraining:
-    """One training, as the leader of its supervisors sees it."""
+    """One training of a script, as seen by the leader of its supervisors."""
 
     run: RunDir
     task: TrainTask
@@ -296,14 +296,14 @@ class ScriptTraining:
 
     @property
     def output_folder(self) -> Path:
-        """The folder of the script's own files. After a smaller batch that may not go on from them, a new one."""
+        """The script's output folder; a new one if the batch has changed and the script cannot resume with another."""
         first_batch = next((task.batch for task in self.training.tasks()), self.task.batch)
         anew = self.task.batch != first_batch and not self._resumes_at_any_batch
         return (self.training.path / (f"out-{self.task.batch}" if anew else "out")).absolute()
 
     @property
     def resume_settings(self) -> Resume | None:
-        """How the script goes on: as the spec says, else as it was seen to by itself; None if it begins anew."""
+        """How the script resumes: as in the spec, else as observed when it resumed by itself; None if not."""
         configured, pattern = get_script(self.task.spec).resume, self.training.script_saves().resumes_from
         return Resume(checkpoint=pattern, batch="same") if configured is None and pattern else configured
 
@@ -313,9 +313,9 @@ class ScriptTraining:
 
     @cached_property
     def resume_verdict(self) -> Verdict:
-        """With which batch the script may go on from a checkpoint: as the spec says, else as a rehearsal has found.
+        """With which batch the script may resume from a checkpoint: as in the spec, else as a resume test found.
 
-        Where that has found its checkpoint to be of no use, nobody's word helps. What was not rehearsed goes on at the same.
+        "none" if a resume test found the checkpoint unusable, whatever the spec says; "same" without a resume test.
         """
         resume, code = self.resume_settings, self.run.code(self.task.code)
         if resume is None:
@@ -330,7 +330,7 @@ class ScriptTraining:
 
     @property
     def placeholder_values(self) -> dict[str, str | float]:
-        """Return the values of the placeholders in paths."""
+        """The values of the placeholders in paths."""
         process = ScriptProcess(self.task.nodes, 0, "", 0)
         task, run = self.task, self.run.path.absolute()
         return list_placeholder_values(
@@ -338,11 +338,11 @@ class ScriptTraining:
         )
 
     def newest_checkpoint(self) -> Path | None:
-        """Return the checkpoint to go on from; None where it begins anew."""
+        """Return the checkpoint to resume from; None if the training starts anew."""
         return self._checkpoints()[0]
 
     def _checkpoints(self) -> tuple[Path | None, list[Path]]:
-        """Return the checkpoint to go on from, and the newer ones that are passed over because they are damaged."""
+        """Return the checkpoint to resume from, and the newer ones that are skipped because they are damaged."""
         resume, attempts = self.resume_settings, self.training.attempts()
         if not self._resumes_at_any_batch:
             alike = {task.id for task in self.training.tasks() if task.batch == self.task.batch}
@@ -360,7 +360,7 @@ class ScriptTraining:
 
     @property
     def dataset_size(self) -> int | None:
-        """Samples of an epoch: as the spec says, else as probes or the training's own first steps have shown."""
+        """Samples per epoch: as in the spec, else as seen by probes or first steps of the training; or None."""
         known_size = get_script(self.task.spec).known_dataset_size or self._measured_size
         return (
             claims.find_dataset_size(self._first_rank_results)
@@ -375,7 +375,7 @@ class ScriptTraining:
 
     @property
     def _first_rank_results(self) -> Sequence[RankResult]:
-        """The first steps of the first start at this batch, which had the whole dataset before it; empty until it has them."""
+        """Results of the first steps of the first start at this batch, on the whole dataset; empty until complete."""
         if not self._first_steps:
             attempts = self.run.attempts(self.task.id)
             first_results = (
@@ -387,7 +387,7 @@ class ScriptTraining:
 
     @property
     def epoch_samples(self) -> int | None:
-        """Samples that an epoch trains on: those of the dataset without what the loader drops, with what it repeats."""
+        """Samples trained per epoch: the dataset, less samples that the loader drops, plus those that it repeats."""
         size, observed = self.dataset_size, claims.count_epoch_samples(self._first_rank_results)
         by_loader = claims.find_dataset_size(self._first_rank_results) if self._first_rank_results else None
         if get_script(self.task.spec).length.epochs is None or observed is None or by_loader != size:
@@ -396,24 +396,24 @@ class ScriptTraining:
 
     @property
     def total_samples(self) -> int | None:
-        """Samples of the whole training."""
+        """Samples of the whole training; None if unknown."""
         size = self.epoch_samples
         return None if size is None else count_script_samples(get_script(self.task.spec), size)
 
     def base(self, command: LeaderCommand) -> tuple[int, int]:
-        """Return the samples and the steps that an attempt begins with."""
+        """Return the samples and steps from which an attempt starts; 0 unless it resumes."""
         progress = self._progress
         goes_on = command.checkpoint or self._resumed_by_itself(command)
         return (progress.samples, progress.steps) if goes_on and progress is not None else (0, 0)
 
     def _resumed_by_itself(self, command: LeaderCommand) -> bool:
-        """Return whether an attempt that was given no checkpoint has loaded one, as was noted at its first step."""
+        """Return whether an attempt that was given no checkpoint has loaded one, as recorded at its first step."""
         return self.training.script_saves().resumed_attempt == (command.task, command.attempt)
 
     def detect_own_resume(self, attempt: ScriptAttempt, command: LeaderCommand) -> None:
-        """Notice, at the first step of an attempt, that the script has loaded what an earlier attempt has saved.
+        """Detect, at the first step of an attempt, that the script has loaded a checkpoint of an earlier attempt.
 
-        How much that holds is what the earlier one had trained when it was written.
+        The samples in the checkpoint are those that the earlier attempt had trained when it was written.
         """
         earlier = [
             earlier_attempt
@@ -448,7 +448,7 @@ class ScriptTraining:
         self._add("warning", samples, message=message)
 
     def _pattern_like(self, path: Path) -> str:
-        """Return the pattern of checkpoints like one, with * for its numbers."""
+        """Return the pattern of checkpoints similar to this one, with * for its numbers."""
         folder = self.output_folder.resolve()
         if not path.is_relative_to(folder):
             return glob.escape(str(path)).replace("{", "{{").replace("}", "}}")
@@ -457,7 +457,7 @@ class ScriptTraining:
 
     @property
     def _progress(self) -> ScriptProgress | None:
-        """The newest checkpoint that was settled, where this batch may go on from it."""
+        """The newest recorded checkpoint, if the script may resume from it with this batch."""
         progress = self.training.script_progress()
         return (
             progress
@@ -466,7 +466,7 @@ class ScriptTraining:
         )
 
     def log_start(self, command: LeaderCommand) -> None:
-        """Write the row of a start."""
+        """Record the start of an attempt, with warnings about its checkpoints."""
         if self.resume_verdict == "none" and get_script(self.task.spec).resume is not None:
             message = "a rehearsal has found that the script cannot go on from its own checkpoint: each interruption begins it anew"
             self._add("warning", 0, message=message)
@@ -476,7 +476,7 @@ class ScriptTraining:
         self._add("start", self.base(command)[0], batch=self.task.batch, attempt=self.task.attempt, lr=lr)
 
     def _describe_damaged(self) -> Iterator[str]:
-        """Yield a line for each damaged checkpoint that this start passes over."""
+        """Yield a message for each damaged checkpoint that this start skips."""
         used, damaged = self._checkpoints()
         progress = self.training.script_progress()
         resumes = f"resumes from {used.name}" if used is not None else "begins anew"
@@ -489,11 +489,11 @@ class ScriptTraining:
             )
 
     def log_progress(self, attempt: ScriptAttempt, command: LeaderCommand, *, after: int) -> int:
-        """Write a row of how far an attempt is, where it has stepped since; return the steps it stands at.
+        """Write a row with the progress of an attempt if it has new steps; return its number of steps.
 
         Args:
-            attempt: what its ranks' shims write.
-            command: what it was started with.
+            attempt: files that the shims of its ranks write.
+            command: command that started the attempt.
             after: steps at the last row.
         """
         beat = attempt.heartbeat(0)
@@ -520,12 +520,12 @@ class ScriptTraining:
         return beat.step
 
     def check_step_samples(self, attempt: ScriptAttempt, command: LeaderCommand, *, previous: float) -> float:
-        """Warn of steps that have come to train on another number of samples; return that of the newest steps.
+        """Warn if the number of samples per step has changed; return that of the newest steps.
 
         Args:
-            attempt: what its ranks' shims write.
-            command: what it was started with.
-            before: samples of a step that were seen, or asked for, until now.
+            attempt: files that the shims of its ranks write.
+            command: command that started the attempt.
+            previous: samples per step observed, or requested, so far.
         """
         beat = attempt.heartbeat(0)
         observed = None if beat is None or beat.step_samples is None else beat.step_samples * self.world
@@ -542,7 +542,7 @@ class ScriptTraining:
         return changed
 
     def check_step_time(self, pace: "ScriptLevelDetector", attempt: ScriptAttempt, command: LeaderCommand) -> None:
-        """Say where steps have come to take another time."""
+        """Record a change of the step time."""
         from tula_cli.models.time.changes import describe_level_change  # numpy: of use while a script trains alone
 
         beat = attempt.heartbeat(0)
@@ -559,12 +559,12 @@ class ScriptTraining:
         self._add("change", samples, change=change.model_dump(mode="json"))
 
     def record_save(self, attempt: ScriptAttempt, command: LeaderCommand, *, settled: float = SETTLED_SECONDS) -> None:
-        """Keep how much was trained before a checkpoint that an attempt has written since the last look.
+        """Record a new checkpoint of an attempt, with the steps and samples trained since the previous one.
 
         Args:
-            attempt: what its ranks' shims write.
-            command: what it was started with.
-            settled: seconds without a change after which it is taken to be whole.
+            attempt: files that the shims of its ranks write.
+            command: command that started the attempt.
+            settled: seconds without a change after which a checkpoint counts as complete.
         """
         checkpoint = self.newest_checkpoint()
         saved_at = 0.0 if checkpoint is None else get_checkpoint_change_time(checkpoint)
@@ -585,7 +585,7 @@ class ScriptTraining:
     def _trained_between(
         self, attempt: ScriptAttempt, command: LeaderCommand, begin: float | None, end: float
     ) -> tuple[int, int]:
-        """Return the steps and samples that an attempt has trained from one checkpoint, or its start, to another."""
+        """Return steps and samples trained by an attempt from `begin` (None: its start) to `end` (Unix times)."""
         begin_position = (
             self.base(command) if begin is None else self._position_reached(command, *_find_position_at(attempt, begin))
         )
@@ -593,13 +593,13 @@ class ScriptTraining:
         return end_position[1] - begin_position[1], end_position[0] - begin_position[0]
 
     def _record_lost(self, samples: int) -> None:
-        """Keep what was trained after the newest checkpoint, by an attempt that has reached so many samples."""
+        """Record the samples lost by an attempt that reached `samples`: those after the newest checkpoint."""
         progress, saves = self._progress, self.training.script_saves()
         lost = max(0, samples - (0 if progress is None else progress.samples))
         self.training.write_script_saves(saves.model_copy(update={"lost": (*saves.lost, lost)}))
 
     def _position_reached(self, command: LeaderCommand, step: int, samples: float | None) -> tuple[int, int]:
-        """Return samples (of all ranks, by the steps where rank 0 does not count) and steps of the whole training."""
+        """Return total samples and steps; samples are those of all ranks, from the steps if rank 0 counts none."""
         samples_before, steps = self.base(command)
         samples_seen = step * self.task.batch if samples is None else round(samples * self.world)
         return samples_before + samples_seen, steps + step
@@ -615,18 +615,18 @@ class ScriptTraining:
         append_json_line(self.training.metrics_path, row)
 
     def _epoch(self, samples: int) -> float | None:
-        """Return the epochs of so many samples; None where nothing has told how many one has."""
+        """Return `samples` in epochs; None if the samples per epoch are unknown."""
         return samples / self.epoch_samples if self.epoch_samples else None
 
     def broken_claims(self, ranks: Sequence[RankResult], command: LeaderCommand) -> ExitReason | None:
-        """Return why an attempt is not what its command was given; None where it is, or not all ranks have told."""
+        """Return why the reported first steps of an attempt contradict its settings; None if they do not."""
         violation = claims.describe_broken_claims(ranks, resumed=bool(command.checkpoint))
         return ExitReason("user", violation, final=True) if violation else None
 
     # --- after an attempt
 
     def settle_attempt(self, command: LeaderCommand, reason: ExitReason) -> ExitReason:
-        """Keep what an attempt has saved, and the result of the last one; return why it ended, once that is known."""
+        """Record the checkpoint of an attempt, and the result of a successful one; return its final exit reason."""
         attempt = ScriptAttempt(self.run.path, self.task.id, command.attempt)
         beat = attempt.heartbeat(0)
         step, counted = (beat.step, beat.samples) if beat is not None else (0, None)
@@ -654,10 +654,10 @@ class ScriptTraining:
     def _fall_back_to_older(
         self, attempt: ScriptAttempt, command: LeaderCommand, reason: ExitReason
     ) -> ExitReason | None:
-        """Leave out a checkpoint at which the script failed before its first step; return why it starts again.
+        """Exclude a checkpoint from which the script failed before its first step; return the reason to start again.
 
-        None where it is not the checkpoint's fault, or there is none before it. If the one before fails too, the script is
-        at fault, and the newest counts again.
+        None if the checkpoint is not the cause, or there is no older one. If the older one fails too, the script is the
+        cause, and the newest checkpoint is used again.
         """
         saves, progress = self.training.script_saves(), self._progress
         failed = any(failure.where == "script" and failure.step == 0 for failure in attempt.failures())
@@ -677,7 +677,7 @@ class ScriptTraining:
         return ExitReason("unknown", message, reason.rank, reason.host)
 
     def _use_older_checkpoint(self, progress: ScriptProgress, older: Path) -> None:
-        """Let an older checkpoint be the one to go on from: it holds what the newest does but for what came between."""
+        """Record an older checkpoint to resume from; its samples are those of the newest, less the saves since."""
         saved_at, saves = get_checkpoint_change_time(older), self.training.script_saves()
         since = [save for save in saves.saves if saved_at < save.saved_at <= progress.saved_at]
         samples = max(0, progress.samples - sum(save.samples for save in since))
@@ -688,7 +688,7 @@ class ScriptTraining:
         self.training.write_script_saves(saves.model_copy(update={"lost": lost}))
 
     def recover_lost_attempt(self, lost: Attempt) -> None:
-        """Keep what an attempt of this task has saved whose supervisor was lost, and could not."""
+        """Record the checkpoint of an attempt of this task whose supervisor was lost before doing so."""
         progress = self._progress
         command = LeaderCommand(
             task=lost.task, attempt=lost.number, checkpoint=progress.checkpoint if progress is not None else ""
@@ -701,7 +701,7 @@ class ScriptTraining:
         self._record_lost(samples)
 
     def _record_newest_checkpoint(self, attempt: ScriptAttempt, command: LeaderCommand) -> None:
-        """Note the newest checkpoint, and how many samples it holds: those of the last row before it was written."""
+        """Record the newest checkpoint, with the samples and steps trained when it was written."""
         checkpoint = self.newest_checkpoint()
         if checkpoint is None or (
             str(checkpoint) == command.checkpoint
@@ -748,7 +748,8 @@ class ScriptTraining:
                 step_time=seconds or None,
                 finished_at=time.time(),
                 scaled=summarize_scaling(
-                    ScriptAttempt(self.run.path, attempt_.task, attempt_.number).newest_row(0) for attempt_ in attempts
+                    ScriptAttempt(self.run.path, other_attempt.task, other_attempt.number).newest_row(0)
+                    for other_attempt in attempts
                 ),
             )
         )
@@ -763,10 +764,10 @@ def _explain_length(fewer: bool) -> str:
 
 
 def _find_position_at(attempt: ScriptAttempt, when: float) -> tuple[int, float | None]:
-    """Return the steps, and rank 0's samples, that were over when a checkpoint was written (Unix time).
+    """Return the steps, and the samples of rank 0, that were complete when a checkpoint was written (Unix time).
 
-    A row of a save tells of the step in which it was written. Else those of the last row, or heartbeat, before it count:
-    rather too few than too many.
+    A row of a save records the step in which the checkpoint was written. Without one, the last row or heartbeat before
+    it is used, which gives rather too few steps than too many.
     """
     rows = attempt.rows(0)
     after = [row for row in rows if row["kind"] == "gap" and "save" in row["causes"] and row["time"] >= when]
@@ -780,7 +781,7 @@ def _find_position_at(attempt: ScriptAttempt, when: float) -> tuple[int, float |
 
 
 def _get_plan_write_time(attempt: ScriptAttempt) -> float:
-    """Return when an attempt's plan was written."""
+    """Return when an attempt's plan was written (Unix time); 0 if there is none."""
     try:
         return attempt.plan_path.stat().st_mtime
     except OSError:
@@ -791,9 +792,9 @@ def _get_plan_write_time(attempt: ScriptAttempt) -> float:
 
 
 def list_possible_micro_batches(run: RunDir, task: TrainTask) -> MicroBatches:
-    """Return it for each batch of the ladder.
+    """Return the possible splits of the micro-batch for each batch of the OOM fallbacks (`task.ladder`).
 
-    Where no rank has told whether there is a BatchNorm (it was killed), there is taken to be one, on each rank by itself.
+    If no rank has reported whether the model has BatchNorm (it was killed), BatchNorm per rank is assumed.
     """
     attempts = run.attempts(task.id)
     number = attempts[-1].number if attempts else 1

@@ -1,4 +1,4 @@
-"""The reports of a script's ranks to their supervisor, while they run and at their end."""
+"""Monitoring of a script's ranks by their supervisor, while they run and when they exit."""
 
 import contextlib
 import filecmp
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 # --- Files that a probe writes outside its folder
 
 MAX_NAMED = 3
-"""Files that are named; of the others there is the number."""
+"""Maximum files listed by name; further ones are counted."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class ChangedFile:
     """A path that the processes of one node have changed.
 
     Attributes:
-        existed: whether there was something before the probe.
-        copy: of it; None without one.
-        modified: when that was changed last (ns); None if it is not known.
+        existed: whether the path existed before the probe.
+        copy: copy of the earlier content; None if there is none.
+        modified: last modification of the earlier content (ns); None if unknown.
     """
 
     path: Path
@@ -63,7 +63,7 @@ class ChangedFile:
     modified: int | None = None
 
     def is_unchanged(self) -> bool:
-        """Return whether what existed is as it was: a file may be opened for writing, as numpy.memmap does, and only read."""
+        """Return whether an existing file is unchanged; numpy.memmap, e.g., may open for writing and only read."""
         if not self.existed or not os.path.lexists(self.path):
             return False
         if self.copy is None:
@@ -74,12 +74,13 @@ class ChangedFile:
 
 
 def put_aside_probe_files(attempt: ScriptAttempt) -> str:
-    """Move what a start has made since its first step into its folder, and restore what it has changed or removed.
+    """Move files that a start created after its first step into its folder, and restore changed or removed ones.
 
-    What was written before the first step stays: it holds nothing of a training (downloads, prepared data, settings).
+    Files written before the first step are kept, as they do not depend on training (downloads, prepared data,
+    settings).
 
     Returns:
-        What was done, in words; empty if there was nothing to do.
+        Description of the changes; empty if there were none.
     """
     rows = attempt.changed_files(socket.gethostname())
     stepped = min((row["stepped"] for row in rows if "stepped" in row), default=None)
@@ -109,7 +110,7 @@ def put_aside_probe_files(attempt: ScriptAttempt) -> str:
 def _list_changed_files(
     rows: Sequence[Mapping[str, Any]], folders: Iterable[Path], *, since: float
 ) -> Iterable[ChangedFile]:
-    """Yield what holds something of a training: changed after the first step, by the journal or by its time."""
+    """Yield the files that were changed after the first step, according to the journal or their modification time."""
     by_path: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         if "path" in row and not row["folder"]:
@@ -129,7 +130,7 @@ def _list_changed_files(
 
 
 def _restore(file: ChangedFile, target: Path) -> bool:
-    """Put a file aside, and what was there before in its place; return False if that is not known any more."""
+    """Move a file aside and restore its earlier content; return False if there is no copy of that."""
     if file.existed and file.copy is None:
         return False
     if os.path.lexists(file.path):
@@ -169,27 +170,27 @@ def _list_names(names: Sequence[str]) -> str:
 # --- The reports of the ranks
 
 PROBE_SILENCE = 60.0
-"""The least seconds without a sign of life after which a probe that has stepped is ended."""
+"""Minimum seconds without a heartbeat after which a probe that has stepped is killed as stuck."""
 TRAINING_SILENCE = 600.0
-"""The same of a training: it evaluates and saves, not always with what the shim sees, and is started again for nothing."""
+"""The same for a training, which may evaluate and save unseen by the shim, and must not be restarted needlessly."""
 FIRST_STEP_STARTS = 20
-"""A training's first step may take as many times what a probe's start took, and search.max_minutes in any case."""
+"""Limit for a training's first step in startup times of a probe; at least search.max_minutes."""
 SILENT_STEPS = 20
-"""The same in steps, of its median step time."""
+"""Minimum silence in median step times, in addition to PROBE_SILENCE and TRAINING_SILENCE."""
 ROW_SECONDS = 1.0
-"""Between two rows of metrics.jsonl, as of tula's own loop."""
+"""Seconds between two rows of metrics.jsonl, as in the training loop of tula."""
 SIGNALS = {name: signal.Signals[name] for name in ("SIGUSR1", "SIGUSR2", "SIGTERM")}
 SAVE_SECONDS = 5.0
-"""Between two looks for a new checkpoint."""
+"""Seconds between two checks for a new checkpoint."""
 
 
 @dataclass
 class ScriptWatch:
-    """One attempt of a script, as one supervisor sees it.
+    """Monitor of one attempt of a script, in one supervisor.
 
     Args:
-        ranks: that this supervisor has started, or whose command it has.
-        training: whose rows the leader writes; None for others, and of a probe.
+        ranks: ranks that this supervisor, or the command that it runs, has started.
+        training: training whose rows the leader writes; None for followers and for other tasks.
     """
 
     run: RunDir
@@ -212,12 +213,12 @@ class ScriptWatch:
         return ScriptAttempt(self.run.path, self.task.id, self.command.attempt)
 
     def log_start(self) -> None:
-        """Write that a training starts."""
+        """Record the start of a training in its metrics."""
         if self.training is not None:
             self.training.log_start(self.command)
 
     def record_progress(self) -> None:
-        """Write down what these ranks' shims have told since the last look."""
+        """Record failures, progress and checkpoints reported by the shims of these ranks since the last call."""
         self._record_failures()
         if self.training is not None and time.monotonic() >= self._next_row:
             self._next_row = time.monotonic() + ROW_SECONDS
@@ -239,7 +240,7 @@ class ScriptWatch:
             self.training.record_save(self.attempt, self.command)
 
     def _print_progress(self, training: ScriptTraining) -> None:
-        """Say in the job's log, at the end of an epoch and now and then between, how far the script is."""
+        """Print the progress of the script into the log of the job, at epoch ends and from time to time in between."""
         row = next((row for row in reversed(training.training.newest_metrics()) if row["kind"] == "step"), None)
         age = time.monotonic() - self._began
         if row is None or (age < self._next_words and (row["epoch"] is None or row["epoch"] < self._next_epoch)):
@@ -259,16 +260,16 @@ class ScriptWatch:
         return ScriptLevelDetector()
 
     def record_end(self) -> None:
-        """Write down what they have told at their end."""
+        """Record the last reports of the ranks after their exit."""
         self._next_row = 0.0
         self.record_progress()
 
     def put_aside(self) -> str:
-        """Undo what a probe or a resume test has written outside of its own folder on this node; return it in words."""
+        """Undo changes of a probe or resume test outside its folder on this node; return a description of them."""
         return "" if isinstance(self.task, TrainTask) else put_aside_probe_files(self.attempt)
 
     def _record_failures(self) -> None:
-        """Write down, as a worker does, what the shims of these ranks have seen."""
+        """Write failure records, like those of a worker, for the failures that the shims of these ranks reported."""
         shim_failures = self.attempt.failures()
         recorded_ranks = (
             {failure.rank for failure in self.run.failures(self.task.id, self.command.attempt)}
@@ -306,11 +307,11 @@ class ScriptWatch:
 
     @property
     def can_save(self) -> bool:
-        """Whether this is a training that can be asked to save."""
+        """Whether the task is a training whose script can be asked to save."""
         return isinstance(self.task, TrainTask) and get_script(self.task.spec).save != "none"
 
     def ask_to_save(self) -> None:
-        """Ask these ranks for a checkpoint, as the spec says; by a file, the leader alone does."""
+        """Ask these ranks for a checkpoint in the way of script.save; only the leader does so by a file or hook."""
         how = get_script(self.task.spec).save
         if how in SIGNALS:
             for pid in self._rank_processes():
@@ -324,7 +325,7 @@ class ScriptWatch:
             path.touch()
 
     def _rank_processes(self) -> list[int]:
-        """Return the processes of these ranks: those of this attempt whose own id is that of a heart."""
+        """Return the processes of these ranks: those of this attempt whose inner process id is that of a heartbeat."""
         hearts = {beat.pid for rank in self.ranks if (beat := self.attempt.heartbeat(rank)) is not None}
         plan = str(self.attempt.plan_path)
         return [
@@ -334,7 +335,7 @@ class ScriptWatch:
         ]
 
     def has_saved(self, *, since: float) -> bool:
-        """Return whether there is a checkpoint that was begun and ended since (Unix time), and is not being written."""
+        """Return whether a checkpoint was written after `since` (Unix time) and is no longer being written."""
         if not isinstance(self.task, TrainTask):
             return False
         checkpoint = ScriptTraining(self.run, self.task).newest_checkpoint()
@@ -344,13 +345,14 @@ class ScriptWatch:
 
     @property
     def has_stepped(self) -> bool:
-        """Whether one of these ranks has stepped."""
+        """Whether any of these ranks has taken a step."""
         return any(self.attempt.heartbeat(rank) is not None for rank in self.ranks)
 
     def stuck_reason(self) -> ExitReason | None:
-        """Return why the ranks are to be ended: one that has stepped gives no sign of life any more, and no other does.
+        """Return why the ranks must be killed, or None.
 
-        Or, in a rehearsal, because they go on beyond what was left; and a training whose first steps are not what was claimed.
+        A rank is stuck if it has stepped and no rank on any node has a recent heartbeat. A resume test is killed if it
+        trains beyond the remaining samples, a training if its first steps contradict its settings or are late.
         """
         if self._broken is not None:
             return self._broken
@@ -369,7 +371,7 @@ class ScriptWatch:
         return self._no_first_step_reason()
 
     def _no_first_step_reason(self) -> ExitReason | None:
-        """Return why a training is to be ended of which no rank, on any node, takes its first step; a probe has its time limit."""
+        """Return why a training is killed of which no rank takes a step in time; other tasks have a time limit."""
         if not isinstance(self.task, TrainTask) or time.monotonic() - self._began <= self._first_step_limit:
             return None
         has_heartbeat = any(self.attempt.heartbeat(rank) is not None for rank in range(self.command.ranks))
@@ -383,13 +385,13 @@ class ScriptWatch:
 
     @cached_property
     def _first_step_limit(self) -> float:
-        """Seconds."""
+        """Seconds in which a training must take its first step."""
         results = self.run.read().results
         starts = [result.overheads.startup for result in results if isinstance(result, Measured)]
         return max(60 * self.task.spec.search.max_minutes, FIRST_STEP_STARTS * max(starts, default=0.0))
 
     def _is_any_rank_alive(self) -> bool:
-        """Return whether a rank goes on, on any node: those that wait for it (it evaluates or saves alone) are not stuck."""
+        """Return whether any rank on any node is alive; ranks that wait while it evaluates or saves are not stuck."""
         beats = [self.attempt.heartbeat(rank) for rank in range(self.command.ranks)]
         return any(beat is not None and (beat.lost is not None or not self._is_silent(beat)) for beat in beats)
 

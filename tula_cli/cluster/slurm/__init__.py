@@ -1,1 +1,1 @@
-"""SLURM: submitting, asking, and what a site offers."""
+"""SLURM: submission of jobs, queries of their states, and resources of a site."""

@@ -1,7 +1,7 @@
 """The resources that SLURM allocates to a job on each node, from its request and `scontrol`'s partitions and nodes.
 
-As SLURM 22.05 was seen to do it, and 24.11 documents it: a job with its nodes for itself is given all their CPUs and GPUs, but
-memory only as it asks for it; where it asks for none, as the partition has it by default, else all that there is.
+As observed with SLURM 22.05 and documented for 24.11: a job with exclusive nodes is allocated all their CPUs and GPUs,
+but only the memory that it requests; without a request, the default of the partition or cluster, or else all memory.
 """
 
 import math
@@ -18,7 +18,7 @@ _BARE = re.compile(r"^\d+$")
 
 
 def parse_record(line: str) -> dict[str, str]:
-    """Return the fields of a record in one line, as `scontrol --oneliner` prints it; a value may hold spaces and "="."""
+    """Return the fields of a one-line record of `scontrol --oneliner`; values may contain spaces and "="."""
     keys = list(_KEY.finditer(line))
     ends = [key.start() for key in keys[1:]] + [len(line)]
     fields: dict[str, str] = {}
@@ -30,14 +30,14 @@ def parse_record(line: str) -> dict[str, str]:
 
 
 def parse_config(text: str) -> dict[str, str]:
-    """Return the settings that `scontrol show config` prints, one a line."""
+    """Return the settings in the output of `scontrol show config`, one per line."""
     rows = (line.partition("=") for line in text.splitlines())
     return {name.strip(): value.strip() for name, equals, value in rows if equals}
 
 
 @dataclass(frozen=True)
 class Node:
-    """The resources of one node that SLURM counts."""
+    """The resources of one node that SLURM tracks."""
 
     tres: Mapping[str, float]  # CfgTRES
     partitions: tuple[str, ...]
@@ -47,7 +47,7 @@ class Node:
 
     @classmethod
     def from_record(cls, record: Mapping[str, str]) -> "Node":
-        """Return the node of a record of `scontrol show node`."""
+        """Return the node from a record of `scontrol show node`."""
         tres = parse_tres(record.get("CfgTRES", ""))
         cpus = record.get("CPUEfctv") or record.get("CPUTot", "0")
         tres.setdefault("cpu", float(cpus) if _BARE.match(cpus) else 0.0)
@@ -62,7 +62,7 @@ class Node:
         )
 
     def can_run(self, spec: JobSpec, partition: str) -> bool:
-        """Return whether a job may run there, by the partition, a plain constraint and the GPUs."""
+        """Return whether a job can run on this node, by partition, GPU type and plain constraint (`a&b`)."""
         slurm = spec.cluster.slurm or Slurm()
         constraint = slurm.constraint or ""
         plain = re.fullmatch(r"[\w.-]+(&[\w.-]+)*", constraint)
@@ -82,10 +82,10 @@ def compute_allocated_tres(
     """Return the TRES that a job is allocated on one node.
 
     Args:
-        spec: what the job asks for.
-        node: which it runs on.
-        partition: its record.
-        config: of the cluster.
+        spec: the job.
+        node: the node that it runs on.
+        partition: record of the partition.
+        config: settings of the cluster.
     """
     slurm, ranks = spec.cluster.slurm or Slurm(), spec.cluster.gpus_per_node
     is_exclusive = slurm.exclusive or partition.get("OverSubscribe", "").startswith("EXCLUSIVE")
@@ -99,7 +99,7 @@ def compute_allocated_tres(
 
 
 def _count_gpus(spec: JobSpec, node: Node, gpus: int) -> dict[str, float]:
-    """Return the GPUs as SLURM counts them: by those names alone that it tracks."""
+    """Return the number of GPUs by TRES name, only for names that SLURM tracks on the node."""
     slurm = spec.cluster.slurm or Slurm()
     typed = [name for name in node.tres if name.startswith("gres/gpu:")]
     matching = [name for name in typed if not slurm.gpu_type or name == f"gres/gpu:{slurm.gpu_type.lower()}"]
@@ -108,7 +108,7 @@ def _count_gpus(spec: JobSpec, node: Node, gpus: int) -> dict[str, float]:
 
 
 def _count_cpus_on_shared_node(spec: JobSpec, node: Node, config: Mapping[str, str]) -> float:
-    """Return the CPUs on a shared node: those of its tasks, in whole cores where SLURM gives cores."""
+    """Return the CPUs of a job on a shared node: those of its tasks, in whole cores unless SLURM allocates CPUs."""
     slurm, ranks = spec.cluster.slurm or Slurm(), spec.cluster.gpus_per_node
     per_gpu = _get_extra_option(slurm, "cpus-per-gpu")
     cpus = ranks * (slurm.cpus_per_task or int(per_gpu or 1))
@@ -145,12 +145,10 @@ def _get_extra_option(slurm: Slurm, name: str) -> str:
 
 
 def list_requested_licenses(spec: JobSpec) -> dict[str, float]:
-    """Return the licenses that a job asks for (`extra: {licenses: "matlab:2"}`), as TRES of the whole job."""
+    """Return the licenses that a job requests (`extra: {licenses: "matlab:2"}`), as TRES of the whole job."""
     text = _get_extra_option(spec.cluster.slurm or Slurm(), "licenses")
     entries: Iterable[str] = filter(None, re.split(r"[,;|\s]+", text.strip("[]'")))
-    entries_ = [entry.replace("=", ":").partition(":") for entry in entries]
+    pairs = [entry.replace("=", ":").partition(":") for entry in entries]
     return {
-        f"license/{name.partition('@')[0]}": float(count or 1)
-        for name, _, count in entries_
-        if (count or "1").isdigit()
+        f"license/{name.partition('@')[0]}": float(count or 1) for name, _, count in pairs if (count or "1").isdigit()
     }

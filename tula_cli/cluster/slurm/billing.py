@@ -1,4 +1,4 @@
-"""SLURM's billing: what a job costs, what an account has left, and what jobs have been charged."""
+"""SLURM's billing: the cost of a job, the balance of an account, and the charges of finished jobs."""
 
 import contextlib
 import os
@@ -34,14 +34,14 @@ from tula_cli.words import format_count, format_number
 # --- The bill of a job
 
 FOLDER = ".site"
-"""Where answers are kept, beside the runs."""
+"""Folder of cached answers, in the folder of the runs."""
 KEPT_SECONDS = 86400.0
-"""Seconds for which an answer stands: weights and nodes change with a maintenance."""
+"""Seconds for which a cached answer is valid; weights and nodes may change in a maintenance."""
 _PATIENCE = 30.0  # seconds; a large site prints megabytes of nodes
 
 
 class StoredBill(Record):
-    """A bill, and when SLURM told it."""
+    """A cached bill, with the time of the query."""
 
     bill: SiteBill
     asked_at: float  # Unix time
@@ -52,15 +52,15 @@ Ask = Callable[..., str]
 
 
 def find_site_bill(spec: JobSpec, root: Path | None, *, ask: Ask | None = None) -> SiteBill:
-    """Return what SLURM bills a job of this spec.
+    """Return the bill of SLURM for a job of this spec.
 
     Args:
-        spec: with pricing.kind billing, on one type of nodes.
-        root: where runs are kept, and the answer beside them for a day; None: nowhere.
-        ask: returns what a command of SLURM prints.
+        spec: job with pricing.kind billing, on one type of nodes.
+        root: folder of the runs, in which the answer is cached for a day; None: no cache.
+        ask: runs a command of SLURM and returns its output.
 
     Raises:
-        SpecError: SLURM does not tell, and has not told before.
+        SpecError: SLURM does not report its billing, and no answer is cached; or the job cannot be billed by SLURM.
     """
     spec = with_environment_defaults(spec)
     slurm = spec.cluster.slurm or Slurm()
@@ -102,7 +102,7 @@ def _load_stored_bill(stored: StoredBill, why: str) -> SiteBill:
 
 
 def with_environment_defaults(spec: JobSpec) -> JobSpec:
-    """Return a job with what sbatch takes from the user's variables (SBATCH_ACCOUNT) where the job itself says nothing."""
+    """Return a job with its unset options filled from sbatch's environment variables (e.g. SBATCH_ACCOUNT)."""
     if spec.cluster.kind != "slurm":
         return spec
     slurm = spec.cluster.slurm or Slurm()
@@ -127,10 +127,10 @@ def _cache_key(spec: JobSpec) -> str:
 
 
 def ask_slurm(*command: str) -> str:
-    """Return what a command of SLURM prints.
+    """Run a command of SLURM and return its output.
 
     Raises:
-        SchedulerError: it does not answer.
+        SchedulerError: the command fails or does not answer.
     """
     answer = call_slurm(*command, patience=_PATIENCE)
     if not answer.ok:
@@ -140,7 +140,7 @@ def ask_slurm(*command: str) -> str:
 
 @dataclass(frozen=True)
 class _BillOption:
-    """The billing of a job on one kind of nodes of a partition."""
+    """The billing of a job on one kind of node of a partition."""
 
     partition: str
     node: float
@@ -150,15 +150,18 @@ class _BillOption:
 
 
 def ask_bill(spec: JobSpec, ask: Ask) -> tuple[SiteBill, str]:
-    """Return what SLURM tells now, of several partitions or kinds of nodes the dearest; and what of it is not sure.
+    """Query SLURM for the bill of a job, for the most expensive of its possible partitions and kinds of nodes.
 
     Args:
         spec: the job.
-        ask: returns what a command prints.
+        ask: runs a command and returns its output.
+
+    Returns:
+        The bill, and why it is uncertain (empty if it is certain).
 
     Raises:
-        SchedulerError: it does not answer.
-        SpecError: no partition gives what the job asks for.
+        SchedulerError: SLURM does not answer.
+        SpecError: no node of the partition offers the resources that the job requests.
     """
     config = parse_config(ask("scontrol", "show", "config"))
     records = [parse_record(line) for line in ask("scontrol", "--oneliner", "show", "partition").splitlines() if line]
@@ -202,7 +205,7 @@ def ask_bill(spec: JobSpec, ask: Ask) -> tuple[SiteBill, str]:
 
 
 def charge_factor(spec: JobSpec, *, qos: str, partition: str) -> float:
-    """Return what the site multiplies a bill by beside SLURM."""
+    """Return the site's factor on a bill beyond SLURM's (pricing.qos_factors, pricing.partition_factors)."""
     by_qos = {name.lower(): factor for name, factor in spec.pricing.qos_factors.items()}  # as SLURM reads their names
     by_partition = spec.pricing.partition_factors
     dearest = max(by_partition.get(name.strip(), 1.0) for name in partition.split(","))
@@ -254,7 +257,7 @@ def _describe_tres(tres: dict[str, float]) -> str:
 
 
 def find_usage_factor(spec: JobSpec, ask: Ask, config: Mapping[str, str]) -> tuple[str, float, str]:
-    """Return the QOS of a job, its UsageFactor, and why that is not known, where it is not; 1 where there is no accounting."""
+    """Return the QOS of a job, its UsageFactor (1 if unknown or without accounting), and why it is unknown or empty."""
     if config.get("AccountingStorageType", "").endswith(("/none", "(null)")):
         return "", 1.0, ""
     named = (spec.cluster.slurm or Slurm()).qos or ""
@@ -271,7 +274,7 @@ def find_usage_factor(spec: JobSpec, ask: Ask, config: Mapping[str, str]) -> tup
 
 
 def find_default_qos(spec: JobSpec, ask: Ask, config: Mapping[str, str]) -> str:
-    """Return the QOS that a job has which names none."""
+    """Return the QOS of a job that names none."""
     cluster = config.get("ClusterName", "")  # one accounting may hold several
     output = ask(
         "sacctmgr", "--noheader", "--parsable2", "show", "associations", f"user={get_user_name()}",
@@ -286,7 +289,7 @@ def find_default_qos(spec: JobSpec, ask: Ask, config: Mapping[str, str]) -> str:
 
 
 def find_account(spec: JobSpec, ask: Ask) -> str:
-    """Return the account that a job is charged to, in small letters, as the accounting keeps them."""
+    """Return the account that a job is charged to; a name from the spec in lower case, as in the accounting."""
     named = (spec.cluster.slurm or Slurm()).account
     if named:
         return named.lower()
@@ -298,7 +301,7 @@ def find_account(spec: JobSpec, ask: Ask) -> str:
 
 
 def get_user_name() -> str:
-    """Return the name of who submits."""
+    """Return the name of the submitting user."""
     return pwd.getpwuid(os.getuid()).pw_name
 
 
@@ -312,7 +315,7 @@ _MAX_PARENT_ACCOUNTS = 20  # accounts above each other
 
 @dataclass(frozen=True)
 class TresLimit:
-    """How much of one TRES may be used, by whom; minutes."""
+    """Limit and use of one TRES by an account, user or QOS, in TRES-minutes."""
 
     where: str  # "account proj"
     tres: str
@@ -327,7 +330,7 @@ class TresLimit:
 
 @dataclass(frozen=True)
 class Balance:
-    """The balance of an account; without limits it is unbounded, unless some limits could not be read."""
+    """The balance of an account; unlimited if it has no limits and all limits could be read."""
 
     account: str
     limits: tuple[TresLimit, ...]
@@ -335,12 +338,12 @@ class Balance:
 
 
 def read_account_balance(spec: JobSpec, *, qos: str, ask: Ask) -> Balance:
-    """Return what the account of a job has left; nothing of it raises an error.
+    """Return the balance of the account of a job; errors are reported in the result, not raised.
 
     Args:
-        spec: the job, of which account, partition and QOS count.
-        qos: of the job, where the spec names none.
-        ask: returns what a command of SLURM prints.
+        spec: the job, of which account and partition are used.
+        qos: QOS of the job.
+        ask: runs a command of SLURM and returns its output.
     """
     spec = with_environment_defaults(spec)
     try:
@@ -362,7 +365,7 @@ def read_account_balance(spec: JobSpec, *, qos: str, ask: Ask) -> Balance:
 
 
 def _read_limits_of_controller(account: str, partition: str, ask: Ask) -> tuple[list[TresLimit], str]:
-    """Return the limits that the controller shows, and which it does not."""
+    """Return the limits that the controller shows, and why some are missing (empty if none is)."""
     limits: list[TresLimit] = []
     above, name = [account], account
     while name and name != "root":
@@ -388,7 +391,7 @@ def _read_limits_of_controller(account: str, partition: str, ask: Ask) -> tuple[
 
 
 def _read_limits_of_qos(qos: str, ask: Ask) -> tuple[list[TresLimit], str]:
-    """Return the limits of a QOS, and why they are not known; empty where they are."""
+    """Return the limits of a QOS, and why they are unknown (empty if they are known)."""
     if not qos:
         return [], ""
     try:
@@ -400,7 +403,7 @@ def _read_limits_of_qos(qos: str, ask: Ask) -> tuple[list[TresLimit], str]:
 
 
 def parse_blocks(text: str) -> Iterator[dict[str, str]]:
-    """Yield the records of `scontrol show assoc_mgr`: a line that is not indented begins one, those below are of it."""
+    """Yield the records of `scontrol show assoc_mgr`; each starts with a line of `ClusterName=` or `QOS=`."""
     block: dict[str, str] = {}
     for line in text.splitlines():
         if re.match(r"(ClusterName|QOS)=", line):
@@ -417,7 +420,7 @@ def parse_blocks(text: str) -> Iterator[dict[str, str]]:
 
 
 def parse_limits(block: Mapping[str, str], where: str) -> list[TresLimit]:
-    """Return the limits of a record: "GrpTRESMins=cpu=N(12),billing=600(34)" is 600 billing-minutes, 34 of them used."""
+    """Return the limits of a record: "GrpTRESMins=cpu=N(12),billing=600(34)" means 600 billing-minutes, 34 used."""
     running = {name: used for name, _, used in _parse_entries(block.get("GrpTRESRunMins", ""))}
     return [
         TresLimit(where, name, limit, used, running.get(name, 0.0))
@@ -427,7 +430,7 @@ def parse_limits(block: Mapping[str, str], where: str) -> list[TresLimit]:
 
 
 def _parse_entries(text: str) -> Iterator[tuple[str, float | None, float]]:
-    """Yield name, limit (None: there is none) and use."""
+    """Yield name, limit (None if unlimited) and use of each TRES."""
     for name, limit, used in re.findall(r"([^,=()]+)=(N|\d+)\((\d+(?:\.\d+)?)\)", text):
         yield name.lower(), None if limit == "N" else float(limit), float(used)
 
@@ -436,7 +439,7 @@ def _parse_entries(text: str) -> Iterator[tuple[str, float | None, float]]:
 
 
 def _read_limits_of_sshare(account: str, ask: Ask) -> list[TresLimit] | None:
-    """Return the limits that `sshare` shows of a user's association and all above it; None where it shows none of them."""
+    """Return the limits that `sshare` shows for a user's association and its parents; None if it does not show them."""
     try:
         output = ask("sshare", "--noheader", "--parsable2", "--format=Account,User,GrpTRESMins,GrpTRESRaw,TRESRunMins")
     except SchedulerError:
@@ -477,10 +480,10 @@ class BilledJobs:
 
 
 def read_billed_jobs(ids: Sequence[str]) -> BilledJobs | None:
-    """Return what jobs were billed so far; None where the accounting does not tell.
+    """Return the billing of jobs so far; None if the accounting does not report it.
 
     Args:
-        ids: of allocations.
+        ids: ids of allocations.
     """
     if not ids:
         return None
@@ -492,7 +495,7 @@ def read_billed_jobs(ids: Sequence[str]) -> BilledJobs | None:
 
 
 def parse_billed(output: str) -> BilledJobs | None:
-    """Return what rows of sacct come to (id, state, seconds, allocated TRES); None where there is none."""
+    """Return the total billing of rows of sacct (id, state, seconds, allocated TRES); None if there are none."""
     rows = [line.split("|") for line in output.splitlines() if line.count("|") == 3]
     if not rows:
         return None
@@ -515,7 +518,7 @@ def parse_billed(output: str) -> BilledJobs | None:
 
 
 def compute_price_of_billed(billed: BilledJobs, pricing: Pricing) -> float:
-    """Return what a site charges for what its SLURM has billed, in the currency of the pricing."""
+    """Return the price of billed jobs at a site, in the currency of the pricing."""
     billing = pricing.slurm_billing
     factor = 1.0 if billing is None else billing.usage_factor * billing.charge_factor
     return billed.billing_hours * factor * pricing.price
@@ -526,7 +529,7 @@ def compute_price_of_billed(billed: BilledJobs, pricing: Pricing) -> float:
 
 @dataclass(frozen=True)
 class UnknownName:
-    """A name that has a factor and is none of the site's."""
+    """A name in pricing factors that does not exist at the site."""
 
     about: str  # the key of the spec
     message: str
@@ -536,12 +539,12 @@ class UnknownName:
 def list_unknown_names(
     pricing: Pricing, *, qos: Collection[str] | None, partitions: Collection[str] | None
 ) -> Iterator[UnknownName]:
-    """Yield the names with a factor that are none of the site's.
+    """Yield the names in pricing factors that do not exist at the site.
 
     Args:
-        pricing: has the factors.
-        qos: of the site; None: nothing tells them.
-        partitions: the same.
+        pricing: pricing with the factors.
+        qos: names of the QOS of the site; None: unknown, not checked.
+        partitions: names of the partitions of the site; None: unknown, not checked.
     """
     any_case = {name.lower() for name in qos or ()}  # as SLURM reads names of QOS
     for name, factor in pricing.qos_factors.items():
@@ -562,21 +565,21 @@ def _describe_unknown_factor(
 
 
 def warn_unknown_factors(spec: JobSpec, *, ask: Call = call_slurm) -> list[str]:
-    """Return what to say of a job's factors; nothing where SLURM does not answer.
+    """Return warnings about unknown names in a job's pricing factors; empty if SLURM does not answer.
 
     Args:
-        spec: the job; SLURM is asked only where it has factors.
-        ask: what calls a command.
+        spec: the job; SLURM is queried only if it has factors.
+        ask: function that runs a command.
     """
     pricing = spec.pricing
     if spec.cluster.kind != "slurm":
         return []
-    unknown_ = list_unknown_names(
+    unknown_names = list_unknown_names(
         pricing,
         qos=_read_known_names(ask, ALL_QOS) if pricing.qos_factors else None,
         partitions=_read_known_names(ask, ALL_PARTITIONS) if pricing.partition_factors else None,
     )
-    return [f"{unknown.about}: {unknown.message} ({unknown.advice})" for unknown in unknown_]
+    return [f"{unknown.about}: {unknown.message} ({unknown.advice})" for unknown in unknown_names]
 
 
 def _read_known_names(ask: Call, command: tuple[str, ...]) -> tuple[str, ...] | None:

@@ -1,4 +1,4 @@
-"""The one way to call SLURM's commands: in a cleaned environment, with a time limit, and no error that escapes."""
+"""Calls of SLURM's commands, in a cleaned environment, with a timeout, and without raising errors."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ from typing import Literal
 from tula_cli.host.processes import run_command
 
 COMMAND_TIMEOUT = 60.0
-"""Seconds that a command of SLURM gets; a busy controller answers after some tens of them."""
+"""Timeout in seconds of a command of SLURM; a busy controller may take tens of seconds to answer."""
 
 _KEPT_VARIABLES = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 _DROPPED_PREFIXES = ("SLURM_", "SUBMITIT_", "SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_", "SINFO_", "SACCTMGR_")
@@ -24,7 +24,7 @@ _SET_VARIABLES = (
 
 @dataclass(frozen=True)
 class CommandResult:
-    """The result of a command; `complaint` is its error, or empty."""
+    """The result of a command; `complaint` is its error message, or empty."""
 
     end: Literal["done", "failed", "hung", "missing"]
     text: str = ""
@@ -40,12 +40,12 @@ class CommandResult:
 
 
 def call_slurm(*command: str, patience: float | None = None, environ: Mapping[str, str] | None = None) -> CommandResult:
-    """Call one of SLURM's commands and wait for its end.
+    """Run a command of SLURM and wait for its exit.
 
     Args:
         command: the program and its arguments.
-        patience: seconds that it gets; PATIENCE where nothing is said.
-        environ: its environment; the cleaned one of this process where nothing is said.
+        patience: timeout in seconds; default: COMMAND_TIMEOUT.
+        environ: environment of the command; default: the cleaned one of this process.
     """
     limit = COMMAND_TIMEOUT if patience is None else patience
     try:
@@ -68,11 +68,11 @@ def call_slurm(*command: str, patience: float | None = None, environ: Mapping[st
 
 
 def make_command_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment in which SLURM's commands are called.
+    """Return the environment in which SLURM's commands are run.
 
-    What an allocation sets, where tula is started inside one, would bind the new job's ranks to its processors and GPUs;
-    what a user sets for their own squeue, sacct and sinfo hides jobs, changes formats and asks another cluster than the
-    one that sbatch submits to.
+    Variables of an allocation in which tula was started are dropped, as they would bind the new job's ranks to its CPUs
+    and GPUs. Variables of users for squeue, sacct and sinfo are dropped, as they hide jobs, change formats and select
+    another cluster than the one that sbatch submits to.
     """
     inside = "SLURM_JOB_ID" in environ
     return {

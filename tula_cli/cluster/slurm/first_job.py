@@ -1,4 +1,4 @@
-"""The first job of a run whose model and dataset cannot be built here: it builds them on a node, as the jobs will."""
+"""The first job of a run whose model and dataset cannot be built on this machine: it inspects them on a node."""
 
 import contextlib
 import math
@@ -38,22 +38,22 @@ from tula_cli.spec.signature import compute_digest
 from tula_cli.spec.slurm_options import ROOM
 
 POLL_INTERVALS = (2.0, 10.0)
-"""Seconds between two looks at the queue: as long as the job runs, and what it grows to while it waits."""
+"""Seconds between two queries of the queue: while the job runs, and the maximum while it is pending."""
 LAG = 10.0  # seconds that a file may take from a node to here, once its job is over
 MINUTES = math.ceil(INSPECTION_TIMEOUT / 60) + ROOM
-"""The job's time limit: it is on one node, so this bounds its node-hours too."""
+"""Time limit of the job in minutes; it uses one node, so this also limits its node-hours."""
 _JOB = "first_job.json"
 
 
 def load_inspection(run: RunDir, spec: JobSpec) -> Inspection | None:
-    """Return what an earlier first job of this run found with these settings."""
+    """Return the inspection by an earlier first job of this run with these settings, or None."""
     return read_record(get_inspection_path(run, spec), TypeAdapter(Inspection)) or _read_inspection_of_lost_command(
         run, spec
     )
 
 
 def _read_inspection_of_lost_command(run: RunDir, spec: JobSpec) -> Inspection | None:
-    """Return what a job has found whose command line was gone by then."""
+    """Return the inspection by a job whose tula command exited before the job finished, or None."""
     job = _find_newest_job(run)
     if job is None or job.awaited != get_inspection_path(run, spec).name:
         return None
@@ -67,14 +67,15 @@ def _read_inspection_of_lost_command(run: RunDir, spec: JobSpec) -> Inspection |
 
 
 def get_inspection_path(run: RunDir, spec: JobSpec) -> Path:
-    """Return where it is kept what a first job found: the run's name covers what it depends on, but for some settings."""
+    """Return the file of a first job's inspection; its name has a hash of settings that are not in the run's name."""
     return run.path / f"inspection-{compute_digest(list_unmeasured_settings(spec))}.json"
 
 
 def inspect_with_stored(inspect: Inspect, run: RunDir) -> Inspect:
-    """Return what knows what a first job of the run told, and inspects where none did or it is to be known anew.
+    """Return a function that returns the inspection by a first job of the run, or else inspects on this machine.
 
-    It is asked first: where there was a first job, this machine could not build the model, and would try in vain.
+    The stored inspection is tried first, as a first job means that this machine could not build the model. With
+    `fresh`, the job is inspected anew, and the stored inspection is removed if inspections may be written.
     """
     cached = inspect if isinstance(inspect, CachedInspection) else None
 
@@ -96,13 +97,13 @@ def inspect_with_stored(inspect: Inspect, run: RunDir) -> Inspect:
 
 
 def count_node_hours(run: RunDir) -> float:
-    """Return the node-hours that first jobs of this run have taken, at most."""
+    """Return an upper bound of the node-hours used by first jobs of this run."""
     job = _find_newest_job(run)
     return job.node_hours if job is not None else 0.0
 
 
 def count_newest_node_hours(run: RunDir) -> float:
-    """Return the node-hours that the last first job of this run has taken, at most."""
+    """Return an upper bound of the node-hours used by the newest first job of this run."""
     job = _find_newest_job(run)
     return job.node_hours - job.earlier if job is not None else 0.0
 
@@ -112,12 +113,12 @@ def _find_newest_job(run: RunDir) -> FirstJob | None:
 
 
 def _get_log_path(run: RunDir, id_: str) -> Path:
-    """Return where the first task of a job writes."""
+    """Return the log of the first task of a job."""
     return run.submitit_dir / f"{id_}_0_log.out"
 
 
 def render_inspection_script(run: RunDir, spec: JobSpec) -> str:
-    """Return what would be submitted, as text; touches nothing."""
+    """Return the script that would be submitted, without side effects."""
     from tula_cli.cluster.slurm.script import ScriptWriter
 
     task = CheckTask(id="inspection", job="inspection", spec=spec, workdir=str(Path.cwd()), nodes=1)
@@ -139,22 +140,22 @@ def _get_spec_path(run: RunDir) -> Path:
 def inspect_on_node(
     run: RunDir, spec: JobSpec, *, timeout: float | None = None, sleep: Callable[[float], None] = time.sleep
 ) -> Inspection:
-    """Build the model and the dataset in a job of its own on one node, wait for it, and keep what it tells.
+    """Build the model and the dataset in a separate job on one node, wait for it, and store the inspection.
 
-    The job asks for what a job of one node asks for, with the same set-up and the same interpreter. One that waits or
-    runs already, for the same spec, is taken up. It is cancelled where nobody waits for it any longer, unless this
-    process is killed: then it goes on, and what it tells is found by the next command.
+    The job requests the same resources, set-up and interpreter as other jobs on one node. A pending or running job for
+    the same spec is adopted. The job is cancelled if this command stops waiting. If this process is killed, the job
+    continues, and the next command finds its result.
 
     Args:
-        run: the run; what the job tells and takes is kept there.
+        run: the run, in which the inspection and the node-hours of the job are stored.
         spec: the job.
-        timeout: seconds to wait at most.
-        sleep: waits for some seconds.
+        timeout: maximum wait in seconds.
+        sleep: function that waits for some seconds.
 
     Raises:
-        SpecError, JobFailed: as `inspection.inspect`, from the node.
-        SchedulerError: the job was refused, or waits for what waiting does not bring.
-        Pending: the time to wait is over.
+        SpecError, JobFailed: as in `inspection.inspect`, from the node.
+        SchedulerError: the job was refused, will never start, or left no log.
+        Pending: the job is not over after `timeout`.
         Interruption: Ctrl-C.
     """
     job = _WatchedJob(run, spec, sleep)
@@ -197,7 +198,7 @@ def inspect_on_node(
 
 @dataclass
 class _WatchedJob:
-    """A job that is waited for. What it takes is counted from the last look at which it did not run yet."""
+    """A job whose end is awaited. Its node time is counted from the last query in which it was still pending."""
 
     run: RunDir
     spec: JobSpec
@@ -208,10 +209,10 @@ class _WatchedJob:
     earlier: float = 0.0  # node-hours of the jobs before it
 
     def submit_or_adopt(self) -> None:
-        """Submit the job and write down that it is there, or take up the one that is; one for another spec is cancelled.
+        """Submit and record the job, or adopt a queued one for the same spec; one for another spec is cancelled.
 
         Raises:
-            SchedulerError: it was refused, or SLURM does not answer.
+            SchedulerError: the job was refused, or SLURM does not answer.
         """
         newest, path = _find_newest_job(self.run), _get_spec_path(self.run)
         is_queued, stored_spec = (
@@ -235,7 +236,7 @@ class _WatchedJob:
         self.record_node_hours(over=False)
 
     def record_node_hours(self, *, over: bool) -> None:
-        """Write down what the job has taken; where it is not over, as much as it may take: this process may be killed."""
+        """Record the node-hours of the job; until it is over, its maximum, as this process may be killed."""
         if not self.id:
             return
         hours = self.earlier + (self.seconds / 3600 if over else MINUTES / 60)
@@ -248,11 +249,13 @@ class _WatchedJob:
         scheduler.cancel_jobs([self.id])
 
     def wait_for_log(self, timeout: float | None) -> Path:
-        """Wait until the job has answered or is over; return the log of its first task.
+        """Wait until the job is over; return the log of its first task.
+
+        After the job has ended, its log may take up to LAG seconds to appear.
 
         Raises:
-            SchedulerError: it will never start.
-            Pending: the time to wait is over.
+            SchedulerError: the job will never start.
+            Pending: the job is not over after `timeout`.
         """
         log, since = _get_log_path(self.run, self.id), time.monotonic()
         started, over, pause, hopeless = since - self.age, None, POLL_INTERVALS[0], 0

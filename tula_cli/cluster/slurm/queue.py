@@ -1,7 +1,7 @@
-"""Job states by SLURM: hints, never the truth about results. SLURM forgets, lags, and may not answer.
+"""Job states as reported by SLURM: hints, never used to decide about results. SLURM forgets, lags, and may not answer.
 
-Only what SLURM prints alike from 20.11 on is read: fields asked for by name, without headings, one job a line. A command
-that is missing, hangs, fails or says what nobody knows is an answer that tells nothing; none of it raises an error.
+Only output that is the same in all versions from 20.11 on is read: named fields, without headings, one job per line. A
+command that is missing, hangs, fails or prints unknown output gives an unknown state, and raises no error.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from tula_cli.words import format_moment as time_of_day
 # --- A shared answer of squeue
 
 MAX_AGE = 60.0
-"""Seconds for which an answer stands."""
+"""Seconds for which a shared answer is valid."""
 _MAX_BYTES = 2**24  # bytes of a kept answer
 _CONFIGURATIONS = ("/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf", "/etc/slurm-llnl/slurm.conf")
 
@@ -43,9 +43,9 @@ class StoredAnswer:
 
 
 def ask_shared(ask: Callable[[], StoredAnswer], environ: Mapping[str, str] = os.environ) -> StoredAnswer:
-    """Return an answer of the last minute; where none is kept `ask` gives one, once for all who want it now.
+    """Return the stored answer of the last minute, or call `ask` once for all commands that wait for an answer now.
 
-    Where nothing can be kept, each asks for itself.
+    If no answer can be stored, each command calls `ask`.
     """
     path = _get_answer_path(environ)
     with contextlib.ExitStack() as stack:
@@ -63,13 +63,13 @@ def ask_shared(ask: Callable[[], StoredAnswer], environ: Mapping[str, str] = os.
 
 
 def _get_answer_path(environ: Mapping[str, str]) -> Path:
-    """Return the file of this user and cluster."""
+    """Return the file of the shared answer of this user and cluster."""
     home = environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", "/nonexistent")) / ".cache"
     return Path(home) / "tula" / f"squeue-{_make_cluster_key(environ)}.json"
 
 
 def _make_cluster_key(environ: Mapping[str, str]) -> str:
-    """Return what tells clusters apart that share a home: SLURM's settings, the machine where they cannot be read."""
+    """Return a key that distinguishes clusters with a shared home: hash of slurm.conf, or else of the host name."""
     for path in (environ.get("SLURM_CONF"), *_CONFIGURATIONS):
         with contextlib.suppress(OSError):
             if path:
@@ -78,7 +78,7 @@ def _make_cluster_key(environ: Mapping[str, str]) -> str:
 
 
 def _read_fresh(path: Path) -> StoredAnswer | None:
-    """Return the answer that is kept, if it is of the last minute, and this user's own."""
+    """Return the stored answer, if it is from the last minute and the file belongs to this user."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             status = os.fstat(file.fileno())
@@ -92,7 +92,7 @@ def _read_fresh(path: Path) -> StoredAnswer | None:
 
 
 def _open_lock(path: Path) -> int | None:
-    """Return a file that one command locks while it asks; None where there can be none, and all may ask."""
+    """Return a file descriptor to lock while querying; None if it cannot be opened, so that every command may query."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -101,7 +101,7 @@ def _open_lock(path: Path) -> int | None:
 
 
 def _acquire_lock(lock: int | None) -> bool:
-    """Return whether this command is the one that may ask."""
+    """Return whether this command may query now: it has got the lock, or files cannot be locked."""
     try:
         if lock is not None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -116,9 +116,9 @@ def _acquire_lock(lock: int | None) -> bool:
 
 NO_ANSWER = "squeue does not answer"
 OVER = re.compile("Invalid job id|already completing or completed", re.IGNORECASE)
-"""scancel's complaints about jobs that have ended by themselves."""
+"""Errors of scancel about jobs that have already ended."""
 ACCOUNTING_PAUSE = 60.0
-"""Seconds between two questions to sacct about the same job: it reads a database that all users share."""
+"""Minimum seconds between two queries of sacct for the same job, as its database is shared by all users."""
 
 
 PENDING = (
@@ -129,13 +129,13 @@ _STOPPED = """suspended: an administrator, or a job that goes first, has stopped
 administrators (scontrol resume {id}), or tula cancel and start it anew""".replace("\n", " ")
 COMMENT_PREFIX = "tula: "
 WAITS, GAVE_UP, DELAYED = f"{COMMENT_PREFIX}waits", f"{COMMENT_PREFIX}gave up", f"{COMMENT_PREFIX}delayed"
-"""Beginnings of the comments by which a job that cannot open its log reports its state to the queue."""
+"""Prefixes of the comments in the queue by which a job that cannot open its log reports its state."""
 _NOT_LAUNCHED = """its script could not be started on its node (the node's disk, an unknown user, a failed prolog): for administrators, the
 cause is in slurmd.log of the node, under {id}""".replace("\n", " ")
 _AWAY = re.compile(r"ReqNodeNotAvail\W+Unavailable|Nodes required for job are DOWN|^NodeDown")
-"""squeue's reasons that are about nodes which are down or drained."""
+"""squeue's reasons for jobs whose nodes are down or drained."""
 _MAINTENANCE = re.compile(r"Reserved for maintenance|ReqNodeNotAvail(?!\W+Unavailable)")
-"""squeue's reasons of jobs that would still run when a reservation of their nodes begins."""
+"""squeue's reasons for jobs that would still run when a reservation of their nodes starts."""
 RESERVATIONS = ("scontrol", "--oneliner", "show", "reservation")
 _UNTIL_BACK = (
     "it starts once they are back: sinfo --list-reasons tells why they are away; or ask for other nodes (cluster.slurm)"
@@ -154,14 +154,14 @@ ENDED = {
     "OUT_OF_MEMORY": "it took more memory than it had asked for",
     "REVOKED": "another cluster of the federation runs it",
 }
-"""SLURM's states of a job that is over, and what they mean."""
+"""SLURM's states of ended jobs, and their meaning."""
 _WHO = {"QOS": "the QOS", "Assoc": "the account", "Association": "the account", "Max": "the QOS"}
 _RESOURCES = {
     "Cpu": "many CPUs", "CPU": "many CPUs", "Node": "many nodes", "GRES": "many GPUs (or other GRES)", "License": "many licenses",
     "Billing": "many billing units", "Mem": "much memory", "Memory": "much memory", "WallDuration": "much time",
     "Energy": "much energy", "BB": "much burst buffer",
 }  # fmt: skip
-"""Names of what SLURM limits, as they stand in its reasons; others are resources that it has no name for."""
+"""Resources by their names in SLURM's reasons; other names are shown as 'many resources'."""
 _HELD = "scontrol release {id}"
 HOPELESS = tuple((re.compile(form), why) for form, why in {
     # limits of one job, and budgets: SLURM makes these names of who limits, what, and for what
@@ -198,10 +198,10 @@ HOPELESS = tuple((re.compile(form), why) for form, why in {
     "JobHeldAdmin": f"an administrator holds it: ask them why, and to release it ({_HELD})",
     "JobHeldUser|.*in held state": f"you hold it: {_HELD}",
 }.items())  # fmt: skip
-"""The forms of squeue's reasons that waiting does not cure, and why; any other reason is one that waiting cures.
+"""Patterns of squeue's reasons for jobs that will never start, with explanations; other jobs may start.
 
-A limit of all that runs at present (Grp without Minutes, RunMinutes, PerUser, PerAccount, Jobs, SubmitJobs) is met again when
-other jobs are over; one of a single job, or of what may be used in all, is not.
+Limits on running jobs (Grp without Minutes, RunMinutes, PerUser, PerAccount, Jobs, SubmitJobs) are satisfied again when
+other jobs have ended; limits on a single job or on total use are not.
 """
 
 OUTCOMES: dict[str, OutcomeClass] = {
@@ -214,13 +214,13 @@ OUTCOMES: dict[str, OutcomeClass] = {
     "CANCELLED": "cancelled",
     "OUT_OF_MEMORY": "host_oom",
 }
-"""Outcomes of an allocation by SLURM's state. COMPLETED and FAILED follow from the job itself."""
+"""Outcomes of an allocation by SLURM's state. COMPLETED and FAILED result from the job itself."""
 
 
 OOM_KILLED = "0:125"
-"""The exit code of a step out of which the kernel has killed a process for memory."""
+"""Exit code of a step in which the kernel's out-of-memory killer killed a process."""
 STORAGE_FAILED = f"{StorageFailed.exit_code}:0"
-"""The exit code of the steps of a job whose supervisor could write down nothing more."""
+"""Exit code of the steps of a job whose supervisor could no longer write to the file system."""
 
 
 # --- how jobs stand
@@ -228,18 +228,18 @@ STORAGE_FAILED = f"{StorageFailed.exit_code}:0"
 
 _FORM = ("squeue", "--noheader", "--states=all", "--format=%i|%T|%r|%S|%k")
 _wanted_since: dict[str, float] = {}
-"""When this command first asked for a job (Unix time): an older answer does not tell that SLURM has forgotten it."""
+"""Unix time at which this command first queried a job; older answers that lack the job say nothing about it."""
 
 
 def ask_states(ids: Sequence[str], *, patient: bool = False) -> dict[str, SchedulerState]:
-    """Return what SLURM says of jobs; one that nobody knows is not in the answer.
+    """Return the states of jobs as reported by SLURM; unknown jobs are missing from the result.
 
-    squeue is asked once for all of them. It outweighs sacct, which calls a requeued job over while it runs again; sacct is
-    asked for those that squeue has forgotten.
+    squeue is queried once for all jobs, and sacct for those that squeue has forgotten. squeue takes precedence, as
+    sacct reports a requeued job as ended while it runs again.
 
     Args:
-        ids: of the jobs.
-        patient: take what squeue told any waiting command of this user in the last minute.
+        ids: ids of the jobs.
+        patient: use the answer of squeue that waiting commands of this user share for a minute.
     """
     wanted = list(dict.fromkeys(ids))
     queue, silence = (_ask_shared_squeue(wanted) if patient else _ask_squeue(wanted)) if wanted else ({}, "")
@@ -262,7 +262,7 @@ def ask_states(ids: Sequence[str], *, patient: bool = False) -> dict[str, Schedu
 
 
 def _add_maintenance(states: Mapping[str, SchedulerState]) -> dict[str, SchedulerState]:
-    """Add to jobs that wait for a maintenance window which time limit would let them start before it."""
+    """Add the start of the maintenance window to the reason of jobs that wait for it, with advice on shorter jobs."""
     answer, now = call_slurm(*RESERVATIONS), time.time()
     coming = [begin for begin, _ in parse_maintenance_windows(answer.text if answer.ok else "") if begin > now]
     if not coming:
@@ -277,7 +277,7 @@ def _add_maintenance(states: Mapping[str, SchedulerState]) -> dict[str, Schedule
 
 
 def parse_maintenance_windows(text: str) -> list[tuple[float, float]]:
-    """Return the begin and the end (Unix times) of the maintenance windows in what `RESERVATIONS` printed."""
+    """Return start and end (Unix times) of the maintenance windows in the output of `RESERVATIONS`, sorted."""
     rows = [parse_record(line) for line in text.splitlines()]
     windows = [
         (parse_time(row.get("StartTime", "")), parse_time(row.get("EndTime", "")))
@@ -288,14 +288,14 @@ def parse_maintenance_windows(text: str) -> list[tuple[float, float]]:
 
 
 def describe_window(begin: float, now: float) -> str:
-    """Return when a maintenance window begins, and in how many minutes."""
+    """Return a description of when a maintenance window starts, with the minutes until then."""
     return f"a maintenance window begins {time_of_day(begin)}, in {max(0, int((begin - now) // 60))} min"
 
 
 def _ask_squeue(ids: Sequence[str]) -> tuple[dict[str, SchedulerState], str]:
-    """Return the jobs that squeue knows, ended ones too while the controller keeps them, and why it does not answer.
+    """Return the states of jobs that squeue knows, even recently ended ones, and why it does not answer, or empty.
 
-    Asked for a single job that it does not know squeue fails; asked for several, that depends on its version.
+    squeue fails if it is queried for a single unknown job; for several jobs, that depends on its version.
     """
     answer = call_slurm(*_FORM, f"--jobs={','.join(ids)}")
     if answer.is_unknown_job:
@@ -308,7 +308,7 @@ def _ask_squeue(ids: Sequence[str]) -> tuple[dict[str, SchedulerState], str]:
 
 
 def _ask_shared_squeue(ids: Sequence[str]) -> tuple[dict[str, SchedulerState], str]:
-    """Return the same from the one answer that all waiting commands of this user share."""
+    """Return the same as `_ask_squeue`, from the answer that all waiting commands of this user share."""
     now = time.time()
     stored = ask_shared(_ask_all_jobs)
     if stored.complaint:
@@ -334,7 +334,7 @@ def _parse_rows(text: str) -> dict[str, SchedulerState]:
 def _parse_state(
     state_text: str, reason: str = "", starts_at: float | None = None, comment: str = "", *, id_: str = ""
 ) -> SchedulerState:
-    """Return what a state of SLURM means; an unknown one is not over."""
+    """Return the state of a job from that of SLURM; an unrecognised state does not count as ended."""
     name, without_log = _parse_state_name(state_text), comment.startswith((WAITS, GAVE_UP, DELAYED))
     if name in PENDING:
         why = explain_hopeless(reason, id_)
@@ -365,7 +365,7 @@ def _parse_state(
 
 
 def explain_hopeless(reason: str, id_: str = "") -> str:
-    """Return why a job that waits for this reason of squeue's never starts; empty if waiting is enough."""
+    """Return why a pending job with this reason of squeue will never start; empty if it may."""
     for form, why in HOPELESS:
         if match := form.fullmatch(reason):
             groups = match.groupdict()
@@ -378,7 +378,7 @@ def explain_hopeless(reason: str, id_: str = "") -> str:
 
 
 def _parse_state_name(state_text: str) -> str:
-    """Return the state at the head of what SLURM wrote: "CANCELLED by 1000", "CANCELLED+", "OUT_OF_ME+"."""
+    """Return the name of a state without additions and truncation: "CANCELLED by 1000", "CANCELLED+", "OUT_OF_ME+"."""
     head = state_text.split()[0] if state_text.split() else ""
     start = head.rstrip("+")
     if start in ("", head):
@@ -387,11 +387,11 @@ def _parse_state_name(state_text: str) -> str:
 
 
 _asked: dict[str, tuple[float, str]] = {}
-"""When sacct was asked for a job (by the monotonic clock), and the state it told: it is shared by all users."""
+"""Time of the last query of sacct for a job (monotonic clock), and the state that it returned."""
 
 
 def _ask_sacct(ids: Iterable[str]) -> dict[str, str]:
-    """Return the states that sacct tells; it is asked for all due ones at once."""
+    """Return the states that sacct reports; jobs that are due are queried at once."""
     wanted, now = list(ids), time.monotonic()
     due = [id_ for id_ in wanted if _is_due(id_, now)]
     if due:
@@ -411,11 +411,11 @@ def _is_due(id_: str, now: float) -> bool:
 
 
 def find_end_time(job_id: str, environ: Mapping[str, str]) -> float | None:
-    """Return the Unix time at which an allocation ends, None where that is unknown or never.
+    """Return the Unix time at which an allocation ends; None if unknown or unlimited.
 
     Args:
         job_id: the allocation.
-        environ: its environment; SLURM tells the time there from 23.02 on.
+        environ: environment of the allocation, which contains the time from SLURM 23.02 on.
     """
     end_time = environ.get("SLURM_JOB_END_TIME", "")
     if end_time.isdigit():
@@ -428,7 +428,7 @@ def find_end_time(job_id: str, environ: Mapping[str, str]) -> float | None:
 
 
 def parse_time(text: str) -> float | None:
-    """Return the Unix time of a local time as SLURM writes it; None for N/A, Unknown and the like."""
+    """Return the Unix time of a local time in the format of SLURM; None for N/A, Unknown and the like."""
     try:
         return time.mktime(time.strptime(text.strip(), "%Y-%m-%dT%H:%M:%S"))
     except (ValueError, OverflowError):
@@ -436,12 +436,12 @@ def parse_time(text: str) -> float | None:
 
 
 def find_outcome(job_id: str, *, restart: int | None = None) -> OutcomeClass | None:
-    """Return what ended an allocation; None where it lives, is not known, or ended by itself.
+    """Return why an allocation was ended from outside; None if it still runs, is unknown, or exited by itself.
 
     Args:
         job_id: the job.
-        restart: how often it had been requeued when the allocation in question ran; None for the job's last one. An
-            administrator may requeue a job, which then goes on under its old number.
+        restart: how often the job had been requeued before this allocation; None: its last allocation. An administrator
+            may requeue a job, which then runs again under the same id.
     """
     record = _read_controller_record(job_id)
     restart_count = record.get("Restarts", "")
@@ -463,7 +463,7 @@ def find_outcome(job_id: str, *, restart: int | None = None) -> OutcomeClass | N
 
 
 def _read_controller_record(job_id: str) -> dict[str, str]:
-    """Return what the controller knows of a job, for some minutes after its end too."""
+    """Return the controller's record of a job, which it keeps for some minutes after the end; empty if unknown."""
     answer = call_slurm("scontrol", "--details", "--oneliner", "show", "job", job_id)
     lines = [line for line in answer.text.splitlines() if line.startswith(f"JobId={job_id} ")] if answer.ok else []
     # What stands first counts: 24.05 and later end with the command line of the submission.
@@ -471,7 +471,7 @@ def _read_controller_record(job_id: str) -> dict[str, str]:
 
 
 def _list_rows_of_run(job_id: str, restart: int | None) -> list[list[str]]:
-    """Return sacct's rows (id, state, derived exit code) of one run of a job and of its steps; None is the last run."""
+    """Return sacct's rows (id, state, derived exit code) of one run of a job and its steps (None: the last run)."""
     form = "--format=JobID,State,DerivedExitCode"
     answer = call_slurm("sacct", "--noheader", "--parsable2", "--duplicates", f"--jobs={job_id}", form)
     runs: list[list[list[str]]] = []
@@ -485,7 +485,7 @@ def _list_rows_of_run(job_id: str, restart: int | None) -> list[list[str]]:
 
 
 def _find_outcome_of_rows(rows: list[list[str]]) -> OutcomeClass | None:
-    """Return what ended a job; where it failed by itself its steps tell whether memory was the reason."""
+    """Return why a job was ended; for a failed job, storage or out-of-memory if exit codes show it, else None."""
     if not rows:
         return None
     state_name = _parse_state_name(rows[0][1])
@@ -501,10 +501,10 @@ def _find_outcome_of_rows(rows: list[list[str]]) -> OutcomeClass | None:
 
 
 def list_live_jobs(names: Sequence[str]) -> list[Queued]:
-    """Return this user's jobs of these names that wait or run; one that is being ended does not count.
+    """Return this user's pending or running jobs with these names, without jobs that are completing.
 
     Raises:
-        SchedulerError: squeue does not answer, so that nobody can tell.
+        SchedulerError: squeue does not answer, so that the jobs are unknown.
     """
     form = "--format=%i|%T|%j|%o"
     answer = call_slurm("squeue", "--noheader", f"--user={os.getuid()}", f"--name={','.join(names)}", form)
@@ -522,7 +522,7 @@ def list_live_jobs(names: Sequence[str]) -> list[Queued]:
 
 
 def list_live_ids(job_name: str) -> list[str]:
-    """Return the ids of this user's jobs of exactly this name that wait or run; none where squeue does not answer."""
+    """Return the ids of this user's pending or running jobs with exactly this name; empty if squeue does not answer."""
     try:
         return [job.id for job in list_live_jobs([job_name])]
     except SchedulerError:
@@ -530,7 +530,7 @@ def list_live_ids(job_name: str) -> list[str]:
 
 
 def cancel_jobs(ids: Sequence[str]) -> str:
-    """Cancel these jobs, and no others; return scancel's complaint, empty where it did what it was told."""
+    """Cancel exactly these jobs; return scancel's error message, or empty. Ended jobs are not an error."""
     job_ids = [id_ for id_ in ids if id_.isdigit()]  # scancel would take a name for other things
     if not job_ids:
         return ""
@@ -539,30 +539,30 @@ def cancel_jobs(ids: Sequence[str]) -> str:
 
 
 def exclude_nodes(ids: Sequence[str], nodes: str) -> str:
-    """Keep waiting jobs off these nodes and no others; return scontrol's complaint, empty where it did what it was told."""
+    """Exclude exactly these nodes for pending jobs; return scontrol's error message, or empty."""
     return _call_for_jobs("update", ids, f"ExcNodeList={nodes}")
 
 
 def end_delay(id_: str, after: str) -> str:
-    """Let a waiting job of a chain start as soon as the one before it is over; return scontrol's complaint."""
+    """Remove the delay of a pending job after job `after` of its chain; return scontrol's error message, or empty."""
     return _call_for_jobs("update", [id_], f"Dependency=afterany:{after},singleton")
 
 
 def delay_job(id_: str, minutes: int) -> str:
-    """Let a waiting job start so many minutes from now at the earliest; return scontrol's complaint."""
+    """Delay the start of a pending job until at least `minutes` from now; return scontrol's error message, or empty."""
     return _call_for_jobs("update", [id_], f"StartTime=now+{minutes}minutes")
 
 
 def hold_jobs(ids: Sequence[str]) -> str:
-    """Keep waiting jobs from starting until they are released; return scontrol's complaint, empty where it did so.
+    """Hold pending jobs until they are released; return scontrol's error message, or empty.
 
-    The hold is the user's, whoever orders it: `scontrol hold` by root would be an administrator's.
+    `uhold` makes it a hold of the user even if root runs the command; `hold` by root would be one of an administrator.
     """
     return _call_for_jobs("uhold", ids)
 
 
 def release_jobs(ids: Sequence[str]) -> str:
-    """Let held jobs start; return scontrol's complaint, empty where it did what it was told."""
+    """Release held jobs; return scontrol's error message, or empty."""
     return _call_for_jobs("release", ids)
 
 

@@ -1,4 +1,4 @@
-"""The options of sbatch and srun: those of the job file, and no others."""
+"""The options of sbatch and srun for a job."""
 
 import shlex
 import time
@@ -18,7 +18,7 @@ from tula_cli.spec.signature import compute_cluster_signature
 from tula_cli.spec.slurm_options import Slurm, normalize_option_name
 
 SETUP, WRAPPER = "slurm-setup.sh", "slurm-wrapper.sh"
-"""Files of the user's or the site's that are taken where the spec has none of its own."""
+"""Files of the user or the site that are used if the spec gives none."""
 _INHERITED = (
     "# Bindings of a job that tula itself was started in would pin every rank of this one to the same cores.",
     "unset SLURM_CPU_BIND SLURM_CPU_BIND_LIST SLURM_CPU_BIND_TYPE SLURM_CPU_BIND_VERBOSE",
@@ -28,9 +28,9 @@ _INHERITED = (
     "# With `extra: {export: NONE}` srun would keep from the ranks what the set-up has made.",
     "export SLURM_EXPORT_ENV=ALL",
 )
-"""The first lines of every job's script."""
+"""The first lines of the script of every job."""
 FAULT_SECONDS = 86400.0
-"""Seconds for which a node with a fault is left alone; by then it is repaired, or drained."""
+"""Seconds for which a faulty node is excluded; by then it is presumably repaired or drained."""
 _SIGNAL_SECONDS = 90  # seconds before its end at which a job is told so; less where it is short
 _WRAPPER = "TULA_WRAPPER"
 _WRAPPER_END = "END_OF_TULA_WRAPPER"
@@ -39,13 +39,13 @@ _WRAPPER_END = "END_OF_TULA_WRAPPER"
 def make_submitit_parameters(
     run: RunDir, task: Task, *, name: str | None = None, dependency: str | None = None
 ) -> dict[str, Any]:
-    """Return what submitit is given for a job.
+    """Return the parameters of submitit for a job.
 
     Args:
         run: the run that the job belongs to.
-        task: what the job starts with.
-        name: of the job; "tula-<run>-<job>" where there is none.
-        dependency: what it waits for, as sbatch writes it: "afterany:4711".
+        task: the first task of the job.
+        name: name of the job; default: "tula-<run>-<job>".
+        dependency: dependency in the format of sbatch, e.g. "afterany:4711".
 
     Raises:
         SpecError: a file that the spec names cannot be read.
@@ -73,14 +73,14 @@ def make_submitit_parameters(
 
 
 def list_excluded_nodes(run: RunDir, task: Task, *, also: str = "") -> str:
-    """Return the nodes that a job must not run on: the spec's, and those that were faulty under it in the last day.
+    """Return the nodes excluded for a job: those of the spec, and those with a device fault in the last FAULT_SECONDS.
 
-    What jobs with another cluster section met is left out: the GPUs that a node gives are those that a job asks for.
+    Faults of jobs with another cluster section are ignored, as those jobs request other GPUs of a node.
 
     Args:
         run: the run that the job belongs to.
-        task: what the job starts with.
-        also: a node whose fault is not written down yet.
+        task: the first task of the job.
+        also: a faulty node that is not recorded yet.
     """
     attempts = run.training(task.signature).attempts() if isinstance(task, TrainTask) else run.attempts(task.id)
     recent = [attempt for attempt in attempts if attempt.started_at > time.time() - FAULT_SECONDS]
@@ -90,16 +90,16 @@ def list_excluded_nodes(run: RunDir, task: Task, *, also: str = "") -> str:
 
 
 def get_job_python(task: Task) -> str | None:
-    """Return the shell's command that starts python in the job; None for the python that runs now."""
+    """Return the shell command that starts Python in the job; None for the Python that runs tula now."""
     return _get_slurm_section(task.spec).python
 
 
 def get_wrapper_words(spec: JobSpec, *, environ: Mapping[str, str]) -> list[str]:
-    """Return the words before a rank's command: the spec's, or those that run the script which came with the job.
+    """Return the wrapper before a rank's command: that of the spec, or one that runs the script submitted with the job.
 
     Args:
         spec: the job.
-        environ: the job's environment, which holds the script as it was at submission.
+        environ: environment of the job, which contains the script as it was at submission.
     """
     words, script = _get_slurm_section(spec).wrapper, environ.get(_WRAPPER)
     if isinstance(words, list):
@@ -108,7 +108,7 @@ def get_wrapper_words(spec: JobSpec, *, environ: Mapping[str, str]) -> list[str]
 
 
 def describe_doubts(spec: JobSpec) -> tuple[str, ...]:
-    """Return what is allowed and yet probably not meant."""
+    """Return warnings about too few CPUs per task for the data-loader processes."""
     slurm, ranks = _get_slurm_section(spec), spec.cluster.gpus_per_node
     if spec.script is not None and "workers" not in spec.script.placeholders:
         return ()  # how many there are is the script's own matter
@@ -139,7 +139,7 @@ def _get_slurm_section(spec: JobSpec) -> Slurm:
 
 
 def _make_size_options(task: Task, slurm: Slurm) -> dict[str, Any]:
-    """Return nodes, tasks, CPUs and GPUs; GPUs in one form only: SLURM 24.11 refuses two."""
+    """Return the options for nodes, tasks, CPUs and GPUs; GPUs in one form only, as SLURM 24.11 refuses two."""
     ranks = task.spec.cluster.gpus_per_node
     size: dict[str, Any] = {"nodes": task.nodes, "ntasks_per_node": 1 if task.spec.task_per_node else ranks}
     if cpus := _count_cpus_per_task(task, slurm):
@@ -162,7 +162,7 @@ def _make_size_options(task: Task, slurm: Slurm) -> dict[str, Any]:
 
 
 def _count_cpus_per_task(task: Task, slurm: Slurm) -> int | None:
-    """Return the CPUs of one of SLURM's tasks, which may hold all ranks of a node."""
+    """Return the CPUs of one SLURM task, which may contain all ranks of a node."""
     if slurm.cpus_per_task is None:
         return None
     return slurm.cpus_per_task * (task.spec.cluster.gpus_per_node if task.spec.task_per_node else 1)
@@ -183,7 +183,7 @@ def _list_extra_options(task: Task, slurm: Slurm) -> dict[str, Any]:
 
 
 def _format_options(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options as they are written; false, nothing and the empty text ask for nothing."""
+    """Return options with normalised names; those that are false, None or empty are left out."""
     return {
         normalize_option_name(name): True if value is True else _format_option(value)
         for name, value in extra.items()
@@ -196,7 +196,7 @@ def _format_option(value: Any) -> str:
 
 
 def _list_srun_options(task: Task, slurm: Slurm) -> list[str]:
-    """Return the options of srun."""
+    """Return the command-line options of srun."""
     # A rank that dies must not leave the others waiting.
     options: dict[str, Any] = {"kill-on-bad-exit": 1}
     if cpus := _count_cpus_per_task(task, slurm):
@@ -208,9 +208,9 @@ def _list_srun_options(task: Task, slurm: Slurm) -> list[str]:
 
 
 def _make_single_log_options(run: RunDir, task: Task) -> list[str]:
-    """Let what all supervisors say go into the job's own two files: submitit asks for two a supervisor, 1,024 at 512 ranks.
+    """Return srun options that send the output of all supervisors to two files, not two per supervisor as in submitit.
 
-    Of a check each has its own, for these tell which nodes see the run directory.
+    A check keeps separate files, which show which nodes see the run directory.
     """
     if isinstance(task, CheckTask):
         return []
@@ -219,7 +219,7 @@ def _make_single_log_options(run: RunDir, task: Task) -> list[str]:
 
 
 def _make_setup_lines(task: Task, slurm: Slurm) -> list[str]:
-    """Return the lines of the shell before the job, as they are now: what was submitted is what runs."""
+    """Return the shell lines before the job, read now, so that later changes of files do not affect the job."""
     workdir = Path(task.workdir)
     outer = (
         []
@@ -235,11 +235,11 @@ def _make_setup_lines(task: Task, slurm: Slurm) -> list[str]:
 
 
 def read_setup_lines(slurm: Slurm, workdir: Path) -> list[str]:
-    """Return the set-up lines of a job: its own, or those of the file that it, the user or the site has.
+    """Return the set-up lines of a job: from its spec, or else from the file of the spec, the user or the site.
 
     Args:
-        slurm: the job's section.
-        workdir: what the path of a file starts from.
+        slurm: the SLURM section of the job.
+        workdir: folder to which a relative path refers.
 
     Raises:
         SpecError: the file cannot be read.
@@ -250,26 +250,26 @@ def read_setup_lines(slurm: Slurm, workdir: Path) -> list[str]:
 
 
 def make_export_lines(slurm: Slurm) -> list[str]:
-    """Return the lines that export the variables of a job."""
+    """Return the shell lines that export the environment variables of a job."""
     return [f"export {name}={shlex.quote(v)}" for name, v in slurm.environment.items() if v is not None]
 
 
 def _make_wrapper_lines(lines: Sequence[str]) -> list[str]:
-    """Hand the wrapper's text to the supervisors, which srun starts with the environment of the script."""
+    """Return lines that pass the wrapper's text to the supervisors in an environment variable, which srun hands on."""
     return [f"IFS= read -r -d '' {_WRAPPER} <<'{_WRAPPER_END}' || true", *lines, _WRAPPER_END, f"export {_WRAPPER}"]
 
 
 def _read_lines_of_file(name: str, given: str | None, *, setting: str, workdir: Path) -> list[str]:
-    """Return the lines of the file that the spec gives, else of the user's or the site's, if there is one.
+    """Return the lines of the file that the spec names, else of that of the user or the site, if there is one.
 
     Args:
-        name: of the user's and the site's file.
-        given: a path; None: theirs.
-        setting: where the path comes from.
-        workdir: what a relative path starts from.
+        name: name of the file of the user or the site.
+        given: path from the spec; None: use the file of the user or the site.
+        setting: setting that gives the path.
+        workdir: folder to which a relative path refers.
 
     Raises:
-        SpecError: it cannot be read.
+        SpecError: the file cannot be read.
     """
     path = find_site_asset(name) if given is None else workdir / Path(given).expanduser()
     if path is None:

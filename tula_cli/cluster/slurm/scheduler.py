@@ -1,4 +1,4 @@
-"""SLURM as a scheduler among others: what it is asked and told by its commands, and what its jobs know by their variables."""
+"""SLURM as an implementation of the scheduler protocol, by its commands and the environment variables of its jobs."""
 
 import contextlib
 import math
@@ -24,13 +24,13 @@ _OF_SLURM = re.compile(r"[%\\]")
 
 
 def require_plain_path(run: Path) -> None:
-    """See that the files of a run's jobs would be where tula looks for them.
+    """Check that SLURM would not replace patterns in the path of a run, so that files of its jobs are found there.
 
     Args:
-        run: the run directory. SLURM knows many patterns, by its version, and takes `\\` for the end of them.
+        run: the run directory. SLURM's patterns depend on its version, and `\\` disables them.
 
     Raises:
-        SpecError: something in the path would be replaced.
+        SpecError: the path contains "%" or a backslash.
     """
     path = str(run.resolve())
     match = _OF_SLURM.search(path)
@@ -61,11 +61,11 @@ HINTS = {
     "contact slurm controller": "the controller is down or out of reach; run the same command again later",
     "timed out": "the controller is busy; run the same command again later",
 }
-"""Advice about a refusal, by the words in it; the first match counts."""
+"""Hints about a refusal, by words in its message; the first match is used."""
 
 
 def make_refusal_error(output: str) -> SchedulerError:
-    """Return sbatch's refusal in its own words, and what to do about it."""
+    """Return the error for a refusal of sbatch, with sbatch's message and a hint."""
     messages = [line.strip().removeprefix("sbatch: error: ") for line in output.splitlines() if "sbatch:" in line]
     text = "; ".join(messages) or output.strip().rpartition("\n")[2] or "it did not say why"
     hint = next(
@@ -84,18 +84,18 @@ UNDECIDED_ERRORS = (
     "Zero Bytes were transmitted",
     "Connection timed out",
 )
-"""Words of an sbatch that lost the controller: the job may have been accepted all the same."""
+"""Messages of sbatch after it lost the controller: the job may have been accepted nevertheless."""
 
 
 class SlurmScheduler:
-    """SLURM. What becomes of jobs is told by `queue`, what the site offers by `partitions`."""
+    """The SLURM scheduler; job states come from `queue`, the partitions of the site from `site`."""
 
     name = "SLURM"
     cancel_command = "scancel"
     release_command = "scontrol release"
 
     def __init__(self, **options: Any) -> None:
-        """Options: more words of submitit's for each script, as `partition` and `account`."""
+        """Create the scheduler; `options` are further submitit parameters of scripts, e.g. `partition`, `account`."""
         self._options = options
         self.patient = False  # takes what squeue told another command that waits
 
@@ -105,7 +105,7 @@ class SlurmScheduler:
         return "" if shutil.which("sbatch") else "there is no sbatch here"
 
     def script(self, job: JobRequest) -> str:
-        """Return the script of a command; tula's own jobs have one that `sbatch.parameters` asks for."""
+        """Return the script for a command; jobs with a task of tula use `sbatch.make_submitit_parameters` instead."""
 
         from tula_cli.cluster.slurm.script import ScriptWriter  # submitit: of use to those who submit alone
 
@@ -157,7 +157,7 @@ class SlurmScheduler:
     # --- inside a job
 
     def place(self, environ: Mapping[str, str]) -> Place | None:
-        """Return where srun has started this process."""
+        """Return the position of a process started by srun in its job; None outside a step of srun."""
         if "SLURM_PROCID" not in environ:
             return None
         cpus = environ.get("SLURM_CPUS_PER_TASK")
@@ -195,10 +195,10 @@ class _Submission:
 def _call_sbatch(script: Path) -> _Submission:
     """Call sbatch.
 
-    submitit's own call has no time limit, passes an allocation's variables on and prints what sbatch says.
+    submitit's call is not used: it has no timeout, passes on variables of an allocation and prints the answer.
 
     Raises:
-        SchedulerError: it refused the job.
+        SchedulerError: sbatch refused the job or is missing.
     """
     answer = call_slurm("sbatch", str(script), environ=make_sbatch_environment(script))
     if answer.end == "hung":
@@ -223,11 +223,11 @@ _OVERRIDES: Mapping[str, tuple[str, ...]] = {
     "cpus-per-task": ("CORE_SPEC", "CPUS_PER_GPU", "THREAD_SPEC"),
     "mem": ("MEM_PER_CPU", "MEM_PER_GPU", "MEM_PER_NODE"),
 }  # fmt: skip
-"""Input variables of sbatch that override or contradict an option of the script, by that option; others are named like theirs."""
+"""Input variables of sbatch that override or contradict an option, by option, besides those named like it."""
 
 
 def make_sbatch_environment(script: Path) -> dict[str, str]:
-    """Return sbatch's environment without the variables that would override what the script says."""
+    """Return sbatch's environment without the variables that would override options of the script."""
     options = set(re.findall(r"^#SBATCH --([a-z-]+)", script.read_text(encoding="utf-8"), re.MULTILINE))
     overrides = {name for option in options for name in (option.upper().replace("-", "_"), *_OVERRIDES.get(option, ()))}
     set_by_script = {f"SBATCH_{name}" for name in overrides}
@@ -237,15 +237,15 @@ def make_sbatch_environment(script: Path) -> dict[str, str]:
 
 
 def list_overriding_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return the input variables of sbatch that contradict any job of tula's, and are not passed on to it."""
+    """Return the input variables of sbatch that contradict every job of tula and are not passed on to sbatch."""
     return sorted(environ.keys() & {f"SBATCH_{name}" for name in _OVERRIDES["nodes"]})
 
 
 def _find_accepted_job(script: Path, name: str, message: str) -> str:
-    """Look for a job that was perhaps accepted although sbatch failed; it may take a moment to appear. Return its id.
+    """Wait for a job that may have been accepted although sbatch failed to appear in the queue; return its id.
 
     Raises:
-        SchedulerError: it is not there.
+        SchedulerError: the job does not appear within ACCEPTANCE_LAG seconds.
     """
     deadline, script_path = time.monotonic() + ACCEPTANCE_LAG, script.resolve()
     names_in_script = re.findall(r"^#SBATCH --job-name=(\S+)", script.read_text(encoding="utf-8"), re.MULTILINE)
@@ -267,6 +267,6 @@ def _find_accepted_job(script: Path, name: str, message: str) -> str:
 
 
 def _parse_indices(text: str) -> tuple[int, ...]:
-    """Return the tasks that SLURM lists: "0,2"; none where it writes them in another way."""
+    """Return the task indices in a list such as "0,2"; empty for any other format."""
     names = text.split(",")
     return tuple(map(int, names)) if all(name.isdecimal() for name in names) else ()

@@ -1,4 +1,4 @@
-"""submitit's executor as the writer of job scripts; tula submits them itself."""
+"""Job scripts written by submitit's executor; tula submits them itself."""
 
 import shlex
 import sys
@@ -16,15 +16,15 @@ NULL_DEVICE = "/dev/null"
 
 
 class ScriptWriter(submitit.SlurmExecutor):
-    """A thin executor that writes submitit's script and calls no sbatch.
+    """An executor that writes submitit's script and does not call sbatch.
 
-    submitit's own submission has no time limit, passes an allocation's variables on, prints what sbatch says and cannot
-    take over a job that was accepted unheard. The two hooks used here are the ones that submitit's own executors override.
+    submitit's submission has no timeout, passes on variables of an allocation, prints the output of sbatch, and cannot
+    adopt a job that was accepted without an answer. The two hooks used here are those that its executors override.
 
     Args:
-        folder: of the logs.
+        folder: folder of the logs.
         patience: seconds for which the job waits for its folders.
-        python: the shell's command that starts Python; None for the interpreter that runs now.
+        python: shell command that starts Python; None for the interpreter that runs tula now.
     """
 
     def __init__(self, folder: Path, *, patience: int, python: str | None = None) -> None:
@@ -33,10 +33,10 @@ class ScriptWriter(submitit.SlurmExecutor):
         self._interpreter = "" if python else sys.executable
 
     def text(self, command: str | None = None) -> str:
-        """Return the script that sbatch is given, with the parameters set so far.
+        """Return the script for sbatch, with the parameters set so far.
 
         Args:
-            command: what srun starts; submitit, which calls what was left for it, where nothing is said.
+            command: command that srun starts; default: submitit, which calls the pickled function of the job.
         """
         options = self.parameters.get("additional_parameters") or {}
         setup = self.parameters.get("setup") or []
@@ -48,7 +48,7 @@ class ScriptWriter(submitit.SlurmExecutor):
         return str(self._make_submission_file_text(command or self._submitit_command_str, ""))
 
     def _open_log(self, options: Mapping[str, Any]) -> Sequence[str]:
-        """Return the lines that open the log; a comment among the options of sbatch is put back after a wait."""
+        """Return the lines that open the log; a comment set by the options of sbatch is restored after a wait."""
         comment = str(options.get("comment", ""))
         job = 'scontrol update JobId="$SLURM_JOB_ID"'
         pending = 'squeue --noheader --user="$(id -u)" --name="$SLURM_JOB_NAME" --states=PENDING --format=%i'

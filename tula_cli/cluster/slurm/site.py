@@ -1,4 +1,4 @@
-"""The partitions, accounts, QOS, node features and reservations of a SLURM site, and a job file to match."""
+"""The partitions, accounts, QOS, node features and reservations of a SLURM site, and settings of a job file for it."""
 
 import json
 import math
@@ -23,20 +23,20 @@ from tula_cli.words import format_count
 # says what nobody understands has told nothing; none of it raises an error.
 
 COMMAND_TIMEOUT = 10.0
-"""Seconds that a command of SLURM gets: what it tells is a help, not a need."""
+"""Timeout in seconds of a command of SLURM; its output is helpful, not required."""
 
 _UNUSABLE = (
     "down", "drain", "drained", "draining", "fail", "failing", "error", "future", "inval", "unknown",
     "maint", "reserved", "reboot", "powering_down", "not_responding",
 )  # fmt: skip
 _STATE_SUFFIXES = "*$^%"
-"""Suffixes of the states of nodes that do not respond, are in a maintenance window, reboot or are being switched off."""
+"""Suffixes of node states: not responding, in a maintenance window, rebooting or powering down."""
 SINFO = ("sinfo", "--noheader", "--exact", "--format=%P|%a|%l|%s|%D|%T|%c|%m|%G|%N")
 
 
 @dataclass(frozen=True)
 class Gpus:
-    """GPUs of one node; `type` as the site calls it, empty where it does not tell types apart."""
+    """GPUs of one node; `type` is the name used by the site, empty if the site does not distinguish types."""
 
     type: str
     count: int
@@ -44,7 +44,7 @@ class Gpus:
 
 @dataclass(frozen=True)
 class NodeKind:
-    """Nodes of a partition that are alike."""
+    """Identical nodes of a partition."""
 
     nodes: int  # that can run a job: those that are down or drained do not count
     cpus: int  # that a job can have
@@ -55,7 +55,7 @@ class NodeKind:
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition; the kind with the most nodes first, kinds with GPUs before those without."""
+    """A partition; its kinds of nodes are sorted, those with GPUs first and then by decreasing number of nodes."""
 
     name: str
     default: bool
@@ -67,25 +67,25 @@ class Partition:
 
     @property
     def nodes(self) -> int:
-        """Return how many of its nodes can run a job."""
+        """Number of nodes that can run a job."""
         return sum(kind.nodes for kind in self.kinds)
 
     @property
     def usable(self) -> int:
-        """Return the most nodes that one job can have."""
+        """Maximum number of nodes of one job."""
         return self.nodes if self.most_nodes is None else min(self.nodes, self.most_nodes)
 
 
 @dataclass(frozen=True)
 class Site:
-    """The partitions and accounts of a site by its scheduler."""
+    """The partitions and accounts of a site, as reported by its scheduler."""
 
     partitions: tuple[Partition, ...]
     accounts: tuple[str, ...]  # the user's, as far as accounting knows any
 
     @property
     def default(self) -> Partition | None:
-        """Return the partition that jobs go to which name none."""
+        """Partition of jobs that name none; None if unknown."""
         named = [partition for partition in self.partitions if partition.default]
         return named[0] if named else self.partitions[0] if len(self.partitions) == 1 else None
 
@@ -94,21 +94,21 @@ class Site:
 
 
 def ask_site() -> Site | None:
-    """Ask the scheduler; None where there is none, or it does not answer."""
+    """Query the scheduler; return None if there is none or it does not answer."""
     partitions = list_partitions()
     return Site(partitions, list_accounts()) if partitions else None
 
 
 def list_partitions() -> tuple[Partition, ...]:
-    """Return the partitions in sinfo's order; none where nothing answers."""
+    """Return the partitions in sinfo's order; empty if SLURM does not answer."""
     return ask_partitions(_run_command)
 
 
 def ask_partitions(answer: Callable[..., str]) -> tuple[Partition, ...]:
-    """Return the partitions in sinfo's order, with what a job can have of their nodes as far as scontrol reports it.
+    """Return the partitions in sinfo's order, with the usable resources of their nodes if scontrol reports them.
 
     Args:
-        answer: calls a command and returns what it printed; nothing where it fails.
+        answer: runs a command and returns its output; empty if the command fails.
     """
     rows = answer(*SINFO)
     if not rows:
@@ -123,7 +123,7 @@ def ask_partitions(answer: Callable[..., str]) -> tuple[Partition, ...]:
 
 
 def list_accounts() -> tuple[str, ...]:
-    """Return the accounts that the user may charge; none where there is no accounting."""
+    """Return the accounts that the user may charge; empty if there is no accounting."""
     user = pwd.getpwuid(os.getuid()).pw_name
     form = "format=Account"
     output = _run_command("sacctmgr", "--noheader", "--parsable2", "show", "associations", f"user={user}", form)
@@ -131,7 +131,7 @@ def list_accounts() -> tuple[str, ...]:
 
 
 def list_allocated_hosts(job_id: str) -> tuple[str, ...]:
-    """Return the hosts of a job that runs or has ended lately; none where nothing knows them."""
+    """Return the hosts of a running or recently finished job; empty if unknown."""
     output = _run_command("squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%N")
     if not output:
         output = _run_command(
@@ -144,7 +144,7 @@ def list_allocated_hosts(job_id: str) -> tuple[str, ...]:
 
 
 def _run_command(*command: str) -> str:
-    """Return what a command printed; nothing where it failed, hangs or is not there."""
+    """Return the output of a command; empty if it fails, hangs or is missing."""
     answer = call_slurm(*command, patience=COMMAND_TIMEOUT)
     return answer.text if answer.ok else ""
 
@@ -154,21 +154,22 @@ def _run_command(*command: str) -> str:
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
 Record = Mapping[str, str]
-"""A line of `scontrol --oneliner show`: the fields by their names."""
+"""A line of `scontrol --oneliner show`: values by field name."""
 
 
 def parse_partitions(
     text: str, *, nodes: Mapping[str, Record] = _NONE, limits: Mapping[str, Record] = _NONE, site: Record = _NONE
 ) -> tuple[Partition, ...]:
-    """Return the partitions in rows of sinfo (partition, availability, time limit, job size, nodes, state, CPUs, MB, GRES, names).
+    """Return the partitions in the output of `SINFO`.
 
-    A partition has a row for each kind and state of nodes; a row that does not parse is left out.
+    Its columns are partition, availability, time limit, job size, nodes, state, CPUs, MB, GRES and names. A partition
+    has a row for each kind and state of nodes; a row that does not parse is left out.
 
     Args:
-        text: what `SINFO` printed; older records have no names.
-        nodes: scontrol's records of a node of each row, by name.
-        limits: those of the partitions, by name.
-        site: limits of memory that hold where a partition has none.
+        text: output of `SINFO`; in older records the names are missing.
+        nodes: scontrol's record of one node of each row, by name.
+        limits: scontrol's records of the partitions, by name.
+        site: memory limits of the site, for partitions without memory limits.
     """
     rows: dict[str, list[list[str]]] = {}
     for fields in _split_rows(text):
@@ -185,13 +186,13 @@ def _split_rows(text: str) -> list[list[str]]:
 
 
 def _parse_records(text: str) -> dict[str, Record]:
-    """Return the lines of `scontrol --oneliner show` by the name that stands first in each."""
+    """Return the lines of `scontrol --oneliner show` by the name in their first field."""
     records = [parse_record(line) for line in text.splitlines()]
     return {next(iter(record.values())): record for record in records if record}
 
 
 def _read_partition_limits(partition: Record, site: Record) -> Record:
-    """Return the limits of a partition that are numbers; those of the site's memory hold where it has none of its own."""
+    """Return the numeric limits of a partition, with the memory limits of the site if the partition has none."""
     limits, site_limits = (
         {name: n for name, n in record.items() if n.isdigit() and n != "0"} for record in (partition, site)
     )
@@ -199,7 +200,7 @@ def _read_partition_limits(partition: Record, site: Record) -> Record:
 
 
 def _find_first_host(names: str) -> str:
-    """Return node001 of "node[001-004,007],other"."""
+    """Return the first host of a host list: node001 for "node[001-004,007],other"."""
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", re.split(r",(?![^\[]*\])", names)[0])
 
 
@@ -217,7 +218,7 @@ def _parse_partition(name: str, rows: list[list[str]], nodes: Mapping[str, Recor
 
 
 def _parse_kinds(rows: list[list[str]], nodes: Mapping[str, Record], limits: Record) -> list[NodeKind]:
-    """Return the kinds of nodes, those in different states put together."""
+    """Return the kinds of nodes, merged over node states."""
     counts: dict[NodeKind, int] = {}
     for *_, count, state, cpus, memory, gres, names in rows:
         if _can_run(state):
@@ -229,12 +230,12 @@ def _parse_kinds(rows: list[list[str]], nodes: Mapping[str, Record], limits: Rec
 
 
 def _subtract_reserved_part(kind: NodeKind, node: Record, limits: Record) -> NodeKind:
-    """Return what one job can have of a node: without what the system keeps, and within the partition's limits.
+    """Return the part of a node that one job can use, without system resources and within the partition's limits.
 
     Args:
         kind: the whole node.
-        node: scontrol's record of it; empty where nothing is known.
-        limits: of the partition, as far as there are any.
+        node: scontrol's record of the node; empty if unknown.
+        limits: limits of the partition; empty if there are none.
     """
     threads = _parse_leading_number(node.get("ThreadsPerCore", "")) or 1
     specialised = (
@@ -253,31 +254,31 @@ def _subtract_reserved_part(kind: NodeKind, node: Record, limits: Record) -> Nod
 
 
 def _expand_ranges(ranges: str) -> list[int]:
-    """Return 0, 1, 4 and 5 of "0-1,4,5"."""
+    """Return the numbers in a list of ranges: 0, 1, 4 and 5 for "0-1,4,5"."""
     pairs = [range_text.partition("-") for range_text in ranges.split(",") if re.fullmatch(r"\d+(-\d+)?", range_text)]
     return [number for lower, _, upper in pairs for number in range(int(lower), int(upper or lower) + 1)]
 
 
 def _can_run(state: str) -> bool:
-    """Return whether a node in this state runs jobs, now or when those before are done; "~" is one that is switched off."""
+    """Return whether a node in this state runs jobs, now or after current ones; powered-down ones ("~") do."""
     state_words = re.split(r"[^a-z_]", state.lower())
     return state[-1:] not in _STATE_SUFFIXES and not set(state_words) & set(_UNUSABLE)
 
 
 def _parse_leading_number(text: str) -> int:
-    """Return 16 of "16+", which sinfo writes where nodes differ; 0 of "N/A", "(null)" and the like."""
+    """Return the leading number: 16 for "16+" (as in sinfo if nodes differ); 0 for "N/A", "(null)" and the like."""
     match = re.match(r"\d+", text)
     return int(match[0]) if match else 0
 
 
 def _parse_max_nodes(size: str) -> int | None:
-    """Return the upper end of "1-infinite", "1-2" or "4"."""
+    """Return the upper bound of a job size ("1-2", "4"); None for "1-infinite"."""
     upper = size.rpartition("-")[2]
     return int(upper) if upper.isdigit() else None
 
 
 def parse_minutes(limit: str) -> int | None:
-    """Return the whole minutes of a time limit ([days-]hours:minutes:seconds, or less of it); None where there is none."""
+    """Return the whole minutes of a time limit of SLURM ([days-]hours:minutes:seconds or shorter), or None."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit.strip())
     if not match:
         return None
@@ -305,7 +306,7 @@ def parse_gres(text: str) -> tuple[Gpus, ...]:
 
 @dataclass(frozen=True)
 class TemplateLine:
-    """A line of a job spec: `value` as YAML, the comment beside it, and comment lines below."""
+    """A line of a job spec: `value` as YAML, its comment `why`, and comment lines below."""
 
     key: str  # "cluster.slurm.partition"
     value: str
@@ -314,12 +315,12 @@ class TemplateLine:
 
 
 def fill_template(template: str, site: Site) -> str:
-    """Return the template with what the scheduler tells in place of its settings, commented out or not."""
+    """Return the template with the site's values for its settings, including settings that are commented out."""
     return write_settings(template, list_site_settings(site))
 
 
 def write_settings(template: str, settings: Iterable[TemplateLine]) -> str:
-    """Return a job file with other lines at some of its keys, commented out or not."""
+    """Return a job file with the lines of some keys replaced, including keys that are commented out."""
     lines = template.splitlines()
     for setting in settings:
         number, indent = _find(lines, setting.key)
@@ -336,7 +337,7 @@ _LINE = re.compile(r"^(?P<indent> *)(?P<off># )?(?P<key>[a-z_]+):(?P<rest>.*)$")
 
 
 def _find(lines: Sequence[str], key: str) -> tuple[int, str]:
-    """Return the number of the line that sets a key, or would if it were no comment, and its indentation."""
+    """Return index and indentation of the line that sets a key, even if the line is commented out."""
     path: list[tuple[int, str]] = []  # sections that are open: indentation, name
     for number, line in enumerate(lines):
         if not (match := _LINE.match(line)):
@@ -351,7 +352,7 @@ def _find(lines: Sequence[str], key: str) -> tuple[int, str]:
 
 
 def list_site_settings(site: Site) -> Iterator[TemplateLine]:
-    """Yield what a job spec says on this site: for its default partition, with the others as comments."""
+    """Yield the settings of a job spec for the default partition of a site, with other partitions as comments."""
     default_partition = site.default
     other_partitions = tuple(
         describe_partition(partition) for partition in site.partitions if partition is not default_partition
@@ -384,7 +385,7 @@ def _list_size_settings(partition: Partition) -> Iterator[TemplateLine]:
 
 
 def list_measuring_settings(nodes: Sequence[int], minutes: int, why: str = "") -> Iterator[TemplateLine]:
-    """Yield which numbers of nodes are measured, for how many minutes each, and what all of it may cost."""
+    """Yield the settings for the numbers of nodes to measure, minutes per measuring job, and total node-hours."""
     yield TemplateLine("search.nodes", f"[{', '.join(map(str, nodes))}]", why)
     yield TemplateLine(
         "search.max_minutes", str(minutes), f"of one measuring job, at most; SLURM is asked for {minutes + ROOM}"
@@ -402,7 +403,7 @@ _NODES = (2, 4, 8, 16)
 
 
 def suggest_nodes(partition: Partition) -> tuple[int, ...]:
-    """Return the numbers of nodes to measure: powers of two up to the partition's size, one node where it is small."""
+    """Return the numbers of nodes to measure: powers of two within the partition's limits, and 1 if they are few."""
     alike = partition.kinds[0].nodes if partition.kinds else 1
     most = min(alike, partition.usable or 1)
     least = partition.least_nodes
@@ -417,7 +418,7 @@ def _choose_measuring_minutes(partition: Partition) -> int:
 
 
 def _list_node_settings(kind: NodeKind) -> Iterator[TemplateLine]:
-    """Yield how a node's GPUs, processors and memory are asked for: all of them, for whole nodes are used."""
+    """Yield the settings that request all GPUs, CPUs and memory of a node, as whole nodes are used."""
     gpus = kind.gpus[0] if kind.gpus else Gpus("", 1)
     ranks = min(gpus.count, kind.cpus or gpus.count)
     cpus = max(1, kind.cpus // ranks)
@@ -442,7 +443,7 @@ def _list_node_settings(kind: NodeKind) -> Iterator[TemplateLine]:
 
 
 def describe_partition(partition: Partition) -> str:
-    """Return a partition in a line: its name, nodes, GPUs and time limit."""
+    """Return a one-line description of a partition: name, nodes, GPUs and time limit."""
     return f"{partition.name}: {_describe_size(partition)}"
 
 
@@ -467,14 +468,14 @@ def _describe_minutes(minutes: int) -> str:
 
 
 def quote_word(text: str) -> str:
-    """Return a name as YAML takes it for a word, quoted where it could be something else."""
+    """Return a name as a YAML string, quoted if YAML could read it as another type."""
     plain = re.fullmatch(r"[A-Za-z_][\w.-]*", text)
     reserved = ("true", "false", "null", "yes", "no", "on", "off", "y", "n", "none")
     return text if plain and text.lower() not in reserved else json.dumps(text)
 
 
 def list_partitions_with_gpus(partitions: Iterable[Partition]) -> list[Partition]:
-    """Return the partitions that have a GPU and are up."""
+    """Return the partitions that are up and have nodes with GPUs."""
     return [partition for partition in partitions if partition.up and any(kind.gpus for kind in partition.kinds)]
 
 
@@ -484,7 +485,7 @@ Call = Callable[..., CommandResult]
 ALL_QOS = ("sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=Name,MaxWall")
 """The command that lists the QOS of a site, one per line, the name first."""
 ALL_PARTITIONS = ("sinfo", "--all", "--noheader", "--format=%R")
-"""The command that lists all partitions, also those that are hidden, or not for this user."""
+"""The command that lists all partitions, including those hidden from or closed to this user."""
 
 
 @dataclass(frozen=True)
@@ -502,15 +503,15 @@ class SiteFacts:
 
     @property
     def answers(self) -> bool:
-        """Whether the controller answers at all."""
+        """Whether the controller answers."""
         return bool(self.partitions)
 
 
 def ask_site_facts(ask: Call = call_slurm) -> SiteFacts:
-    """Ask every command of SLURM that tula uses, each with little patience; nothing is submitted.
+    """Run every command of SLURM that tula uses, each with a short timeout; nothing is submitted.
 
     Args:
-        ask: what calls a command; tests give one of their own.
+        ask: function that runs a command; replaced in tests.
     """
     silent: dict[str, str] = {}
 
@@ -545,7 +546,7 @@ def _parse_qos(text: str | None) -> dict[str, int | None] | None:
 
 
 def parse_first_fields(text: str | None) -> tuple[str, ...] | None:
-    """Return the first field of each line, each once; None where there is none."""
+    """Return the distinct first fields of the lines, separated by "|"; None if there are none."""
     return (
         tuple(dict.fromkeys(name for line in (text or "").splitlines() if (name := line.split("|")[0].strip()))) or None
     )

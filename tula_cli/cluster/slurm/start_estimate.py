@@ -1,4 +1,4 @@
-"""SLURM's own estimate of when a training would start, by `sbatch --test-only`."""
+"""SLURM's estimate of when a training would start, by `sbatch --test-only`."""
 
 import re
 import tempfile
@@ -16,25 +16,25 @@ from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.spec.job import JobSpec
 
 _PATIENCE = 10.0
-"""Seconds that sbatch gets to answer: the estimate is a hint, which no command waits long for."""
+"""Timeout of sbatch in seconds; short, as the estimate is only a hint."""
 _JOB = "start-estimate"
 
 
 def estimate_start(run: RunDir, spec: JobSpec, *, nodes: int, batch: int, now: float) -> StartEstimate | None:
-    """Ask SLURM when the first job of a training would start, with the script that would be submitted. Nothing is submitted.
+    """Return SLURM's estimate of when the first job of a training would start; nothing is submitted.
 
-    SLURM looks at the jobs that run and at their time limits. Jobs of higher priority may come first, so the wait is a lower
-    estimate.
+    SLURM is given the script that would be submitted, and considers running jobs and their time limits. Jobs of higher
+    priority may come first, so the estimated wait is a lower bound.
 
     Args:
         run: the run that the training would belong to; nothing is written there.
         spec: the job.
-        nodes: of the training.
+        nodes: number of nodes of the training.
         batch: global batch of the training.
         now: Unix time.
 
     Returns:
-        None if this machine has no sbatch.
+        The estimate, without a wait but with a reason if SLURM gives none; None if this machine has no sbatch.
     """
     task = TrainTask(
         id=_JOB, job=_JOB, spec=spec, workdir=str(Path.cwd()), nodes=nodes, signature=_JOB, attempt=1,

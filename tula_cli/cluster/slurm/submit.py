@@ -1,4 +1,4 @@
-"""Jobs on SLURM: submitit writes the scripts and starts the supervisors."""
+"""Submission of jobs on SLURM: submitit writes the scripts and starts the supervisors."""
 
 import hashlib
 import os
@@ -17,17 +17,18 @@ from tula_cli.run.records.tasks import Task
 
 
 class SlurmLauncher(BatchLauncher):
-    """Jobs on SLURM through submitit: srun starts one supervisor a rank, or one a node.
+    """Launcher of jobs on SLURM through submitit: srun starts one supervisor per rank, or one per node.
 
-    All links of a chain have one name in the queue, of which SLURM starts one at a time in their order (`singleton`), and each
-    names the one before it. That alone would not do: one that is cancelled while it waits satisfies `afterany`, and the next
-    would start beside one that runs. To name all of them would be 49 for the last of 50.
+    All jobs of a chain have the same name, of which SLURM runs one at a time in order (`singleton`), and each job
+    depends on the previous one (`afterany`). The dependency alone is not enough: a job that is cancelled while pending
+    satisfies `afterany`, and the next one would start while another runs. A dependency on all earlier jobs would name
+    49 for the last of 50.
 
-    Each also starts minutes after the one before it (`after:ID+MINUTES`) unless the supervisor of that one has ended the delay:
-    where SLURM itself cannot start a job nothing of tula runs, and the whole chain would fail within seconds.
+    Each job also starts minutes after the start of the previous one (`after:ID+MINUTES`), unless the supervisor of that
+    job removed the delay: if SLURM cannot start a job, tula does not run, and the chain would fail within seconds.
 
     Args:
-        waits: take what squeue told another command of this user that waits.
+        waits: use the answer of squeue that waiting commands of this user share.
     """
 
     def __init__(self, *, waits: bool = False) -> None:
@@ -39,7 +40,7 @@ class SlurmLauncher(BatchLauncher):
         return SlurmLauncher(waits=True)
 
     def request(self, run: RunDir, task: Task, name: str, after: Sequence[str] = ()) -> JobRequest:
-        """Return the job by the name of its script; what it is asked for else is told by `parameters`."""
+        """Return a request with the name of the script; other options come from `sbatch.make_submitit_parameters`."""
         return JobRequest(name, "", nodes=task.nodes, after=tuple(after), logs=run.submitit_dir)
 
     def script_text(self, run: RunDir, job: JobRequest, task: Task) -> str:
@@ -55,7 +56,7 @@ class SlurmLauncher(BatchLauncher):
         _write_call(run, task, id_)
 
     def name_of_first_job(self, run: RunDir, task: Task) -> str:
-        """Return a name without the run's place: SLURM tells where the script of each job is."""
+        """Return a name without a hash of the run's path, as SLURM reports the path of each job's script."""
         return f"tula-{run.id}-{task.job}"
 
     def queued_jobs(self, run: RunDir, task: Task, names: Sequence[str]) -> dict[str, Queued]:
@@ -66,7 +67,7 @@ class SlurmLauncher(BatchLauncher):
         return {name: job for name, job in own_jobs.items() if name in names}
 
     def jobs_to_name(self, run: RunDir, task: Task, there: Mapping[str, Queued], ids: Sequence[str]) -> Sequence[str]:
-        """Return the last one, and all that have another name than it: an older tula gave each link its own."""
+        """Return the last job, and those without the name of the chain, which older versions of tula submitted."""
         strangers = {job.id for job in there.values() if job.name != make_chain_name(run, task)}
         return [id_ for id_ in ids if id_ in strangers or id_ == ids[-1]]
 
@@ -75,7 +76,7 @@ class SlurmLauncher(BatchLauncher):
 
 
 def make_chain_name(run: RunDir, task: Task) -> str:
-    """Return the name that all links of a chain have in the queue; those of a run elsewhere have another."""
+    """Return the name of all jobs of a chain in the queue; it has a hash of the path of the run."""
     path_digest = hashlib.sha256(os.fsencode(run.path.resolve())).hexdigest()[:8]
     return f"tula-{run.id}-{task.job}-{path_digest}"
 
@@ -91,7 +92,7 @@ def render_job_script(run: RunDir, task: Task, *, name: str | None = None, depen
 
 
 def _write_call(run: RunDir, task: Task, id_: str) -> None:
-    """Leave what a job has to call where submitit looks for it, for a minute, once the job has started."""
+    """Write the pickled call of a job to the file for which submitit waits, up to a minute, after its start."""
     from submitit.core.utils import DelayedSubmission, JobPaths
 
     path = JobPaths(run.submitit_dir, job_id=id_).submitted_pickle

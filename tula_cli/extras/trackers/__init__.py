@@ -1,1 +1,1 @@
-"""The trackers that tula knows, each by its own package."""
+"""The trackers included in tula, each based on its own package."""

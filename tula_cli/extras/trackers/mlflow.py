@@ -1,4 +1,4 @@
-"""MLflow: tula's run, and its probes and trainings as runs nested in it, by MlflowClient of mlflow or mlflow-skinny."""
+"""MLflow export: a run of tula with its probes and trainings as nested runs, by mlflow or mlflow-skinny."""
 
 import contextlib
 import os
@@ -30,16 +30,16 @@ from mlflow.tracking import MlflowClient  # noqa: E402
 
 T = TypeVar("T")
 FILES = "mlartifacts"
-"""The folder of files beside a database on this machine, or in a folder that is a store."""
+"""Folder of artifacts next to a local database, or in a local file store."""
 _METRICS, _OTHERS = 1000, 100
-"""Of one call, at most."""
+"""Maximum numbers of metrics, and of parameters or tags, per call."""
 _LONGEST = 500
-"""Characters of a value that every version of a server takes."""
+"""Maximum length of a value, in characters, that every server version accepts."""
 _STATES = {"running": "RUNNING", "finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
 
 
 class MlflowRun:
-    """A run of MLflow. What was logged stays there: points that are trained again are not sent again."""
+    """A run of MLflow; logged points cannot be removed, so steps that are trained again are not sent again."""
 
     def __init__(self, client: MlflowClient, run_id: str, *, new: bool) -> None:
         self.client, self._id = client, run_id
@@ -56,7 +56,7 @@ class MlflowRun:
         return self._id
 
     def _newest_step(self, metric: str) -> int:
-        """Return the newest step that was there when the run was opened; -1 where there was none."""
+        """Return the newest step that existed when the run was opened; -1 if there was none."""
         if metric not in self.before:
             return -1
         if metric not in self.newest:
@@ -120,7 +120,7 @@ class MlflowRun:
 
 
 class MlflowExporter:
-    """A tracking server, a database or a folder (the URI), and an experiment there (the project)."""
+    """An experiment (the project) on a tracking server, in a database or in a folder (the URI)."""
 
     def __init__(self, *, uri: str, project: str) -> None:
         local = _get_local_folder(uri)
@@ -153,7 +153,7 @@ exporter = MlflowExporter
 
 @contextlib.contextmanager
 def _convert_errors() -> Iterator[None]:
-    """Raise what MLflow, its database or the network says as an error of the tracker."""
+    """Convert errors of MLflow, its database or the network to TrackerError."""
     try:
         yield
     except (MlflowException, OSError) as error:
@@ -168,12 +168,12 @@ def _convert_errors() -> Iterator[None]:
 
 
 def _require_unmoved(uri: str, *, before: str, now: str) -> None:
-    """Refuse a store in a run that was moved or copied: MLflow would go on to keep files where the run was.
+    """Reject the store of a run that was moved or copied, because MLflow would write files to the previous folder.
 
     Args:
-        uri: of the store.
-        before: the folder of files that the store names.
-        now: the folder of files beside the store.
+        uri: URI of the store.
+        before: artifact folder recorded in the store.
+        now: artifact folder next to the store.
 
     Raises:
         TrackerError: the store was moved.
@@ -192,7 +192,7 @@ def _get_path(uri: str) -> Path:
 
 
 def _shorten_message(text: str) -> str:
-    """Return what of a message a person reads: its first sentence, without what went on inside of the connection."""
+    """Return the first line of an error message without connection internals, shortened to 200 characters."""
     line = (text.strip().splitlines() or ["no answer"])[0].partition(" with exception ")[0]
     return line if len(line) <= 200 else f"{line[:197]}..."
 
@@ -204,7 +204,7 @@ def _split_into_chunks(items: Iterator[T] | Sequence[T], size: int) -> Iterator[
 
 
 def _make_key(name: str) -> str:
-    """Return a name of the characters that MLflow takes."""
+    """Replace characters that MLflow does not accept in a name."""
     return re.sub(r"[^\w\-. /]", "_", name)[:250]
 
 
@@ -214,7 +214,7 @@ def _format_value(value: Any) -> str:
 
 
 def _get_local_folder(uri: str) -> Path | None:
-    """Return the folder of a store on this machine; None of a server."""
+    """Return the folder of a local store; None for a server."""
     if uri.startswith("sqlite:///"):
         return Path(uri.removeprefix("sqlite:///")).parent
     parts = urlsplit(uri)

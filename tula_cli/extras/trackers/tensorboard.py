@@ -1,4 +1,4 @@
-"""TensorBoard: event files, by the package tensorboard alone; no torch, no TensorFlow."""
+"""TensorBoard export: event files written by the package tensorboard, without torch or TensorFlow."""
 
 import json
 import time
@@ -16,11 +16,11 @@ from tula_cli.errors import TrackerError
 from tula_cli.services.exporting.destination import Described, Point, Scalar, State
 
 _TABLED = 40
-"""Settings up to which a run stands in the HPARAMS table; the whole job has more, and is a text."""
+"""Maximum number of settings for which a run is shown in the HPARAMS table; a whole job has more and becomes text."""
 
 
 class BoardRun:
-    """A folder of event files. Points that are trained again are taken away by the mark that TensorBoard has for restarts."""
+    """A folder of event files; points that are trained again are removed by TensorBoard's restart mark."""
 
     def __init__(self, folder: Path, run: Described, *, known: str | None, after: int | None) -> None:
         self.folder, self.started = folder, run.started
@@ -37,7 +37,7 @@ class BoardRun:
         return self.folder.name
 
     def _restart(self, samples: int) -> None:
-        """Let TensorBoard forget every point from so many samples on: of this file and those before it."""
+        """Make TensorBoard discard all points from `samples` onwards, in this and earlier files."""
         mark = SessionLog(status=SessionLog.START)
         self.writer.add_event(Event(wall_time=time.time(), step=samples, session_log=mark))
 
@@ -64,7 +64,7 @@ class BoardRun:
         return True
 
     def artifact(self, path: Path) -> None:
-        """TensorBoard shows no files: a text is kept as one, what is no text is left out."""
+        """Record a text file as text; other files are left out, because TensorBoard does not show files."""
         if path.suffix in (".md", ".txt"):
             self._text(path.name, path.read_text(encoding="utf-8"))
         elif path.suffix in (".yaml", ".csv"):
@@ -105,7 +105,7 @@ def _render_cell(value: Scalar) -> str:
 
 
 class BoardExporter:
-    """A folder for `tensorboard --logdir`, with one below it for each run of tula and each of its probes and trainings."""
+    """A folder for `tensorboard --logdir`, with a subfolder per run of tula, and per probe and training of the run."""
 
     def __init__(self, *, uri: str, project: str) -> None:
         del project  # a folder has none

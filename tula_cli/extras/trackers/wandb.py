@@ -1,4 +1,4 @@
-"""Weights & Biases: runs in one group, offline (a folder that `wandb sync` uploads) unless an address is given."""
+"""Weights & Biases export: runs in one group, offline (uploaded by `wandb sync`) unless an address is given."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ import wandb
 
 
 class WandbRun:
-    """A run of W&B. Its steps only grow: points that are trained again are not sent again."""
+    """A run of W&B; its steps only grow, so steps that are trained again are not sent again."""
 
     def __init__(self, run: Any) -> None:
         self.run = run
@@ -59,7 +59,7 @@ class WandbRun:
 
 
 class WandbExporter:
-    """A project of W&B: on a server where the place is an address, else in a folder."""
+    """A W&B project, on a server if `uri` is an address, otherwise in a folder."""
 
     def __init__(self, *, uri: str, project: str) -> None:
         self.project = project
@@ -103,14 +103,14 @@ exporter = WandbExporter
 
 
 def _await_unused_folder(parent: Path, run_id: str) -> None:
-    """Wait until no folder has the name that W&B gives an offline run: the second and the id; older releases overwrite it."""
+    """Wait until an offline run's folder name (second and id) is unused; older W&B releases overwrite the folder."""
     while (parent / f"offline-run-{time.strftime('%Y%m%d_%H%M%S')}-{run_id}").exists():
         time.sleep(0.05)
 
 
 @contextlib.contextmanager
 def _convert_errors() -> Iterator[None]:
-    """Raise what W&B or the network says as an error of the tracker."""
+    """Convert errors of W&B or the network to TrackerError."""
     try:
         yield
     except (wandb.Error, OSError) as error:

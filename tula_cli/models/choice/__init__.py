@@ -1,1 +1,1 @@
-"""Configurations, and how one is chosen."""
+"""Candidate configurations, and the choice among them."""

@@ -1,9 +1,9 @@
-"""Which probe to make next: the one that is expected to improve the decisions most for its node-seconds.
+"""Choose the next probes: those expected to improve the decisions most per node-second.
 
-The decisions are the fastest and the cheapest configuration, without and with every bound on the batch, and the knee. The
-fitted step-time model gives not only every candidate's step time but how the errors of all of them hang together. From
-that follow, for each decision, the regret to expect from deciding now, and what a probe would be worth: how much better
-one expects to decide after it (the knowledge gradient).
+The decisions are the fastest and the cheapest configuration, without and with every bound on the batch, and the knee.
+The fitted step-time model gives every candidate's step time and the covariance of their errors. From these follow, for
+each decision, the expected regret of deciding now and the value of a probe: the expected improvement of the decision
+after it (the knowledge gradient).
 """
 
 import math
@@ -24,15 +24,15 @@ _SAMPLES = 256  # of the posterior, for the expected regret
 _OUTCOMES = np.array([-1.5, -0.8, -0.25, 0.25, 0.8, 1.5])  # of a probe, in standard deviations
 _LEAST = 0.5  # a probe must be worth this share of the tolerance
 _REALISED = 0.1
-"""Share of a probe's expected worth that is held against what it takes: that sums up every decision, of which one is asked
-for, and on measured clusters choices were a fifth to a tenth as far off as was expected (benchmarks/replay/replay.py).
-"""
+"""Share of a probe's expected benefit that is compared with its cost: the benefit sums over all decisions, of which the
+user asks for one, and on measured clusters choices were only a fifth to a tenth as far off as expected
+(benchmarks/replay/replay.py)."""
 _FEWEST_FOR_KNEE = 5
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration that may be chosen, and what probing it takes."""
+    """A configuration that may be chosen, and the cost of probing it."""
 
     nodes: int
     gpus_per_node: int
@@ -49,7 +49,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Pick:
-    """A probe worth making, and why, in one line."""
+    """A probe worth running, and the reason in one line."""
 
     candidate: Candidate
     words: str
@@ -57,7 +57,7 @@ class Pick:
 
 @dataclass(frozen=True)
 class Proposal:
-    """The next round of probes (side by side; those of one number of nodes in one job), best first."""
+    """The next round of probes, best first (run in parallel; those on the same number of nodes in one job)."""
 
     picks: tuple[Pick, ...]  # none where every decision is settled or everything is probed
     regrets: dict[str, float]  # expected, of deciding now, by objective: time, cost, knee
@@ -67,12 +67,12 @@ class Proposal:
 def choose_first_probes(
     by_nodes: Iterable[tuple[int, Sequence[int]]], *, whole_steps: bool = False
 ) -> list[tuple[int, int]]:
-    """Return the probes (nodes, local batch) to start from: three batches on the fewest nodes, the smallest on the most.
+    """Return the initial probes (nodes, local batch): three batches on the fewest nodes, the smallest on the most.
 
     Args:
         by_nodes: numbers of nodes with their ascending local batches; at least one.
-        whole_steps: probes do not measure compute apart from synchronisation. Then the largest batch on the most nodes is one
-            of them: without it nothing tells how much of the synchronisation is hidden, and no interval is to be trusted.
+        whole_steps: probes do not measure compute apart from synchronisation. The largest batch on the most nodes is
+            then added: without it the hidden share of the synchronisation is unknown, and no interval is reliable.
     """
     sizes = sorted((nodes, tuple(batches)) for nodes, batches in by_nodes)
     (fewest, batches), (most, their) = sizes[0], sizes[-1]
@@ -81,10 +81,10 @@ def choose_first_probes(
 
 
 def propose(fit: StepTimeFit, candidates: Sequence[Candidate], *, tolerance: float) -> Proposal:
-    """Return what to measure next.
+    """Return the next probes to run.
 
     Args:
-        fit: of the probes so far.
+        fit: to the probes so far.
         candidates: every feasible configuration, probed or not; at least one.
         tolerance: expected regret below which nothing more is measured, as a share of a decision's time or cost.
     """
@@ -126,17 +126,17 @@ class _Belief:
         return cls(mean, covariance, noise)
 
     def gain(self, index: int) -> Floats:
-        """Return how all means move when a measurement comes out one standard deviation high."""
+        """Return the change of all means if a measurement is one standard deviation above its expectation."""
         moved: Floats = self.covariance[:, index] / math.sqrt(self.covariance[index, index] + self.noise[index])
         return moved
 
     def after(self, index: int) -> "_Belief":
-        """Return the belief after a measurement that comes out as expected."""
+        """Return the belief after a measurement that equals its expectation."""
         gain = self.gain(index)
         return _Belief(self.mean, self.covariance - np.outer(gain, gain), self.noise)
 
     def samples(self) -> Floats:
-        """Return draws, shape (_SAMPLES, n); the same ones for the same belief."""
+        """Return posterior samples, shape (_SAMPLES, n); deterministic for a given belief."""
         values, vectors = np.linalg.eigh(self.covariance)
         root = vectors * np.sqrt(np.maximum(values, 0.0))
         draws = np.random.default_rng(0).standard_normal((_SAMPLES, len(values)))
@@ -146,7 +146,7 @@ class _Belief:
 
 @dataclass(frozen=True)
 class _Decision:
-    """The least of ln step time + `weights` among `allowed`."""
+    """Minimise ln step time + `weights` among the `allowed` candidates."""
 
     objective: str
     weights: Floats  # (n,)
@@ -154,7 +154,7 @@ class _Decision:
     share: float  # of its objective
 
     def values(self, log_step: Floats) -> Floats:
-        """Return ln of the time or cost, infinite where not allowed; shape as given, (..., n)."""
+        """Return ln of the time or cost, infinite if not allowed; shape as given, (..., n)."""
         return np.where(self.allowed, log_step + self.weights, np.inf)
 
 
@@ -193,17 +193,17 @@ class _Problem:
         return largest
 
     def choices(self, mean: Floats) -> list[int]:
-        """Return what each decision comes to."""
+        """Return the candidate that each decision selects."""
         return [int(np.argmin(decision.values(mean))) for decision in self.decisions]
 
     def node_seconds(self, mean: Floats) -> float:
-        """Return what the training takes at its fastest, which is what a share of it is worth."""
+        """Return the node-seconds of the fastest training, by which relative savings are converted to node-seconds."""
         seconds = np.exp(mean) * [c.steps for c in self.candidates]
         fastest = int(np.argmin(seconds))
         return float(seconds[fastest]) * self.candidates[fastest].size
 
     def worth(self, belief: _Belief, choices: Sequence[int], index: int) -> float:
-        """Return how much better one expects to decide after a probe than by `choices`, as a share of time or cost."""
+        """Return the expected improvement of the decisions by a probe over `choices`, as a share of time or cost."""
         gain = belief.gain(index)
         outcomes = belief.mean + _OUTCOMES[:, None] * gain
         total = 0.0
@@ -216,7 +216,7 @@ class _Problem:
 
 
 def _weigh_bound(bound: int, bounds: Sequence[int]) -> float:
-    """Return the weight of a bound on the batch: no bound at all counts as much as all others together."""
+    """Return the weight of a bound on the batch: the decision without a bound counts as much as all others together."""
     if len(bounds) == 1:
         return 1.0
     return 0.5 if bound == bounds[-1] else 0.5 / (len(bounds) - 1)
@@ -224,9 +224,9 @@ def _weigh_bound(bound: int, bounds: Sequence[int]) -> float:
 
 @dataclass(frozen=True)
 class _Knee:
-    """The knee of the fastest time over the batch: the least of time x sqrt(batch).
+    """The knee of the fastest time over the batch: the minimum of time x sqrt(batch).
 
-    `objective` finds it there too, and falls back on another rule where that is the first or the last batch.
+    `objective` uses the same rule, and another one if the minimum is at the first or the last batch.
     """
 
     weights: Floats  # (n,)
@@ -239,7 +239,7 @@ class _Knee:
         return cls(weights, batches[None, :] == unique[:, None], np.log(unique))
 
     def curve(self, log_step: Floats) -> Floats:
-        """Return the fastest ln time of each batch, shape (..., batches)."""
+        """Return the fastest ln time at each batch, shape (..., batches)."""
         values = np.where(self.members, (log_step + self.weights)[..., None, :], np.inf)
         best: Floats = values.min(axis=-1)
         return best
@@ -250,16 +250,19 @@ class _Knee:
         return best
 
     def regret(self, mean: Floats, others: Floats) -> float:
-        """Return how far time x sqrt(batch) at the knee of the mean is above the least of each other curve, on average."""
+        """Return the mean relative excess over the minimum of each other curve at the knee of the mean curve.
+
+        The value at a knee is time x sqrt(batch).
+        """
         chosen = int(self.batch(self.curve(mean)))
         curves = self.curve(others) + self.log_batch / 2
         return float(np.expm1(curves[:, chosen] - curves.min(axis=-1)).mean())
 
 
 def _round(problem: _Problem, belief: _Belief, open_: Flags, tolerance: float, training: float) -> Iterable[Pick]:
-    """Pick probes one after the other, each as if those before it came out as expected.
+    """Yield probes one after the other, each chosen as if the previous ones had come out as expected.
 
-    None that takes more than it is expected to save of the training (node-seconds).
+    Probes that cost more node-seconds than they are expected to save of the training are not chosen.
     """
     started: set[tuple[int, int]] = set()
     remaining = [index for index in range(len(open_)) if open_[index]]

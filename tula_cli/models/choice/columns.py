@@ -14,33 +14,33 @@ Flags = NDArray[np.bool_]
 
 
 def to_columns(configs: Sequence[Config]) -> tuple[Ints, Ints]:
-    """Return nodes and batches of configurations as arrays."""
+    """Convert configurations to arrays of nodes and batches."""
     return convert_to_columns([(config.nodes, config.batch) for config in configs])
 
 
 def to_configs(nodes: Ints, batch: Ints) -> list[Config]:
-    """Return configurations of arrays, shape (n,)."""
+    """Convert arrays of nodes and batches, shape (n,), to configurations."""
     return [Config(*place) for place in zip(nodes.tolist(), batch.tolist(), strict=True)]
 
 
 def convert_to_columns(pairs: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
-    """Return pairs of nodes and batch as arrays."""
+    """Convert pairs of nodes and batch to arrays."""
     pairs_array = np.array(pairs, dtype=np.int64).reshape(-1, 2)
     return pairs_array[:, 0], pairs_array[:, 1]
 
 
 def compute_ratios(known: Sequence[int], at: Ints | Floats) -> Floats:
-    """Return how many times the one is the other of each place and each of those that are known, shape (places, known)."""
+    """Return the ratio, at least 1, between each value of `at` and each known value, shape (len(at), len(known))."""
     column, other = at[:, None], np.asarray(known, dtype=float)[None, :]
     ratios: Floats = np.maximum(column / other, other / column)
     return ratios
 
 
 def find_nearest(*distances: Floats) -> Ints:
-    """Return for each row the column of the least distance, shape (n,); of equal ones by the next distance, then the first.
+    """Return for each row the column of the least distance, shape (n,); ties go to the next distance, then the first.
 
     Args:
-        distances: in order of their weight, each of shape (n, m).
+        distances: in order of priority, each of shape (n, m).
     """
     candidates = np.ones(distances[0].shape, dtype=bool)
     for distance in distances:
@@ -51,7 +51,7 @@ def find_nearest(*distances: Floats) -> Ints:
 
 
 def compute_by_value(of: Callable[[int], float], values: Ints) -> NDArray[Any]:
-    """Return what a function gives for each value, which it is asked once for: shape (n,)."""
+    """Apply a function to each value, calling it once per distinct value; shape (n,)."""
     distinct, where = np.unique(values, return_inverse=True)
     values_by_position: NDArray[Any] = np.array([of(value) for value in distinct.tolist()])[where]
     return values_by_position

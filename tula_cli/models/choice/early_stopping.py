@@ -1,4 +1,4 @@
-"""Early stopping: when a metric has reached its goal or has stopped improving, and what ending early is expected to save."""
+"""Early stopping: whether a metric has reached its target or stopped improving, and the expected saving."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -13,19 +13,19 @@ from tula_cli.words import format_count, format_number
 PERCENT = ("top1", "top5")
 
 Values = Mapping[str, float]
-"""An evaluation: top1 and top5 in percent, loss, and the user's own metrics. What is not known is nan."""
+"""Metrics of an evaluation: top1 and top5 in percent, loss, and the user's own metrics. Unknown ones are nan."""
 
 
 def remember_best(values: Values, best: BestCheckpoint, *, epoch: int) -> dict[str, float]:
-    """Return what is kept of the best evaluation; its metric as `value`, where train.best_checkpoint names one."""
+    """Return the figures to keep of the best evaluation; `value` is the metric that train.best_checkpoint names."""
     kept = {"top1": values["top1"], "loss": values["loss"], "epoch": float(epoch)}
     return kept if best.metric == "auto" else {**kept, "value": values[best.metric]}
 
 
 def is_better(values: Values, kept: Mapping[str, float], best: BestCheckpoint) -> bool:
-    """Return whether an evaluation is better than the one that is kept; empty: there is none.
+    """Return whether an evaluation is better than the kept one; True if `kept` is empty.
 
-    By itself it compares accuracies, and losses where there are no classes.
+    With metric auto, accuracies are compared, or losses if there are no classes.
     """
     if not kept:
         return True
@@ -38,13 +38,13 @@ def is_better(values: Values, kept: Mapping[str, float], best: BestCheckpoint) -
 
 
 def describe_stop(values: Values, kept: Mapping[str, float], train: Train, *, epoch: int) -> str:
-    """Return why a training ends here, in words; empty where it goes on.
+    """Return why a training stops here, in words; empty if it continues.
 
     Args:
         values: of the epoch that has ended.
-        kept: of the best one so far, this one included.
+        kept: of the best epoch so far, including this one.
         train: the section.
-        epoch: how many are done.
+        epoch: number of epochs done.
     """
     stopping = train.early_stopping
     if stopping is None:
@@ -63,7 +63,7 @@ def describe_stop(values: Values, kept: Mapping[str, float], train: Train, *, ep
 
 
 def convert_to_unit(metric: str, bound: float) -> float:
-    """Return a bound in the metric's unit: one of an accuracy up to 1 is a share, others are percent."""
+    """Convert a bound to the metric's unit: for an accuracy, values up to 1 are shares, others percent."""
     return 100 * bound if metric in PERCENT and bound <= 1 else bound
 
 
@@ -71,10 +71,10 @@ def convert_to_unit(metric: str, bound: float) -> float:
 
 
 def find_end_epoch(rows: Iterable[Mapping[str, Any]], train: Train) -> int | None:
-    """Return the epoch after which a training with these rows would have ended; None where it would have gone on.
+    """Return the epoch after which a training with these rows would have stopped; None if it would have continued.
 
     Args:
-        rows: of its epochs, as metrics.jsonl has them, first epoch first.
+        rows: of its epochs, in the format of metrics.jsonl, first epoch first.
         train: the section, with `early_stopping`.
     """
     kept: dict[str, float] = {}
@@ -88,7 +88,7 @@ def find_end_epoch(rows: Iterable[Mapping[str, Any]], train: Train) -> int | Non
 
 
 def has_metrics(rows: Iterable[Mapping[str, Any]], train: Train) -> bool:
-    """Return whether rows have the metrics that `best_checkpoint` asks for; a metric may have come later."""
+    """Return whether any of the rows has the metric that `best_checkpoint` names; it may have been added later."""
     metric = train.best_checkpoint.metric
     return metric == "auto" or any(not math.isnan(_read_metric_values(row).get(metric, math.nan)) for row in rows)
 
@@ -99,12 +99,12 @@ def _read_metric_values(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def shorten_prediction(prediction: Prediction, *, epochs: int, of: int) -> Prediction:
-    """Return what is predicted for the first epochs of a training; starts, ends and branches stay whole.
+    """Return the prediction for the first epochs of a training; starts, exits and branches are not shortened.
 
     Args:
         prediction: for all epochs.
-        epochs: how many are trained.
-        of: all of them.
+        epochs: number of epochs trained.
+        of: number of all epochs.
     """
     share, parts = epochs / of, prediction.parts
     if parts is None:
@@ -121,7 +121,10 @@ def shorten_prediction(prediction: Prediction, *, epochs: int, of: int) -> Predi
 
 
 def compute_share_of_steps(prediction: Prediction, share: float) -> float:
-    """Return the share of the steps' time in the first epochs; a batch that grows has its shortest steps there, and most."""
+    """Return the share of the step time in the first epochs.
+
+    With a growing batch, the first epochs have more steps, which are shorter.
+    """
     assert prediction.parts is not None
     smaller = sum(stage.steps * stage.step_time for stage in prediction.stages)
     if not smaller:
@@ -136,7 +139,10 @@ def compute_share_of_steps(prediction: Prediction, share: float) -> float:
 
 
 def compute_remaining_share(prediction: Prediction, share: float) -> float:
-    """Return the share of a training's time that the last `left` of its epochs take: those of a grown batch take less."""
+    """Return the share of a training's time for the last `share` of its epochs.
+
+    It is less than `share` if the batch has grown.
+    """
     parts = prediction.parts
     if parts is None or not prediction.stages or not parts.total:
         return share

@@ -1,4 +1,4 @@
-"""The grid of configurations: nodes, batches, and those that fit."""
+"""The grid of configurations: nodes and batches, with limits on both."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -7,16 +7,16 @@ from typing import Any
 from tula_cli.errors import SpecError
 
 Limit = int | Mapping[int, int | None] | None
-"""The largest local batch that fits one GPU, by number of nodes where they share a model; None where nothing bounds it."""
+"""The largest local batch that fits one GPU, by number of nodes if the GPUs share a model; None if unbounded."""
 
 
 def get_limit_on_nodes(limit: Limit, nodes: int) -> int | None:
-    """Return the limit on a number of nodes."""
+    """Return the limit for a number of nodes."""
     return limit.get(nodes) if isinstance(limit, Mapping) else limit
 
 
 def get_highest_limit(limit: Limit) -> int | None:
-    """Return the limit where it is highest."""
+    """Return the highest limit over all numbers of nodes; None if one of them is unbounded."""
     if not isinstance(limit, Mapping):
         return limit
     bounds = [bound for bound in limit.values() if bound is not None]
@@ -25,13 +25,13 @@ def get_highest_limit(limit: Limit) -> int | None:
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """A number of nodes and a global batch (samples an optimizer step over all GPUs)."""
+    """A number of nodes and a global batch (samples per optimizer step over all GPUs)."""
 
     nodes: int
     batch: int
 
     def local_batch(self, gpus_per_node: int) -> int:
-        """Samples an optimizer step on one GPU."""
+        """Return the samples per optimizer step on one GPU."""
         return self.batch // (self.nodes * gpus_per_node)
 
 
@@ -45,10 +45,10 @@ def list_batches(minimum: int, maximum: int) -> list[int]:
 
 
 def check_divides(batch: int, parts: int) -> None:
-    """Refuse a batch that does not divide among nodes x GPUs a node x train.accumulate.
+    """Check that a batch divides among nodes x GPUs per node x train.accumulate.
 
     Raises:
-        SpecError: it does not; names the nearest that do.
+        SpecError: it does not; the hint names the nearest batches that do.
     """
     if batch % parts:
         raise SpecError(
@@ -58,7 +58,7 @@ def check_divides(batch: int, parts: int) -> None:
 
 
 def list_candidates(nodes: Iterable[int], **bounds: Any) -> list[Config]:
-    """Return every feasible configuration, ordered by nodes, then batch; `bounds` are those of `places`."""
+    """Return every feasible configuration, ordered by nodes, then batch; `bounds` as for `list_places`."""
     return [Config(*place) for place in list_places(nodes, **bounds)]
 
 
@@ -78,8 +78,8 @@ def list_places(
         gpus_per_node: GPUs of one node.
         min_batch: smallest global batch.
         max_batch: largest global batch (at most the dataset's size).
-        max_local_batch: largest batch that fits one GPU; None where memory sets no bound.
-        accumulate: micro-batches an optimizer step; the local batch must divide by it.
+        max_local_batch: largest batch that fits one GPU; None if memory sets no bound.
+        accumulate: micro-batches per optimizer step; the local batch must divide by it.
     """
     feasible, sizes = [], list_batches(min_batch, max_batch)
     for count in sorted(set(nodes)):

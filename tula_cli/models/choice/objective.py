@@ -1,5 +1,6 @@
-"""Which configuration to take: the fastest, the cheapest, the knee of the curve over the batch (III-A-3), the one that makes
-the same progress soonest, or that of least energy.
+"""Choose a configuration by objective.
+
+Objectives: time, cost, the knee of the curve over the batch (III-A-3), time to the same progress, and energy.
 """
 
 import functools
@@ -30,13 +31,14 @@ _BEYOND = 100  # doublings by which a curve is continued: many more than it has 
 
 
 def find_knee(batches: Sequence[int], values: Sequence[float]) -> int | None:
-    """Return the knee of a falling curve by Kneedle [32] with S = 1; None where it does not lie between the ends.
+    """Return the knee of a falling curve by Kneedle [32] with S = 1; None if it does not lie between the ends.
 
     Kneedle takes the point farthest below the chord, so its answer depends on the axes and on where the curve is cut
     off. Over linear time, a curve that halves with every doubling of the batch, and so has no knee, gets one near its
-    smallest batch, at many times the best time. So both axes are logarithmic here, and the curve is continued by what
-    curves tend to: half the time at every doubling before the first batch, no gain after the last. The chord then
-    falls as fast as half of ideal scaling: up to the knee a doubling of the batch saves at least 1 - 1/sqrt(2) = 29 %.
+    smallest batch, at many times the best time. Both axes are therefore logarithmic here, and the curve is extended by
+    its limiting behaviour: half the time at every doubling before the first batch, no gain after the last. The chord
+    then falls as fast as half of ideal scaling: up to the knee a doubling of the batch saves at least 1 - 1/sqrt(2) =
+    29 %.
     """
     if len(batches) < FEWEST or max(values) <= min(values) * (1 + ALIKE):
         return None
@@ -46,9 +48,9 @@ def find_knee(batches: Sequence[int], values: Sequence[float]) -> int | None:
 
 
 def run_kneedle(batches: Sequence[int], values: Sequence[float]) -> int | None:
-    """Return what Kneedle [32] says of the same curve where it is not continued; None where it finds none.
+    """Return the knee that Kneedle [32] finds on the curve without extension; None if it finds none.
 
-    It depends on where the search has cut the curve off, so it is told and not chosen.
+    It depends on where the search cut the curve off, so it is reported but not chosen.
     """
     if len(batches) < FEWEST or max(values) <= min(values) * (1 + ALIKE):
         return None
@@ -67,9 +69,10 @@ def _locate_knee(x: Floats, y: Floats) -> float | None:
 
 @functools.cache
 def _import_knee_locator() -> Any:
-    """Import kneed without matplotlib, which it only draws with: half a second and 30 MB less.
+    """Import kneed without matplotlib, which it needs only for drawing: saves half a second and 30 MB.
 
-    What a program has imported itself remains as it is, and its own import of kneed later comes with matplotlib.
+    Modules that the program has already imported are not affected, and a later import of kneed by the program includes
+    matplotlib.
     """
     if "kneed" not in sys.modules and "matplotlib" not in sys.modules:
         modules: dict[str, Any] = sys.modules
@@ -90,7 +93,7 @@ def _find_nearest_batch(batches: Sequence[int], log_batch: float | None) -> int:
 
 
 def _lower_hull(x: Floats, y: Floats) -> tuple[Floats, Floats]:
-    """Return the lower convex hull: with one bend nowhere else, no dent of the noise is taken for the knee."""
+    """Return the lower convex hull, so that no dent due to noise is taken for the knee."""
     hull: list[int] = []
     for i in range(len(x)):
         while len(hull) > 1 and _is_above_chord(x, y, hull[-2], hull[-1], i):
@@ -105,7 +108,10 @@ def _is_above_chord(x: Floats, y: Floats, left: int, middle: int, right: int) ->
 
 
 def _continue_curve(x: Floats, y: Floats) -> tuple[Floats, Floats]:
-    """Return the curve at every doubling (kneed wants equal steps), continued so that its chord falls by half a step."""
+    """Return the curve at every doubling (kneed needs equal steps), extended on both sides.
+
+    The chord of the extended curve falls by half a doubling per step.
+    """
     inside = np.arange(x[0], x[-1] + 0.5)
     beyond = np.arange(1, _BEYOND + 1)
     before = y[-1] - y[0] + (len(inside) - 1 + 2 * _BEYOND) / 2  # nearly _BEYOND: time halves at every doubling
@@ -116,13 +122,16 @@ def _continue_curve(x: Floats, y: Floats) -> tuple[Floats, Floats]:
 
 
 def count_knee_shares(batches: NDArray[np.int_], log_values: Floats) -> dict[int, float]:
-    """Return how often each batch is the knee in draws of what is believed; ends, where there is none, are left out.
+    """Return the share of posterior samples in which each batch is the knee.
 
-    The least of value x sqrt(batch) is where the curve falls as fast as half of ideal scaling, which is `knee`'s rule.
+    From `FEWEST` batches on, the first and the last are left out.
+
+    The minimum of value x sqrt(batch) is where the curve falls as fast as half of ideal scaling, the rule of
+    `find_knee`.
 
     Args:
         batches: of the configurations, shape (n,).
-        log_values: ln of time or cost, a row a draw, shape (draws, n).
+        log_values: ln of time or cost, one row per sample, shape (samples, n).
     """
     unique = np.unique(batches)
     best = np.stack([log_values[:, batches == batch].min(axis=1) for batch in unique], axis=1)
@@ -137,10 +146,10 @@ def count_knee_shares(batches: NDArray[np.int_], log_values: Floats) -> dict[int
 def find_pareto_front(points: ArrayLike) -> Flags:
     """Return for each point whether no other is as small in all values and smaller in one, shape (n,).
 
-    Equal points do not beat each other: all of them are in the front, or none.
+    Equal points do not dominate each other: either all of them are in the front, or none.
 
     Args:
-        points: two or three values to be small, for example time and cost, shape (n, values).
+        points: two or three values to minimise, for example time and cost, shape (n, values).
     """
     values = np.asarray(points, dtype=float)
     if not len(values):
@@ -155,7 +164,7 @@ def find_pareto_front(points: ArrayLike) -> Flags:
 
 
 def _flag_undominated(points: list[tuple[float, float]]) -> list[bool]:
-    """Return for each of some points in a row whether none before it is as small in both values."""
+    """Return for each point whether no earlier one is as small in both values."""
     firsts: list[float] = []  # of those that no other one before is as small as: ascending, and their seconds falling
     seconds: list[float] = []
     inside = []
@@ -172,7 +181,7 @@ def _flag_undominated(points: list[tuple[float, float]]) -> list[bool]:
 
 
 def mark_pareto(rows: Offers) -> Offers:
-    """Return the rows with those marked that are in the front of time, cost and, where all tell it, energy."""
+    """Mark the rows in the Pareto front of time, cost and, if all rows have it, energy."""
     energy = [rows.kwh] if not np.isnan(rows.kwh).any() else []
     return replace(rows, pareto=find_pareto_front(np.stack([rows.hours, rows.cost, *energy], axis=1)))
 
@@ -189,16 +198,16 @@ NEARLY = 0.05  # a knee this near may come out instead: the ratio of two step ti
 _RUNNERS_UP = 3
 _RARE = 0.01  # a knee in fewer of the curves is not told
 _MOST_DRAWN = 64
-"""Configurations whose step times are drawn together: their covariance grows with the square of their number."""
+"""Maximum configurations that are sampled jointly: their covariance grows with the square of their number."""
 INTERVAL = 2 * Z90
-"""Standard deviations from end to end of a 90 % interval."""
+"""Width of a 90 % interval in standard deviations."""
 
 _MOST_CAUTIOUS = 5.0
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The configuration chosen, why, and what comes next."""
+    """The chosen configuration, the reason, and the runners-up."""
 
     prediction: Prediction
     reason: str
@@ -212,11 +221,11 @@ def choose(
 
     Args:
         predictions: at least one.
-        objective: time and cost take the least of it; knee takes the batch beyond which `curve` hardly falls;
-            accuracy-time takes the least time to the same progress, and energy the least kWh, which every prediction then
-            has to have.
-        curve: what the knee is looked for in; the other objectives ignore it.
-        among: what the configurations have in common, for the words of the reason.
+        objective: time and cost minimise that quantity; knee selects the batch beyond which `curve` hardly falls;
+            accuracy-time minimises the time to the same progress, and energy the kWh, which every prediction must then
+            have.
+        curve: the curve in which the knee is sought; ignored by the other objectives.
+        among: property that the configurations share, for the wording of the reason.
     """
     rows = predictions if isinstance(predictions, Offers) else Offers.of(predictions)
     assert len(rows), "choose among at least one configuration"
@@ -230,14 +239,14 @@ def find_envelope(predictions: Offers | Iterable[Prediction], *, curve: Quantity
 
 
 def find_best_of_each_batch(rows: Offers, curve: Quantity) -> Ints:
-    """Return the indices of the envelope, ascending by batch."""
+    """Return the indices of the best row at each batch, ascending by batch."""
     order = _sort_rows(rows, curve)
     indices: Ints = order[np.unique(rows.batch[order], return_index=True)[1]]
     return indices
 
 
 def find_best_few(rows: Offers, curve: Quantity, *, most: int) -> Ints:
-    """Return the indices of at most so many rows, of each batch as many of the best, in their order."""
+    """Return the indices of at most `most` rows, an equal number of the best at each batch, in their order."""
     if len(rows) <= most:
         return np.arange(len(rows))
     order = _sort_rows(rows, curve)
@@ -248,13 +257,13 @@ def find_best_few(rows: Offers, curve: Quantity, *, most: int) -> Ints:
 
 
 def describe_open_knees(steps: StepTimeFit, line: Offers, *, gpus_per_node: int, curve: Curve) -> str:
-    """Say in how many of the curves that may be, by all that the probes leave open, each batch is the knee; empty of few batches.
+    """Describe how often each batch is the knee in curves sampled from the fit's posterior; empty with few batches.
 
     Args:
         steps: the fit.
-        line: configurations of one type of node on one market.
+        line: configurations of one node type on one market.
         gpus_per_node: of all of them.
-        curve: what the knee is looked for in.
+        curve: the curve in which the knee is sought.
     """
     if len(np.unique(line.batch)) < FEWEST:
         return ""
@@ -268,7 +277,7 @@ def describe_open_knees(steps: StepTimeFit, line: Offers, *, gpus_per_node: int,
 
 
 def _sort_rows(rows: Offers, curve: Quantity) -> Ints:
-    """Sort by cautious value; where values are equal, by the other value, then fewer nodes and a smaller batch.
+    """Sort by cautious value; ties by the other value, then fewer nodes and a smaller batch.
 
     Returns:
         Indices.
@@ -278,10 +287,10 @@ def _sort_rows(rows: Offers, curve: Quantity) -> Ints:
 
 
 def _compute_cautious_values(rows: Offers, curve: Quantity) -> Floats:
-    """Return the values, the larger the less certain they are.
+    """Return the values, increased by their uncertainty.
 
-    Among many uncertain forecasts the least is more often one that errs low than the best. A factor exp(variance of ln
-    time) makes up for that: nothing within 5 %, 6 % where the interval is +-50 %.
+    Among many uncertain forecasts the minimum is more often one that is too low by error than the best. A factor
+    exp(variance of ln time) compensates for that: negligible for intervals within 5 %, 6 % for an interval of +-50 %.
     """
     low, _, high = _get_value_interval(rows, curve)
     known = (low > 0) & (high > 0)  # not where they are nan
@@ -291,12 +300,12 @@ def _compute_cautious_values(rows: Offers, curve: Quantity) -> Floats:
 
 
 def _get_value_interval(row: Any, curve: Quantity) -> tuple[Any, Any, Any]:
-    """Return the value with the ends of its interval; all values but kWh are as uncertain as the hours are."""
+    """Return the value and its interval; all quantities except kWh have the relative uncertainty of the hours."""
     return (row.kwh_low, row.kwh, row.kwh_high) if curve == "energy" else (row.hours_low, row.hours, row.hours_high)
 
 
 def _get_value_on_curve(row: Any, curve: Quantity) -> Any:
-    """Return the value of a record, or those of columns."""
+    """Return the value of a record, or the values of columns."""
     if curve == "energy":
         assert row.kwh is not None, "choose by energy where it is known"
         return row.kwh
@@ -324,7 +333,7 @@ def _choose_least(rows: Offers, curve: Quantity, among: str) -> Choice:
 
 
 def _describe_passed_over(chosen: Prediction, rows: Offers, curve: Quantity) -> str:
-    """Name what is forecast to be better than the chosen one, but too uncertain to rely on."""
+    """Describe the configuration that is forecast to be better than the chosen one but is too uncertain to rely on."""
     least = rows.record(int(np.lexsort((rows.batch, rows.nodes, _get_value_on_curve(rows, curve)))[0]))
     saved = (
         1 - _get_value_on_curve(least, curve) / _get_value_on_curve(chosen, curve)
@@ -340,7 +349,7 @@ def _describe_passed_over(chosen: Prediction, rows: Offers, curve: Quantity) -> 
 
 
 def _describe_noise_range(rows: Offers, curve: Quantity) -> str:
-    """Say which batches are best at the ends of the range that the growth of the gradient noise leaves."""
+    """Describe the best batches at both ends of the range due to the growth of the gradient noise."""
     if curve != "accuracy-time":
         return ""
     assert rows.same_progress is not None
@@ -352,7 +361,7 @@ def _describe_noise_range(rows: Offers, curve: Quantity) -> str:
 
 
 def find_knee_batch(rows: Offers, curve: Curve) -> int | None:
-    """Return the batch at the knee of a curve, that `choose` takes by objective knee; None where the curve has none."""
+    """Return the batch at the knee of a curve, as `choose` selects it for objective knee; None if there is no knee."""
     best = rows.take(find_best_of_each_batch(rows, curve))
     return find_knee(best.batch.tolist(), _fit_envelope(rows, best, curve)) if len(rows) else None
 
@@ -379,18 +388,18 @@ def _choose_knee(rows: Offers, curve: Curve) -> Choice:
 
 
 def _fit_envelope(rows: Offers, best: Offers, curve: Curve) -> list[float]:
-    """Return the least fitted value of each batch: measured ones have the noise of a single job, which moves a knee."""
+    """Return the least fitted value at each batch: measured values contain a single job's noise, which moves a knee."""
     values = _get_value_on_curve(rows, curve) * _compute_fitted_over_forecast(rows)
     return [float(values[rows.batch == batch].min()) for batch in best.batch]
 
 
 def _compute_fitted_over_forecast(rows: Offers) -> Floats:
-    """Return the fitted step times over those that are forecast."""
+    """Return the ratio of fitted to forecast step times."""
     return np.where(np.isnan(rows.step_fitted), 1.0, rows.step_fitted / rows.step_time)
 
 
 def _describe_better(chosen: Prediction, rows: Offers, curve: Curve) -> str:
-    """Name the best of what takes clearly less time and less cost than the knee: a knee is chosen for its smaller batch."""
+    """Describe the best configuration that needs clearly less time and cost than the knee."""
     less = (rows.hours < chosen.hours * (1 - ALIKE)) & (rows.cost < chosen.cost * (1 - ALIKE))
     better = rows.take(less & (rows.batch != chosen.batch))
     if not len(better):
@@ -411,7 +420,7 @@ def _without_knee(line: Sequence[Prediction], curve: Curve) -> tuple[Prediction,
 
 
 def _describe_shape(line: Sequence[Prediction], curve: Curve) -> str:
-    """Say what a curve without a knee looks like."""
+    """Describe a curve without a knee."""
     first, before, last = (_get_value_on_curve(line[place], curve) for place in (0, -2, -1))
     if last <= before * (1 - KNEE_SAVES):
         return f"{curve} still falls by {1 - last / before:.0%} at the largest batch{_describe_other_knees(line[-1], line, curve)}"
@@ -420,7 +429,7 @@ def _describe_shape(line: Sequence[Prediction], curve: Curve) -> str:
 
 
 def _describe_gain(chosen: Prediction, line: Sequence[Prediction], curve: Curve) -> str:
-    """Say what the steps to and from the knee are worth."""
+    """Describe the change of the value to the batches before and after the knee."""
     place = line.index(chosen)
     if not 0 < place < len(line) - 1:
         return ""
@@ -429,7 +438,7 @@ def _describe_gain(chosen: Prediction, line: Sequence[Prediction], curve: Curve)
 
 
 def _describe_other_knees(chosen: Prediction, line: Sequence[Prediction], curve: Curve) -> str:
-    """Name the neighbouring batches that a little noise would make the knee instead."""
+    """Name the neighbouring batches that would be the knee with slightly different step times."""
 
     def below_chord(row: Prediction) -> float:
         return float(_get_value_on_curve(row, curve)) * math.sqrt(row.batch)
@@ -441,7 +450,10 @@ def _describe_other_knees(chosen: Prediction, line: Sequence[Prediction], curve:
 
 
 def _as_good(chosen: Prediction, rows: Offers, curve: Quantity) -> str:
-    """Name the neighbouring batches that cannot be told from the chosen one; the resolution is one step of the batch."""
+    """Name the neighbouring batches that cannot be distinguished from the chosen one.
+
+    The resolution is one step of the batch.
+    """
     line = find_envelope(rows, curve=curve)
     larger = [row for row in line if row.batch > chosen.batch][:1]
     smaller = [row for row in line if row.batch < chosen.batch][-1:]

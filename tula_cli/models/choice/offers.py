@@ -1,6 +1,7 @@
-"""Forecasts of many configurations as columns: objectives, front and limits choose among them by index.
+"""Forecasts of many configurations as columns: objectives, Pareto front and limits select among them by index.
 
-Records (`Prediction`) are made of those that are shown: making one for each of a hundred thousand takes seconds.
+Records (`Prediction`) are created only for rows that are shown, because creating one for each of a hundred thousand
+takes seconds.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -50,7 +51,7 @@ class PartsColumns:
 
 @dataclass(frozen=True)
 class Offers:
-    """Configurations, each on a market, with what a training takes there: the fields of `Prediction`, of shape (n,).
+    """Configurations, each on a market, with the forecast of a training: the fields of `Prediction`, shape (n,).
 
     nan stands for None.
     """
@@ -86,7 +87,7 @@ class Offers:
 
     @classmethod
     def of(cls, rows: Iterable[Prediction]) -> "Offers":
-        """Return records as columns; what only some of them tell beside their own fields is left out."""
+        """Convert records to columns; nested fields that only some of them have are left out."""
         records = list(rows)
         columns_by_name: dict[str, Any] = {
             field.name: np.array([getattr(row, field.name) for row in records], dtype=_get_dtype(field.name))
@@ -102,22 +103,22 @@ class Offers:
 
     @classmethod
     def join(cls, offers: Sequence["Offers"]) -> "Offers":
-        """Return all rows below each other; all of them have the same parts."""
+        """Concatenate the rows of several tables, which all have the same nested fields."""
         return _map_columns(lambda *columns: np.concatenate(columns), *offers)
 
     def __len__(self) -> int:
         return len(self.nodes)
 
     def take(self, where: Flags | NDArray[np.intp] | Ints | Sequence[int]) -> "Offers":
-        """Return the rows that are flagged, or those of these indices in their order."""
+        """Return the flagged rows, or those with the given indices in their order."""
         return _map_columns(lambda column: column[where], self)
 
     def ordered(self) -> "Offers":
-        """Return the rows fastest first; of equal ones fewer nodes, then the smaller batch."""
+        """Return the rows fastest first; ties by fewer nodes, then by the smaller batch."""
         return self.take(np.lexsort((self.batch, self.nodes, self.hours)))
 
     def configurations(self) -> Ints:
-        """Return for each row the number of its configuration, from 0; on both markets it is one."""
+        """Return for each row the number of its configuration, from 0, which is the same on both markets."""
         kinds = np.unique(self.type, return_inverse=True)[1]
         order = np.lexsort((self.batch, self.nodes, kinds))
         keys = np.stack([kinds, self.nodes, self.batch])[:, order]
@@ -150,7 +151,7 @@ Table = TypeVar("Table")
 
 
 def _map_columns(of: Callable[..., NDArray[Any]], *tables: Table) -> Table:
-    """Return a table of what a function makes of each column of some of them, and of the columns that these hold."""
+    """Apply a function to each column of the tables, including nested ones, and return the table of the results."""
     columns: dict[str, Any] = {}
     for field in fields(tables[0]):  # type: ignore[arg-type]
         values = [getattr(table, field.name) for table in tables]
@@ -162,7 +163,7 @@ def _map_columns(of: Callable[..., NDArray[Any]], *tables: Table) -> Table:
 
 
 def to_object_column(values: Sequence[object]) -> NDArray[np.object_]:
-    """Return a column of any values, tuples among them, which numpy would take apart."""
+    """Return an object column of any values, including tuples, which numpy would otherwise expand to an array."""
     column = np.empty(len(values), dtype=object)
     for index, value in enumerate(values):
         column[index] = value
@@ -178,14 +179,14 @@ def _get_dtype(name: str) -> type:
 
 
 def _make_nested_columns(kind: Any, rows: Sequence[Any]) -> Any:
-    """Return records within rows as columns; None where some row has none."""
+    """Convert nested records to columns; None if any row has none."""
     if not rows or any(row is None for row in rows):
         return None
     return kind(**{f.name: np.array([getattr(row, f.name) for row in rows], dtype=float) for f in fields(kind)})
 
 
 def _list_column_values(name: str, column: NDArray[Any]) -> list[Any]:
-    """Return a column as the values of records."""
+    """Convert a column to the values of record fields."""
     values = column.tolist()
     if name == "stages":
         return [value or () for value in values]

@@ -25,7 +25,7 @@ from tula_cli.spec.resources import Spot
 
 @dataclass(frozen=True)
 class Steps:
-    """Step times with their 90 % intervals, each of shape (n,); nan where nothing tells. Seconds."""
+    """Step times with their 90 % intervals, each of shape (n,); nan if unknown. Seconds."""
 
     seconds: Floats
     low: Floats
@@ -33,18 +33,18 @@ class Steps:
     fitted: Floats  # what the model says where seconds are measured ones
 
     def estimates(self) -> list[Estimate]:
-        """Return them one by one."""
+        """Return the step times as single estimates."""
         rows = zip(self.seconds.tolist(), self.low.tolist(), self.high.tolist(), strict=True)
         return [Estimate(seconds, *(None if end != end else end for end in ends)) for seconds, *ends in rows]
 
     def times(self, factor: float) -> "Steps":
-        """Return so many times them, as sure as they are."""
+        """Return the step times multiplied by a factor, with the same relative intervals."""
         return Steps(factor * self.seconds, factor * self.low, factor * self.high, np.full(len(self.seconds), np.nan))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """The models and measurements of a run, without the model of its step time."""
+    """The models and measurements of a run, except the model of its step time."""
 
     spec: JobSpec
     memory: MemoryModel
@@ -59,14 +59,14 @@ class Known:
 
 @dataclass(frozen=True)
 class Trainings:
-    """The models of a training around its steps."""
+    """The models of whole trainings, given their step times."""
 
     known: Known
     overheads_model: OverheadModel
     stages: StageTimes  # of a batch that grows
 
     def probes_at(self, nodes: Ints, local_batch: Ints) -> dict[int, Measured]:
-        """Return the probes of those configurations that were probed, by their index."""
+        """Return the probes of the given configurations by index; configurations without one are left out."""
         places_by_index = index_probes(self.known.probes, nodes, local_batch)
         return {index: self.known.probes[place] for index, place in places_by_index.items()}
 
@@ -79,13 +79,13 @@ class Trainings:
         *,
         memory_batches: Ints | None = None,
     ) -> Offers:
-        """Return what a training takes on nodes that nobody takes away.
+        """Return the forecasts of trainings on on-demand nodes.
 
         Args:
             nodes, batch: of the configurations, shape (n,).
-            steps: of the same.
-            probes: of those that were measured, by index.
-            memory_batches: the local batches whose memory is taken, where those are others.
+            steps: their step times.
+            probes: of the measured ones, by index.
+            memory_batches: local batches for the memory forecast, if they differ from those of the configurations.
         """
         gpus = self.known.spec.cluster.gpus_per_node
         local_batch = batch // (nodes * gpus)
@@ -128,7 +128,7 @@ class Trainings:
         return offers if self.known.power is None else self._with_energy(offers, probes, self.known.power)
 
     def _memory(self, nodes: Ints, local_batch: Ints, probes: Mapping[int, Measured]) -> tuple[Floats, Floats]:
-        """Return what a GPU reserves (bytes), as it was measured where it was, and the share of its memory that stays free."""
+        """Return the bytes that a GPU reserves, measured if available, and the share of its memory left free."""
         model = self.known.memory.for_ranks(nodes * self.known.spec.cluster.gpus_per_node)
         reserved = model.reserved(local_batch) + np.zeros(len(nodes))
         for index, probe in probes.items():
@@ -137,14 +137,14 @@ class Trainings:
         return reserved, free + np.zeros(len(nodes))
 
     def _trained_at(self, nodes: Ints, local_batch: Ints, measured: Flags) -> NDArray[np.str_]:
-        """Return the newest training that has measured each configuration; empty where none has."""
+        """Return the newest training that measured each configuration; empty if none did."""
         signatures = np.full(len(nodes), "", dtype=object)
         for index, place in index_probes(self.known.trained, nodes, local_batch).items():
             signatures[index] = self.known.trained[place][-1].signature if measured[index] else ""
         return signatures.astype(np.str_)
 
     def _with_energy(self, offers: Offers, probes: Mapping[int, Measured], model: PowerModel) -> Offers:
-        """Return forecasts with the energy of their steps; the rest of the training is taken to draw what they do."""
+        """Add the energy of trainings to forecasts; the time outside steps is assumed to draw the same power."""
         drawn = model.predict(offers.step_time, offers.local_batch)
         for index, probe in probes.items():
             if probe.energy is not None:
@@ -163,11 +163,11 @@ class Trainings:
         )
 
     def on_spot(self, here: Offers) -> Offers:
-        """Return what the same configurations are expected to take on spot nodes, in their order.
+        """Return the forecasts of the same configurations on spot nodes, in their order.
 
-        Left out is where interruptions leave no time to get anywhere; all where there are none of these nodes, or where nothing
-        tells what a script loses by them. The interval is that of the expected time: how much one run differs from the next
-        by its interruptions is not in it.
+        Configurations are left out if interruptions are so frequent that the training never ends; all are left out if
+        there are no spot nodes, or if the cost of an interruption of a script is unknown. The interval is that of the
+        expected time: it does not include the variation between runs due to their interruptions.
         """
         pricing = self.known.spec.pricing
         if pricing.spot is None or (self.known.saving is not None and not self.known.saving.is_known):
@@ -202,12 +202,12 @@ class Trainings:
         return offers.take(np.isfinite(hours))
 
     def _training(self, nodes: Ints, batch: Ints, spot: Spot) -> Callable[[Floats], Floats]:
-        """Return what gives the expected hours of the whole training on spot nodes from the step times."""
+        """Return a function from step times to the expected hours of the whole training on spot nodes."""
         time = self.time(nodes, batch, spot=spot)
         return time.hours if self.known.saving is None else functools.partial(self.known.saving.hours_on_spot, time)
 
     def time(self, nodes: Ints, batch: Ints, *, spot: Spot | None = None) -> cost.TrainingTime:
-        """Return what gives the hours of trainings from their step times; on spot nodes the expected ones."""
+        """Return the models of training time by step time; on spot nodes of the expected time."""
         gpus, every = self.known.spec.cluster.gpus_per_node, self.known.spec.train.checkpoint_every
         overheads = self.overheads_model.overheads_at(nodes, batch // (nodes * gpus), batch)
         work = cost.count_work(
@@ -228,7 +228,7 @@ class Trainings:
 
 
 def index_probes(places: Iterable[Probe], nodes: Ints, local_batch: Ints) -> dict[int, Probe]:
-    """Return which of some places are among configurations, by their index there."""
+    """Return those of the given (nodes, local batch) pairs that are among configurations, by their index there."""
     return {
         int(index): place
         for place in places

@@ -1,1 +1,1 @@
-"""The peak memory of a GPU."""
+"""Models of GPU memory and host memory."""

@@ -1,9 +1,10 @@
-"""Simulation of PyTorch's CUDA allocator: the device memory of a sequence of allocations, with rounding, segments and splits.
+"""Simulation of PyTorch's CUDA allocator: device memory of a sequence of allocations, with segments and splits.
 
-The allocator asks the driver for segments and hands out blocks of them. Requests are rounded up to 512 bytes; those up
-to 1 MiB share segments of 2 MiB, those below 10 MiB segments of 20 MiB, larger ones have a segment of their own in whole
-2 MiB. A freed block joins its free neighbours and waits for the next request that it fits best; nothing goes back to the
-device. The constants and rules are those of c10/cuda/CUDACachingAllocator.cpp with its default settings.
+The allocator requests segments from the driver and hands out blocks of them. Requests are rounded up to 512 bytes;
+those up to 1 MiB share segments of 2 MiB, those below 10 MiB segments of 20 MiB, larger ones have their own segment in
+multiples of 2 MiB. A freed block is merged with its free neighbours and reused for the next request that it fits best;
+nothing is returned to the device. The constants and rules are those of c10/cuda/CUDACachingAllocator.cpp with its
+default settings.
 """
 
 import itertools
@@ -30,11 +31,11 @@ class Usage:
 
 
 class NoDeviceMemory(Exception):
-    """The device has no room for a segment."""
+    """The device has no space for a segment."""
 
 
 class _Block:
-    """A piece of a segment; its neighbours are the pieces before and after it in the same segment."""
+    """A piece of a segment; its neighbours are the adjacent pieces of the same segment."""
 
     __slots__ = ("after", "before", "free", "number", "size", "small")
 
@@ -49,7 +50,7 @@ class CachingAllocator:
     """The allocator's bookkeeping, without memory.
 
     Args:
-        capacity: bytes that the device has for segments; None for no bound.
+        capacity: bytes of the device available for segments; None for no limit.
     """
 
     def __init__(self, capacity: int | None = None) -> None:
@@ -61,7 +62,7 @@ class CachingAllocator:
         self._numbers = itertools.count()
 
     def allocate(self, name: int, size: int) -> None:
-        """Hand out a block under a name; a size of 0 takes none."""
+        """Allocate a block under a name; a size of 0 allocates nothing."""
         if size <= 0:
             return
         rounded = -(-size // UNIT) * UNIT
@@ -74,7 +75,7 @@ class CachingAllocator:
         self.peak = max(self.peak, self.allocated)
 
     def release(self, name: int) -> None:
-        """Take a block back; a name that holds none is passed over."""
+        """Free the block of a name; names without a block are ignored."""
         block = self._held.pop(name, None)
         if block is None:
             return
@@ -88,11 +89,11 @@ class CachingAllocator:
         insort(self._free[block.small], (block.size, block.number))
 
     def rename(self, old: int, new: int) -> None:
-        """Give a block another name."""
+        """Change the name of a block."""
         self._held[new] = self._held.pop(old)
 
     def names(self) -> tuple[int, ...]:
-        """Return the names that hold a block."""
+        """Return the names with an allocated block."""
         return tuple(self._held)
 
     def _find_block(self, size: int) -> _Block | None:
@@ -123,14 +124,14 @@ class CachingAllocator:
         return _Block(next(self._numbers), size, small=small)
 
     def _flush(self) -> None:
-        """Give back the segments of which nothing is in use."""
+        """Return the segments without allocated blocks to the device."""
         self.flushes += 1
         for block in [block for block in self._blocks.values() if block.before is None and block.after is None]:
             self._withdraw(block)
             self.reserved -= block.size
 
     def _split(self, block: _Block, size: int) -> None:
-        """Give the end of a block back to its pool."""
+        """Return the end of a block to its pool."""
         remainder = _Block(next(self._numbers), block.size - size, small=block.small)
         block.size = size
         remainder.before, remainder.after, block.after = block, block.after, remainder
@@ -167,13 +168,14 @@ def replay_allocations(
     """Run recorded allocations through the caching allocator.
 
     Args:
-        setup: numbers that are there before the first step.
-        late: numbers that come to be at the end of the first step, among the blocks that it has left: the optimizer's
-            state, AGS's factors.
-        step: n + 1 allocates number n, -(n + 1) releases it. What replaces late numbers is theirs in the next turn.
+        setup: numbers allocated before the first step.
+        late: numbers allocated at the end of the first step, among the blocks it has left: the optimizer's state, AGS's
+            factors.
+        step: n + 1 allocates number n, -(n + 1) releases it. Allocations that replace late numbers take over their
+            names for the next turn.
         sizes: bytes of each number.
         turns: how often the step is run.
-        capacity: bytes that the device has for segments; None for no bound.
+        capacity: bytes of the device available for segments; None for no limit.
     """
     allocator, flushes_before = CachingAllocator(capacity), 0
     try:
@@ -191,7 +193,7 @@ def replay_allocations(
 
 
 def _settle(allocator: CachingAllocator, stays: Sequence[int], replaced: Sequence[int]) -> None:
-    """Let what a step has left take the place of what it has released; release it where there is no such place."""
+    """Rename the allocations that a step left over to the numbers it released; release them if the counts differ."""
     allocated = set(allocator.names())
     free = [number for number in replaced if number not in allocated]
     unplaced = sorted(allocated.difference(stays))
@@ -204,7 +206,7 @@ def _settle(allocator: CachingAllocator, stays: Sequence[int], replaced: Sequenc
 
 
 def compute_peak_without_allocator(setup: Sequence[int], step: Sequence[int], sizes: Sequence[float]) -> int:
-    """Return the peak of a step where the system hands out just what is asked for. Bytes."""
+    """Return the peak of a step if exactly the requested bytes are allocated. Bytes."""
     bytes_held = sum(sizes[number] for number in setup)
     return round(max(itertools.accumulate(_list_size_changes(step, sizes), initial=bytes_held)))
 

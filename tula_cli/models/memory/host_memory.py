@@ -1,17 +1,17 @@
-"""Host memory of the data on its way to the ranks: in /dev/shm, in pinned copies, in processes.
+"""Host memory of data on its way to the ranks: in /dev/shm, in pinned copies, in processes.
 
-The processes of a data loader hand whole micro-batches over in shared memory, `PREFETCH_FACTOR` of them each; a GPU takes them from
-pinned copies, which torch rounds up to powers of two and keeps (its caching allocator of pinned memory). Two loaders are
-there at a time: at an epoch's end that of the next epoch has its batches ready while the evaluation loads its own.
+The processes of a data loader pass whole micro-batches in shared memory, `PREFETCH_FACTOR` each; a GPU reads them from
+pinned copies, which torch rounds up to powers of two and keeps (its caching allocator of pinned memory). Two loaders
+exist at a time: at the end of an epoch that of the next epoch has its batches ready while the evaluation loads its own.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 PREFETCH_FACTOR = 2
-"""Batches that each process of a data loader makes ahead."""
+"""Batches that each process of a data loader prepares ahead."""
 LOADERS_AT_A_TIME = 2
-"""The training's, and beside it the evaluation's."""
+"""The training's loader and the evaluation's."""
 
 
 @dataclass(frozen=True)
@@ -29,21 +29,21 @@ class DataMemory:
 
 
 def count_max_ready_batches(workers: int) -> int:
-    """Return the most batches of a rank that are ready or in use: what its processes make ahead, and one more."""
+    """Return the maximum batches of a rank that are ready or in use: those prepared ahead, and one per loader."""
     return LOADERS_AT_A_TIME * (PREFETCH_FACTOR * workers + 1)
 
 
 def estimate_data_memory(
     micro_batches: Sequence[int], *, sample: int, ranks: int, workers: int, on_gpu: bool
 ) -> DataMemory:
-    """Return what data may come to at the last of the micro-batches.
+    """Return the maximum memory of the data at the last of the micro-batches.
 
     Args:
-        micro_batches: samples of one rank at a time, ascending: all that one process goes through, as pinned memory is
-            not given back and no block of it serves a larger batch. A training has one.
+        micro_batches: samples of one rank at a time, ascending: all sizes that one process uses in turn, because pinned
+            memory is not released and none of its blocks serves a larger batch. A training has one.
         sample: bytes of an input with its target.
         ranks: of the node.
-        workers: loader processes of each; without any, nothing goes through /dev/shm.
+        workers: loader processes per rank; without any, nothing goes through /dev/shm.
         on_gpu: whether batches are pinned.
     """
     batch = micro_batches[-1] * sample

@@ -1,13 +1,13 @@
-"""The peak memory of one GPU, Eq. 3: parameters, gradients, optimizer state and factors stay, the rest grows.
+"""The peak memory of one GPU, Eq. 3: parameters, gradients, optimizer state and factors are constant, the rest grows.
 
-    M(m) = M_param + M_grad + M_opt + M_factors + M_batch m + A(m),  and beside it M_libraries
+    M(m) = M_param + M_grad + M_opt + M_factors + M_batch m + A(m),  plus M_libraries
 
-m is the micro-batch (the local batch over the accumulation steps): what is in memory at one time. A(m), activations and
-workspaces, is a curve of straight pieces: the peak is the largest of several moments of a step, each a line. The estimate
-gives the curve its shape, the probes its level and its scale. All memory is bytes.
+m is the micro-batch (the local batch over the accumulation steps): the samples in memory at one time. A(m), activations
+and workspaces, is a piecewise linear curve: the peak is the maximum over several moments of a step, each linear in m.
+The estimate gives the shape of the curve, the probes its level and scale. All memory is in bytes.
 
-Where a probe tells its peak alone (a script of the user's own), A(m) is all that the counted model states leave of it, the
-batch included, and nothing is told by component.
+If probes measure only their peak (a user's script), A(m) is the rest of it beyond the counted model states, including
+the batch, and there is no breakdown by component.
 """
 
 import math
@@ -26,18 +26,18 @@ Number = Any
 """A number, or an array of them."""
 
 MIN_PROBE_DISTANCE = 0.05
-"""Probes whose estimated activations differ by less than this share of the peak do not tell how activations grow."""
+"""Probes whose estimated activations differ by less than this share of the peak do not show how activations grow."""
 
 
 FAR_RATIO = 2.0
-"""Probes that stretch or flatten the estimated growth by more than this factor are believed, and pointed out."""
+"""A factor between measured and estimated growth beyond which the measurement is used but a warning is given."""
 
 
 HEAP_GROWTH, HEAP_GROWTH_SD = 1.5, 0.2
-"""How much faster the peak of a process on the CPU grows with the batch than its tensors do (heap and
-workspaces): mean, over four networks, and standard deviation."""
+"""Factor by which the peak of a CPU process grows faster with the batch than its tensors do (heap and workspaces): mean
+over four networks, and standard deviation."""
 HEAP_NOISE = 5 * 2**20
-"""Standard deviation of such a peak from one process to the next, in bytes."""
+"""Standard deviation of such a peak between processes, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class _Point:
 
     @property
     def reserved_ratio(self) -> float:
-        """Return the memory that the allocator reserves, as a multiple of the peak."""
+        """Memory that the allocator reserves, as a multiple of the peak."""
         return max(1.0, self.memory.reserved / self.memory.peak) if self.memory.peak > 0 else 1.0
 
     @property
@@ -60,7 +60,7 @@ class _Point:
         return self.memory if isinstance(self.memory, Components) else self.memory.states
 
     def split(self, states: ModelStates, batch_slope: float) -> "_Point":
-        """Return it with its activations, given the terms that probes share."""
+        """Return the point with its activations, given the terms that probes share."""
         if isinstance(self.memory, Components):
             return replace(self, activations=float(self.memory.activations))
         return replace(self, activations=self.memory.peak - states.static - batch_slope * self.micro_batch)
@@ -68,13 +68,13 @@ class _Point:
 
 @dataclass(frozen=True)
 class PiecewiseLinear:
-    """A function of straight pieces through points, which goes on beyond them as its outer pieces do."""
+    """A piecewise linear function through points, extended beyond them by its outer pieces."""
 
     xs: tuple[float, ...]  # ascending
     ys: tuple[float, ...]
 
     def __call__(self, x: Number) -> Number:
-        """Return the value at a place, or at each of an array of them."""
+        """Return the value at `x`, a number or an array."""
         if len(self.xs) == 1:
             return self.ys[0]
         xs: Any = self.xs
@@ -93,7 +93,7 @@ class PiecewiseLinear:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Eq. 3 with its coefficients. Bytes; slopes are bytes a sample of the micro-batch."""
+    """Eq. 3 with its coefficients. Bytes; slopes are bytes per sample of the micro-batch."""
 
     states: ModelStates  # 0 each where nothing tells them
     batch_slope: float
@@ -108,10 +108,10 @@ class MemoryModel:
     doubt: str = ""  # of its growth, in a line
 
     def for_ranks(self, ranks: Number) -> "MemoryModel":
-        """Return the model of one of so many ranks; where none shares its model with others it is the same.
+        """Return the model of one of `ranks` ranks; unchanged if the ranks do not share a model.
 
         Args:
-            ranks: a number; or an array of them, and then the model is asked for as many local batches.
+            ranks: a number; or an array, if the model is then evaluated at an array of local batches of that shape.
         """
         if not self.sharded:
             return self
@@ -120,12 +120,12 @@ class MemoryModel:
 
     @property
     def slope(self) -> float:
-        """Return the memory of one more sample in the micro-batch, for large batches."""
+        """Memory of one more sample in the micro-batch, for large batches."""
         return self.batch_slope + self.activations.last_slope()
 
     @property
     def fixed(self) -> float:
-        """Return the peak extrapolated to zero samples from large batches."""
+        """Peak extrapolated from large batches to zero samples."""
         last_corner = self.activations.xs[-1]
         return float(
             max(0.0, self.states.static + self.activations(last_corner) - self.activations.last_slope() * last_corner)
@@ -138,7 +138,7 @@ class MemoryModel:
         """Return Eq. 3 at a local batch, component by component.
 
         Raises:
-            BadMeasurements: the probes tell peaks alone.
+            BadMeasurements: the probes measured only their peaks.
         """
         if not self.by_component:
             raise BadMeasurements(
@@ -161,23 +161,23 @@ class MemoryModel:
         return _round_bytes(self._peak(local_batch / self.accumulate))
 
     def reserved(self, local_batch: Number) -> Number:
-        """Return what the allocator holds at the peak where the device has room for it: what is paid for."""
+        """Return the memory reserved at the peak if the device has space for it: the memory that is priced."""
         micro_batch = local_batch / self.accumulate
         return _round_bytes(np.maximum(1.0, self.held(micro_batch)) * self._peak(micro_batch))
 
     def needed(self, local_batch: Number) -> Number:
-        """Return the least memory of a device that it runs in, libraries included."""
+        """Return the minimum device memory for a local batch, libraries included."""
         return _round_bytes(self._needed(local_batch / self.accumulate))
 
     def largest_local_batch(self, capacity: int | None, *, margin: float) -> int | None:
         """Return the largest local batch that leaves `margin` of the capacity free.
 
         Args:
-            capacity: bytes of one GPU; None where nothing bounds it.
+            capacity: bytes of one GPU; None if unbounded.
             margin: share of the capacity.
 
         Returns:
-            A multiple of the accumulation steps, 0 where not even one sample fits; None where memory sets no bound.
+            A multiple of the accumulation steps, 0 if not even one sample fits; None if memory sets no bound.
         """
         if capacity is None:
             return None
@@ -193,7 +193,7 @@ class MemoryModel:
         return math.floor(at + float(limit - self._needed(at)) / slope) * self.accumulate
 
     def _piece(self, at: float, corners: Sequence[float]) -> float:
-        """Return the slope of the piece that begins at a corner."""
+        """Return the slope of the piece that starts at a corner."""
         end = corners[corners.index(at) + 1]
         return float((self._needed(end) - self._needed(at)) / (end - at))
 
@@ -213,21 +213,21 @@ def fit_memory_model(
 ) -> MemoryModel:
     """Fit Eq. 3 to measured probes, estimates, or both.
 
-    Measurements win. The estimate tells how activations grow; the measured ones move and stretch that curve. Without
-    estimates activations are a line, through the origin where one micro-batch was measured. The model is never below
-    what was measured.
+    Measurements take precedence. The estimate gives the shape of the growth of activations; measurements shift and
+    stretch that curve. Without estimates activations are a line, through the origin if only one micro-batch was
+    measured. The model is never below a measurement.
 
     Args:
         points: probes (micro-batch from their own accumulation) and estimates, in any order.
-        accumulate: micro-batches a step, for the estimates and for what the model is asked later.
-        sharded: whether each measured rank held its share of a model; estimates are of whole ones.
+        accumulate: micro-batches per step, for the estimates and for later queries of the model.
+        sharded: whether each measured rank held its share of a model; estimates are of whole models.
 
     Raises:
         BadMeasurements: there is no point.
     """
-    points_ = list(points)
-    measured = [_make_point_of_probe(point, sharded=sharded) for point in points_ if isinstance(point, Measured)]
-    estimated = [_make_point_of_footprint(point, accumulate) for point in points_ if isinstance(point, Footprint)]
+    all_points = list(points)
+    measured = [_make_point_of_probe(point, sharded=sharded) for point in all_points if isinstance(point, Measured)]
+    estimated = [_make_point_of_footprint(point, accumulate) for point in all_points if isinstance(point, Footprint)]
     if not measured and not estimated:
         raise BadMeasurements("nothing tells how much memory a batch takes", "run tula profile first")
     believed = measured or estimated
@@ -263,7 +263,7 @@ def _make_point_of_probe(probe: Measured, *, sharded: bool) -> _Point:
 
 
 def _undivide(memory: Components, ranks: int) -> Components:
-    """Return what a rank would hold that had the states of the whole model, and all else as it has it."""
+    """Return the memory of a rank if it held the states of the whole model, with all else unchanged."""
     states = {name: ranks * getattr(memory, name) for name in ("parameters", "gradients", "optimizer")}
     extra = sum(states.values()) * (ranks - 1) // ranks
     return memory.model_copy(update={**states, "peak": memory.peak + extra, "reserved": memory.reserved + extra})
@@ -275,20 +275,20 @@ def _make_point_of_footprint(footprint: Footprint, accumulate: int) -> _Point:
 
 
 def _find_largest_states(believed: Sequence[_Point], estimated: Sequence[_Point]) -> ModelStates:
-    """Return the largest that was seen of each; 0 where nothing tells, or more was counted than a peak had room for."""
+    """Return the largest observed value of each state; 0 if unknown, or if their sum exceeds a measured peak."""
     measured_states = [states for point in believed if (states := point.states) is not None]
     if not measured_states:
         return _NONE
     # AGS has none at batches where it is the identity: probes may be such, and the batch that is asked for not.
     factors = [states.factors for point in estimated if (states := point.states) is not None]
-    states_ = ModelStates(
+    largest_states = ModelStates(
         parameters=max(states.parameters for states in measured_states),
         gradients=max(states.gradients for states in measured_states),
         optimizer=max(states.optimizer for states in measured_states),
         factors=max(states.factors for states in measured_states) or max(factors, default=0),
     )
     peaks = [point.memory.peak for point in believed if isinstance(point.memory, PeakMemory)]
-    return _NONE if peaks and states_.static >= min(peaks) else states_
+    return _NONE if peaks and largest_states.static >= min(peaks) else largest_states
 
 
 _NONE = ModelStates(parameters=0, gradients=0, optimizer=0, factors=0)
@@ -299,7 +299,7 @@ def _fit_batch_slopes(points: Sequence[_Point]) -> list[float]:
 
 
 def _fit_activations(measured: Sequence[_Point], estimated: Sequence[_Point]) -> tuple[PiecewiseLinear, str]:
-    """Return the curve of the activations, and what is doubtful in it; it never falls, and is nowhere below what was measured."""
+    """Return the curve of the activations, never falling or below a measurement, and a warning about it."""
     if not measured:
         return _make_non_decreasing({point.micro_batch: point.activations for point in estimated}), ""
     shape = _make_non_decreasing({point.micro_batch: point.activations for point in estimated}) if estimated else _LINE
@@ -329,11 +329,11 @@ def _make_non_decreasing(points: dict[float, float]) -> PiecewiseLinear:
 
 
 def _fit_correction(measured: Sequence[_Point], shape: PiecewiseLinear, *, proportional: bool) -> tuple[float, float]:
-    """Return how the activations of the shape become the measured ones: (level, scale), neither scale negative.
+    """Return (level, scale) that map the shape of the activations to the measured ones; scale is not negative.
 
-    Where the probes do not tell how activations grow, what is measured beyond the shape is taken as fixed (workspaces).
-    What a single one shows below it is taken as proportional (tensors that are freed or fused). On the CPU heap and workspaces
-    make the growth up to HEAP_GROWTH times the estimated one, which probes whose peaks are close to each other hardly correct.
+    If the probes do not show how activations grow, an excess over the shape is treated as fixed (workspaces), and a
+    deficit of a single micro-batch as proportional (tensors that are freed or fused). On the CPU, heap and workspaces
+    make the growth up to HEAP_GROWTH times the estimated one, which probes with similar peaks hardly correct.
     """
     expected = np.array([shape(point.micro_batch) for point in measured])
     activations = np.array([point.activations for point in measured])
@@ -358,7 +358,7 @@ def _fit_correction(measured: Sequence[_Point], shape: PiecewiseLinear, *, propo
 
 
 def _fit_line_on_heap(xs: np.ndarray, ys: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
-    """Return level and slope by which ys follow xs, the slope shrunk towards HEAP_GROWTH by the noise of the peaks."""
+    """Return level and slope of a line, with the slope shrunk towards HEAP_GROWTH by the noise of the peaks."""
     slope = _fit_weighted_line(xs, ys, weights)[1]
     measured, believed = float(np.sum((xs - xs.mean()) ** 2)) / HEAP_NOISE**2, 1 / HEAP_GROWTH_SD**2
     slope = max(0.0, (measured * slope + believed * HEAP_GROWTH) / (measured + believed))
@@ -377,7 +377,7 @@ def _fit_weighted_ratio(xs: np.ndarray, ys: np.ndarray, weights: np.ndarray) -> 
 
 
 def _fit_reserved_ratio(measured: Sequence[_Point], estimated: Sequence[_Point]) -> PiecewiseLinear:
-    """Return what the allocator holds over what is in use: as estimated, moved to where it was measured."""
+    """Return the ratio of reserved to used memory: the estimated curve, shifted to the measurements."""
     ratios = sorted((point.micro_batch, point.reserved_ratio) for point in estimated)
     curve = (
         PiecewiseLinear(tuple(x for x, _ in ratios), tuple(y for _, y in ratios))
@@ -392,9 +392,10 @@ def _fit_reserved_ratio(measured: Sequence[_Point], estimated: Sequence[_Point])
 
 
 def _fit_min_ratio(measured: Sequence[_Point], estimated: Sequence[_Point]) -> float:
-    """Return the simulated least room over memory in use; without one, what the allocator was seen to hold.
+    """Return the simulated minimum ratio of device memory to used memory, else the observed reserved ratio.
 
-    Peaks that were measured on the CPU include heap and workspaces, for which an estimate keeps room.
+    Peaks measured on the CPU already include the heap and workspaces that the ratio of an estimate allows for: the
+    ratio is then 1.
     """
     if any(point.on_heap for point in measured):
         return 1.0
@@ -403,7 +404,10 @@ def _fit_min_ratio(measured: Sequence[_Point], estimated: Sequence[_Point]) -> f
 
 
 def _compute_median_error(model: MemoryModel, points: Sequence[_Point]) -> float | None:
-    """Return the median relative residual of the peak; None where two coefficients go through everything there is."""
+    """Return the median relative residual of the peak; None with fewer than three micro-batches.
+
+    Two coefficients fit two micro-batches exactly.
+    """
     if len({point.micro_batch for point in points}) < 3:
         return None
     off = [abs(model._peak(point.micro_batch) / max(point.memory.peak, 1) - 1) for point in points]

@@ -1,1 +1,1 @@
-"""A batch that grows over the first epochs (`train.ramp`): its stages, and what they take."""
+"""A batch size that grows over the first epochs (`train.ramp`): its stages, their nodes and their cost."""

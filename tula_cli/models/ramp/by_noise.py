@@ -1,8 +1,11 @@
-"""Stages from the gradient noise scale (`train.ramp: noise`): B(t) = min(B, c B_noise(t)), in doublings of the reference batch.
+"""Stages from the gradient noise scale (`train.ramp: noise`): B(t) = min(B, c B_noise(t)).
 
-A batch up to the noise scale loses little of what its samples tell (McCandlish et al. 2018); the scale grows while a training
-goes on. The stages are fixed before it begins, from what was measured until then. While it trains a measurement may put a
-change off, or the rest of them, and never brings one forward: what was submitted is never too small for what is to come.
+B(t) grows in doublings of the reference batch.
+
+A batch up to the noise scale loses little of the information in its samples (McCandlish et al. 2018); the scale grows
+during training. The stages are fixed before the training starts, from the measurements until then. A measurement during
+training may delay a change, or cancel the remaining ones, but never brings one forward, so that a submitted job is
+never too small for a later stage.
 """
 
 import math
@@ -18,11 +21,11 @@ from tula_cli.spec.sections import MIN_STAGE_SHARE
 from tula_cli.words import format_number
 
 GROWTH = 0.65
-"""Exponent of the noise scale over the epochs, found on six applications (benchmarks/replay/efficiency.py fits it with each of
-them left out: 0.60 to 0.70)."""
+"""Exponent of the noise scale over the epochs, fitted to six applications (benchmarks/replay/efficiency.py fits it with
+each of them left out: 0.60 to 0.70)."""
 
 MAX_NOISE = 1e12
-"""Samples that a noise scale is taken for where the gradient is lost in its noise."""
+"""Noise scale, in samples, that is assumed if the gradient cannot be distinguished from its noise."""
 NOISE_NOT_MEASURED = "nothing has measured the gradient noise scale that train.ramp: noise goes by"
 STAGES_NOT_DELAYED = "nothing puts the stages of train.ramp: noise off: the noise is measured at the end of an epoch, and they begin before"
 HOW_TO_MEASURE = "a training with train.diagnostics: [gradient_noise] measures it; train.ramp: auto needs none"
@@ -32,9 +35,9 @@ HOW_TO_MEASURE = "a training with train.diagnostics: [gradient_noise] measures i
 class NoisePath:
     """The gradient noise scale as a function of the epochs done.
 
-    Between measurements, and from the last one on with the exponent that whole trainings have (`GROWTH`),
-    log(reference + noise) is linear in log(1 + epochs). One that is followed by a lower one counts for no more than that: a batch
-    begins where the noise has come to stay.
+    log(reference + noise) is linear in log(1 + epochs) between measurements, and after the last one continues with the
+    exponent of whole trainings (`GROWTH`). A measurement followed by a lower one is reduced to that value: a batch
+    starts where the noise remains high enough.
     """
 
     reference: int  # batch
@@ -42,7 +45,7 @@ class NoisePath:
 
     @classmethod
     def from_measurements(cls, measured: Mapping[float, float], *, reference: int) -> "NoisePath | None":
-        """Return that of scales (samples) by the epochs that were done; None where there are none."""
+        """Return the path through noise scales (samples) by epochs done, or None if there are none."""
         backwards = sorted(((epoch, min(scale, MAX_NOISE)) for epoch, scale in measured.items()), reverse=True)
         scales = accumulate((scale for _, scale in backwards), min)
         points = tuple(zip((epoch for epoch, _ in backwards), scales, strict=True))
@@ -50,11 +53,11 @@ class NoisePath:
 
     @property
     def measured_at(self) -> float:
-        """Epochs that were done at the newest measurement."""
+        """Epochs done at the newest measurement."""
         return self.points[-1][0]
 
     def noise_at(self, epoch: float) -> float:
-        """Return the scale (samples) when so many epochs are done."""
+        """Return the noise scale (samples) after `epoch` epochs."""
         x, line = math.log1p(epoch), self._line
         for (x0, y0), (x1, y1) in pairwise(line):
             if x <= x1:
@@ -62,7 +65,7 @@ class NoisePath:
         return self._scale(line[-1][1] + GROWTH * (x - line[-1][0]))
 
     def first_epoch_with(self, scale: float) -> float:
-        """Return the epochs done from which on it is that large (samples)."""
+        """Return the epochs done from which on the noise scale is at least `scale` (samples)."""
         y, line = math.log(self.reference + scale), self._line
         if y <= line[0][1]:
             return 0.0
@@ -82,19 +85,19 @@ class NoisePath:
 
 
 def plan_stages_by_noise(path: NoisePath, *, batch: int, factor: float, size: int, epochs: int) -> tuple[Stage, ...]:
-    """Return the stages of a training, its own batch last; one that it never comes to begins at its end.
+    """Return the stages of a training, its own batch last; if the noise never reaches it, it starts at the end.
 
     Args:
         path: the noise scale.
         batch: the training's own, global.
-        factor: c, the most noise scales that a batch may have.
-        size: samples of an epoch.
+        factor: c, the maximum batch in noise scales.
+        size: samples per epoch.
         epochs: of the whole training.
     """
     total = size * epochs
     doubled = [path.reference << k for k in range(batch.bit_length()) if path.reference << k < batch]
     batches = [*doubled, batch]
-    start = max(0, sum(batch_ <= factor * path.noise_at(0.0) for batch_ in batches) - 1)
+    start = max(0, sum(stage_batch <= factor * path.noise_at(0.0) for stage_batch in batches) - 1)
     stages = [Stage(begin=0, batch=batches[start], noise=path.noise_at(0.0))]
     for following in batches[start + 1 :]:
         begin = math.ceil(
@@ -107,11 +110,13 @@ def plan_stages_by_noise(path: NoisePath, *, batch: int, factor: float, size: in
 
 
 def continue_stages(earlier: Sequence[Stage], anew: Sequence[Stage]) -> tuple[Stage, ...]:
-    """Return the stages of a training that goes on at another batch: as they were, and above the former batch as they are now.
+    """Return the stages of a training that continues at another batch.
+
+    Earlier stages are kept; those above the former batch are taken from `anew`.
 
     Args:
-        before: as the training began.
-        anew: as they would be for the batch that it goes on at.
+        earlier: the stages at the start of the training.
+        anew: the stages planned for the new batch.
     """
     if not earlier or not anew:
         return tuple(anew)
@@ -126,7 +131,7 @@ def continue_stages(earlier: Sequence[Stage], anew: Sequence[Stage]) -> tuple[St
 
 
 def warn_missing_noise(spec: JobSpec, noise: NoisePath | None) -> list[str]:
-    """Say what the stages of `ramp: noise` lack."""
+    """Return warnings about missing or limited noise measurements for `ramp: noise`."""
     if spec.train.stages != "noise":
         return []
     if noise is None:
@@ -147,13 +152,13 @@ def warn_missing_noise(spec: JobSpec, noise: NoisePath | None) -> list[str]:
 def apply_decisions(
     planned: Sequence[Stage], decisions: Iterable[StageDecision], *, total: int, size: int
 ) -> tuple[Stage, ...]:
-    """Return the stages as decisions have left them: each lasts at least as long as was planned, and none begins earlier.
+    """Return the stages after decisions: each lasts at least as long as planned, and none starts earlier.
 
     Args:
-        planned: before the training began.
-        decisions: in any order; of stages that there are not, and the same one twice, they change nothing.
-        total: samples of the whole training; a stage that would not last comes never.
-        size: of an epoch.
+        planned: before the training started.
+        decisions: in any order; those about unknown stages and duplicates have no effect.
+        total: samples of the whole training; a delayed stage that would be too short never starts.
+        size: samples per epoch.
     """
     earliest: dict[int, int] = {}
     for decision in decisions:
@@ -167,7 +172,7 @@ def apply_decisions(
 
 
 def find_next_stage(stages: Sequence[Stage], *, passed: int, end: int) -> Stage | None:
-    """Return the first stage that begins after `passed` samples and no later than at `until`; None where none does."""
+    """Return the first stage that starts after `passed` and up to `end` samples, or None."""
     return next((stage for stage in stages if passed < stage.begin <= end), None)
 
 
@@ -181,17 +186,17 @@ def decide_stage(
     size: int,
     total: int,
 ) -> StageDecision:
-    """Return whether a stage begins as planned, is put off to the next measurement, or never comes.
+    """Decide whether a stage starts as planned, is delayed to the next measurement, or never starts.
 
-    It is put off where even the upper end of the noise's interval, grown as it does up to there, is below its batch.
+    It is delayed if even the upper end of the noise's interval, extrapolated to the planned start, is below its batch.
 
     Args:
-        stage: the coming one.
-        noise: `scale` and `high`, in samples, as they were measured now; empty where that did not tell them.
+        stage: the next stage.
+        noise: `scale` and `high`, in samples, of the current measurement; empty if it did not determine them.
         factor: c.
         reference: batch.
         passed: samples passed.
-        size: samples of an epoch.
+        size: samples per epoch.
         total: samples of the whole training.
     """
     high = NoisePath.from_measurements({passed / size: noise["high"]}, reference=reference) if noise else None
@@ -213,12 +218,12 @@ def decide_stage(
 
 
 def with_epochs(stages: Iterable[Stage], size: int) -> tuple[Stage, ...]:
-    """Return stages as they are written down: with the epoch (of so many samples) that each begins in."""
+    """Return stages for storage, with the epoch (of `size` samples) in which each starts."""
     return tuple(stage.model_copy(update={"epoch": stage.begin / size}) for stage in stages)
 
 
 def describe_stages(stages: Sequence[Stage]) -> str:
-    """Return where a training comes to each batch, and by which noise scale; of stages as they are written down."""
+    """Describe where a training reaches each batch, and at which noise scale; expects stages with epochs."""
     by_noise = any(stage.noise is not None for stage in stages)
     return "; ".join(_describe_stage(stage, by_noise=by_noise) for stage in stages)
 
@@ -231,13 +236,13 @@ def _describe_stage(stage: Stage, *, by_noise: bool) -> str:
 
 
 def describe_not_delayed(stages: Sequence[Stage]) -> str:
-    """Say that stages (as they are written down) all begin before the noise is first measured; else nothing."""
+    """Describe that all stages (with epochs) start before the noise is first measured; else empty."""
     coming = [stage.epoch or 0.0 for stage in stages[1:] if stage.noise is not None]
     return STAGES_NOT_DELAYED if coming and coming[-1] <= 1 else ""
 
 
 def describe_decision(decision: StageDecision) -> str:
-    """Return what was decided of a coming stage, and by which measurement."""
+    """Describe a decision about a stage and the measurement it is based on."""
     bound = "" if decision.high is None else f" (at most {format_number(decision.high)})"
     noise = "not told" if decision.scale is None else f"scale {format_number(decision.scale)}{bound}"
     end = {

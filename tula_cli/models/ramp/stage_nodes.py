@@ -1,4 +1,4 @@
-"""Nodes of each stage of a batch-size ramp, and how long the stages take."""
+"""The number of nodes for each stage of a batch-size ramp, chosen by time or cost."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,17 +26,20 @@ Worth = Literal["time", "cost"]
 """The quantity that is minimised: hours, or node-hours."""
 
 MAX_CHANGES = 3
-"""Of the nodes of one training: each is a job more in the queue."""
+"""Maximum changes of the number of nodes in one training: each is one more job in the queue."""
 
 
 def choose_stage_objective(objective: str, curve: str) -> Worth:
-    """Return by what the nodes of stages are chosen: by cost where that, or energy, is the objective, or the knee is one of cost."""
+    """Return the quantity by which the nodes of stages are chosen.
+
+    Cost for the objectives cost and energy and for a knee of cost, else time.
+    """
     by_cost = objective in ("cost", "energy") or (objective == "knee" and curve == "cost")
     return "cost" if by_cost else "time"
 
 
 def choose_stage_objective_of(recommended: Recommendation | None) -> Worth:
-    """Return the same of what was recommended; without that by time."""
+    """Return the quantity by which the nodes of stages are chosen for a recommendation; time if there is none."""
     return "time" if recommended is None else choose_stage_objective(recommended.objective, recommended.curve)
 
 
@@ -49,16 +52,19 @@ class Change:
 
 
 def choose_stage_nodes(options: Sequence[Mapping[int, float]], change: Change, *, by: Worth) -> tuple[int, ...]:
-    """Return the nodes of each stage, ascending, with the least time or the least node-hours; of equal ones fewest changes.
+    """Return the nodes of each stage, ascending, with the least time or node-hours.
+
+    Of equal solutions the one with the fewest changes is chosen.
 
     Args:
-        options: of each stage the seconds of its steps by the number of nodes; of the last one those of the training alone.
-        change: what each change takes; the first start is on the first stage's nodes.
+        options: for each stage the seconds of its steps by number of nodes; for the last one the training's own nodes
+            only.
+        change: duration of each change; the first start is on the first stage's nodes.
         by: time or cost.
 
     Returns:
-        One number a stage. The nodes of the last stage are among it where each stage has that option, so that the answer is
-        never worse than those throughout.
+        One number per stage. If each stage has the option of the last stage's nodes, the result is never worse than
+        using those throughout.
     """
 
     def value(nodes: int, seconds: float, *, queue: float = 0.0) -> float:
@@ -85,10 +91,10 @@ def choose_stage_nodes(options: Sequence[Mapping[int, float]], change: Change, *
 
 
 def list_allowed_stage_nodes(spec: JobSpec, batch: int, *, nodes: int) -> tuple[int, ...]:
-    """Return the numbers of nodes that a stage may run on, ascending: those of the search up to the training's own.
+    """Return the numbers of nodes on which a stage may run, ascending: those of the search up to the training's own.
 
-    A batch divides among their GPUs, and each of these takes at least as many samples at a time as BatchNorm needs for its
-    statistics, on fewer nodes than the training has.
+    The batch must divide among their GPUs. On fewer nodes than the training has, each GPU must also take at least as
+    many samples at a time as BatchNorm needs for its statistics.
 
     Args:
         spec: the job, with `train.ramp_nodes: auto`.
@@ -103,17 +109,17 @@ def list_allowed_stage_nodes(spec: JobSpec, batch: int, *, nodes: int) -> tuple[
 
 
 def compute_batch_divisor(spec: JobSpec, nodes: int) -> int:
-    """Return the parts that a batch is divided into: GPUs x micro-batches of a step."""
+    """Return the number of parts into which a batch is divided: GPUs x micro-batches per step."""
     return nodes * spec.cluster.gpus_per_node * spec.train.accumulate
 
 
 def build_ramp_on_nodes(
     spec: JobSpec, *, batch: int, nodes: int, dataset_size: int, noise: NoisePath | None = None
 ) -> Ramp:
-    """Return the stages of a training that ends on so many nodes, as `build_ramp` has them.
+    """Return the stages of a training that ends on `nodes` nodes (see `build_ramp`).
 
     Raises:
-        SpecError: as `build_ramp` says, or a stage names more nodes than the training has, or some that it does not divide among.
+        SpecError: as in `build_ramp`, or a stage names more nodes than the training has.
     """
     fewer: list[int] = []
     if spec.train.ramp_nodes == "auto":
@@ -133,12 +139,12 @@ def build_ramp_on_nodes(
 
 
 def check_stages(spec: JobSpec, *, batch: int, nodes: int, dataset_size: int) -> None:
-    """Refuse stages that the job names, or its decay, that do not fit a training that begins.
+    """Check that the stages that the job names, or its decay, fit a training that starts.
 
-    One that goes on at a smaller batch after an out-of-memory keeps those that are below it.
+    A training that continues at a smaller batch after an out-of-memory error keeps the stages below that batch.
 
     Raises:
-        SpecError: a batch that is not below the training's, or as `build_ramp_on_nodes` and `assign_nodes_to_stages` say.
+        SpecError: a batch is not below the training's, or as in `build_ramp_on_nodes` and `assign_nodes_to_stages`.
     """
     if spec.train.stages == "decay":
         _check_decay(
@@ -157,10 +163,10 @@ def check_stages(spec: JobSpec, *, batch: int, nodes: int, dataset_size: int) ->
 
 
 def _check_decay(spec: JobSpec, *, batch: int, ramp: Ramp) -> None:
-    """Refuse a batch without a first stage at the reference batch, and one that a decay never comes to.
+    """Check that a decay starts at the reference batch and reaches the training's batch.
 
     Raises:
-        SpecError: it is one.
+        SpecError: it does not.
     """
     reference, growth = spec.train.reference_batch, compute_max_decay_growth(spec)
     if ramp.stages[0].batch > reference:
@@ -178,14 +184,14 @@ def _check_decay(spec: JobSpec, *, batch: int, ramp: Ramp) -> None:
 
 
 def describe_unusable_stages(spec: JobSpec, *, dataset_size: int | None) -> tuple[list[str], list[str]]:
-    """Say where the search has no batch that a training with the stages of the job can begin at.
+    """Describe numbers of nodes for which the search has no batch at which a training with the job's stages can start.
 
     Args:
         spec: the job.
-        dataset_size: training samples; None where that is not known, and what stages last not told.
+        dataset_size: training samples; None if unknown, in which case stage lengths are not checked against it.
 
     Returns:
-        Problems: no batch on any nodes; and warnings: none on some of them, which are left out.
+        Problems, if no number of nodes has such a batch; and warnings, if only some have none, which are then left out.
     """
     size, most = dataset_size or sys.maxsize, spec.search.max_batch
     if not (_list_stages_naming_nodes(spec) or spec.train.stages == "decay") or (dataset_size is None and most is None):
@@ -210,7 +216,7 @@ def describe_unusable_stages(spec: JobSpec, *, dataset_size: int | None) -> tupl
 
 
 def describe_stage_refusal(spec: JobSpec, *, batch: int, nodes: int, dataset_size: int) -> str:
-    """Return why `check_stages` refuses a training; empty where it does not."""
+    """Return why `check_stages` rejects a training; empty if it does not."""
     try:
         check_stages(spec, batch=batch, nodes=nodes, dataset_size=dataset_size)
     except SpecError as error:
@@ -219,12 +225,12 @@ def describe_stage_refusal(spec: JobSpec, *, batch: int, nodes: int, dataset_siz
 
 
 def describe_error(error: SpecError) -> str:
-    """Return an error in one line, with what to do about it."""
+    """Return an error and its hint in one line."""
     return f"{error.message} ({error.hint})" if error.hint else error.message
 
 
 def list_nodes_named_by_stages(spec: JobSpec) -> dict[int, int]:
-    """Return the nodes that stages name, by their batches."""
+    """Return the nodes that stages of the job name, by batch."""
     return {stage.batch: stage.nodes for stage in _list_stages_naming_nodes(spec) if stage.nodes is not None}
 
 
@@ -235,16 +241,17 @@ def _list_stages_naming_nodes(spec: JobSpec) -> list[RampStage]:
 def assign_nodes_to_stages(
     stages: Sequence[Stage], chosen: Mapping[int, int], *, spec: JobSpec, nodes: int
 ) -> tuple[Stage, ...]:
-    """Return the stages of a training with their nodes, as its jobs take them; without where all have its own.
+    """Return the stages of a training with their nodes; without nodes if all stages run on the training's own.
 
     Args:
         stages: of the training, that of its own batch last.
-        chosen: nodes by batch, of those stages that have others than the training.
+        chosen: nodes by batch, for stages whose nodes differ from the training's.
         spec: the job.
         nodes: of the training.
 
     Raises:
-        SpecError: a stage has more nodes than the one after it, or what follows does not divide among its GPUs.
+        SpecError: a stage has more nodes than the one after it, or the batch of it or a later stage does not divide
+            among its GPUs.
     """
     stages_with_nodes = tuple(stage.model_copy(update={"nodes": chosen.get(stage.batch, nodes)}) for stage in stages)
     counts = [chosen.get(stage.batch, nodes) for stage in stages]
@@ -265,13 +272,13 @@ def assign_nodes_to_stages(
 
 
 def move_task_to_stage_nodes(task: TrainTask, *, samples: int) -> TrainTask:
-    """Return a task on the nodes of the stage that it begins in; itself where all stages have those of the training.
+    """Return a task on the nodes of the stage in which it starts; unchanged if all stages run on the training's nodes.
 
-    Where the job names none, they are those that its prediction was made for.
+    If the job names no nodes for a stage, those of the prediction are used.
 
     Args:
         task: on the nodes of the training, with its stages.
-        samples: that are trained.
+        samples: samples trained so far.
 
     Raises:
         SpecError: stages do not divide among the nodes that they name.
@@ -286,7 +293,7 @@ def move_task_to_stage_nodes(task: TrainTask, *, samples: int) -> TrainTask:
 
 
 def describe_stage_nodes(choice: Prediction) -> str:
-    """Say on how many nodes each stage of a choice runs; empty where all have its own."""
+    """Describe the number of nodes of each stage of a choice; empty if all run on its own."""
     if not any(stage.nodes for stage in choice.stages):
         return ""
     descriptions = [f"{stage.nodes or choice.nodes} at batch {stage.batch}" for stage in choice.stages]

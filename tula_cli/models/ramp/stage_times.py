@@ -31,7 +31,10 @@ from tula_cli.spec.job import JobSpec
 
 
 def make_change_costs(overheads: OverheadModel, gpus_per_node: int, queue: float) -> Callable[[Config], Change]:
-    """Return what gives for a configuration what going on with its nodes takes: a start, and the wait for them (seconds)."""
+    """Return a function from a configuration to the duration of a change to its nodes (seconds).
+
+    It consists of a start and the wait for nodes.
+    """
 
     @functools.cache
     def change(config: Config) -> Change:
@@ -44,9 +47,9 @@ def make_change_costs(overheads: OverheadModel, gpus_per_node: int, queue: float
 
 @dataclass
 class StageTimes:
-    """The stages of each configuration, with their nodes and the times of their steps.
+    """The stages of each configuration, with their nodes and step times.
 
-    A stage whose own step time is not known is taken to have that of the training's batch, which is longer.
+    A stage whose step time is unknown is assumed to take that of the training's batch, which is longer.
     """
 
     spec: JobSpec
@@ -60,7 +63,7 @@ class StageTimes:
     _known: dict[Config, tuple[StageSteps, ...]] = field(default_factory=dict)
 
     def why_not(self, config: Config) -> str:
-        """Return why a configuration cannot be trained with the stages that the job names; empty where it can."""
+        """Return why a configuration cannot be trained with the stages that the job names; empty if it can."""
         try:
             assign_nodes_to_stages(
                 self._ramp(config).stages, list_nodes_named_by_stages(self.spec), spec=self.spec, nodes=config.nodes
@@ -70,11 +73,14 @@ class StageTimes:
         return ""
 
     def why_not_begun(self, config: Config) -> str:
-        """Return why a training cannot begin at a configuration; one after an out-of-memory may still come to it."""
+        """Return why a training cannot start at a configuration; empty if it can.
+
+        A training may still reach such a configuration after an out-of-memory error.
+        """
         return describe_stage_refusal(self.spec, batch=config.batch, nodes=config.nodes, dataset_size=self.dataset_size)
 
     def stages_at(self, config: Config) -> tuple[StageSteps, ...]:
-        """Return the stages of a configuration before it has its own batch, ascending; none where it always has."""
+        """Return the stages of a configuration before its own batch, ascending; empty if its batch is constant."""
         if self.spec.train.stages is None:
             return ()
         if config not in self._known:
@@ -82,10 +88,10 @@ class StageTimes:
         return self._known[config][:-1]
 
     def work_out(self, configs: Sequence[Config]) -> None:
-        """Work out many configurations at once; `of` then knows them.
+        """Compute the stages of many configurations at once, for later calls of `stages_at`.
 
         Raises:
-            SpecError: a stage that the job names does not divide, or they last as long as the training.
+            SpecError: a stage that the job names is not divisible, or the stages last as long as the training.
         """
         if self.spec.train.stages is None:
             return
@@ -103,7 +109,7 @@ class StageTimes:
             self._known[config] = tuple(stage.model_copy(update={"share": shares[stage.batch]}) for stage in stages)
 
     def _stage_options(self, config: Config, ramp: Ramp) -> list[list[Config]]:
-        """Return where each stage may run."""
+        """Return the configurations on which each stage may run."""
         return [
             [Config(nodes, batch) for nodes in self._nodes_of_stage(config, batch)]
             for batch in dict.fromkeys(stage.batch for stage in ramp.stages)
@@ -130,7 +136,7 @@ class StageTimes:
         steps: Mapping[int, int],
         times: Mapping[Config, Estimate],
     ) -> tuple[StageSteps, ...]:
-        """Return the stages on the nodes that they are worth."""
+        """Return the stages on the nodes chosen for each by time or cost."""
         seconds = [
             {at.nodes: count * self._time(config, at, times).seconds for at in options}
             for options, count in zip(places, steps.values(), strict=True)
@@ -156,19 +162,19 @@ class StageTimes:
         return times[config if self.why_unknown(option) else option]
 
     def fits_mask(self, nodes: Ints, batch: Ints) -> Flags:
-        """Return of which configurations, shape (n,), `describe_why_not_a_row` has nothing to say."""
+        """Return a mask, shape (n,), of the configurations for which `why_not` has no objection."""
         if not isinstance(self.spec.train.stages, list):
             return np.ones(len(nodes), dtype=bool)
         return np.array([not self.why_not(config) for config in to_configs(nodes, batch)], dtype=bool)
 
     def can_begin_mask(self, nodes: Ints, batch: Ints) -> Flags:
-        """Return of which configurations, shape (n,), `describe_stage_refusal` has nothing to say."""
+        """Return a mask, shape (n,), of the configurations for which `why_not_begun` has no objection."""
         if self.spec.train.stages in (None, "auto", "noise"):
             return np.ones(len(nodes), dtype=bool)
         return np.array([not self.why_not_begun(config) for config in to_configs(nodes, batch)], dtype=bool)
 
     def stages_column(self, nodes: Ints, batch: Ints) -> NDArray[np.object_]:
-        """Return the stages of configurations, shape (n,), as `of` has them; None where there are none."""
+        """Return the stages of configurations, shape (n,), as returned by `stages_at`; None if there are none."""
         column = np.full(len(nodes), None, dtype=object)
         if self.spec.train.stages is not None:
             for index, config in enumerate(to_configs(nodes, batch)):
@@ -176,7 +182,10 @@ class StageTimes:
         return column
 
     def count_equivalent_work(self, nodes: Ints, batch: Ints, work: WorkCount) -> WorkCount:
-        """Return the work of configurations with their steps counted in those of their own batches, which take as long."""
+        """Return the work of configurations in equivalent steps.
+
+        These are the steps at their own batches that take as long as the steps of all stages.
+        """
         if self.spec.train.stages is None:
             return work
         configurations = to_configs(nodes, batch)
@@ -187,7 +196,7 @@ class StageTimes:
         return replace(work, steps=steps, changes=changes, queued=changes * queue)
 
     def unused_node_hours(self, nodes: Ints, batch: Ints) -> Floats:
-        """Return the node-hours, shape (n,), that trainings take less than all their hours on all their nodes."""
+        """Return the node-hours, shape (n,), saved compared with all nodes of a training for all its hours."""
         node_hours = np.zeros(len(nodes))
         if self.spec.train.stages is not None:
             for index, config in enumerate(to_configs(nodes, batch)):
@@ -206,7 +215,7 @@ class StageTimes:
         return steps + starts + (len(counts) - 1) * config.nodes * change.queue
 
     def _node_counts(self, config: Config) -> list[int]:
-        """Return the numbers of nodes that a training has, one after the other."""
+        """Return the successive numbers of nodes of a training."""
         return sorted({stage.nodes or config.nodes for stage in self._known[config]})
 
     def _equivalent_steps(self, config: Config) -> float:
@@ -214,7 +223,7 @@ class StageTimes:
         return sum(stage.steps * stage.step_time for stage in stages) / last_stage.step_time
 
     def stage_positions(self, config: Config) -> tuple[Stage, ...]:
-        """Return where a training at a configuration comes to which batch; none where that does not grow."""
+        """Return the stages of a training at a configuration with their positions; empty if its batch does not grow."""
         return () if self.spec.train.stages is None else self._ramp(config).stages
 
     def _ramp(self, config: Config) -> Ramp:

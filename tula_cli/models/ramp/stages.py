@@ -1,13 +1,15 @@
-"""The stages of a training whose batch grows over its first epochs (`train.ramp`): from where on it has which batch.
+"""The stages of a training whose batch grows over its first epochs (`train.ramp`): which batch is used from where on.
 
-The clock is samples passed: those of whole epochs, with what their ends leave out, and those done of the epoch under way. A
-stage ends with the first step that comes to its end or beyond, so that batches stay slices of an epoch's order, one after the
-other: at a change no sample is left out, and none is trained twice. The batch follows from the position alone, so that a
-training resumes in any stage, and one that goes on at a smaller batch keeps the stages below that.
+The clock is samples passed: those of completed epochs, including samples dropped at their ends, and those done in the
+current epoch. A stage ends with the first step that reaches its end or passes it, so that batches remain successive
+slices of an epoch's order: at a change no sample is skipped, and none is trained twice. The batch depends on the
+position only, so that a training can resume in any stage, and one that continues at a smaller batch keeps the stages
+below it.
 
-By default the batch of stage k is reference_batch x 2^k, up to the training's own: in the first epochs the gradient's noise
-is small, and a larger batch averages little out (McCandlish et al. 2018). With `ramp: noise` the noise that was measured tells
-how long each lasts (`by_noise`), with `ramp: decay` the schedule of the learning rate: it is spent as batch.
+By default the batch of stage k is reference_batch x 2^k, up to the training's own: in the first epochs the gradient's
+noise is small, and a larger batch averages little out (McCandlish et al. 2018). With `ramp: noise` the length of each
+stage follows from the measured noise (`by_noise`); with `ramp: decay` the batch grows where the schedule would lower
+the learning rate.
 """
 
 import functools
@@ -28,43 +30,43 @@ from tula_cli.spec.sections import MIN_STAGE_SHARE, RampStage, Schedule
 # --- Stages
 
 EPOCH_SHARE = 0.05
-"""Of the training, that each stage of `auto` lasts."""
+"""Share of the training's epochs for each stage of `auto`."""
 MAX_SHARE = 0.5
-"""Of the training, that all stages of `auto` below its own batch last together."""
+"""Maximum share of the training's epochs for all stages of `auto` below its own batch together."""
 
 
 @dataclass(frozen=True)
 class Ramp:
-    """The stages of one training, ascending; the last one has its own batch and ends with it."""
+    """The stages of one training, ascending; the last one has the training's own batch and lasts to its end."""
 
     stages: tuple[Stage, ...]
     remarks: tuple[str, ...] = ()  # stages that no rule of the job's named and that are left out, and why
 
     @classmethod
     def constant(cls, batch: int) -> "Ramp":
-        """Return that of a training whose batch stays."""
+        """Return the ramp of a training with a constant batch."""
         return cls((Stage(begin=0, batch=batch),))
 
     def stage_at(self, passed: int) -> int:
-        """Return the number of the stage, from 0, that a training is in when so many samples are passed."""
+        """Return the number, from 0, of the stage of a training after `passed` samples."""
         return max(0, sum(stage.begin <= passed for stage in self.stages) - 1)
 
     def batch_at(self, passed: int) -> int:
-        """Return the batch, global, of the step that begins when so many samples are passed."""
+        """Return the global batch of the step that starts after `passed` samples."""
         return self.stages[self.stage_at(passed)].batch
 
     def shares(self, total: int) -> dict[int, float]:
-        """Return the share of so many samples that pass at each batch."""
+        """Return the share of `total` samples that is trained at each batch."""
         ends = [min(stage.begin, total) for stage in (*self.stages[1:], Stage(begin=total, batch=0))]
         return {stage.batch: max(0, end - stage.begin) / total for stage, end in zip(self.stages, ends, strict=True)}
 
     def steps_of_epoch(self, epoch: int, *, samples_done: int, size: int) -> Iterator[tuple[int, int]]:
-        """Yield (batch, steps) of what is left of an epoch; less than a batch at its end is left out.
+        """Yield (batch, steps) of the rest of an epoch; a partial batch at its end is left out.
 
         Args:
             epoch: epochs completed.
-            done: samples done of the next one.
-            size: samples of an epoch.
+            samples_done: samples done of the next one.
+            size: samples per epoch.
         """
         while True:
             passed = epoch * size + samples_done
@@ -79,13 +81,13 @@ class Ramp:
             samples_done += steps * batch
 
     def remaining_steps(self, *, size: int, epochs: int, epoch: int = 0, samples_done: int = 0) -> dict[int, int]:
-        """Return the steps of each batch, ascending, from a position to the last epoch's end.
+        """Return the steps at each batch, ascending, from a position to the end of the last epoch.
 
         Args:
-            size: samples of an epoch.
+            size: samples per epoch.
             epochs: of the whole training.
             epoch: epochs completed.
-            done: samples done of the next one.
+            samples_done: samples done of the next one.
         """
         steps_by_batch = dict.fromkeys((stage.batch for stage in self.stages), 0)
         while epoch < epochs:
@@ -110,19 +112,20 @@ def build_ramp(
     decided: Sequence[Stage] = (),
     fewer: Sequence[int] = (),
 ) -> Ramp:
-    """Return the stages of a training; one where its batch does not grow.
+    """Return the stages of a training; a single one if its batch does not grow.
 
     Args:
         spec: the job.
         batch: the training's own, global; stages that are not below it are left out.
-        parts: ranks x micro-batches a step: a batch is divided among them.
+        divisor: ranks x micro-batches per step, by which a batch must be divisible.
         dataset_size: training samples.
-        noise: of the gradients, for `ramp: noise`; where nothing tells it, stages are those of `auto`.
-        decided: the stages as they were before the training began, that of its own batch last; none: they follow anew.
-        fewer: parts on fewer nodes, descending, for stages that leave a GPU of those without a sample.
+        noise: of the gradients, for `ramp: noise`; if None, the stages are those of `auto`.
+        decided: the stages as decided before the training started, that of its own batch last; empty to compute them
+            again.
+        fewer: divisors on fewer nodes, descending, for stages that are too small for one sample per GPU.
 
     Raises:
-        SpecError: a stage that the job names does not divide, or they last as long as the training.
+        SpecError: a stage that the job names is not divisible, or the stages last as long as the training.
     """
     stages_setting = spec.train.stages
     if stages_setting is None:
@@ -143,16 +146,18 @@ def build_ramp(
 
 
 def plan_stages_by_decay(spec: JobSpec, *, batch: int, size: int) -> tuple[Stage, ...]:
-    """Return the stages of a training whose decay is spent as batch, its own batch last; one it never comes to begins at its end.
+    """Return the stages of a training whose learning-rate decay is replaced by batch growth, its own batch last.
 
-    The batch is the reference batch x 2^k from where the schedule leaves 2^-k of the full learning rate (Meterez et al. 2025,
-    arXiv 2510.14717, Algorithm 1). In between the rate follows the schedule, so that rate and batch are worth that of the
-    reference batch at every point (`job._get_noise_rule`).
+    If the decay never reaches the training's own batch, its stage starts at the end of the training.
+
+    The batch is the reference batch x 2^k from where the schedule leaves 2^-k of the full learning rate (Meterez et al.
+    2025, arXiv 2510.14717, Algorithm 1). In between the rate follows the schedule, so that rate and batch together are
+    equivalent to those at the reference batch at every point (`job._get_noise_rule`).
 
     Args:
         spec: the job, with `ramp: decay`.
         batch: the training's own, global.
-        size: samples of an epoch.
+        size: samples per epoch.
     """
     reference, total = spec.train.reference_batch, spec.train.epochs * size
     doubled = [reference << k for k in range(1, batch.bit_length()) if reference << k < batch]
@@ -164,12 +169,12 @@ def plan_stages_by_decay(spec: JobSpec, *, batch: int, size: int) -> tuple[Stage
             share, schedule, spec.optimizer.lr, warmup=warmup, epochs=spec.train.epochs, size=size
         )
         begins[begin if begin <= (1 - MIN_STAGE_SHARE) * total else total] = following
-    return tuple(Stage(begin=begin, batch=batch_) for begin, batch_ in begins.items())
+    return tuple(Stage(begin=begin, batch=stage_batch) for begin, stage_batch in begins.items())
 
 
 @functools.lru_cache(maxsize=1024)  # the same for all nodes of a search
 def _count_samples_until_decay(share: float, schedule: str, lr: float, *, warmup: float, epochs: int, size: int) -> int:
-    """Return the samples passed from which on a schedule leaves at most a share of the full learning rate.
+    """Return the samples passed from which on a schedule leaves at most `share` of the full learning rate.
 
     Args:
         share: of `lr`, above 0.
@@ -177,7 +182,7 @@ def _count_samples_until_decay(share: float, schedule: str, lr: float, *, warmup
         lr: at the reference batch.
         warmup: epochs.
         epochs: of the whole training.
-        size: samples of an epoch.
+        size: samples per epoch.
     """
     rule = Schedule.model_validate_json(schedule)
 
@@ -189,19 +194,25 @@ def _count_samples_until_decay(share: float, schedule: str, lr: float, *, warmup
 
 
 def get_noise_factor(spec: JobSpec) -> float:
-    """Return how many times the gradient noise scale a batch may be (`train.ramp_noise`)."""
+    """Return the maximum batch as a multiple of the gradient noise scale (`train.ramp_noise`)."""
     return 1.0 if spec.train.ramp_noise is None else spec.train.ramp_noise
 
 
 def list_stages_below(stages: Sequence[Stage], batch: int) -> Iterator[Stage]:
-    """Yield the stages below a batch, and it where the first of those begins that are not below, or else the last one does."""
+    """Yield the stages below a batch, then a stage with that batch.
+
+    The latter starts where the first stage not below it does, or else where the last one does.
+    """
     yield from (stage for stage in stages if stage.batch < batch)
     own_stage = next((stage for stage in stages if stage.batch >= batch), stages[-1])
     yield own_stage.model_copy(update={"batch": batch})
 
 
 def _fit_stages(stages: Sequence[Stage], divisors: Sequence[int]) -> Ramp:
-    """Return stages as they divide among the parts on the most nodes on which none is without a sample; else they are left out."""
+    """Return the stages with batches rounded so that they divide; stages that cannot are left out.
+
+    Each is rounded for the most nodes on which every part has at least one sample.
+    """
     *smaller, own_stage = stages
     sizes = [_find_fitting_batch(stage.batch, divisors) for stage in smaller]
     fitting_stages = [
@@ -266,7 +277,7 @@ def _plan_auto_stages(spec: JobSpec, batch: int, divisors: Sequence[int], datase
 
 
 def _find_fitting_batch(batch: int, divisors: Sequence[int]) -> int:
-    """Return the largest batch up to this one that divides among the first of the parts that each have a sample, else 0."""
+    """Return the batch rounded down to a multiple of the first divisor that does not exceed it; 0 if none."""
     return next((batch // divisor * divisor for divisor in divisors if batch >= divisor), 0)
 
 
@@ -279,13 +290,13 @@ Stages = tuple[Stage, ...]
 
 
 def plan_stages_of_training(spec: JobSpec, arm: Arm, *, batch: int, size: int) -> Stages:
-    """Return the stages of the whole training as an arm, that of its own batch last.
+    """Return the stages of the whole training with an arm's settings, that of its own batch last.
 
     Args:
         spec: a job with method auto.
-        arm: the control has the beginning, and then its own batch at once.
+        arm: the control has the common beginning, then its own batch at once.
         batch: of the training, global.
-        size: samples of an epoch.
+        size: samples per epoch.
     """
     parting = spec.auto.after * size
     doubled = _list_batches_between(spec, arm, batch)
@@ -295,13 +306,13 @@ def plan_stages_of_training(spec: JobSpec, arm: Arm, *, batch: int, size: int) -
 
 
 def plan_stages_of_branch(spec: JobSpec, arm: Arm, *, batch: int, start: int, length: int) -> Stages:
-    """Return the stages of a branch: a ramp goes through all of its own in the first half, as short as that makes them.
+    """Return the stages of a branch: a ramp passes all of its stages in the first half, each shortened accordingly.
 
     Args:
         spec: a job with method auto.
         arm: of the branch.
         batch: of the training, global.
-        start: samples passed where the arms part.
+        start: samples passed when the arms branched off.
         length: samples of the branch.
     """
     doubled = _list_batches_between(spec, arm, batch)
@@ -311,13 +322,13 @@ def plan_stages_of_branch(spec: JobSpec, arm: Arm, *, batch: int, start: int, le
 
 
 def _list_batches_between(spec: JobSpec, arm: Arm, batch: int) -> list[int]:
-    """Return the batches between the reference and the training's own that an arm goes through."""
+    """Return the batches between the reference batch and the training's own that an arm's ramp uses."""
     reference = spec.train.reference_batch
     ramps = METHODS[arm.method].ramps
     return [reference << k for k in range(1, batch.bit_length()) if reference << k < batch] if ramps else []
 
 
 def _build_stages(spec: JobSpec, batches: list[int], begins: list[int]) -> Stages:
-    """Return the beginning and what follows; of stages that begin at once the last one stays."""
+    """Return the common beginning and the following stages; of stages with the same start the last one is kept."""
     batch_by_begin = {0: min(spec.train.reference_batch, batches[-1])} | dict(zip(begins, batches, strict=True))
     return tuple(Stage(begin=begin, batch=batch) for begin, batch in batch_by_begin.items())

@@ -1,1 +1,1 @@
-"""The time of a step."""
+"""Models of the step time, and of its noise and changes."""

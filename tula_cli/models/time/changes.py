@@ -1,4 +1,4 @@
-"""Changes of step times: between two sets of steps, within a training, and against what was predicted."""
+"""Changes of step times: between two probes, within a training, and compared with the prediction."""
 
 import math
 import statistics
@@ -21,26 +21,26 @@ from tula_cli.words import format_duration, format_number
 # --- Change points
 
 MIN_VALUES = 10
-"""Values that a new level has to last for, and that have to be known of the level before."""
+"""Minimum values for which a new level has to last, and that have to be known of the previous level."""
 MAX_VALUES = 8 * MIN_VALUES
-"""How long a new level has to last after others that did not."""
+"""Upper limit of the values for which a new level has to last after repeated changes."""
 WINDOW = 8
-"""Values that are remembered, in multiples of what a level has to last for."""
+"""Length of the remembered series, as a multiple of the values for which a level has to last."""
 THRESHOLD = 5.0
-"""Of the largest standardised Mann-Whitney statistic."""
+"""Threshold of the largest standardised Mann-Whitney statistic."""
 MIN_RATIO = 1.1
-"""Ratio of two levels below which a change makes too little difference to be told."""
+"""Ratio of two levels below which a change is too small to report."""
 
 
 class ChangePointTest:
-    """Looks for a change of level in a series, value by value.
+    """Detects a change of level in a series, value by value.
 
-    Every split of the remembered values is judged by Mann and Whitney's statistic (1947), the largest counts, as in the
-    change-point model of Hawkins and Deng (2010). It goes by ranks: how often it errs on independent values does not
-    depend on their distribution, and a spike counts as one value, however high. Where neighbours are alike, as of a load
-    that lingers, they count less. A change is told where the medians on both sides also differ by NOTABLE. What is
-    remembered begins with the new level then, and the next change has to last twice as long, up to MOST: a load that
-    comes and goes is not told for ever.
+    Every split of the remembered values is judged by the Mann-Whitney statistic (1947), and the largest one counts, as
+    in the change-point model of Hawkins and Deng (2010). It is based on ranks: its error rate on independent values
+    does not depend on their distribution, and a spike counts as one value, however high. Correlated neighbours, as
+    under a lingering load, count less. A change is reported if the medians on both sides also differ by `MIN_RATIO`.
+    The series then starts with the new level, and the next change has to last twice as long, up to `MAX_VALUES`, so
+    that a load that comes and goes is not reported endlessly.
     """
 
     def __init__(self) -> None:
@@ -48,9 +48,7 @@ class ChangePointTest:
         self.values: deque[float] = deque(maxlen=WINDOW * MAX_VALUES)
 
     def add(self, value: float) -> tuple[int, int] | None:
-        """Take the next value; return how many of the newest are of a new level, and how many before them of the old one.
-
-        None where there is no new level.
+        """Add the next value; return the numbers of values at the new and the old level, or None without a change.
 
         Args:
             value: positive, as times are.
@@ -73,7 +71,7 @@ class ChangePointTest:
 
 
 def split_statistics(values: Floats) -> Floats:
-    """Return the standardised Mann-Whitney statistic of each split of a series; positive where what follows is larger.
+    """Return the standardised Mann-Whitney statistic of each split; positive if the later values are larger.
 
     Args:
         values: shape (n,).
@@ -90,10 +88,10 @@ def split_statistics(values: Floats) -> Floats:
 
 
 def _compute_variance_inflation(values: Floats, split: int) -> float:
-    """Return by how much the variance of a level's mean rank is larger than with independent values.
+    """Return the factor by which the variance of a level's mean rank exceeds that of independent values.
 
-    By the autocorrelation of successive ranks within the two levels, as of an autoregressive series; where neighbours are
-    alike, fewer values count.
+    Computed from the autocorrelation of successive ranks within the two levels, as for an autoregressive series: if
+    neighbours are correlated, fewer values count.
     """
     ranks = _rank_values(values)
     ranks[:split] -= ranks[:split].mean()
@@ -105,7 +103,7 @@ def _compute_variance_inflation(values: Floats, split: int) -> float:
 
 
 def _rank_values(values: Floats) -> Floats:
-    """Return the rank of each value, from 1; the mean one of equal values."""
+    """Return the rank of each value, from 1; equal values share their mean rank."""
     ordered = np.sort(values)
     ranks: Floats = (np.searchsorted(ordered, values, "left") + np.searchsorted(ordered, values, "right") + 1) / 2
     return ranks
@@ -114,12 +112,12 @@ def _rank_values(values: Floats) -> Floats:
 # --- Levels
 
 SETTLING_SAMPLES = 3
-"""The first looks are not judged: caches fill, loaders start."""
+"""Number of first samples that are not judged, while caches fill and loaders start."""
 
 
 @dataclass(frozen=True)
 class StepSample:
-    """The duration of some steps, and the sample at which the first of them started."""
+    """The duration of some steps, and the position and time at which the first of them started."""
 
     samples: int
     epoch: float | None  # None where nobody knows how many samples one has
@@ -129,14 +127,14 @@ class StepSample:
 
 @dataclass(frozen=True)
 class Level:
-    """A change of level: the looks before it, and those since."""
+    """A change of level: the samples before it, and those since."""
 
     before: Sequence[StepSample]
     after: Sequence[StepSample]
 
 
 class LevelDetector:
-    """Follows the looks of one start of a training."""
+    """Detects changes of level in the step samples of one start of a training."""
 
     def __init__(self) -> None:
         self.test = ChangePointTest()
@@ -144,7 +142,7 @@ class LevelDetector:
         self.unsettled = SETTLING_SAMPLES
 
     def add(self, sample: StepSample) -> Level | None:
-        """Take a look; return a change of level where it shows one."""
+        """Add a sample; return a change of level if it reveals one."""
         if self.unsettled:
             self.unsettled -= 1
             return None
@@ -161,9 +159,9 @@ class LevelDetector:
 # --- Two probes
 
 ERRORS_APART = 3.0
-"""Standard errors of the difference: 0.3 % of pairs that are alike are further apart by chance, where errors are normal."""
+"""Standard errors of the difference: 0.3 % of pairs of equal probes differ by more by chance, if errors are normal."""
 MIN_DIFFERENCE = 0.03
-"""Share of the step time: two jobs of one thing on one machine differ by so much without a cause that anything records."""
+"""Share of the step time by which two identical jobs on one machine differ without any recorded cause."""
 TEST = (
     f"beyond noise: further apart than {ERRORS_APART:g} standard errors of the two trimmed means (of single steps, and of five blocks of"
     f" steps), and than {100 * MIN_DIFFERENCE:g} %"
@@ -184,7 +182,7 @@ class StepRatio:
 
     @property
     def is_beyond_noise(self) -> bool:
-        """Whether the noise of the steps does not explain the difference."""
+        """Whether the difference is larger than the noise of the steps explains."""
         log_difference = abs(math.log(self.ratio))
         return log_difference > ERRORS_APART * self.error and log_difference > math.log1p(MIN_DIFFERENCE)
 
@@ -193,8 +191,8 @@ def compare_step_times(times_before: Sequence[float], after: Sequence[float]) ->
     """Compare the step times of two probes.
 
     Args:
-        before: step times of the one, seconds.
-        after: those of the other.
+        times_before: step times of the first, seconds.
+        after: step times of the second, seconds.
     """
     middles = compute_trimmed_mean(times_before), compute_trimmed_mean(after)
     errors = compute_standard_error(times_before) / middles[0], compute_standard_error(after) / middles[1]
@@ -204,16 +202,17 @@ def compare_step_times(times_before: Sequence[float], after: Sequence[float]) ->
 # --- Drift
 
 MAX_WARNINGS = 3
-"""How often an attempt says that its step time left the predicted interval, or is back in it."""
+"""Maximum warnings per attempt that the step time has left the predicted interval, or is back in it."""
 
 
 class StepTimeDrift:
-    """Holds the step time of each epoch against the predicted interval.
+    """Compares the step time of each epoch with the predicted interval.
 
-    What is said changes when two epochs in a row agree: a time near an end of the interval goes in and out by chance.
+    The state changes only when two successive epochs agree: a step time near an end of the interval crosses it by
+    chance.
 
     Args:
-        prediction: what the training was chosen by, or a stage of it; None where there was none.
+        prediction: of the training, or of a stage of it; None if there was none.
     """
 
     def __init__(self, prediction: Prediction | StageSteps | None) -> None:
@@ -223,18 +222,18 @@ class StepTimeDrift:
         self._told = 0
 
     def is_within(self, step_time: float | None) -> bool | None:
-        """Return whether a step time (seconds) is within the 90 % interval; None where either is unknown."""
+        """Return whether a step time (seconds) is within the 90 % interval; None if either is unknown."""
         prediction = self.prediction
         if prediction is None or step_time is None or prediction.step_low is None or prediction.step_high is None:
             return None
         return prediction.step_low <= step_time <= prediction.step_high
 
     def warning(self, step_time: float | None, *, epoch: int) -> str:
-        """Return what there is to say after an epoch; "" for nothing new.
+        """Return the warning after an epoch; "" if there is nothing new.
 
         Args:
-            step_time: seconds; None where too few steps have been timed.
-            epoch: which one has ended.
+            step_time: seconds; None if too few steps were timed.
+            epoch: the epoch that has ended.
         """
         within, previously_within = self.is_within(step_time), self._latest
         self._latest = within
@@ -259,7 +258,7 @@ class StepTimeDrift:
 
 
 class ScriptLevelDetector:
-    """Follows one start of a script."""
+    """Detects changes of level in the step times of one start of a script."""
 
     def __init__(self) -> None:
         self.levels = LevelDetector()
@@ -268,13 +267,13 @@ class ScriptLevelDetector:
     def judge_steps(
         self, beat: Heartbeat, gaps: Iterable[Mapping[str, Any]], *, samples: int, epoch: float | None
     ) -> Level | None:
-        """Judge the steps since the last look; return a change of level where they show one.
+        """Judge the steps since the previous call; return a change of level if they reveal one.
 
         Args:
             beat: the newest heartbeat.
-            gaps: rows of steps that held something else (an evaluation, a save, a new epoch): they are left out.
+            gaps: rows of steps that included an evaluation, a save or a new epoch; they are left out.
             samples: of the whole training at that step.
-            epoch: of the training there; None where nothing tells it.
+            epoch: of the training at that step; None if unknown.
         """
         previous, self._before = self._before, (beat, samples, epoch)
         if previous is None:
@@ -294,7 +293,7 @@ class ScriptLevelDetector:
 # --- Changes in a training
 
 MIN_SHARE = 0.3
-"""Of the change of a step, from which on a part is named."""
+"""Share of a step-time change from which on a part is named as a cause."""
 
 _FIELDS: dict[StepPart, str] = {"compute": "compute", "network": "sync", "input": "data"}
 _SLOWER: dict[StepPart, str] = {"compute": "the nodes compute more slowly", "network": "the network is slower", "input": "the data come more slowly"}  # fmt: skip
@@ -302,7 +301,7 @@ _FASTER: dict[StepPart, str] = {"compute": "the nodes compute faster", "network"
 
 
 def compute_median_parts(samples: Sequence[StepParts]) -> StepParts:
-    """Return the median of each part over some looks, of which there is at least one."""
+    """Return the median of each part over samples, of which there must be at least one."""
 
     def of(name: str) -> float | None:
         values = [value for sample in samples if (value := getattr(sample, name)) is not None]
@@ -314,12 +313,12 @@ def compute_median_parts(samples: Sequence[StepParts]) -> StepParts:
 
 
 def describe_level_change(level: "Level", task: TrainTask, seconds_left: Callable[[float], float | None]) -> StepChange:
-    """Return what has changed in a training, since when, and what comes of it.
+    """Return the record of a step-time change: its parts before and after, remaining time and extra cost.
 
     Args:
-        level: of the looks at its steps.
-        task: what is trained.
-        seconds_left: returns what is left of it at a step time; None where nothing tells how long it is.
+        level: samples before and after the change.
+        task: the training's task.
+        seconds_left: returns the remaining time at a step time; None if the length of the training is unknown.
     """
     first_after, pricing, prediction = level.after[0], task.spec.pricing, task.prediction
     parts_before, after = (
@@ -348,7 +347,7 @@ def describe_level_change(level: "Level", task: TrainTask, seconds_left: Callabl
 
 
 def find_changed_parts(parts_before: StepParts, after: StepParts) -> tuple[StepPart, ...]:
-    """Return the parts that make a notable share of a change of the step time, the most first."""
+    """Return the parts that account for at least `MIN_SHARE` of a step-time change, largest first."""
     difference = after.step - parts_before.step
     shares: dict[StepPart, float] = {}
     for part, name in _FIELDS.items():
@@ -359,7 +358,7 @@ def find_changed_parts(parts_before: StepParts, after: StepParts) -> tuple[StepP
 
 
 def describe_step_change(change: StepChange) -> str:
-    """Return a change in one line."""
+    """Describe a change in one line."""
     parts_before, after = change.before, change.after
     slower = after.step > parts_before.step
     since = time.strftime("%H:%M:%S", time.localtime(change.began_at))

@@ -24,7 +24,7 @@ class Prior:
 
 @dataclass(frozen=True)
 class Smooth:
-    """How far a residual may go (standard deviations of a logarithm) and how soon it changes (length of its argument)."""
+    """Standard deviation (of a logarithm) and correlation length (of its argument) of a smooth residual."""
 
     sd: float
     length: float
@@ -33,7 +33,7 @@ class Smooth:
 
 @dataclass(frozen=True)
 class Local:
-    """A residual over ln b and ln N together: how far it may go, and how soon it changes over either."""
+    """A residual over ln b and ln N together: its standard deviation and its correlation lengths over both."""
 
     sd: float
     batch: float
@@ -42,7 +42,7 @@ class Local:
 
 @dataclass(frozen=True)
 class Priors:
-    """Everything that the fit believes before it has seen a probe."""
+    """All prior assumptions of the fit."""
 
     slope: Prior = Prior(0.0, 2.0)  # ln k, against the scale of the probes
     floor: Prior = Prior(0.85, 1.4)  # ln of f over k times the smallest batch
@@ -97,34 +97,36 @@ class Priors:
 
 
 PRIORS = Priors()
-"""Fitted to public measurements; `benchmarks/replay/replay_priors.py` judges them where they were not fitted. `additive` comes from step
-times of which synchronisation was hidden from the fit, and from the same put together anew with none overlapped, without each
-application and each cluster once (docs/how-it-measures.md)."""
+"""Fitted to public measurements; `benchmarks/replay/replay_priors.py` evaluates them on data to which they were not
+fitted. `additive` comes from step times whose synchronisation was hidden from the fit, and from the same times
+recomposed without any overlap, leaving out each application and each cluster once (docs/how-it-measures.md)."""
 
 SHARDED = replace(PRIORS, level=Prior(PRIORS.level.mean + math.log(1.5), PRIORS.level.sd), forward=Prior(-3.0, 1.0))
-"""Of a model in shares. Two all-gathers and a reduce-scatter move half as much again as an all-reduce, which is one of each
-(Rajbhandari et al. 2020, section 7), and the forward pass hides its all-gathers as the backward pass does its traffic."""
+"""Priors for a sharded model. Two all-gathers and a reduce-scatter move half as much again as an all-reduce, which is
+one of each (Rajbhandari et al. 2020, section 7), and the forward pass hides its all-gathers as the backward pass hides
+its traffic."""
 
 _BUCKETS = (1 << 20) + (25 << 20)
 """Bytes of DDP's first two buckets of gradients (Li et al. 2020, section 4.2; torch's defaults)."""
 
 
 def choose_priors(*, gradient_bytes: int, sharded: bool) -> Priors:
-    """Return what the fit believes of a job before it has seen a probe.
+    """Return the priors of a job.
 
-    DDP sends gradients that fill two buckets when the backward pass is over, all but the first of them, so that it is as likely as not
-    that compute hides nothing. Measured gradients of a model in shares, which has no buckets, were not hidden either.
+    If the gradients fill at most two buckets, DDP sends all but the first bucket only after the backward pass, so that
+    the prior probability that compute hides nothing is one half. Measured gradients of a sharded model, which has no
+    buckets, were not hidden either.
 
     Args:
-        gradient_bytes: of the whole model; 0 where that is not known.
-        sharded: whether the ranks share them.
+        gradient_bytes: of the whole model; 0 if unknown.
+        sharded: whether the ranks share the model.
     """
     priors = SHARDED if sharded else PRIORS
     return replace(priors, additive=0.5) if 0 < gradient_bytes <= _BUCKETS else priors
 
 
 def may_hide_nothing(priors: Priors) -> bool:
-    """Return whether it is likely beforehand that compute hides no synchronisation, also where compute is measured apart."""
+    """Return whether the priors make it likely that compute hides nothing, even if compute is measured apart."""
     return priors.additive > PRIORS.additive
 
 
@@ -137,7 +139,7 @@ SHAPES: Mapping[str, Callable[[Floats], Floats]] = {
     "reduce_scatter_allgather": lambda replicas: 2 * (1 - 1 / replicas) + 0.2 * np.log2(replicas),
     "parameter_server": lambda replicas: replicas - 1,
 }
-"""How synchronisation grows with the replicas (two and more), up to a factor."""
+"""Growth of synchronisation with the number of replicas (two or more), up to a factor."""
 
 
 # --- Correlated residuals
@@ -145,7 +147,7 @@ SHAPES: Mapping[str, Callable[[Floats], Floats]] = {
 
 @dataclass(frozen=True)
 class Process:
-    """A Gaussian process over a logarithm with its values at some places as whitened coordinates."""
+    """A Gaussian process over a logarithm; its values at some places are given by whitened coordinates."""
 
     places: Floats
     sd: float
@@ -162,7 +164,7 @@ class Process:
         return cls(unique, sd, length, white, np.asarray(np.linalg.cholesky(covariance), dtype=float))
 
     def map(self, at: Floats) -> Floats:
-        """Return the matrix, shape (n, places), that takes coordinates to the expected values at `at`."""
+        """Return the matrix, shape (n, places), that maps coordinates to the expected values at `at`."""
         if not len(self.places):
             return np.zeros((len(at), 0))
         distinct, where = np.unique(at, return_inverse=True)
@@ -170,12 +172,12 @@ class Process:
         return mapped.T[where]
 
     def unseen_variance(self, at: Floats) -> Floats:
-        """Return the variance that the values at the places leave, shape (n,)."""
+        """Return the variance not explained by the values at the places, shape (n,)."""
         explained: Floats = np.square(self.map(at)).sum(axis=1)
         return np.maximum(0.0, self.sd**2 + self.white**2 - explained)
 
     def unseen_covariance(self, at: Floats) -> Floats:
-        """Return the covariance that the values at the places leave, shape (n, n)."""
+        """Return the covariance not explained by the values at the places, shape (n, n)."""
         mapped = self.map(at)
         return self._covariance(at, at) - mapped @ mapped.T
 
@@ -187,7 +189,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows that local residuals enter: each is a ln t (with all residuals) or a ln c. Arrays of one length."""
+    """The rows to which local residuals contribute: ln t (with all residuals) or ln c. Arrays of one length."""
 
     batch: Floats
     replicas: Floats
@@ -197,7 +199,7 @@ class Rows:
     by_across: Floats  # and by that of ln m between nodes; 0 where nodes of one size were measured
 
     def covariance(self, others: "Rows", priors: Priors) -> Floats:
-        """Return the covariance of the local residuals' part in these rows and in others, shape (n, m)."""
+        """Return the covariance of the local residuals between these rows and others, shape (n, m)."""
         off = [
             np.subtract.outer(np.log(a), np.log(b))
             for a, b in ((self.batch, others.batch), (self.replicas, others.replicas), (self.gpus, others.gpus))
@@ -211,7 +213,7 @@ class Rows:
         )
 
     def variance(self, priors: Priors) -> Floats:
-        """Return the diagonal of their own covariance, shape (n,)."""
+        """Return the diagonal of the rows' own covariance, shape (n,)."""
         residuals = (priors.local_step, priors.local_compute, priors.local_sync)
         by = (self.by_step, self.by_compute, self.by_across)
         contributions = [(factor * residual.sd) ** 2 for factor, residual in zip(by, residuals, strict=True)]
@@ -230,7 +232,7 @@ _ADDITIVE_TERMS = 5
 
 @dataclass(frozen=True)
 class Points:
-    """Configurations as the model sees them; arrays of one length."""
+    """Configurations in the coordinates of the model; arrays of one length."""
 
     replicas: Floats  # that synchronise: nodes, or GPUs where there is one node
     local_batch: Floats
@@ -243,13 +245,13 @@ class Points:
 
     @property
     def sizes(self) -> Floats:
-        """GPUs of a node; ones where they are as many everywhere."""
+        """GPUs per node; ones if the number is the same everywhere."""
         return np.ones(len(self)) if self.gpus is None else self.gpus
 
 
 @dataclass(frozen=True)
 class FeaturePoints:
-    """Points with all that does not change during a fit."""
+    """Points with all quantities that are constant during a fit."""
 
     points: Points
     frame: "ReferenceFrame"
@@ -266,7 +268,7 @@ class FeaturePoints:
 
 @dataclass(frozen=True)
 class ReferenceFrame:
-    """The reference point that parameters are relative to, and the places of the residuals."""
+    """The reference point of the parameters, and the places of the residuals."""
 
     log_scale: float  # ln seconds a sample
     log_batch: float  # of the smallest batch
@@ -318,7 +320,10 @@ class ReferenceFrame:
 
 @dataclass(frozen=True)
 class ModelValues:
-    """The model at some points. Derivatives of ln t and ln c are by the whitened coordinates, shape (n, size)."""
+    """Values of the model at some points.
+
+    Derivatives of ln t and ln c are with respect to the whitened coordinates, shape (n, size).
+    """
 
     log_step: Floats
     log_compute: Floats
@@ -343,7 +348,7 @@ class Parts:
     p: float
 
     def log_step(self) -> Floats:
-        """Return ln of the step's seconds: the parts, overlapped."""
+        """Return ln of the step's seconds, with the parts overlapped."""
         compute, sync, longer = np.exp(self.log_compute), np.exp(self.log_sync), np.exp(self.log_longer)
         return np.asarray(np.log(self.forward * compute + longer + self.exposed * sync))
 
@@ -357,12 +362,12 @@ class Parts:
 
     @property
     def log_longer(self) -> Floats:
-        """ln of what the backward pass and the synchronisation that it hides take together."""
+        """ln of the joint duration of the backward pass and the synchronisation that it hides."""
         return np.asarray(np.logaddexp(self.p * self.log_backward, self.p * self.log_sync) / self.p)
 
 
 def predict_step_parts(z: Floats, at: FeaturePoints) -> Parts:
-    """Return what the steps at points consist of.
+    """Return the parts of the steps at points.
 
     Args:
         z: whitened coordinates, shape (size,).
@@ -433,7 +438,7 @@ def evaluate(z: Floats, at: FeaturePoints) -> ModelValues:
 
 
 def fit_additive(replicas: Floats, local_batch: Floats, seconds: Floats) -> Floats | None:
-    """Fit a plain sum of terms, the second opinion, with relative weights; None where it has as many terms as probes."""
+    """Fit a plain sum of terms with relative weights, as a second opinion; None with too few probes."""
     if len(seconds) <= _ADDITIVE_TERMS:
         return None
     from scipy.optimize import nnls

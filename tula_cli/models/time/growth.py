@@ -1,6 +1,6 @@
-"""How time and memory grow with the length of text: a sample of length L takes a L + b L^2, the square being attention's.
+"""Growth of time and memory with the text length: a sample of length L takes a L + b L^2, the square being attention's.
 
-A step of m samples takes c + m (a L + b L^2): c is what neither batch nor length changes.
+A step of m samples takes c + m (a L + b L^2), where c depends neither on the batch nor on the length.
 """
 
 import itertools
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 
 Point = tuple[int, float, float]
-"""Length, samples, and what they take (seconds, or bytes)."""
+"""Length, samples, and the measured value (seconds, or bytes)."""
 
 
 @dataclass(frozen=True)
 class LengthGrowth:
-    """The coefficients, none negative, in the unit of what was fitted."""
+    """The coefficients, non-negative, in the unit of the fitted values."""
 
     fixed: float
     linear: float  # of a sample, by its length
@@ -26,16 +26,16 @@ class LengthGrowth:
         return self.fixed + samples * length * (self.linear + self.square * length)
 
     def quadratic_share(self, length: int) -> float:
-        """Return the share of a sample's that grows with the square of the length."""
+        """Return the share of a sample's value that grows with the square of the length."""
         total = self.linear + self.square * length
         return self.square * length / total if total else 0.0
 
 
 def fit_length_growth(points: Sequence[Point]) -> LengthGrowth | None:
-    """Fit the growth by least squares of relative residuals; None where fewer than two lengths were seen.
+    """Fit the growth by least squares of relative residuals; None with fewer than two lengths or three points.
 
     Args:
-        points: of several lengths, what is taken being positive.
+        points: at several lengths; values must be positive.
     """
     lengths, samples, values = (np.array(column, dtype=float) for column in zip(*points, strict=True)) if points else [np.zeros(0)] * 3  # fmt: skip
     if len(set(lengths.tolist())) < 2 or len(points) < 3:
@@ -47,7 +47,7 @@ def fit_length_growth(points: Sequence[Point]) -> LengthGrowth | None:
 
 
 def _solve_non_negative_least_squares(design: np.ndarray, target: np.ndarray) -> tuple[float, float, float]:
-    """Return the least squares among coefficients that are not negative: the best of all choices of columns."""
+    """Return the least-squares solution with non-negative coefficients: the best over all subsets of columns."""
     best, least = np.zeros(3), float("inf")
     scale = np.linalg.norm(design, axis=0)
     for count in (1, 2, 3):

@@ -1,11 +1,11 @@
-"""The step-time model, and a mixture of two of them over how sharply compute hides synchronisation.
+"""The step-time model, and a mixture of two of them that differ in how sharply compute hides synchronisation.
 
-Where no probe has measured compute apart from synchronisation, nothing tells the exponent p of `overlap` but how the steps of the
-most nodes grow with the batch. PyTorch's DDP hides synchronisation behind the backward pass (the p of the priors), if the gradients
-fill several of its buckets; many other frameworks and scripts do one after the other (p = 1, the paper's Eq. 2). For jobs without
-that measurement and for small models, both are fitted, and each counts by its probability
-after the probes: its prior one times its evidence (Laplace's approximation; MacKay 2003, chapter 27). The variance of a prediction
-holds how far the two are apart.
+If no probe has measured compute apart from synchronisation, the exponent p of the overlap can only be inferred from how
+the steps on the most nodes grow with the batch. PyTorch's DDP hides synchronisation behind the backward pass (the p of
+the priors) if the gradients fill several of its buckets; many other frameworks and scripts do one after the other (p =
+1, the paper's Eq. 2). For jobs without that measurement and for small models both are fitted, each weighted by its
+posterior probability: the prior probability times the evidence (Laplace's approximation; MacKay 2003, chapter 27). The
+variance of a prediction includes the difference between the two.
 """
 
 import math
@@ -68,7 +68,7 @@ _LEVELS = (0.0, 1.0, 2.0, 3.0)  # of synchronisation that a fit to whole steps a
 
 @dataclass(frozen=True)
 class Posterior:
-    """The posterior after the probes, as far as a prior for other jobs can be made of it."""
+    """The posterior after the probes, as far as it can serve to derive priors for other jobs."""
 
     means: Floats  # of the parameters, in the order of Priors.parameters
     variances: Floats
@@ -79,7 +79,7 @@ class Posterior:
 
 @dataclass(frozen=True)
 class Overlap:
-    """The fitted model."""
+    """The fitted model of one overlap exponent."""
 
     noise: float  # its estimate, as a multiple of what other clusters show
     _frame: ReferenceFrame = field(repr=False)
@@ -110,31 +110,31 @@ class Overlap:
         return values.log_step + whitened.T @ self._fitted.residuals, covariance
 
     def _whitened_at(self, at: FeaturePoints) -> tuple[ModelValues, Floats]:
-        """Return the model at points, and what the whitened probes tell of its local residuals there, shape (rows, n)."""
+        """Return the model at points, and its local residuals' whitened covariance with the probes, shape (rows, n)."""
         values, spread = evaluate(self._fitted.z, at), self._fitted.spread
         return values, spread.whitener @ spread.rows.covariance(_make_step_rows(at, values), self._frame.priors)
 
     def _remaining_derivatives(self, values: ModelValues, whitened: Floats) -> Floats:
-        """Return derivatives of ln t by z beside those of the local residuals, which follow from what z leaves."""
+        """Return derivatives of ln t by z, less those of the local residuals, which depend on z too."""
         return values.of_step - whitened.T @ (self._fitted.spread.whitener @ self._fitted.jacobian)
 
     @property
     def whole_steps_alone(self) -> bool:
-        """Whether steps hold synchronisation, and no probe has measured their compute apart from it."""
+        """Whether steps include synchronisation, and no probe has measured their compute apart from it."""
         return self._data.whole_steps_alone
 
     @property
     def log_evidence(self) -> float:
-        """ln of the probability density of the probes, up to a constant that is the same for all fits to them."""
+        """ln of the probability density of the probes, up to a constant that is equal for all fits to them."""
         return self._fitted.log_evidence
 
     def regression(self) -> "RegressionResultsWrapper":
-        """Return the final generalised least squares by statsmodels, with its summary; `coordinates` names its parameters."""
+        """Return the final generalised least squares as a statsmodels result; `coordinates` names its parameters."""
         return self._fitted.regression
 
     @property
     def coordinates(self) -> tuple[str, ...]:
-        """Names of what is fitted: parameters, and residuals of compute and of synchronisation."""
+        """Names of the fitted coordinates: parameters, and residuals of compute and of synchronisation."""
         batches, replicas = (np.exp(process.places) for process in (self._frame.u, self._frame.v))
         return (
             *(parameter.name for parameter in fields(Priors)[:PARAMETERS]),
@@ -147,7 +147,7 @@ class Overlap:
         return np.sqrt(self._noise_variance(evaluate(self._fitted.z, self._frame.at(points))))
 
     def posterior(self) -> "Posterior":
-        """Return what the probes have made of the priors."""
+        """Return the posterior of the parameters and residuals."""
         parameter_count, priors = PARAMETERS, self._frame.priors
         z, variances = self._fitted.z, np.diag(self._fitted.covariance)
         squares = z**2 + variances
@@ -166,7 +166,7 @@ class Overlap:
         return np.exp(values.log_step), np.exp(values.log_compute), values.sync
 
     def _unseen_variance(self, at: "FeaturePoints", values: "ModelValues") -> Floats:
-        """Return the variance of the smooth residuals beyond what the probes tell."""
+        """Return the variance of the smooth residuals that the probes do not explain."""
         u = self._frame.u.unseen_variance(np.log(at.points.local_batch))
         v = self._frame.v.unseen_variance(np.log(at.points.replicas))
         return values.by_compute**2 * u + values.by_across**2 * v
@@ -182,12 +182,12 @@ def fit_overlap(
     """Fit the model to probes.
 
     Args:
-        points: where they were measured; at least one.
-        step: seconds a step, shape (n,).
-        compute: seconds a step without synchronisation; nan where it was not measured.
-        spread: standard deviation of the step time over its own job, as a share of it; nan where it is not known.
+        points: the measured configurations; at least one.
+        step: seconds per step, shape (n,).
+        compute: seconds per step without synchronisation; nan if not measured.
+        spread: standard deviation of the step time within its job, as a share of it; nan if unknown.
         collective: a key of SHAPES.
-        priors: what is believed before.
+        priors: prior assumptions.
     """
     frame = ReferenceFrame.of(points, np.where(np.isfinite(compute), compute, step), SHAPES[collective], priors)
     data = _Data(frame.at(points), np.log(step), np.log(compute), np.nan_to_num(spread))
@@ -205,7 +205,7 @@ def fit_overlap(
 
 
 def _make_step_rows(at: FeaturePoints, values: ModelValues) -> Rows:
-    """Return ln t at points."""
+    """Return the rows of ln t at points."""
     points = at.points
     by = np.ones(len(points)), values.by_compute, values.by_across * (at.frame.gpus is not None)
     return Rows(points.local_batch, points.replicas, points.sizes, *by)
@@ -213,7 +213,7 @@ def _make_step_rows(at: FeaturePoints, values: ModelValues) -> Rows:
 
 @dataclass(frozen=True)
 class _Spread:
-    """How the rows of the probes, ln t of all and ln c of some, spread about the model: noise and local residuals."""
+    """Covariance of the probes' rows, ln t of all and ln c of some, about the model: noise and local residuals."""
 
     rows: Rows
     covariance: Floats
@@ -239,7 +239,7 @@ class _Data:
         return bool(together.any()) and not bool(self.has_compute[together].any())
 
     def spread_as(self, values: ModelValues, level: float) -> _Spread:
-        """Return how the rows spread where the noise is `level` times that of other clusters."""
+        """Return the covariance of the rows if the noise is `level` times that of other clusters."""
         has, points, own_variance, priors = self.has_compute, self.at.points, self.spread**2, self.at.frame.priors
         step = level**2 * (priors.step_noise**2 + (priors.sync_noise * values.by_sync) ** 2) + own_variance
         compute = (level * priors.compute_noise) ** 2 + own_variance
@@ -255,7 +255,7 @@ class _Data:
         return _Spread(rows, covariance, np.linalg.inv(np.linalg.cholesky(covariance)))
 
     def residuals_of(self, values: ModelValues) -> tuple[Floats, Floats]:
-        """Return how far the rows are off the model, and the derivatives of what it says of them."""
+        """Return the residuals of the rows, and the derivatives of the model's values for them."""
         has = self.has_compute
         off = np.concatenate([self.log_step - values.log_step, (self.log_compute - values.log_compute)[has]])
         return off, np.vstack([values.of_step, values.of_compute[has]])
@@ -263,7 +263,7 @@ class _Data:
 
 @dataclass(frozen=True)
 class _Fitted:
-    """The model linearised at some coordinates, and how the rows of the probes lie about it."""
+    """The model linearised at some coordinates, and the residuals of the probes' rows."""
 
     z: Floats
     off: Floats
@@ -276,7 +276,7 @@ class _Fitted:
 
     @cached_property
     def residuals(self) -> Floats:
-        """Independent and of variance 1 where all is as believed."""
+        """Whitened residuals: independent with variance 1 if all assumptions hold."""
         return self.spread.whitener @ self.off
 
     @cached_property
@@ -292,22 +292,25 @@ class _Fitted:
 
     @cached_property
     def whitened(self) -> Floats:
-        """The jacobian of independent rows of variance 1."""
+        """The jacobian of the whitened rows."""
         return self.spread.whitener @ self.jacobian
 
     @cached_property
     def precision(self) -> Floats:
-        """Inverse covariance of the coordinates: what the rows tell, and the priors (1 each)."""
+        """Inverse covariance of the coordinates: the information of the rows, plus 1 each from the priors."""
         return np.asarray(self.whitened.T @ self.whitened + np.eye(len(self.z)))
 
     @cached_property
     def covariance(self) -> Floats:
-        """Covariance of the coordinates after the probes; that of `regression`."""
+        """Covariance of the coordinates after the probes, the same as in `regression`."""
         return np.asarray(np.linalg.inv(self.precision), dtype=float)
 
     @cached_property
     def regression(self) -> "RegressionResultsWrapper":
-        """Generalised least squares of the linearised model by statsmodels, to which the priors are further rows, one a coordinate."""
+        """Generalised least squares of the linearised model by statsmodels.
+
+        The priors are further rows, one per coordinate.
+        """
         from statsmodels.regression.linear_model import GLS  # takes more than a second, and of use to a summary alone
 
         rows, size = len(self.off), len(self.z)
@@ -318,17 +321,20 @@ class _Fitted:
         return model.fit(cov_type="fixed scale", cov_kwds={"scale": 1.0})
 
     def gauss_newton_step(self, damping: float) -> Floats:
-        """Return the coordinates of a Gauss-Newton step, damped by further rows (Marquardt 1963) that hold each where it is."""
+        """Return the coordinates of a damped Gauss-Newton step.
+
+        Damping adds rows that pull each coordinate towards its current value (Marquardt 1963).
+        """
         weight = damping * (1 + np.square(self.whitened).sum(axis=0))
         target = self.whitened.T @ (self.residuals + self.whitened @ self.z) + weight * self.z
         return np.linalg.solve(self.precision + np.diag(weight), target)
 
 
 def _list_starting_points(z: Floats, data: _Data) -> list[Floats]:
-    """Return where to begin.
+    """Return the starting points of the fit.
 
-    Whole steps alone can be explained by a floor of the compute or by synchronisation. Both may be maxima, and a climb
-    from little synchronisation ends at the floor.
+    Whole steps alone can be explained by a floor of the compute or by synchronisation. Both may be maxima, and an
+    ascent from little synchronisation ends at the floor.
     """
     if not data.whole_steps_alone:
         return [z]
@@ -351,7 +357,10 @@ def _maximize_posterior(start: Floats, data: _Data, spread: _Spread) -> _Fitted:
 
 
 def _estimate_noise(noise: float, fitted: _Fitted) -> float:
-    """Return the noise that the residuals show, as a multiple of that of other clusters, which count _NOISE_WEIGHT."""
+    """Return the noise level of the residuals, as a multiple of that of other clusters.
+
+    The level of other clusters is weighted as `_NOISE_WEIGHT` residuals.
+    """
     residuals = fitted.residuals
     degrees_of_freedom = max(0.0, len(residuals) - len(fitted.z) + float(np.trace(fitted.covariance)))
     return math.sqrt((_NOISE_WEIGHT + residuals @ residuals * noise**2) / (_NOISE_WEIGHT + degrees_of_freedom))
@@ -364,7 +373,7 @@ _MAX_LOG_ODDS = 50.0  # ln of the odds: more makes no difference
 
 @dataclass(frozen=True)
 class Mixture:
-    """Fits to the same probes under different assumptions, with their probabilities; predicts as `Overlap` does."""
+    """Fits to the same probes under different assumptions, with their probabilities; predicts like `Overlap`."""
 
     members: tuple[Overlap, ...]  # the first overlaps
     weights: Floats  # their probabilities, shape (members,)
@@ -403,7 +412,7 @@ class Mixture:
         return np.sqrt(self.weights @ np.square([member.measurement_noise(points) for member in self.members]))
 
     def posterior(self) -> Posterior:
-        """Return what the probes have made of the priors of the likeliest member."""
+        """Return the posterior of the most probable member."""
         return self.members[int(np.argmax(self.weights))].posterior()
 
     def parts(self, points: Points) -> tuple[Floats, Floats, Floats]:
@@ -418,7 +427,9 @@ StepModel = Overlap | Mixture
 def fit_step_model(
     points: Points, *, step: Floats, compute: Floats, spread: Floats, collective: str, priors: Priors = PRIORS
 ) -> StepModel:
-    """Fit the model to probes: a mixture if they hold whole steps alone, or if the priors make it likely that nothing is hidden.
+    """Fit one model, or a mixture, to probes.
+
+    A mixture is fitted if compute was not measured apart, or if the priors make it likely that compute hides nothing.
 
     Arguments as of `fit_overlap`.
     """

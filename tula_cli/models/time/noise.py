@@ -1,4 +1,4 @@
-"""The centre and the noise of repeated steps; without statsmodels, so that a training process can afford it."""
+"""Mean and noise of repeated step times; without statsmodels, so that training processes can import it cheaply."""
 
 import math
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ Floats = NDArray[np.float64]
 BLOCKS = 5
 
 Z90 = 1.645
-"""Standard deviations from the middle of a 90 % interval to its ends."""
+"""Half the width of a 90 % interval in standard deviations."""
 
 
 def compute_trimmed_mean(step_times: Sequence[float]) -> float:
     """Return the mean step time without the fastest and the slowest tenth. Seconds.
 
-    Training time is the sum of its steps, so the mean is wanted: a median would leave out a slow step that comes every
+    Training time is the sum of its steps, so the mean is needed: a median would ignore a slow step that occurs every
     few steps (a refilled loader queue). Among a few dozen steps a single stall would move a plain mean too far.
     """
     return float(np.mean(_clip_outliers(step_times)))
@@ -26,8 +26,8 @@ def compute_trimmed_mean(step_times: Sequence[float]) -> float:
 def compute_block_deviation(step_times: Sequence[float]) -> float | None:
     """Return the standard deviation of the means of five successive blocks of steps; None below five steps. Seconds.
 
-    Noise between single steps averages out over an epoch; what lasts for a block (a neighbour on the network, a clock
-    that throttles) does not. Outliers are pulled in as far as `centre` leaves them out.
+    Noise between single steps averages out over an epoch; disturbances that last for a block (a neighbour on the
+    network, a throttled clock) do not. Outliers are clipped to the range that `compute_trimmed_mean` keeps.
     """
     if len(step_times) < BLOCKS:
         return None
@@ -37,11 +37,11 @@ def compute_block_deviation(step_times: Sequence[float]) -> float | None:
 
 
 def compute_standard_error(step_times: Sequence[float]) -> float:
-    """Return the standard error of `centre`; inf below five steps. Seconds.
+    """Return the standard error of `compute_trimmed_mean`; inf below five steps. Seconds.
 
-    Two are known, and the larger counts. One is that of a trimmed mean of independent values (Tukey and McLaughlin 1963: by
-    the variance where outliers are pulled in). The other is that of the means of five successive blocks (batch means),
-    which also holds where neighbouring steps are alike; by itself it is too often small by chance.
+    The larger of two estimates. One is that of a trimmed mean of independent values (Tukey and McLaughlin 1963: from
+    the variance with outliers clipped). The other is that of the means of five successive blocks (batch means), which
+    also holds if neighbouring steps are correlated, but alone is too often small by chance.
     """
     spread = compute_block_deviation(step_times)
     if spread is None:

@@ -1,7 +1,7 @@
-"""The probes brought to the pace of a training under way.
+"""Adjust the probes to the pace of a running training.
 
-A training shows one configuration. What has changed there since the probes, in computing and in synchronisation, is taken to
-have changed alike in all others: nothing else is known of them, and that is said.
+A training shows one configuration. The change there since the probes, in compute and in synchronisation, is assumed for
+all other configurations, because nothing else is known of them; the result says so.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,9 +13,9 @@ from tula_cli.run.records.results import StepParts
 from tula_cli.words import describe_probe_place
 
 MIN_CHANGE = 0.05
-"""Share of a step below which a difference to the probes is no change."""
+"""Share of a step below which a difference from the probes does not count as a change."""
 WAITING_SHARE = 0.1
-"""Share of a step from which on waiting for data sets the pace."""
+"""Share of a step from which on waiting for data limits the pace."""
 
 Result = Measured | OutOfMemory | Failed
 
@@ -37,7 +37,7 @@ class TrainingPace:
 
 @dataclass(frozen=True)
 class PacedResults:
-    """The results as they would be now, and what that rests on."""
+    """The adjusted results, and the assumptions behind them."""
 
     results: tuple[Result, ...]
     told: tuple[str, ...]
@@ -45,7 +45,7 @@ class PacedResults:
 
 @dataclass(frozen=True)
 class _Change:
-    """From the probes to now."""
+    """Change from the probes to the current pace."""
 
     compute: float  # factor
     sync: float  # factor of the exposed synchronisation
@@ -53,7 +53,7 @@ class _Change:
     a_sample: float  # seconds that the loader of a GPU takes for one, where it sets the pace
 
     def scaled_times(self, step: float, compute: float, *, local_batch: int, alone: bool) -> tuple[float, float]:
-        """Return what a step takes now, and what it computes. Seconds."""
+        """Return the current step time and compute time. Seconds."""
         least, compute_time = self.a_sample * local_batch, self.compute * compute
         exposed = 0.0 if alone else self.sync * max(0.0, step - compute) + self.added
         step_time = max(compute_time + exposed, least)
@@ -67,7 +67,7 @@ def scale_results_to_pace(
     step_of: Callable[[int, int], float],
     compute_of: Callable[[int, int], float],
 ) -> PacedResults:
-    """Return the results of the probes as they would be at the pace of a training.
+    """Return the results of the probes adjusted to the pace of a training.
 
     Args:
         results: of the probes.
@@ -85,7 +85,7 @@ def scale_results_to_pace(
 
 
 def _estimate_change(pace: TrainingPace, step: float, compute: float) -> _Change:
-    """Return what has changed since a step took so long, and computed for so long of it."""
+    """Return the change from the given step and compute time to the training's pace."""
     observed, data = pace.parts, pace.parts.data or 0.0
     waits = data >= WAITING_SHARE * pace.step
     a_sample = pace.step / pace.local_batch if waits else 0.0
@@ -129,7 +129,7 @@ def _scale_probe(
 
 
 def _describe_pace(pace: TrainingPace, change: _Change, step: float) -> list[str]:
-    """Say what was seen, and what is assumed of all other configurations."""
+    """Describe the observed change and what is assumed of all other configurations."""
     observed, where = pace.parts, describe_probe_place(pace.nodes, pace.local_batch)
     sentences = [f"a step takes {pace.step / step:.2f} times what the probes tell"]
     if observed.compute is None:

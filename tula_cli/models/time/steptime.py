@@ -21,16 +21,16 @@ Flags = NDArray[np.bool_]
 Ints = NDArray[np.int64]
 Numbers = Sequence[int] | Floats | Ints
 
-T_BLOCKS = 2.132  # Student's t, 95 %, for the blocks of `drift` (4 degrees of freedom)
+T_BLOCKS = 2.132  # Student's t, 95 %, for five blocks (4 degrees of freedom)
 DEFAULT_REPEAT_SD = 0.015
-"""Standard deviation of the mean step of one job from that of the next, as a share, on the steadiest clusters: the least there is.
-What it is on the cluster at hand the fit learns (`StepTimeFit.repeat_deviation`)."""
+"""Standard deviation of the mean step time between jobs, as a share, on the steadiest clusters: the minimum assumed.
+The value for the current cluster is estimated by the fit (`StepTimeFit.repeat_deviation`)."""
 _MAX_STEADY_NOISE = 0.1  # a probe whose noise is above this share of its step time is pointed out
 MAX_EXTRAPOLATION = 8
-"""The most times as many nodes as any probe had that a step time is predicted for."""
+"""Maximum ratio of the nodes of a prediction to the most nodes of any probe."""
 _MAX_RELATIVE_MISS = 0.25  # so is one that the fit misses by more than this share
 _BLOCK = 512
-"""Configurations whose step times are predicted together: with more of them BLAS keeps all cores busy, mostly waiting."""
+"""Configurations that are predicted at a time: with more of them BLAS occupies all cores, mostly waiting."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Observation:
 
     @property
     def noise(self) -> float | None:
-        """How much the step time drifts within the probe, as a share of it; None where there are too few steps."""
+        """Drift of the step time within the probe, as a share of it; None if there are too few steps."""
         if self.doubt is not None:
             return self.doubt
         spread = compute_block_deviation(self.step_times)
@@ -62,7 +62,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds, with a 90 % interval (None where nothing tells how wide it is)."""
+    """Seconds, with a 90 % interval (None if its width is unknown)."""
 
     seconds: float
     low: float | None = None
@@ -71,13 +71,14 @@ class Estimate:
 
 
 def estimate_measured(step_times: Sequence[float], repeats: float) -> Estimate:
-    """Return the step time of a configuration that was measured.
+    """Return the estimate for a configuration that was measured.
 
     The interval is that of one more block of steps, in another job on the same cluster.
 
     Args:
         step_times: of one job.
-        repeats: standard deviation of one job from what all take on average, as a share; two differ by that of both.
+        repeats: standard deviation of one job from the mean of all jobs, as a share; the difference of two jobs
+            includes both.
     """
     seconds, spread = compute_trimmed_mean(step_times), compute_block_deviation(step_times)
     if spread is None:
@@ -88,19 +89,24 @@ def estimate_measured(step_times: Sequence[float], repeats: float) -> Estimate:
 
 @dataclass(frozen=True)
 class _Scope:
-    """Which replicas synchronise with each other: the nodes, or the GPUs of the one node that was measured."""
+    """The replicas that synchronise with each other: the nodes, or the GPUs of the only node that was measured."""
 
     gpus_per_node: frozenset[int]
     across: bool
 
     @classmethod
     def from_observations(cls, observations: Iterable[Observation]) -> "_Scope":
-        observations_ = list(observations)
-        return cls(frozenset(o.gpus_per_node for o in observations_), across=any(o.nodes > 1 for o in observations_))
+        all_observations = list(observations)
+        return cls(
+            frozenset(o.gpus_per_node for o in all_observations), across=any(o.nodes > 1 for o in all_observations)
+        )
 
     @property
     def levels(self) -> bool:
-        """Whether nodes of several sizes were measured, so that what is inside a node and between nodes is told apart."""
+        """Whether nodes with several numbers of GPUs were measured.
+
+        Synchronisation inside and between nodes can then be separated.
+        """
         return self.across and len(self.gpus_per_node) > 1
 
     @property
@@ -139,16 +145,16 @@ class StepTimeFit:
 
     @property
     def determined_exactly(self) -> bool:
-        """Whether there are no more measurements than parameters, so that no residual tells how good the fit is."""
+        """Whether there are no more measurements than parameters, so that no residual shows the quality of the fit."""
         return self.error is None
 
     @property
     def levels(self) -> bool:
-        """Whether probes had several numbers of GPUs a node."""
+        """Whether probes had several numbers of GPUs per node."""
         return self._scope.levels
 
     def refusal(self, nodes: int, gpus_per_node: int, local_batch: int) -> str:
-        """Return why this cannot be predicted from what was measured; empty where it can."""
+        """Return why a configuration cannot be predicted from the measurements; empty if it can."""
         if why := self._refusal_on(nodes, gpus_per_node):
             return why
         if len(self._batches) == 1 and local_batch not in self._batches:
@@ -156,13 +162,13 @@ class StepTimeFit:
         return ""
 
     def refused(self, nodes: Ints, gpus_per_node: int, local_batch: Ints) -> Flags:
-        """Return which of many configurations have a refusal, shape (n,)."""
+        """Return which of many configurations cannot be predicted, shape (n,)."""
         refused_nodes = [count for count in np.unique(nodes).tolist() if self._refusal_on(count, gpus_per_node)]
         is_refused = np.isin(nodes, refused_nodes)
         return is_refused | ~np.isin(local_batch, list(self._batches)) if len(self._batches) == 1 else is_refused
 
     def _refusal_on(self, nodes: int, gpus_per_node: int) -> str:
-        """Return the refusal that no local batch changes."""
+        """Return why no local batch can be predicted on these nodes; empty if some can."""
         if why := self._scope.refusal(nodes, gpus_per_node):
             return why
         replicas, requested = self._replicas, nodes if self._scope.across else gpus_per_node
@@ -186,7 +192,7 @@ class StepTimeFit:
         """Return the time of one optimizer step with its 90 % prediction interval.
 
         Raises:
-            BadMeasurements: the probes do not determine it.
+            BadMeasurements: the probes do not determine it (see `refusal`).
         """
         if why := self.refusal(nodes, gpus_per_node, local_batch):
             raise make_prediction_error(describe_probe_place(nodes, local_batch), why)
@@ -196,40 +202,40 @@ class StepTimeFit:
     def predict_all(
         self, nodes: Numbers, gpus_per_node: Numbers, local_batch: Numbers
     ) -> tuple[Floats, Floats, Floats]:
-        """Return step times and the ends of their 90 % intervals, each of shape (n,); `refusal` is not asked."""
+        """Return step times and the ends of their 90 % intervals, each of shape (n,); `refusal` is not checked."""
         columns = [np.asarray(column, dtype=float) for column in (nodes, gpus_per_node, local_batch)]
         blocks = range(0, max(1, len(columns[0])), _BLOCK)
         blocks_predicted = [
             self.model.predict(self.points(*(column[at : at + _BLOCK] for column in columns))) for at in blocks
         ]
-        log_seconds, sd = (np.concatenate(columns_) for columns_ in zip(*blocks_predicted, strict=True))
+        log_seconds, sd = (np.concatenate(column_blocks) for column_blocks in zip(*blocks_predicted, strict=True))
         return np.exp(log_seconds), np.exp(log_seconds - Z90 * sd), np.exp(log_seconds + Z90 * sd)
 
     def repeat_deviation(self, nodes: Numbers, gpus_per_node: Numbers, local_batch: Numbers) -> Floats:
-        """Return by how much one job differs from what all take on average at a configuration, as a share, shape (n,).
+        """Return the standard deviation between one job and the mean of all jobs, as a share, shape (n,).
 
-        A standard deviation: 3 % of steps without synchronisation by the prior, and as much more or less as probes and trainings
-        of the run are off the fit, and off each other where several measured one configuration.
+        The prior is 3 % for steps without synchronisation. It is scaled by the deviation of the run's probes and
+        trainings from the fit, and from each other if several measured one configuration.
         """
         return self.model.measurement_noise(self.points(nodes, gpus_per_node, local_batch))
 
     def compute(self, nodes: int, gpus_per_node: int, local_batch: int) -> float:
-        """Return the seconds of a step without synchronisation; `refusal` is not asked."""
+        """Return the seconds of a step without synchronisation; `refusal` is not checked."""
         return float(self.model.parts(self.points([nodes], [gpus_per_node], [local_batch]))[1][0])
 
     def points(self, nodes: Numbers, gpus_per_node: Numbers, local_batch: Numbers) -> Points:
-        """Return configurations as the model sees them."""
+        """Return configurations in the coordinates of the model."""
         return self._scope.points(
             np.asarray(nodes, dtype=float), np.asarray(gpus_per_node, dtype=float), np.asarray(local_batch, dtype=float)
         )
 
     def measured_points(self) -> tuple[Points, Floats]:
-        """Return where steps were measured, and the seconds that they took."""
+        """Return the measured configurations and their step times in seconds."""
         columns = ([getattr(o, name) for o in self._seen] for name in ("nodes", "gpus_per_node", "local_batch"))
         return self.points(*columns), np.array([o.seconds for o in self._seen])
 
     def draws(self, nodes: Numbers, gpus_per_node: Numbers, local_batch: Numbers, *, count: int = 256) -> Floats:
-        """Return ln step times as they may be together, shape (count, n), without the noise of a single job; always the same."""
+        """Return posterior samples of ln step times, shape (count, n), without single-job noise; deterministic."""
         mean, covariance = self.model.joint(self.points(nodes, gpus_per_node, local_batch))
         values, vectors = np.linalg.eigh(covariance)
         drawn = np.random.default_rng(0).standard_normal((count, len(mean)))
@@ -237,10 +243,10 @@ class StepTimeFit:
         return samples
 
     def second_opinion(self, nodes: int, gpus_per_node: int, local_batch: int) -> float | None:
-        """Return what a plain additive model predicts: non-negative terms of b, 1 - 1/R, R and log2 R. Seconds.
+        """Return the prediction of a plain additive model: non-negative terms of b, 1 - 1/R, R and log2 R. Seconds.
 
-        It knows nothing of overlap or of other clusters and is right where little is overlapped. None where there are
-        too few probes for it.
+        It has no overlap and no priors from other clusters, and is right if little is overlapped. None if there are too
+        few probes, or nodes with several numbers of GPUs were measured.
         """
         if self._scope.levels:
             return None
@@ -253,7 +259,7 @@ class StepTimeFit:
 
 
 def make_prediction_error(configuration: str, why: str) -> BadMeasurements:
-    """Return the error that says why the probes do not tell a step time."""
+    """Return the error for a step time that cannot be predicted from the probes."""
     return BadMeasurements(f"cannot predict {configuration}: {why}", "measure more configurations with tula profile")
 
 
@@ -261,9 +267,9 @@ def fit_step_time(observations: Iterable[Observation], *, collective: str, prior
     """Fit the step-time model to probes.
 
     Args:
-        observations: one a probe, in any order; repeated configurations count each.
-        collective: a key of overlap.SHAPES.
-        priors: what is believed before any probe.
+        observations: one per probe, in any order; repeated configurations count each.
+        collective: a key of `formulas.SHAPES`.
+        priors: assumptions before any probe.
 
     Raises:
         BadMeasurements: there is no observation, or a step time is not positive.
@@ -316,7 +322,7 @@ def _check_seconds(observations: Sequence[Observation]) -> Floats:
 
 
 def _count_measurements(observations: Sequence[Observation]) -> int:
-    """Count what was measured: configurations, and the compute apart from synchronisation where there is any."""
+    """Count the measurements: one per configuration, and one more if its compute was measured apart."""
     configurations = {(o.nodes, o.gpus_per_node, o.local_batch) for o in observations}
     return len(configurations) + len(_with_separate_compute(observations))
 
@@ -328,7 +334,7 @@ def _with_separate_compute(observations: Iterable[Observation]) -> set[tuple[int
 
 
 def _count_parameters(observations: Sequence[Observation], scope: _Scope) -> int:
-    """Count the parameters that these probes are to determine: floor and slope, level and growth of synchronisation."""
+    """Count the parameters to determine: floor and slope of compute, level and growth of synchronisation."""
     batches = {o.local_batch for o in observations}
     synchronising = {
         o.nodes if scope.across else o.gpus_per_node for o in observations if o.nodes * o.gpus_per_node > 1
@@ -337,7 +343,7 @@ def _count_parameters(observations: Sequence[Observation], scope: _Scope) -> int
 
 
 def _fit_warnings(observations: Sequence[Observation], seconds: Floats, residuals: Floats) -> list[str]:
-    """Return what a reader should know before believing the fit."""
+    """Return warnings about the reliability of the fit."""
     return [
         *_warn_unsteady(observations),
         *_warn_falling(observations, seconds),
@@ -347,12 +353,12 @@ def _fit_warnings(observations: Sequence[Observation], seconds: Floats, residual
 
 def _warn_unsteady(observations: Sequence[Observation]) -> list[str]:
     probes = (o for o in observations if o.doubt is None)
-    probes_ = [f"{o} by {o.noise:.0%}" for o in probes if o.noise is not None and o.noise > _MAX_STEADY_NOISE]
-    return [f"unsteady: the step time drifts within the probe at {'; '.join(probes_)}"] if probes_ else []
+    unsteady = [f"{o} by {o.noise:.0%}" for o in probes if o.noise is not None and o.noise > _MAX_STEADY_NOISE]
+    return [f"unsteady: the step time drifts within the probe at {'; '.join(unsteady)}"] if unsteady else []
 
 
 def _warn_falling(observations: Sequence[Observation], seconds: Floats) -> list[str]:
-    """Point out a larger local batch with a clearly shorter step: another algorithm, a clock, a disturbed probe."""
+    """Warn if a larger local batch has a clearly shorter step: another algorithm, clock change or disturbed probe."""
     pairs = [
         f"at {larger} than at local batch {smaller.local_batch}"
         for (smaller, time_before), (larger, after) in itertools.pairwise(zip(observations, seconds, strict=True))
@@ -379,9 +385,9 @@ def _warn_missed(observations: Sequence[Observation], seconds: Floats, residuals
 def _describe_fit(
     model: StepModel, points: Points, scope: _Scope, error: float | None, observations: Sequence[Observation]
 ) -> str:
-    """Say the fit in one line: compute over the batch, synchronisation over the replicas, and how good it is.
+    """Describe the fit in one line: compute over the batch, synchronisation over the replicas, and the error.
 
-    Where nothing was measured that tells the two from each other, the step times alone had to.
+    If no measurement separates the two, the description says that only whole step times were used.
     """
     batches = np.unique(points.local_batch)[[0, -1]]
     fewest, most = (

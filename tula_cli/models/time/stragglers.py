@@ -1,9 +1,9 @@
-"""Ranks that are slower than the others, and jobs whose steps wait for something that no model of theirs foresees.
+"""Ranks that are slower than others, and jobs whose steps wait for something that the models do not describe.
 
-Every step of a synchronous training takes as long as its slowest rank (Dean and Barroso 2013 call such ones the tail). Each
-rank tells what it takes of its own for a step; where one is slow in most probes that it took part in, it is named. Where
-none is, but the exposed synchronisation grows with the batch, which that of gradients does not, and the probes lie far off
-their fit, something else holds ranks up: data that comes from one place, or another slow rank each time.
+Every step of a synchronous training takes as long as its slowest rank (Dean and Barroso 2013 call this the tail). Each
+rank records its own time per step; a rank that is slow in most of its probes is named. If no rank is, but the exposed
+synchronisation grows with the batch, which that of gradients does not, and the probes lie far off their fit, something
+else delays ranks: data from a shared source, or a different slow rank each time.
 """
 
 import math
@@ -23,21 +23,24 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.words import format_count
 
 SLOW = 1.2
-"""A rank that takes so many times as long as the median one is slow: those of one cluster differ by a few per cent."""
+"""A rank that takes this multiple of the median rank's time is slow: ranks of one cluster normally differ by a few per
+cent."""
 _MIN_SLOW_SHARE = 0.75  # of the probes that it took part in
 _MIN_PROBES = 2  # probes
 GROWTH = 0.5
-"""Exposed synchronisation grows with the batch where it does by more than this share of the largest one's compute."""
+"""Exposed synchronisation counts as growing with the batch if it grows by more than this share of the largest batch's
+compute."""
 HELD_UP = Local(sd=0.5, batch=1.0, replicas=0.5)
-"""How far steps of ranks that are held up are off the model, and how soon that changes: by a third in the middle."""
+"""Local residual of the steps of delayed ranks: a third off the model in the median; how fast it changes over batch and
+replicas."""
 _DIVIDED = 0.75  # of what a rank tells on the fewest, at most: then a script divides its model among the ranks
 NOISE = 3.0
-"""Probes lie far off their fit where its noise is so many times that of other clusters."""
+"""Probes lie far off their fit if its noise is this multiple of that of other clusters."""
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A node, or a rank where there is one node, that takes longer than the others for what is its own."""
+    """A node, or a rank if there is one node, whose own part of a step takes longer than that of the others."""
 
     name: str
     factor: float  # over the median one
@@ -60,15 +63,17 @@ class Straggler:
 def fit_with_stragglers(
     spec: JobSpec, measured: Sequence[Measured], trained: Sequence[TrainedSteps] = ()
 ) -> tuple[StepTimeFit, list[str]]:
-    """Fit the step-time model, and say what holds up ranks; where something does, hardly anything follows from elsewhere.
+    """Fit the step-time model, and describe what delays ranks.
+
+    If something does, little can be inferred for configurations that were not measured.
 
     Args:
         spec: the job.
         measured: its probes.
-        trained: what trainings took, which count beside the probes.
+        trained: step times of trainings, used in addition to the probes.
 
     Raises:
-        BadMeasurements: as `steptime.fit`.
+        BadMeasurements: as `steptime.fit_step_time`.
     """
     probes = [as_observation(probe) for probe in measured]
     observations = [*probes, *map(stretches.as_observation, trained)]
@@ -78,18 +83,18 @@ def fit_with_stragglers(
 
 
 def choose_priors_of_job(spec: JobSpec, measured: Iterable[Measured]) -> Priors:
-    """Return what the fit believes of a job by its settings and the gradients that its probes have seen."""
+    """Return the priors of a job, from its settings and the gradient sizes that its probes measured."""
     sharded = spec.train.sharded
     return choose_priors(gradient_bytes=find_gradient_bytes(measured, sharded=sharded), sharded=sharded)
 
 
 def find_gradient_bytes(measured: Iterable[Measured], *, sharded: bool) -> int:
-    """Return the bytes of the whole model's gradients by the probes; 0 where none of them tells.
+    """Return the size in bytes of the whole model's gradients, from the probes; 0 if unknown.
 
     Args:
         measured: the probes.
-        sharded: whether tula's own loop divides the model among the ranks. Of a script that does, each rank tells its part, which
-            is the smaller the more ranks there are.
+        sharded: whether tula's own loop shards the model. In a script that shards it, each rank reports its part, which
+            is smaller the more ranks there are.
     """
     sizes, sizes_by_ranks = [0], dict[int, int]()
     for probe in measured:
@@ -113,17 +118,17 @@ def fit_observed(
     priors: Priors = PRIORS,
     named: Sequence[str] = (),
 ) -> tuple[StepTimeFit, list[str]]:
-    """Fit the step-time model to observations, and once more with other priors where something holds up ranks.
+    """Fit the step-time model to observations, and once more with other priors if something delays ranks.
 
     Args:
-        probes: what is held against the fit.
-        seen: all that it is fitted to.
+        probes: observations that are compared with the fit.
+        observations: all observations that are fitted.
         collective: `cluster.collective`.
         priors: of the first fit.
-        named: who is known to hold up the others.
+        named: descriptions of known stragglers.
 
     Raises:
-        BadMeasurements: as `steptime.fit`.
+        BadMeasurements: as `steptime.fit_step_time`.
     """
     fit = steptime.fit_step_time(observations, collective=collective, priors=priors)
     causes = list(named) or [*filter(None, [describe_unexplained_waits(probes, fit.model)])]
@@ -133,7 +138,7 @@ def fit_observed(
 
 
 def find_stragglers(measured: Iterable[Measured]) -> list[Straggler]:
-    """Return who was slow in most of the probes that it took part in, the slowest first."""
+    """Return the nodes or ranks that were slow in most of the probes they took part in, the slowest first."""
     ratios_by_name: dict[str, list[tuple[float, bool]]] = {}
     for probe in measured:
         for name, ratio in _compare_to_median(probe.ranks).items():
@@ -148,7 +153,10 @@ def find_stragglers(measured: Iterable[Measured]) -> list[Straggler]:
 
 
 def _compare_to_median(ranks: Sequence[RankPace]) -> Mapping[str, tuple[float, bool]]:
-    """Return by node (by rank, where there is one node) its time over the median one's, and whether it is its data's."""
+    """Return the time of each node relative to the median, and whether waiting for data causes the difference.
+
+    With one node, of each rank.
+    """
     if len(ranks) < 2:
         return {}
     by_name: dict[str, list[RankPace]] = {}
@@ -164,7 +172,7 @@ def _compare_to_median(ranks: Sequence[RankPace]) -> Mapping[str, tuple[float, b
 
 
 def describe_unexplained_waits(observations: Sequence[Observation], model: StepModel) -> str:
-    """Say where something holds up ranks that is neither their compute nor the gradients' synchronisation; empty where not.
+    """Describe delays that neither compute nor the gradients' synchronisation explains; empty if none.
 
     Args:
         observations: the probes.

@@ -1,8 +1,8 @@
-"""The steps of a training as an observation for the fit, beside those of the probes.
+"""The steps of a training as an observation for the fit, in addition to those of the probes.
 
-A training shows its own configurations alone, but for longer than any probe, on another day and under the load of that day.
-So it has a noise of its own: what its stretches leave open of its mean, what one job differs from the next by, and how far
-its pace has changed while it trained.
+A training shows only its own configurations, but for longer than any probe, on another day and under the load of that
+day. Its observation therefore has its own noise: the standard error of its mean over stretches, the difference between
+jobs, and the change of its pace during the training.
 """
 
 import math
@@ -27,13 +27,14 @@ from tula_cli.run.records.recommendations import TrainedSteps
 from tula_cli.run.records.tasks import TrainTask
 
 MIN_STEPS = 10
-"""Rows of steps, of about a second each, from which on a training counts."""
+"""Minimum step rows, of about a second each, for a training to count."""
 STRETCHES = 40
-"""The most that its steps are divided into: means of fewer are noisy, of more the fit needs none."""
+"""Maximum stretches into which its steps are divided: means of fewer steps are noisy, and the fit needs no more of
+them."""
 
 Row = Mapping[str, Any]
 Refused = Callable[[TrainTask, Row | None], str]
-"""Returns why steps of an attempt in this environment (None: unknown) do not count; empty if they do."""
+"""Returns why the steps of an attempt in an environment (None: unknown) do not count; empty if they do."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class _Start:
 
 @dataclass(frozen=True)
 class _Timed:
-    """Some steps without a refresh."""
+    """Steps without a refresh, from one row."""
 
     row: Row
     count: int
@@ -67,12 +68,12 @@ class _Timed:
 def list_observations_from_training(
     tasks: Sequence[TrainTask], rows: Iterable[Row], refused: Refused
 ) -> TrainingObservations:
-    """Return what a training took at each configuration that it ran at.
+    """Return the step times of a training at each configuration that it ran at.
 
     Args:
         tasks: of all its attempts.
         rows: of metrics.jsonl.
-        refused: says of an attempt, and where it ran, why its steps do not count.
+        refused: returns why the steps of an attempt in an environment do not count.
     """
     task_by_attempt = {task.attempt: task for task in tasks}
     starts: dict[tuple[int, int], list[tuple[TrainTask, _Start]]] = {}
@@ -111,15 +112,15 @@ def group_trainings_by_configuration(trained: Iterable[TrainedSteps]) -> dict[tu
 def estimate_from_measurements(
     probe: Sequence[float] | None, trained: Sequence[TrainedSteps], repeats: float
 ) -> Estimate | None:
-    """Return the step time of a configuration that a probe, trainings or both have measured, with its 90 % interval.
+    """Return the step time of a configuration measured by a probe, trainings or both, with its 90 % interval.
 
-    Each counts by its precision; where they differ by more than their noises explain, their mean is as much less certain
-    (Birge 1932). A probe alone gives `observed`, neither None.
+    Each is weighted by its precision; if they differ by more than their noise explains, the uncertainty of their mean
+    is increased accordingly (Birge 1932). A probe alone gives `estimate_measured`; None without any measurement.
 
     Args:
-        probe: its step times; None where there is none.
-        trained: at this configuration.
-        repeats: standard deviation of one job from what all take on average, as a share.
+        probe: its step times; None if there is none.
+        trained: trainings at this configuration.
+        repeats: standard deviation of one job from the mean of all jobs, as a share.
     """
     if not trained:
         return None if probe is None else estimate_measured(probe, repeats)
@@ -161,7 +162,7 @@ def _split_into_starts(rows: Iterable[Row]) -> Iterator[_Start]:
 
 
 def _describe_difference_from_probes(task: TrainTask) -> str:
-    """Say why the steps of an attempt are not such as a probe measures; empty where they are."""
+    """Return why the steps of an attempt are not comparable with a probe's; empty if they are."""
     if task.splits > 1:
         return f"its micro-batches were cut into {task.splits}"
     if task.workers != task.spec.train.workers:
@@ -170,9 +171,9 @@ def _describe_difference_from_probes(task: TrainTask) -> str:
 
 
 def _join_starts(starts: Sequence[tuple[TrainTask, _Start]]) -> TrainedSteps | None:
-    """Return what the starts at one configuration tell together; None where that is too little."""
+    """Return the combined step times of the starts at one configuration; None if there are too few."""
     task = starts[0][0]
-    timed = [timed_ for task_, start in starts for timed_ in _list_timed_steps(task_, start)]
+    timed = [step for start_task, start in starts for step in _list_timed_steps(start_task, start)]
     times = _compute_stretch_means(timed)
     if len(timed) < MIN_STEPS or len(times) < BLOCKS:
         return None
@@ -190,7 +191,7 @@ def _join_starts(starts: Sequence[tuple[TrainTask, _Start]]) -> TrainedSteps | N
         step_time=compute_trimmed_mean(times),
         step_times=times,
         **medians,
-        steps=sum(timed_.count for timed_ in timed),
+        steps=sum(step.count for step in timed),
         changed=changed,
         noise=noise,
         since=timed[0].row["time"],
@@ -199,10 +200,10 @@ def _join_starts(starts: Sequence[tuple[TrainTask, _Start]]) -> TrainedSteps | N
 
 
 def _list_timed_steps(task: TrainTask, start: _Start) -> Iterator[_Timed]:
-    """Yield the steps of a start since its pace changed, without its first ones, in which caches fill and loaders start.
+    """Yield the steps of a start since its pace changed, without the first ones, while caches and loaders warm up.
 
-    Of an older log, which does not tell refreshes from other steps, those of a method that refreshes now and then do not
-    count.
+    Older logs do not distinguish refreshes from other steps: of these, steps of a method with separate refreshes are
+    left out.
     """
     has_refreshes, previous_step = refresh.has_separate_refreshes(task.spec, task.batch), 0
     rows_of_batch = [
@@ -220,16 +221,16 @@ def _list_timed_steps(task: TrainTask, start: _Start) -> Iterator[_Timed]:
 
 
 def _compute_stretch_means(timed: Sequence[_Timed]) -> tuple[float, ...]:
-    """Return the mean step time of successive stretches of about as many steps. Seconds."""
+    """Return the mean step times of successive stretches with about the same number of steps. Seconds."""
     if not timed:
         return ()
-    counts = np.array([timed_.count for timed_ in timed], dtype=float)
+    counts = np.array([step.count for step in timed], dtype=float)
     stretch = np.minimum(STRETCHES - 1, (np.cumsum(counts) - counts) * STRETCHES // counts.sum()).astype(int)
-    took = np.bincount(stretch, weights=counts * [timed_.seconds for timed_ in timed])
+    took = np.bincount(stretch, weights=counts * [step.seconds for step in timed])
     steps = np.bincount(stretch, weights=counts)
     return tuple(float(seconds) for seconds in took[steps > 0] / steps[steps > 0])
 
 
 def _compute_median(timed: Iterable[_Timed], name: str) -> float | None:
-    values = [value for timed_ in timed if (value := timed_.row.get(name)) is not None]
+    values = [value for step in timed if (value := step.row.get(name)) is not None]
     return statistics.median(values) if values else None

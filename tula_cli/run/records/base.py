@@ -31,22 +31,21 @@ OutcomeClass = Literal[
 
 
 Market = Literal["on_demand", "spot"]
-"""How nodes are had: for as long as wanted, or for less money until they are taken away."""
+"""How nodes are obtained: for as long as needed, or at a discount until they are reclaimed."""
 
 
 Count = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-"""A whole number as arrays hold it: a record with a larger one is damaged."""
+"""A whole number that fits 64 bits, as in arrays: a record with a larger one is damaged."""
 
 
 RecordedText = Annotated[str, AfterValidator(without_secrets), PlainSerializer(without_secrets)]
-"""Text that another program may have written: an error may quote a token, or a URL with a password.
+"""Text that another program may have written, from which possible secrets (tokens, URLs with passwords) are removed.
 
-Neither read nor written with it: `model_copy` validates nothing.
-"""
+Removed both on validation and on serialisation, because `model_copy` does not validate."""
 
 
 class Record(BaseModel):
-    """Frozen; unknown keys are ignored, so that an older tula reads a newer run."""
+    """Base class: frozen; unknown keys are ignored, so that an older version of tula can read a newer run."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
 
@@ -55,7 +54,7 @@ class Record(BaseModel):
 
 
 class ModelStates(Record):
-    """The terms of Eq. 3 that no batch changes: ZeRO's model states, and the factors of AGS. Bytes."""
+    """The terms of Eq. 3 that do not depend on the batch: ZeRO's model states, and the factors of AGS. Bytes."""
 
     parameters: Count  # and buffers
     gradients: Count
@@ -64,12 +63,12 @@ class ModelStates(Record):
 
     @property
     def static(self) -> int:
-        """All of them."""
+        """Sum of all terms."""
         return self.parameters + self.gradients + self.optimizer + self.factors
 
 
 class Components(ModelStates):
-    """Eq. 3 of one rank at the peak of a step, and what its allocator and its libraries take. Bytes."""
+    """Eq. 3 of one rank at the peak of a step, and the memory of its allocator and libraries. Bytes."""
 
     batch: Count  # inputs and targets of one micro-batch
     activations: Count  # and workspaces: the peak less all of the above
@@ -81,7 +80,7 @@ class Components(ModelStates):
 
 
 class PeakMemory(Record):
-    """The peak of one rank where nothing tells what it consists of, as of a script of the user's own. Bytes."""
+    """The peak of one rank if its components are unknown, as for a user's script. Bytes."""
 
     # Counted from the tensors that its optimizer holds; None where it has none. What the rest of the peak is (activations,
     # batch, workspaces; on the CPU the process itself) is not known apart.
@@ -103,7 +102,7 @@ class Footprint(Record):
 
 
 class Splits(Record):
-    """Of one batch: into how many parts each micro-batch of `train.accumulate` may be cut, and why into no more."""
+    """The numbers of parts into which micro-batches may be split at one batch, and why not into more."""
 
     batch: int  # global
     micro_batch: int  # samples that a GPU takes at a time, uncut
@@ -113,7 +112,7 @@ class Splits(Record):
 
 
 class MicroBatches(Record):
-    """Of every batch that a training may fall back to; its rank 0 writes it, who alone knows model and method."""
+    """The splits of every batch that a training may fall back to; written by rank 0, which knows the model."""
 
     splits: tuple[Splits, ...]
     normalised: (
@@ -121,5 +120,5 @@ class MicroBatches(Record):
     )
 
     def splits_of_batch(self, batch: int) -> Splits | None:
-        """Return those of a batch; None where it is not among them."""
+        """Return the splits of a batch, or None if it is not included."""
         return next((splits for splits in self.splits if splits.batch == batch), None)

@@ -32,7 +32,7 @@ class Inspection(Record):
 
 
 class FirstJob(Record):
-    """The jobs that have built the model and the dataset of a run on a node."""
+    """The jobs that built the model and the dataset of a run on a node."""
 
     scheduler_id: str  # of the last one
     node_hours: float  # that all of them have taken, at most; the last one all its time, as long as it is awaited
@@ -41,7 +41,7 @@ class FirstJob(Record):
 
 
 class NodeReport(Record):
-    """The report of one node in `tula check --on-cluster`; on this machine, of one set of ranks."""
+    """The report of one node in `tula check --on-cluster`; on the local machine, of one set of ranks."""
 
     node: int  # from 0, in the order of ranks
     host: str
@@ -70,7 +70,7 @@ class NodeReport(Record):
 
 
 class Transfer(Record):
-    """An all-reduce between two ranks, the best of some."""
+    """An all-reduce between two ranks, the best of several."""
 
     size: int  # bytes that each of the two sends and receives
     seconds: float
@@ -78,7 +78,7 @@ class Transfer(Record):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def speed(self) -> float:
-        """Return bits a second in each direction."""
+        """Bits per second in each direction."""
         return 8 * self.size / self.seconds
 
 

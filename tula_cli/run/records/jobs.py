@@ -1,4 +1,4 @@
-"""Jobs, their attempts, and how these end."""
+"""Jobs, their attempts, and how they ended."""
 
 from typing import Literal
 
@@ -7,7 +7,7 @@ from tula_cli.run.records.scripts import RehearsalStart
 
 
 class Job(Record):
-    """A job as submitted; written by the command line alone."""
+    """A job as submitted; written only by the command line."""
 
     id: str
     scheduler: str  # cluster.kind of its spec: "local", "slurm", or an import string
@@ -26,11 +26,11 @@ class Job(Record):
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """The scheduler's ids of all its links."""
+        """The scheduler's ids of all jobs of the chain."""
         return self.links or (self.scheduler_id,)
 
     def nodes_of(self, link: str) -> int:
-        """Return the nodes that a link of the chain asks for."""
+        """Return the number of nodes that a job of the chain requests."""
         return dict(zip(self.links, self.link_nodes, strict=False)).get(link, self.nodes)
 
 
@@ -46,7 +46,7 @@ class Shortage(Record):
 
     @property
     def missing(self) -> int | None:
-        """Bytes that have to be freed, as far as that can be told."""
+        """Bytes that have to be freed, or None if unknown."""
         return None if self.needed is None or self.quota else max(0, self.needed - self.free)
 
 
@@ -91,17 +91,17 @@ class Attempt(Record):
 
     @property
     def job_id(self) -> str:
-        """The scheduler's id of the job that it ran in; empty on this machine."""
+        """The scheduler's id of the job that it ran in; empty on the local machine."""
         return self.allocation.rpartition(".")[0] or self.allocation
 
     @property
     def progress(self) -> int | None:
-        """Return the samples that had been trained for good when it started; None for probes."""
+        """Samples done at the start that a restart does not train again; None for probes."""
         return None if self.samples is None else self.samples + self.tuned
 
 
 class LeaderCommand(Record):
-    """The next command of the leader to all supervisors of a job. `task` None ends the job."""
+    """The leader's next command to all supervisors of a job. If `task` is None, the job ends."""
 
     task: str | None
     attempt: int = 0

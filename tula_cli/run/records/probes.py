@@ -10,7 +10,10 @@ from tula_cli.run.records.scripts import LearningRates
 
 
 class GradientStats(Record):
-    """Squared gradient norms at the probe's weights, means over its steps; from two halves of a batch where one rank runs."""
+    """Squared gradient norms at the probe's weights, averaged over its steps.
+
+    With a single rank they come from two halves of a batch.
+    """
 
     norm_sqr: float  # of the averaged gradient (batch `batch`)
     local_norm_sqr: float  # mean over ranks of the norm of each rank's own gradient (batch `local_batch`)
@@ -54,7 +57,7 @@ class Environment(Record):
 
     @property
     def mixed(self) -> bool:
-        """Return whether the ranks ran on different hardware: the slowest sets the pace of all."""
+        """Whether the ranks ran on different hardware, so that the slowest sets the pace of all."""
         return len({name for node in self.nodes for name in node.hardware}) > 1
 
 
@@ -69,7 +72,7 @@ class Overheads(Record):
 
 
 class GpuState(Record):
-    """All GPUs of a probe at one moment of it, as NVML tells."""
+    """The state of all GPUs of a probe at one moment, as reported by NVML."""
 
     sm_mhz: Count  # of the slowest one
     watts: float  # of the one that draws most
@@ -77,19 +80,19 @@ class GpuState(Record):
 
 
 class Tokens(Record):
-    """Of one sample of text in the batches that a probe's loader made, on average."""
+    """Average length of one text sample in the batches of a probe's loader."""
 
     length: float  # places, padding counted
     real: float  # of them, those that are not padding
 
     @property
     def padding(self) -> float:
-        """The share of the places that is padding."""
+        """The padding as a share of the length."""
         return 1 - self.real / self.length
 
 
 class ScriptSeen(Record):
-    """The settings that a script was observed to use: the same in all probes of one training."""
+    """The settings that a script was observed to use, which are equal in all probes of one training."""
 
     optimizer: str | None  # class name; None where its loop tells its steps by hand
     parameters: Count | None  # numbers that the optimizer trains
@@ -107,10 +110,10 @@ class RankPace(Record):
 
 
 class Measured(Record):
-    """A probe that ran: (nodes, local batch) and what was seen.
+    """A successful probe: its configuration (nodes, local batch) and measurements.
 
-    A script of the user's own does not tell everything: what was not measured is None, never 0 and never an estimate.
-    Probes of one run may differ in what they tell.
+    A user's script does not reveal everything: a value that was not measured is None, never 0 and never an estimate.
+    Probes of one run may differ in what was measured.
     """
 
     kind: Literal["measured"] = "measured"
@@ -145,7 +148,7 @@ class Measured(Record):
 
     @property
     def description(self) -> str:
-        """Return one line for the job's log."""
+        """One line for the job's log."""
         step = sum(self.step_times) / len(self.step_times)
         configuration_text = words.describe_configuration(self.nodes, self.batch, self.local_batch)
         pace = f"{words.format_number(1000 * step)} ms a step, {words.format_number(self.batch / step)} samples/s"
@@ -153,7 +156,7 @@ class Measured(Record):
 
 
 class OutOfMemory(Record):
-    """A probe that does not fit: a result that bounds the grid."""
+    """A probe that does not fit in memory: a result that limits the grid."""
 
     kind: Literal["out_of_memory"] = "out_of_memory"
     id: str
@@ -165,7 +168,7 @@ class OutOfMemory(Record):
 
 
 class Failed(Record):
-    """A probe that ended for another reason; it is run again by the next call."""
+    """A probe that failed for another reason; the next call runs it again."""
 
     kind: Literal["failed"] = "failed"
     id: str

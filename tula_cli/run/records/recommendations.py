@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class SameProgress(Record):
-    """Epochs, hours and cost of a configuration to the progress that the spec's epochs make at its reference batch.
+    """Epochs, hours and cost that a configuration needs for the progress of the spec's epochs at its reference batch.
 
-    `low` and `high` are the range that the growth of the gradient noise and the 90 % interval of the step time leave.
+    `low` and `high` bound the range due to the growth of the gradient noise and the 90 % interval of the step time.
     """
 
     epochs: float
@@ -30,7 +30,7 @@ class SameProgress(Record):
 
 
 class TimeParts(Record):
-    """Where the wall-clock time of a training goes; seconds."""
+    """Breakdown of a training's wall-clock time; seconds."""
 
     steps: float  # with their data and their synchronisation, and the refreshing of scaling factors
     data: float | None  # of them, waiting for the data loader; None where no probe tells
@@ -69,7 +69,7 @@ class StageSteps(Record):
 
 
 class Prediction(Record):
-    """A forecast of one configuration; `low` and `high` bound a 90 % interval (None where there is no residual)."""
+    """A forecast of one configuration; `low` and `high` bound a 90 % interval (None if there is no residual)."""
 
     nodes: int
     batch: int
@@ -104,29 +104,29 @@ class Prediction(Record):
 
     @property
     def all_node_hours(self) -> float:
-        """The node-hours that are paid for."""
+        """The node-hours to be paid for."""
         return self.nodes * self.hours if self.node_hours is None else self.node_hours
 
     def hours_on(self, nodes: int) -> float:
-        """Return the hours of steps on fewer nodes than the training's own: those of the stages that have so many."""
+        """Return the hours of steps in the stages that run on `nodes` nodes, fewer than the training's own."""
         return sum(stage.steps * stage.step_time for stage in self.stages if stage.nodes == nodes) / 3600
 
     def of_batch(self, batch: int) -> "Prediction | StageSteps | None":
-        """Return what is predicted for a step at a batch of this training; None where nothing is."""
+        """Return the prediction for a step at a batch of this training; None if there is none."""
         if batch == self.batch:
             return self
         return next((stage for stage in self.stages if stage.batch == batch), None)
 
 
 HIGHEST_EFFICIENCY = 1.1
-"""Caches and noise may exceed ideal scaling by so much; above it a measurement is at fault."""
+"""Highest plausible ratio to ideal scaling (caches and noise may exceed 1); above it a measurement is wrong."""
 
 
 class Caveats:
-    """Reasons not to trust a figure of a configuration: marked in every table and named in the JSON of each row.
+    """Reasons not to trust a figure of a configuration, marked in every table and named in the JSON of each row.
 
     Args:
-        choice: with which the others are compared.
+        choice: the configuration that the others are compared with.
         steps: type, nodes, global batch, local batch and step time of every configuration.
     """
 
@@ -155,7 +155,10 @@ class Caveats:
         return (*names, *["efficiency_above_110"] * (self.efficiency(row) > HIGHEST_EFFICIENCY))
 
     def efficiency(self, row: Prediction) -> float:
-        """Return the throughput of a node over that on the fewest nodes with the same batch, or the same local batch."""
+        """Return the throughput per node relative to the fewest nodes with the same batch or local batch.
+
+        The larger of the two ratios.
+        """
         throughput = row.batch / row.step_time / row.nodes
         keys = (row.type, "batch", row.batch), (row.type, "local batch", row.local_batch)
         return max(throughput / self._fewest[key][1] if key in self._fewest else 1.0 for key in keys)
@@ -167,7 +170,7 @@ CAVEATS = {
     "efficiency_above_110": "a node does over 110 % of what it does on the fewest nodes with that batch or local batch, which"
     " is hardly possible: a step time is off",
 }
-"""The meaning of caveats; those of a quantity (time, cost, energy, progress) are `QUANTITY_within_noise`."""
+"""Descriptions of the caveats; those of a quantity (time, cost, energy, progress) are named `QUANTITY_within_noise`."""
 
 
 def get_caveat_kind(name: str) -> str:
@@ -179,7 +182,7 @@ Interval = tuple[float | None, float | None]
 
 
 def _list_quantity_intervals(row: Prediction) -> dict[str, Interval]:
-    """Return the 90 % interval of each quantity of a configuration; cost is as uncertain as time is."""
+    """Return the 90 % interval of each quantity of a configuration; cost is as uncertain as time."""
     low, high = row.hours_low, row.hours_high
     cost = row.cost / row.hours if row.hours else 0.0
     progress = row.same_progress
@@ -202,7 +205,7 @@ def _list_configuration_fields(row: Prediction) -> tuple[str, int, int, str]:
 
 
 class TrainedSteps(Record):
-    """Measured step times of a training at one configuration, an observation in addition to the probes. Seconds."""
+    """Measured step times of a training at one configuration, which supplement the probes. Seconds."""
 
     signature: str
     nodes: int
@@ -251,12 +254,12 @@ class SequenceLength(Record):
     note: str = ""  # why there are no rows
 
     def tokens_per_second(self, row: Prediction) -> float:
-        """Return the tokens of all GPUs a second at one of the rows, without padding."""
+        """Return the tokens per second of all GPUs for one of the rows, without padding."""
         return self.tokens * row.batch / row.step_time
 
     @property
     def fastest(self) -> Prediction | None:
-        """The row with most tokens a second; None where there is none."""
+        """The row with the most tokens per second; None if there are no rows."""
         return max(self.rows, key=self.tokens_per_second, default=None)
 
 
@@ -362,11 +365,11 @@ class Recommendation(Record):
     @field_validator("objective", mode="before")
     @classmethod
     def _read_removed_objective(cls, objective: Any) -> Any:
-        """Read an answer of an older version that counted the queue (`result-time`) as one by time."""
+        """Convert the objective `result-time` of an older version, which included the queue, to `time`."""
         return "time" if objective == "result-time" else objective
 
     def frame(self) -> "pd.DataFrame":
-        """Return every feasible configuration, fastest first: hours, cost, kWh, step times (seconds), peak memory (bytes)."""
+        """Return the rows as a table, fastest first: hours, cost, kWh, step times (seconds), peak memory (bytes)."""
         from tula_cli.run.frames import make_frame
 
         columns = [name for name in Prediction.model_fields if name not in ("same_progress", "parts")]
@@ -389,5 +392,5 @@ class Recommendation(Record):
 
     @property
     def criteria(self) -> str:
-        """The question that this answers, in the words of the command line; equal words are the same question."""
+        """The query that this answers, in the form of command-line options; equal text means the same query."""
         return ", ".join([self.objective, *self.options, *(f"--set {override}" for override in self.overrides)])

@@ -9,14 +9,14 @@ from tula_cli.spec.ags import Arm
 
 
 class JobFile(Record):
-    """Where a run's settings came from; what they were then is in its spec.yaml."""
+    """The job file from which a run's settings came; the settings themselves are in the run's spec.yaml."""
 
     path: str  # of the job.yaml, absolute
     overrides: tuple[str, ...] = ()  # what --set laid over it
 
 
 class StageDecision(Record):
-    """A decision about the next stage from a measurement of the gradient noise: a row of a training's stages.jsonl."""
+    """A decision about the next stage from a measurement of the gradient noise: a row of stages.jsonl."""
 
     passed: int  # samples, when it was measured
     batch: int  # of the stage
@@ -30,7 +30,7 @@ class StageDecision(Record):
 
 
 class StepParts(Record):
-    """Where the time of a step goes; seconds, of the slowest rank."""
+    """Breakdown of the step time; seconds, of the slowest rank."""
 
     step: float
     data: float | None  # waiting for the data loader; None of a script, of which whole steps are known
@@ -42,7 +42,7 @@ StepPart = Literal["compute", "network", "input"]
 
 
 class StepChange(Record):
-    """A lasting change of the step time in a training, found while it ran."""
+    """A lasting change of the step time, detected during a training."""
 
     samples: int  # trained when it began
     epoch: float | None  # None of a script where nothing tells how many samples one has
@@ -70,7 +70,7 @@ class Branch(Record):
 
 
 class Tuning(Record):
-    """How a self-tuning training came to its settings; written by rank 0 after each branch."""
+    """How a self-tuning training selected its settings; written by rank 0 after each branch."""
 
     signature: str
     batch: int
@@ -85,7 +85,7 @@ class Tuning(Record):
 
     @property
     def samples(self) -> int:
-        """Samples trained beside the training itself."""
+        """Samples trained in addition to the training itself."""
         return sum(branch.samples for branch in self.branches) + self.beginning + self.lost
 
 
@@ -99,19 +99,22 @@ class Scaled(Record):
 
 
 class Reached(Record):
-    """The best value of the metric that train.best_checkpoint names."""
+    """The best value of the metric set in train.best_checkpoint."""
 
     metric: str
     value: float | None  # None where no evaluation came to a finite one
 
     @classmethod
     def from_metric(cls, metric: str, value: float | None) -> "Reached | None":
-        """Return it where train.best_checkpoint names a metric; without a value it names none."""
+        """Return the record, or None if there is no value because train.best_checkpoint names no metric.
+
+        A value that is not finite becomes None.
+        """
         return None if value is None else cls(metric=metric, value=value if math.isfinite(value) else None)
 
 
 class TrainResult(Record):
-    """The end of a training run, written by rank 0 once, when the last epoch is evaluated and saved."""
+    """The result of a training run, written once by rank 0 after the last epoch is evaluated and saved."""
 
     signature: str
     nodes: int
@@ -132,7 +135,7 @@ class TrainResult(Record):
 
 
 class ScriptProgress(Record):
-    """How far a training by a script is for good: its newest checkpoint. Written by the supervisors' leader."""
+    """The newest checkpoint of a training by a script. Written by the leader of the supervisors."""
 
     samples: int  # that it holds, to a few steps
     steps: int  # optimizer steps up to it
@@ -142,7 +145,7 @@ class ScriptProgress(Record):
 
 
 class Save(Record):
-    """A checkpoint that a script has written while it was trained: what came since the one before, or since the start."""
+    """A checkpoint written by a script during training; steps and time count from the previous one, or the start."""
 
     saved_at: float  # Unix time
     batch: int  # global
@@ -182,7 +185,7 @@ class Evaluated(Record):
 
 
 class CountedEnergy(Record):
-    """The energy of a training by the counters of all GPUs, over all its attempts; written by rank 0."""
+    """The energy of a training from the counters of all GPUs, over all attempts; written by rank 0."""
 
     joules: float
     seconds: float  # over which they were read: not while ranks start, nor from an epoch's end to a failure
@@ -193,7 +196,7 @@ class CountedEnergy(Record):
 
 
 class Summary(Record):
-    """Predicted against actual, written when a training run has ended."""
+    """Predicted and actual figures, written when a training run has ended."""
 
     signature: str
     nodes: int
@@ -239,7 +242,7 @@ class Cell(Record):
 
     @property
     def share(self) -> float:
-        """The share of the job's epochs that it is trained for."""
+        """The share of the job's epochs for which it is trained."""
         return 1.0 if self.short is None else self.short[0] / self.short[1]
 
     @property
@@ -249,7 +252,7 @@ class Cell(Record):
 
 
 class Comparison(Record):
-    """The request of a `tula compare`, and its trainings in the order of their importance."""
+    """The request of a `tula compare`, and its trainings in order of importance."""
 
     methods: tuple[str, ...]
     batches: tuple[int, ...]
@@ -262,5 +265,5 @@ class Comparison(Record):
 
     @property
     def has_rounds(self) -> bool:
-        """Return whether there is a first round."""
+        """Whether there is a first round."""
         return any(cell.short for cell in self.cells)

@@ -10,13 +10,15 @@ from tula_cli.spec.scripts.script import Length
 # --- The resume test
 
 Phase = Literal["begin", "same", "half"]
-"""A start from nothing, which is killed after its first checkpoint; on from there at its batch; and at half of it."""
+"""A start without a checkpoint, killed after its first checkpoint; a resume at the same batch; and one at half of
+it."""
 Verdict = Literal["same", "epoch", "any", "none"]
-"""With which batch a script may go on: as `script.resume.batch`; none: with no batch, its checkpoint is of no use to it."""
+"""The batches with which a script can resume, as `script.resume.batch`; none: it cannot use its checkpoint with any
+batch."""
 
 
 class RehearsalStart(Record):
-    """One start of a rehearsal, before it begins."""
+    """One start of a resume test, before it runs."""
 
     phase: Phase
     batch: int  # global
@@ -27,7 +29,7 @@ class RehearsalStart(Record):
 
 
 class Schedule(Record):
-    """The torch scheduler of the script's optimizer, as one start has shown it."""
+    """The torch scheduler of the script's optimizer, as observed in one start."""
 
     name: str
     at: int  # its steps, at the first step of the start, or the first after its checkpoint
@@ -36,7 +38,7 @@ class Schedule(Record):
 
 
 class Rehearsed(Record):
-    """One start of a rehearsal, as it was seen. Samples are those of all ranks."""
+    """The observations of one start of a resume test. Samples are those of all ranks."""
 
     phase: Phase
     batch: int
@@ -58,12 +60,15 @@ class Rehearsed(Record):
     saved_steps: int | None = None
     saved_samples: int | None = None
     next_lr: float | None = None  # of the step after it
-    lr_step: float = 0.0  # by how much that differs from the one before
+    lr_step: float = 0.0  # change of the learning rate over two steps
     dataset_size: int | None = None
 
 
 class Rehearsal(Record):
-    """The state of a resume test; `verdict` None after its end: no verdict was possible, and `told` has the reason."""
+    """The state of a resume test.
+
+    If `verdict` is None after its end, no verdict was possible, and `told` gives the reason.
+    """
 
     task: str
     key: str  # rehearsal_signature
@@ -113,7 +118,7 @@ class OrthoPlan(Record):
 
 
 class Killing(Record):
-    """How a rehearsal's first start ends."""
+    """How the first start of a resume test is ended."""
 
     checkpoint: str  # its absolute path or pattern
     after: Positive  # steps from it to the end
@@ -160,7 +165,7 @@ class ScriptStep(Record):
 
 
 class DdpSplit(Record):
-    """Steps after the timed ones, under DistributedDataParallel."""
+    """Results of the steps after the timed ones, under DistributedDataParallel."""
 
     modules: int
     hook: str  # "default", or the name of the script's own communication hook
@@ -170,14 +175,14 @@ class DdpSplit(Record):
 
 
 class Peak(Record):
-    """Bytes. On the CPU both are what was resident."""
+    """Bytes. On the CPU both are the resident memory."""
 
     allocated: int
     reserved: int
 
 
 class LearningRates(Record):
-    """Of the first parameter group."""
+    """Learning rates of the first parameter group."""
 
     base: float | None  # before a scheduler of torch acts on it; None where the script has none
     first: float
@@ -199,7 +204,7 @@ class LoaderSeen(Record):
 
 
 class RankResult(Record):
-    """result-<rank>.json, and of a training's first steps begun-<rank>.json."""
+    """result-<rank>.json, and begun-<rank>.json for a training's first steps."""
 
     version: Literal[1]
     task: str
@@ -233,7 +238,7 @@ class RankResult(Record):
 
 
 class Killed(Record):
-    """rehearsal.json: the first checkpoint of a start, and whether it was then killed. Of rank 0 alone."""
+    """rehearsal.json: the first checkpoint of a start, and whether it was then killed. Written by rank 0 only."""
 
     steps: int  # up to the checkpoint
     samples: float | None
@@ -242,7 +247,7 @@ class Killed(Record):
 
 
 class ScriptFailure(Record):
-    """failure-<rank>.json: an exception that nobody caught."""
+    """failure-<rank>.json: an uncaught exception."""
 
     version: Literal[1]
     task: str
@@ -259,7 +264,7 @@ class ScriptFailure(Record):
 
     @property
     def description(self) -> str:
-        """The last line of the traceback; of what tula itself says, without its class."""
+        """The last line of the traceback, without the exception's class if the message is tula's own."""
         last_line = (self.text.strip().splitlines() or [self.error])[-1].strip()
         return last_line.removeprefix(f"{self.error}: ") if self.where == "method" else last_line
 

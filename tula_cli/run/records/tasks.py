@@ -1,4 +1,4 @@
-"""Tasks of jobs."""
+"""Tasks: the parameters of what a job measures, trains, evaluates or checks."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -11,7 +11,7 @@ from tula_cli.spec.stored import StoredSpec
 
 
 class Rung(Record):
-    """A batch the training may run at, with what is predicted for it."""
+    """A batch at which the training may run, with its predictions."""
 
     batch: int
     prediction: Prediction | None = None
@@ -39,7 +39,7 @@ def make_probe_id(nodes: int, local_batch: int) -> str:
 
 
 def make_probe_identity(task: ProbeTask, local_batch: int) -> dict[str, Any]:
-    """Return what every result of a probe begins with."""
+    """Return the fields that identify a probe, common to all its results."""
     return {
         "id": make_probe_id(task.nodes, local_batch),
         "nodes": task.nodes,
@@ -49,7 +49,7 @@ def make_probe_identity(task: ProbeTask, local_batch: int) -> dict[str, Any]:
 
 
 class TrainTask(Record):
-    """A job that trains: the first rung of the ladder is this attempt's batch, the others what an OOM falls back to."""
+    """A job that trains: the first rung is this attempt's batch, the others are its OOM fallbacks."""
 
     kind: Literal["train"] = "train"
     id: str  # train-<signature>-<attempt>
@@ -75,23 +75,23 @@ class TrainTask(Record):
 
     @property
     def own_nodes(self) -> int:
-        """The nodes of the training: those that it ends on."""
+        """The nodes of the training, on which its last stage runs."""
         return (self.stages[-1].nodes if self.stages else None) or self.nodes
 
     @property
     def next_stage(self) -> Stage | None:
-        """The first stage with more nodes than this attempt has; None where it trains to the end."""
+        """The first stage with more nodes than this attempt; None if this attempt trains to the end."""
         return next((stage for stage in self.stages if (stage.nodes or 0) > self.nodes), None)
 
     @property
     def prediction(self) -> Prediction | None:
-        """Return the prediction for the batch with the current micro-batches, or None."""
+        """The prediction for the batch with the current micro-batches, or None."""
         rung = self.ladder[0]
         return rung.prediction if self.splits == 1 else rung.cut.get(self.splits)
 
 
 class RehearsalTask(Record):
-    """A job that tries how a script resumes: some steps, a save, kill -9, and on from there at this batch and at half of it."""
+    """A job that tests how a script resumes: steps, a save, kill -9, then resumes at this batch and at half of it."""
 
     kind: Literal["rehearse"] = "rehearse"
     id: str  # rehearse-<key>-<number>
@@ -123,7 +123,7 @@ class EvaluateTask(Record):
 
 
 class CheckTask(Record):
-    """A short job that looks at the nodes of a site: `tula check --on-cluster`."""
+    """A short job that examines the nodes of a site: `tula check --on-cluster`."""
 
     MINUTES: ClassVar[float] = 3.0  # the most it may take
 
@@ -137,7 +137,7 @@ class CheckTask(Record):
 
 
 class CodeSnapshot(Record):
-    """The user's own code as it was when a job was submitted: what lies in `code/<name>/`."""
+    """The user's code at the time a job was submitted: the content of `code/<name>/`."""
 
     name: str
     digest: str  # over `modules`; part of the signatures
@@ -156,6 +156,6 @@ class CodeSnapshot(Record):
 LoopTask = ProbeTask | TrainTask | EvaluateTask
 """Tasks that build a model and its trainer."""
 JobTask = ProbeTask | TrainTask | RehearsalTask | EvaluateTask
-"""Tasks that a user sees as jobs of a run; a check is none."""
+"""Tasks that a user sees as jobs of a run; a check is not one of them."""
 Task = JobTask | CheckTask
 TASK: TypeAdapter[Task] = TypeAdapter(Annotated[Task, Field(discriminator="kind")])

@@ -1,1 +1,1 @@
-"""The parts of `tula compare`."""
+"""Components of `tula compare`."""

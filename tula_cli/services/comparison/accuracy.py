@@ -1,4 +1,4 @@
-"""The table of a comparison: accuracies, gaps to the small batch, and their errors."""
+"""The table of a comparison: metrics of its rows, gaps to the small batch, and their standard errors."""
 
 import dataclasses
 import math
@@ -33,10 +33,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CellReport:
-    """One training. Accuracies are percentages after the last epoch; `batch` is the one it ended with; `samples` are all
-    that it trained on, in the branches of a self-tuning one too. `metrics` are what a script has told, in its own units: the
-    last of each, and the best under `best_`; of tula's own loop the perplexity of a language model; of a script there are no
-    accuracies."""
+    """The result of one training.
+
+    Accuracies are percentages after the last epoch; `batch` is the one at the end of the training. `samples` counts all
+    samples trained on, including the branches of a self-tuning training. `metrics` holds what a script has reported, in
+    its units: the last value of each metric, and the best one under `best_`; for tula's training loop, the metrics of
+    `train.metrics` and the perplexity of a language model. A script has no accuracies.
+    """
 
     cell: Cell
     state: State
@@ -56,14 +59,14 @@ class CellReport:
         return self.state in FINISHED
 
     def value(self, metric: str) -> float | None:
-        """Return its top1, top5 or loss, or a script's own metric; None where it does not tell it."""
+        """Return top1, top5, loss or another metric; None if the training does not report it."""
         values = {"top1": self.top1, "top5": self.top5, "loss": self.loss}
         return {**values, **self.metrics}.get(metric)
 
 
 @dataclass(frozen=True)
 class SeedStatistics:
-    """Over seeds; `sd` is the sample standard deviation, None for one seed."""
+    """Statistics over seeds; `sd` is the sample standard deviation, None for one seed."""
 
     mean: float
     sd: float | None
@@ -89,13 +92,13 @@ class ComparisonRow:
     dropped: str = ""  # why it is not trained any further; empty if it is, or has been
 
     def stat(self, metric: str) -> SeedStatistics | None:
-        """Return its top1, top5 or loss, or a script's own metric; None where no training tells it."""
+        """Return the statistics of top1, top5, loss or another metric; None if no training reports it."""
         stats = {"top1": self.top1, "top5": self.top5, "loss": self.loss}
         return {**stats, **self.metrics}.get(metric)
 
     @property
     def seeds(self) -> int:
-        """How many seeds the means are over."""
+        """Number of seeds that the means are over."""
         first_stat = self.top1 or self.loss or next(iter(self.metrics.values()), None)
         return 0 if first_stat is None else first_stat.n
 
@@ -104,7 +107,7 @@ class ComparisonRow:
 
     @property
     def note(self) -> str:
-        """Why it was dropped, and which of its trainings have not ended well, or not at all."""
+        """The reason why the row was dropped, and the number of trainings in each state other than finished."""
         states: tuple[State, ...] = ("diverged", "failed", "cancelled", "lost", "held", "running", "queued", "missing")
         counts = [f"{count} {state}" for state in states if (count := self.count(state))]
         return ", ".join([*([self.dropped] if self.dropped else []), *counts])
@@ -112,7 +115,7 @@ class ComparisonRow:
 
 @dataclass(frozen=True)
 class CompareReport:
-    """The table, whole or partial."""
+    """The table of a comparison, which may be incomplete."""
 
     rows: tuple[ComparisonRow, ...]
     metric: str  # what the gap is of: top1, loss where there are no classes, the first script.metric
@@ -129,7 +132,7 @@ class CompareReport:
     answer: str = ""  # the best row of the largest batch, and what cannot be distinguished from it
 
     def frame(self) -> "pd.DataFrame":
-        """Return one row a method at a batch: seeds, mean and standard deviation of each metric, gap, hours."""
+        """Return one row per method and batch: seeds, mean and standard deviation of each metric, gap, hours."""
         columns = ("method", "batch", "reference", "seeds", "gap", "recovered", "samples", "hours")
         metric_names = dict.fromkeys(("top1", "top5", "loss", *self.columns))
         return make_frame(
@@ -141,7 +144,7 @@ class CompareReport:
 
     @property
     def of_script(self) -> bool:
-        """Whether the metrics are a script's own: their names and units are its, and beside the last there is the best."""
+        """Whether the metrics are those of a script, in its names and units; the table has last and best values."""
         return f"best_{self.metric}" in self.columns
 
     @property
@@ -165,13 +168,13 @@ def _list_metric_columns(row: ComparisonRow, metrics: Iterable[str]) -> dict[str
 def build_compare_report(
     run: RunDir, comparison: Comparison, spec: JobSpec, *, jobs: Iterable[JobStatus] = ()
 ) -> CompareReport:
-    """Return the table of what has been trained so far.
+    """Return the table of the trainings so far.
 
     Args:
         run: the run.
-        comparison: its cells.
+        comparison: the comparison, with its cells.
         spec: the job.
-        jobs: what is known of the run's jobs, for the cells that are not finished.
+        jobs: status of the run's jobs, for cells that are not finished.
     """
     states, snapshot = {job.id: job for job in jobs}, run.read(skip_damaged=True)
     took = compute_mean_hours_by_row(snapshot, comparison)
@@ -211,7 +214,7 @@ def _mark_dropped(row: ComparisonRow, reasons: Mapping[tuple[str, int], str]) ->
 
 
 def _list_metric_names(cells: Sequence[CellReport], spec: JobSpec) -> tuple[str, ...]:
-    """Return the metrics that the table tells, the one that is compared first."""
+    """Return the metrics in the table; the first one is the one that is compared."""
     if spec.script is not None:
         return tuple(column for name in spec.script.metric for column in (name, f"best_{name}"))
     finished = any(cell.finished for cell in cells)
@@ -265,7 +268,7 @@ def _make_cell_report(training: TrainingRun, cell: Cell, job: JobStatus | None, 
 
 
 def _group_rows(cells: Sequence[CellReport]) -> list[ComparisonRow]:
-    """Return the rows in the order of the table: by batch, the reference first, then as the methods were named."""
+    """Return the rows in the order of the table: the reference first, then by batch, then by order of the methods."""
     reports_by_row: dict[tuple[str, int], list[CellReport]] = {}
     for report in cells:
         reports_by_row.setdefault((report.cell.method, report.cell.batch), []).append(report)
@@ -281,21 +284,21 @@ def _build_row(reports: Sequence[CellReport]) -> ComparisonRow:
         batch=cell.batch,
         reference=cell.reference,
         cells=tuple(reports),
-        top1=seed_statistics(report.top1 for report in finished),
-        top5=seed_statistics(report.top5 for report in finished),
-        loss=seed_statistics(report.loss for report in finished),
+        top1=compute_seed_statistics(report.top1 for report in finished),
+        top5=compute_seed_statistics(report.top5 for report in finished),
+        loss=compute_seed_statistics(report.loss for report in finished),
         metrics={
             name: metric_stat
             for name in names
-            if (metric_stat := seed_statistics(report.value(name) for report in finished))
+            if (metric_stat := compute_seed_statistics(report.value(name) for report in finished))
         },
         samples=_compute_mean(report.samples for report in finished),
         hours=_compute_mean(report.hours for report in finished),
     )
 
 
-def seed_statistics(values: Iterable[float | None]) -> SeedStatistics | None:
-    """Return mean and sample standard deviation of the values there are; None where there are none."""
+def compute_seed_statistics(values: Iterable[float | None]) -> SeedStatistics | None:
+    """Return mean and sample standard deviation of the finite values; None if there are none."""
     finite = [value for value in values if value is not None and math.isfinite(value)]
     if not finite:
         return None
@@ -303,7 +306,7 @@ def seed_statistics(values: Iterable[float | None]) -> SeedStatistics | None:
 
 
 def _compute_mean(values: Iterable[float | None]) -> float | None:
-    stat = seed_statistics(values)
+    stat = compute_seed_statistics(values)
     return None if stat is None else stat.mean
 
 
@@ -326,9 +329,9 @@ def _with_gap(
 
 
 def _compute_stats_over_common_seeds(metric: str, *rows: ComparisonRow | None) -> list[SeedStatistics | None]:
-    """Return each row's metric over the seeds that all of them have, so that no seed stands on one side alone.
+    """Return each row's metric over the seeds that all rows have, so that no seed counts in only some of them.
 
-    A seed that diverged has no loss; of the others alone nothing is said.
+    If a finished training lacks the metric, for example because it diverged, all statistics are None.
     """
     values = [
         {} if row is None else {cell.cell.seed: cell.value(metric) for cell in row.cells if cell.finished}
@@ -337,13 +340,13 @@ def _compute_stats_over_common_seeds(metric: str, *rows: ComparisonRow | None) -
     seeds = set.intersection(*(set(values_by_seed) for values_by_seed in values))
     is_complete = all(value is not None for values_by_seed in values for value in values_by_seed.values())
     return [
-        seed_statistics(values_by_seed[seed] for seed in sorted(seeds)) if is_complete else None
+        compute_seed_statistics(values_by_seed[seed] for seed in sorted(seeds)) if is_complete else None
         for values_by_seed in values
     ]
 
 
 def compute_metric_gap(reference: SeedStatistics | None, stat: SeedStatistics | None, metric: str) -> float | None:
-    """Return how much worse than the reference something is: above 0 is worse, whatever the metric."""
+    """Return how much worse than the reference a metric is: positive is worse, whatever the metric."""
     if reference is None or stat is None:
         return None
     return stat.mean - reference.mean if is_lower_better(metric) else reference.mean - stat.mean
@@ -352,10 +355,10 @@ def compute_metric_gap(reference: SeedStatistics | None, stat: SeedStatistics | 
 def compute_recovered_share(
     reference: SeedStatistics | None, plain: SeedStatistics | None, stat: SeedStatistics | None, metric: str
 ) -> float | None:
-    """Return the share of the plain large batch's gap that a method wins back; 1 is all of it, below 0 is worse.
+    """Return the share of the plain large batch's gap that a method recovers; 1 is all of it, below 0 is worse.
 
-    None where the plain large batch has no gap that stands out of the seeds' noise (one standard error of the
-    difference), or where one seed tells of no noise: a share of nothing says nothing.
+    None if the plain large batch has no gap beyond the noise of the seeds (one standard error of the difference), or if
+    there is only one seed and the noise is unknown.
     """
     lost, remaining_gap = compute_metric_gap(reference, plain, metric), compute_metric_gap(reference, stat, metric)
     if reference is None or plain is None or lost is None or remaining_gap is None:
@@ -365,7 +368,7 @@ def compute_recovered_share(
 
 
 def compute_standard_error(*stats: SeedStatistics) -> float | None:
-    """Return the standard error of a difference of means over seeds; None where one of them has no spread."""
+    """Return the standard error of a difference of means over seeds; None if one of them has only one seed."""
     if any(stat.sd is None for stat in stats):
         return None
     return math.hypot(*((stat.sd or 0.0) / math.sqrt(stat.n) for stat in stats))
@@ -389,7 +392,7 @@ def _list_comparison_warnings(rows: Iterable[ComparisonRow], metric: str) -> Ite
 
 
 def describe_best(report: CompareReport) -> str:
-    """Return what came of a comparison in a line: the best row of the largest batch that is known, beside the reference."""
+    """Return a sentence on the best row of the largest batch with results, compared with the reference."""
     reference = next((row for row in report.rows if row.reference), None)
     small = None if reference is None else reference.stat(report.metric)
     batch = max((row.batch for row in report.rows if not row.reference and row.stat(report.metric)), default=0)
@@ -416,11 +419,11 @@ def describe_best(report: CompareReport) -> str:
 
 
 _T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-"""Student's t for 95 % on both sides, by degrees of freedom from 1 on."""
+"""Quantiles of Student's t for a two-sided 95 % interval, from 1 degree of freedom on."""
 
 
 def differs_beyond_noise(a: ComparisonRow, b: ComparisonRow, metric: str) -> bool:
-    """Return whether the means of two rows differ beyond noise, by Welch's t-test; one seed tells no noise, so they do not."""
+    """Return whether the means of two rows differ beyond noise, by Welch's t-test; False if either has one seed."""
     first_stat, second = a.stat(metric), b.stat(metric)
     if first_stat is None or second is None or first_stat.sd is None or second.sd is None:
         return False
@@ -432,7 +435,7 @@ def differs_beyond_noise(a: ComparisonRow, b: ComparisonRow, metric: str) -> boo
 
 
 def _interpolate_t_95(freedom: float) -> float:
-    """Return the quantile at fractional degrees of freedom, between those of whole ones by their reciprocals."""
+    """Return the quantile at fractional degrees of freedom, interpolated in their reciprocals."""
     whole_degrees = int(freedom)
     if whole_degrees >= len(_T_95):
         return _T_95[-1] if whole_degrees == len(_T_95) else 2.1
@@ -460,7 +463,7 @@ def describe_spread(value: SeedStatistics | None) -> str:
 
 @dataclass(frozen=True)
 class TrainingCurve:
-    """One training as far as it has come: rows of its metrics."""
+    """The curve of one training so far: rows of its metrics."""
 
     cell: Cell
     epochs: tuple[Mapping[str, Any], ...]  # a row at the end of each epoch
@@ -468,7 +471,7 @@ class TrainingCurve:
 
 
 def read_training_curves(run: RunDir, comparison: Comparison) -> list[TrainingCurve]:
-    """Return what every training of a comparison has logged on its way."""
+    """Return the curves of all full trainings of a comparison that have finished an epoch."""
     curves = []
     for cell in (cell for cell in comparison.cells if cell.short is None):
         rows: dict[str, list[Mapping[str, Any]]] = {"epoch": [], "hessian": []}
@@ -482,21 +485,25 @@ def read_training_curves(run: RunDir, comparison: Comparison) -> list[TrainingCu
 # --- Evidence that a large batch keeps the accuracy
 
 MAX_POINTS_LOST = 1.0
-"""Percentage points of accuracy within which a large batch keeps it: what seeds differ by in short trainings."""
+"""Percentage points of accuracy that a large batch may lose and still keep the accuracy.
+
+This is about the difference between seeds in short trainings.
+"""
 MAX_SHARE_LOST = 0.02
-"""The same of any other metric, as a share of the small batch's value."""
+"""The same limit for any other metric, as a share of the small batch's value."""
 
 
 def find_accuracy_evidence(run: RunDir, spec: JobSpec, *, batch: int) -> Accuracy | None:
-    """Return what a run's comparison tells of the job's method at a batch; None where it has trained nothing like it.
+    """Return the evidence of a run's comparison on the accuracy of the job's method at a batch; None if there is none.
 
-    A batch that was not trained is judged by the next larger one that was. It keeps the accuracy where even the upper end of
-    the 90 % interval of the gap is within a point (of other metrics 2 %); one seed has no interval, and its gap counts as it is.
+    A batch that was not trained is judged by the next larger one that was. It keeps the accuracy if the upper end of
+    the 90 % interval of the gap is within a point (for other metrics 2 %); with one seed there is no interval, and the
+    gap itself is used.
 
     Args:
-        run: the run, of the choice's type of node.
+        run: the run, for the node type of the choice.
         spec: the job.
-        batch: global.
+        batch: global batch.
     """
     comparison = run.comparison()
     if comparison is None:

@@ -1,10 +1,10 @@
 """The rounds of a comparison (successive halving): short trainings of all rows, then the best of them in full.
 
-No decision is stored: each follows from the trainings that have ended, so an interrupted comparison resumes where it was. At
-each large batch:
+No decision is stored: each follows from the trainings that have ended, so an interrupted comparison resumes where it
+was. At each large batch:
 
 1. every row but lbt is trained for a quarter of the epochs, with a schedule of that length and the first seed;
-2. the best two, lbt and the job's own row are trained in full. One of the two whose first seed is more than three standard
+2. the best two, lbt and the job's row are trained in full. One of the two whose first seed is more than three standard
    deviations behind the best is dropped, once all seeds of the other rows show the deviation.
 """
 
@@ -25,12 +25,12 @@ from tula_cli.spec.scripts.placeholders import find_placeholders
 from tula_cli.words import format_number
 
 SHORT_EPOCH_DIVISOR = 4
-"""A short training has one epoch for so many of the job's."""
+"""Epochs of the job per epoch of a short training."""
 FULL_ROWS = 2
-"""Rows of a batch that the first round takes into the second, beside those that are in it anyway."""
+"""Number of rows per batch that advance from the first to the second round, in addition to those that always do."""
 MAX_DEVIATIONS = 3.0
 EPOCH_KEYS = ("epochs", "branch_epochs", "warmup_epochs", "milestones", "after", "patience")
-"""Keys of a job that count epochs of the training, and become shorter with it."""
+"""Keys of a job that count epochs and are scaled with the length of the training."""
 
 
 def get_short_epochs(spec: JobSpec) -> int:
@@ -44,10 +44,10 @@ def get_short_epochs(spec: JobSpec) -> int:
 
 
 def shorten_job(spec: JobSpec, epochs: int) -> JobSpec:
-    """Return a job trained for so many epochs, with all that it counts in epochs shortened in proportion.
+    """Return a job with `epochs` epochs, and all settings counted in epochs shortened in proportion.
 
     Raises:
-        SpecError: its settings do not fit so few.
+        SpecError: the settings are not valid for so few epochs.
     """
     content = spec.model_dump(mode="json", exclude_unset=True)
     if spec.script is not None:
@@ -62,7 +62,7 @@ def shorten_job(spec: JobSpec, epochs: int) -> JobSpec:
 
 
 def _scale_counts(value: Any, share: float, counts: bool = False) -> Any:
-    """Multiply what counts epochs; whole numbers are rounded up."""
+    """Multiply the values that count epochs by `share`; integers are rounded up."""
     if isinstance(value, dict):
         return {k: _scale_counts(v, share, k in EPOCH_KEYS) for k, v in value.items()}
     if isinstance(value, list):
@@ -74,7 +74,7 @@ def _scale_counts(value: Any, share: float, counts: bool = False) -> Any:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a training that has ended. `loss` is less the better it is, whatever the metric; None if it diverged."""
+    """The result of a training that has ended. A lower `loss` is better, whatever the metric; None if it diverged."""
 
     cell: Cell
     loss: float | None
@@ -110,7 +110,7 @@ def read_outcome(run: RunDir | Snapshot, cell: Cell, spec: JobSpec) -> Outcome |
 
 @dataclass(frozen=True)
 class Standing:
-    """The trainings of a comparison, as far as its results decide them."""
+    """The trainings of a comparison, as far as the results so far determine them."""
 
     wanted: tuple[Cell, ...]  # trained whatever else comes out, ended or not; in the order of their worth
     undecided: tuple[Cell, ...] = ()  # may follow: as many as there can be at most, of the rows that take the longest
@@ -129,14 +129,14 @@ def decide_standing(
     failed: Collection[str] = (),
     hours: Mapping[tuple[str, int], float | None] | None = None,
 ) -> Standing:
-    """Return what is trained, what may follow, and why rows are dropped.
+    """Return the trainings to run, those that may follow, and the reasons why rows are dropped.
 
     Args:
         run: the run.
-        comparison: its cells.
+        comparison: the comparison, with its cells.
         spec: the job.
-        failed: signatures of trainings that have failed; nothing waits for them.
-        hours: expected for each row.
+        failed: signatures of trainings that have failed and are not waited for.
+        hours: expected hours of each row.
     """
     batches = {cell.batch for cell in comparison.cells if cell.short}
     if not batches:
@@ -166,9 +166,14 @@ def _decide_batch(
     ended_signatures: Collection[str],
     hours: Mapping[tuple[str, int], float | None],
 ) -> Standing:
-    """Return what is trained at one batch.
+    """Return the standing at one batch.
 
-    Args: as of `decide_standing`; known: outcomes by signature; ended: signatures of trainings that nothing waits for.
+    Args:
+        comparison: the comparison, with its cells.
+        batch: the global batch.
+        outcomes_by_signature: outcomes of the trainings that have ended.
+        ended_signatures: signatures of trainings that are not waited for.
+        hours: expected hours of each row.
     """
 
     def is_waiting(cells: Sequence[Cell]) -> bool:

@@ -1,6 +1,7 @@
-"""The rows of a comparison by their words: a method or a variant of one, and settings of its own behind colons.
+"""Syntax of the rows of a comparison: a method or a variant, and settings of the row separated by colons.
 
-`ags`, `ags:delta=0.1`, `ags:delta=0.1:refresh={every: 50}`, `lbt:optimizer.lr=0.2`, `package.module:Method:schedule.warmup_epochs=5`
+`ags`, `ags:delta=0.1`, `ags:delta=0.1:refresh={every: 50}`, `lbt:optimizer.lr=0.2`,
+`package.module:Method:schedule.warmup_epochs=5`
 """
 
 import dataclasses
@@ -23,19 +24,19 @@ from tula_cli.words import format_count
 # --- Requirements on a script
 
 SEEDS = 3
-"""How many seeds are compared unless something else is asked for."""
+"""Default number of seeds."""
 _NO_LR = "script.command has no {lr} that could be raised by hand"
 
 
 def require_comparable_script(script: Script, *, seeds: int) -> None:
-    """Refuse a script whose trainings could not be told apart.
+    """Reject a script whose trainings cannot be compared.
 
     Args:
-        script: of the job.
-        seeds: how many are compared.
+        script: script of the job.
+        seeds: number of seeds to compare.
 
     Raises:
-        SpecError: it tells no metric, or its command does not take the seed.
+        SpecError: the script reports no metric, or its command does not take the seed.
     """
     if not script.metric:
         raise SpecError(
@@ -54,20 +55,20 @@ def takes_seed(script: Script) -> bool:
 
 
 def takes_lr(script: Script | None) -> bool:
-    """Return whether a learning rate can be raised by hand; always in tula's own loop (None)."""
+    """Return whether the learning rate can be changed; always True for tula's training loop (None)."""
     return script is None or "lr" in find_placeholders(script.command)
 
 
 def choose_default_seeds(script: Script | None) -> int:
-    """Return how many seeds tell something, unless something else is asked for; None is tula's own loop."""
+    """Return the default number of seeds: one for scripts that take no seed; None stands for tula's training loop."""
     return SEEDS if script is None or takes_seed(script) else 1
 
 
 def scale_lr_of_script(section: Mapping[str, Any], script: Script, *, factor: float) -> dict[str, Any]:
-    """Return a section `script` whose learning rate is raised by a factor.
+    """Return section `script` with the learning rate multiplied by `factor`.
 
     Raises:
-        SpecError: its command takes none.
+        SpecError: the script's command takes no learning rate.
     """
     lr = script.reference.lr
     if lr is None or not takes_lr(script):
@@ -76,7 +77,7 @@ def scale_lr_of_script(section: Mapping[str, Any], script: Script, *, factor: fl
 
 
 def warn_missing_controls(script: Script, *, controls: Sequence[str]) -> Iterator[str]:
-    """Say what a comparison of a script lacks."""
+    """Yield warnings about what a script's comparison lacks: controls with a raised learning rate, or several seeds."""
     if not takes_lr(script):
         yield f"the controls {' and '.join(controls)} are left out: {_NO_LR}"
     if not takes_seed(script):
@@ -86,9 +87,9 @@ def warn_missing_controls(script: Script, *, controls: Sequence[str]) -> Iterato
 # --- Rows
 
 REFERENCE = "lbt"
-"""At train.reference_batch, with the learning rate that was tuned for it: the small batch of the comparison."""
+"""Method of the small-batch reference: at train.reference_batch, with the learning rate that was tuned for it."""
 SECTIONS = ("ags", "auto", "optimizer", "schedule", "train")
-"""Of the job: what a row may change. The model and the data are the same in all, or nothing is compared."""
+"""Sections of the job that a row may change; model and data must be the same in all rows to be comparable."""
 FIXED = {
     "train.method": "which is the row's first word",
     "train.seed": "which --seeds changes",
@@ -101,7 +102,7 @@ _OPENS, _CLOSES = "[{(", "]})"
 
 @dataclass(frozen=True)
 class Variant:
-    """A row of the table that is more than a method: what else it changes of the job."""
+    """A row of the table: a method, and other settings of the job that the row changes."""
 
     method: str
     lr: float = 1.0  # factor of optimizer.lr, or of script.reference.lr
@@ -117,11 +118,9 @@ class Variant:
 
     def content(self, content: Mapping[str, Any]) -> dict[str, Any]:
         """Return the content of a job with the row's settings."""
-        content_ = {
-            name: dict(section) if isinstance(section, Mapping) else section for name, section in content.items()
-        }
-        apply_overrides(content_, self.settings, {})
-        return content_
+        merged = {name: dict(section) if isinstance(section, Mapping) else section for name, section in content.items()}
+        apply_overrides(merged, self.settings, {})
+        return merged
 
 
 VARIANTS: dict[str, Variant] = {
@@ -134,7 +133,7 @@ VARIANTS: dict[str, Variant] = {
 
 
 def make_row_of_job(spec: JobSpec) -> str:
-    """Return the row that trains the job as it is: its method, with what other rows of that method leave out."""
+    """Return the row that trains the job unchanged: its method, and settings that other rows of the method drop."""
     train = spec.train
     retained = train.model_dump(mode="json", include={"ramp", "ramp_noise"}, exclude_none=True)
     settings = {} if train.facts.ramps else retained
@@ -144,21 +143,21 @@ def make_row_of_job(spec: JobSpec) -> str:
 
 
 def list_known_methods() -> tuple[str, ...]:
-    """Return what a row may begin with: every train.method, and the variants; or an import string."""
+    """Return the names that a row may start with, apart from import strings: values of train.method, and variants."""
     return (*METHODS, *VARIANTS)
 
 
 def split_rows(text: str) -> tuple[str, ...]:
-    """Return the rows of `--methods`, which commas part where they stand in no bracket and no quotes."""
+    """Return the rows of `--methods`, split at commas outside brackets and quotes."""
     return tuple(row_text.strip() for row_text in _split_outside_brackets(text, ",") if row_text.strip())
 
 
 def parse_row(row: str) -> Variant:
-    """Return what a row says.
+    """Parse the text of a row.
 
     Raises:
-        SpecError: its method is none, or a setting is not of that form, none of a row's, without a value, no YAML or there
-            twice.
+        SpecError: the method is unknown; or a setting is malformed, not allowed in a row, without a value, not YAML, or
+            given twice.
     """
     name, *rest = _split_outside_brackets(row, ":")
     settings: list[str] = []
@@ -195,7 +194,7 @@ def _make_unknown_method_error(method: str, row: str) -> SpecError:
 
 
 def _parse_setting(row: str, variant: Variant, text: str) -> str:
-    """Return a setting by the full path of its key."""
+    """Return a setting with the full path of its key."""
     key, _, value = text.partition("=")
     if not value.strip():
         raise SpecError(f"methods: {row!r} gives {key} no value", f"write {key}=VALUE; null is the default")
@@ -220,7 +219,7 @@ def _parse_setting(row: str, variant: Variant, text: str) -> str:
 
 
 def _split_outside_brackets(text: str, mark: str) -> Iterator[str]:
-    """Yield what a mark parts, where it stands in no bracket and no quotes."""
+    """Yield the parts of a text, split at `mark` outside brackets and quotes."""
     text_part, depth, quote = "", 0, ""
     for letter in text:
         if quote:

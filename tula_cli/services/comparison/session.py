@@ -1,4 +1,4 @@
-"""`tula compare` from what is asked to the table: the grid, its plan, the trainings, the report."""
+"""`tula compare` from the request to the table: the grid, its plan, the trainings, and the report."""
 
 import time
 from collections.abc import Sequence
@@ -33,11 +33,11 @@ class GridRequest:
     controls: bool | None = None
 
     def grid(self, run: RunDir, spec: JobSpec, previous: Comparison | None) -> Grid:
-        """Return all of it.
+        """Return the complete grid.
 
         Raises:
             BadMeasurements: no batch is given, known or recommended.
-            SpecError: a method that is none, or a number below 1.
+            SpecError: a method is unknown, or a number is below 1.
         """
         nodes = (
             self.nodes
@@ -79,16 +79,16 @@ class PreparedComparison:
 
 @dataclass(frozen=True)
 class ComparisonResult:
-    """The table, and whether something of it is still under way."""
+    """The table, and whether some of its jobs are still active."""
 
     report: CompareReport
     active: bool
 
     def require_none_failed(self) -> None:
-        """Refuse to call trainings that have failed a comparison, once nothing is under way.
+        """Raise an error if trainings have failed and no job is active any more.
 
         Raises:
-            JobFailed: some have failed.
+            JobFailed: some trainings have failed.
         """
         report = self.report
         failed = sum(row.count(*compare.ENDED) for row in (*report.rows, *report.first_round))
@@ -102,18 +102,18 @@ class ComparisonResult:
 def prepare(
     run: RunDir, spec: JobSpec, request: GridRequest, dependencies: Dependencies, *, node_type: str | None = None
 ) -> Work[PreparedComparison]:
-    """Decide what is trained; nothing is written.
+    """Plan a comparison; nothing is written.
 
     Args:
         run: the run.
         spec: the job.
-        request: what is compared.
-        dependencies: tells the dataset's size where no probe has.
-        node_type: the type of node; None for the recommended one.
+        request: the requested comparison.
+        dependencies: provides the inspection of the dataset's size if no probe has recorded it.
+        node_type: the node type; None for the recommended one.
 
     Raises:
-        BadMeasurements: no batch or type of node is given, known or recommended.
-        SpecError: a batch cannot be trained, or methods do not go with the job.
+        BadMeasurements: no batch or node type is given, known or recommended.
+        SpecError: a batch cannot be trained, or methods are not compatible with the job.
     """
     spec = with_site_billing(spec, run.path.parent)
     part, _ = part_to_train(run, spec, node_type)
@@ -130,10 +130,10 @@ def prepare(
 
 
 def load_comparison(run: RunDir, spec: JobSpec, *, node_type: str | None = None) -> tuple[Part, Comparison]:
-    """Return what was compared.
+    """Return the stored comparison of a run, and its part.
 
     Raises:
-        BadMeasurements: nothing was.
+        BadMeasurements: there is no comparison.
     """
     part, _ = part_to_train(run, spec, node_type)
     comparison = part.run.comparison()
@@ -143,7 +143,7 @@ def load_comparison(run: RunDir, spec: JobSpec, *, node_type: str | None = None)
 
 
 def read_comparison_result(part: Part, comparison: Comparison, launcher: Launcher) -> ComparisonResult:
-    """Return the table as it is now."""
+    """Return the current table."""
     run_status = status.run_status(part.run, launcher, now=time.time())
     return ComparisonResult(
         accuracy.build_compare_report(part.run, comparison, part.spec, jobs=run_status.jobs), run_status.active()
@@ -153,19 +153,19 @@ def read_comparison_result(part: Part, comparison: Comparison, launcher: Launche
 def run_comparison(
     prepared: PreparedComparison, dependencies: Dependencies, wait_policy: WaitPolicy, *, file: JobFile | None = None
 ) -> Work[ComparisonResult]:
-    """Train what is missing, or attach to it where it is under way, and return the table.
+    """Run the missing trainings, or attach to those already running, and return the table.
 
     Args:
-        prepared: what is compared.
-        dependencies: launcher, inspection, and who is asked before something is submitted.
+        prepared: the result of `prepare`.
+        dependencies: launcher, inspection, and the confirmation that is requested before jobs are submitted.
         wait_policy: whether to wait.
-        file: where the settings come from.
+        file: the file that the settings come from.
 
     Raises:
-        OverBudget: not confirmed.
-        SpecError: not to wait on this machine, where one training follows the other.
-        Interruption: Ctrl-C; what runs goes on, unless it is to be cancelled.
-        SchedulerError: a training was refused.
+        OverBudget: the comparison was not confirmed.
+        SpecError: --no-wait on this machine, where trainings run one after another.
+        Interruption: Ctrl-C; running jobs continue, unless they are to be cancelled.
+        SchedulerError: the scheduler refused a training.
         JobFailed: the first trainings have all failed.
     """
     plan, part = prepared.plan, prepared.part
@@ -185,10 +185,10 @@ def run_comparison(
 
 
 def _require_waiting(spec: JobSpec, wait_policy: WaitPolicy) -> None:
-    """Refuse not to wait on this machine, before anybody is asked and anything is written.
+    """Reject --no-wait on this machine, before confirmation is requested and anything is written.
 
     Raises:
-        SpecError: it is asked for.
+        SpecError: the command is not to wait.
     """
     if spec.cluster.kind == "local" and wait_policy.wait is False:
         raise SpecError(
@@ -200,7 +200,7 @@ def _require_waiting(spec: JobSpec, wait_policy: WaitPolicy) -> None:
 def _train_missing(
     part: Part, plan: ComparePlan, launcher: Launcher, dependencies: Dependencies, wait_policy: WaitPolicy
 ) -> Work[None]:
-    """Train what is missing: here one after the other, on a cluster side by side."""
+    """Run the missing trainings: one after another on this machine, in parallel on a cluster."""
     run = part.run
     try:
         if part.spec.cluster.kind == "local":

@@ -1,4 +1,4 @@
-"""Running the trainings of a comparison: one after the other on this machine, side by side on a cluster."""
+"""Run the trainings of a comparison: one after another on this machine, in parallel on a cluster."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ from tula_cli.services.comparison import rounds
 from tula_cli.services.status import JobStatus, RunStatus, TrainingStatus, load_summary
 
 MAX_FIRST_FAILURES = 3
-"""Failures after which a comparison ends of which no training has worked."""
+"""Number of failures after which a comparison without any successful training is stopped."""
 
 
 # --- doing it
@@ -36,7 +36,7 @@ MAX_FIRST_FAILURES = 3
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a comparison stands while one waits. Seconds."""
+    """The progress of a comparison that is waited for. Times in seconds."""
 
     total: int  # at most
     done: int  # finished, diverged ones too
@@ -53,7 +53,7 @@ class Progress:
 
 
 def submit_cell(run: RunDir, plan: ComparePlan, cell: Cell, launcher: Launcher, *, inspect: Inspect) -> str:
-    """Submit the training of a cell, or find it under way. Returns the job's id.
+    """Submit the training of a cell, or find its running job, and return the job's id.
 
     Raises:
         TulaError: the user's code has changed since the comparison was planned.
@@ -68,7 +68,7 @@ def submit_cell(run: RunDir, plan: ComparePlan, cell: Cell, launcher: Launcher, 
 
 
 def submit_cells(run: RunDir, plan: ComparePlan, launcher: Launcher, *, inspect: Inspect) -> list[str]:
-    """Submit everything that is missing, in the order of its worth; a scheduler runs it side by side."""
+    """Submit all missing trainings, most useful first, and return the job ids; the scheduler runs them in parallel."""
     inspect = functools.partial(inspect_once, inspect, {})
     return [submit_cell(run, plan, cell, launcher, inspect=inspect) for cell in plan.missing]
 
@@ -82,15 +82,15 @@ def train_cells_one_by_one(
     seconds: float | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Progress]:
-    """Train what is missing, one after the other, as on this machine; a failure does not end it.
+    """Run the missing trainings one after another, as on this machine; a failed training does not stop the others.
 
     Args:
         run: the run.
-        plan: the comparison.
+        plan: the plan of the comparison.
         launcher: starts the jobs.
-        inspect: tells the dataset's size where no probe has.
-        seconds: start nothing that is not expected to end within so many; None for no end.
-        clock: seconds.
+        inspect: returns the dataset's size if no probe has recorded it.
+        seconds: start no training that is not expected to finish within that time; None for no limit.
+        clock: returns seconds.
 
     Raises:
         JobFailed: the first trainings have all failed.
@@ -137,7 +137,7 @@ def train_cells_one_by_one(
 
 
 def advance_plan(run: RunDir, plan: ComparePlan, tried: Collection[str]) -> ComparePlan:
-    """Return the plan after the trainings that have ended since: what they decide, without what this call has tried."""
+    """Return the plan updated with the trainings that have ended since, without those that this call has tried."""
     unfinished = [cell for cell in plan.comparison.cells if not is_cell_ended(run, cell)]
     failed = {cell.signature for cell in unfinished} & set(tried)
     standing = rounds.decide_standing(
@@ -148,7 +148,7 @@ def advance_plan(run: RunDir, plan: ComparePlan, tried: Collection[str]) -> Comp
 
 
 def _describe_progress(plan: ComparePlan) -> Callable[..., Progress]:
-    """Return what makes the progress of a plan: its total, and the round that it is in."""
+    """Return a constructor of `Progress` with the total and the current round of a plan."""
     number = (1 if any(cell.short for cell in plan.missing) else 2) if plan.comparison.has_rounds else None
     undecided = len(plan.standing.undecided)
     return functools.partial(Progress, plan.standing.at_most, round=number, undecided=undecided)
@@ -162,7 +162,7 @@ def _describe_waiting(run_status: RunStatus, job: str) -> str:
 
 
 def _estimate_hours_now(run: RunDir, plan: ComparePlan) -> dict[tuple[str, int], float | None]:
-    """Return the expected hours of each row by what has been trained since the plan was made."""
+    """Return the expected hours of each row, based on the trainings finished since the plan was made."""
     took = compute_mean_hours_by_row(run, plan.comparison)
     known_hours = {row: hours for row, hours in plan.hours.items() if hours is not None}
     return {
@@ -173,7 +173,7 @@ def _estimate_hours_now(run: RunDir, plan: ComparePlan) -> dict[tuple[str, int],
 def _estimate_remaining_seconds(
     run_status: RunStatus, job: str, expected: float | None, other_hours: float | None
 ) -> float | None:
-    """Return the seconds left of all: what the training says of itself, and what is expected of the others."""
+    """Return the total remaining seconds: those of the current training, and the expected ones of all others."""
     own_seconds = (
         run_status.training.eta if run_status.training is not None and run_status.training.job == job else None
     )
@@ -188,7 +188,7 @@ def _convert_hours_to_seconds(hours: float | None) -> float | None:
 
 
 def _describe_failure(run: RunDir, cell: Cell) -> str:
-    """Return why a training has failed; empty where it has not, though it may have diverged."""
+    """Return the reason why a training failed; empty if it did not fail, or diverged."""
     try:
         load_summary(run, cell.signature)
     except Diverged:
@@ -201,7 +201,7 @@ def _describe_failure(run: RunDir, cell: Cell) -> str:
 def wait_for_all(
     run: RunDir, plan: ComparePlan, launcher: Launcher, jobs: Sequence[str], *, timeout: float | None = None
 ) -> Iterator[Progress]:
-    """Watch jobs that a scheduler runs side by side until all have ended."""
+    """Watch jobs that a scheduler runs in parallel until all have ended."""
     cells = {f"train-{cell.signature}": cell for cell in plan.comparison.cells}
     over, describe = set[str](), _describe_progress(plan)
     for run_status in services_status.watch_jobs(run, launcher, jobs, timeout=timeout):

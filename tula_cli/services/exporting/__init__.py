@@ -1,1 +1,1 @@
-"""Sends what a run has recorded to trackers: MLflow, Weights & Biases, TensorBoard, or one of the user's own."""
+"""Export of runs to experiment trackers: MLflow, Weights & Biases, TensorBoard, or a user-defined one."""

@@ -1,9 +1,10 @@
-"""Sends a run to the trackers of its job file, beside a command that waits or beside a training: started by these.
+"""Background process that sends a run to the trackers of its job file; started by a waiting command or by a training.
 
     python -m tula_cli.services.exporting RUN command|job [once]
 
-The end of its stdin lets it look once more and end: whoever has started it closes that, or is no longer there. A signal might
-come before there is anything to react to it. Warnings are lines of stdout.
+When its stdin is closed, by its parent process or because that has exited, it sends what is new once more and exits. A
+signal is not used for this, as it could arrive before its handler is installed. Warnings are printed to stdout, one per
+line.
 """
 
 import select
@@ -18,7 +19,7 @@ from tula_cli.services.exporting.export import export_run, list_requested_tracke
 
 
 def main(path: str, by: str, *how: str) -> int:
-    """Send until told to stop; return the exit code."""
+    """Send the run until told to stop, and return the exit code."""
     signals = list[int]()
     signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))  # of a scheduler
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the command's to react to

@@ -1,4 +1,4 @@
-"""Sending a run to the trackers of its job file while a command waits: in a process of its own, so that none can hold it up."""
+"""Send a run to the trackers of its job file while a command waits; a separate process cannot delay the command."""
 
 import os
 import subprocess
@@ -13,17 +13,18 @@ from tula_cli.services.events import Event, WarningEvent
 from tula_cli.services.exporting.destination import FOLDER
 
 PATIENCE = 60.0
-"""Seconds that a command waits at its end for what is still to be sent."""
+"""Seconds that a command waits at its end for the remaining values to be sent."""
 
 
 class Beside:
     """A background process that sends a run to trackers while a command waits for its jobs.
 
-    Probes on this machine are timed: there it sends when they are over, not while they share the cores with it.
+    Probes on this machine are timed: there, values are sent after the jobs are over, so that the process does not share
+    their cores.
 
     Args:
         run: the run, or the part of it whose jobs are waited for.
-        jobs: these; None for trainings, of which some may not be submitted yet.
+        jobs: ids of these jobs; None for trainings, of which some may not be submitted yet.
     """
 
     def __init__(self, run: RunDir, jobs: Sequence[str] | None) -> None:
@@ -51,7 +52,7 @@ class Beside:
         os.set_blocking(self.process.stdout.fileno(), False)
 
     def news(self) -> Iterator[WarningEvent]:
-        """Yield what has gone wrong since the last call: nothing of it is an error of the command's."""
+        """Yield the warnings of the process since the last call; none of them is an error of the command."""
         if self.process is None or self.process.stdout is None:
             return
         self.told += self.process.stdout.read() or b""
@@ -60,10 +61,10 @@ class Beside:
             yield WarningEvent(f"export: {line.decode(errors='replace')}; tula export sends what was missed")
 
     def end(self, *, patience: float = PATIENCE) -> Iterator[WarningEvent]:
-        """Let it send what is left, and yield what went wrong.
+        """Let the process send the remaining values, and yield its warnings.
 
         Args:
-            patience: seconds to wait; then it goes on by itself to the end of its last look.
+            patience: seconds to wait; after that the process finishes its current update in the background.
         """
         if self.later:
             self._start("once")
@@ -89,11 +90,11 @@ def _has_training(run: RunDir, jobs: Sequence[str] | None) -> bool:
 
 
 def send_beside(run: RunDir, jobs: Sequence[str] | None, waiting: Iterable[Event]) -> Iterator[Event]:
-    """Yield the events of waiting, and between them what goes wrong in sending the run meanwhile.
+    """Yield the events of waiting for jobs, and the warnings of sending the run meanwhile.
 
     Args:
-        run, jobs: as of `Beside`.
-        waiting: for the jobs.
+        run, jobs: as in `Beside`.
+        waiting: events of waiting for the jobs.
     """
     trackers = Beside(run, jobs)
     try:

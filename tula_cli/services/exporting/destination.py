@@ -1,4 +1,4 @@
-"""Destinations of what a run has recorded, and the exporters that send there."""
+"""Destinations of recorded runs, and the interface of the exporters that send there."""
 
 import hashlib
 import importlib
@@ -26,7 +26,7 @@ State = Literal["running", "finished", "failed", "killed"]
 
 @dataclass(frozen=True)
 class Described:
-    """One run at a tracker: tula's whole run, a probe of it, or a training of it."""
+    """One run at a tracker: the whole run of tula, one of its probes, or one of its trainings."""
 
     key: str  # within tula's run: "run", "probe-n001-l000032", "train-ab12cd34"
     kind: Literal["run", "probe", "training"]
@@ -42,7 +42,7 @@ class Described:
 
 @dataclass(frozen=True)
 class Point:
-    """Numbers at one moment of a training. The step of every curve is the samples that were trained."""
+    """Values at one moment of a training. The x-axis of every curve is the number of samples trained."""
 
     samples: int
     time: float  # Unix time
@@ -50,66 +50,66 @@ class Point:
 
 
 class TrackedRun(Protocol):
-    """A run that is open at a tracker. Each method may raise `TrackerError`: then the same is sent again later."""
+    """A run that is open at a tracker. Each method may raise `TrackerError`; the values are then sent again later."""
 
     @property
     def id(self) -> str:
-        """The tracker's own id: by it the run is opened again."""
+        """The tracker's id of the run, with which it can be opened again."""
         ...
 
     def params(self, values: Mapping[str, Scalar]) -> None:
-        """Take settings. One that was sent before may come with another value."""
+        """Log parameters. A parameter that was sent before may have another value."""
         ...
 
     def tags(self, values: Mapping[str, str]) -> None:
-        """Take words: how attempts ended, why a configuration was chosen. A later value replaces an earlier one."""
+        """Set text tags, such as outcomes of attempts and the reason of a choice; later values replace earlier ones."""
         ...
 
     def points(self, points: Sequence[Point]) -> None:
-        """Take points of curves, ascending by samples."""
+        """Log points of curves, ascending by samples."""
         ...
 
     def summary(self, values: Mapping[str, float], *, at: Point | None) -> None:
-        """Take single numbers of the whole run; a later value replaces an earlier one.
+        """Log single numbers of the whole run; later values replace earlier ones.
 
         Args:
-            values: finite.
-            at: the last point of the run's curves; None where it has none.
+            values: finite numbers.
+            at: the last point of the run's curves; None if it has none.
         """
         ...
 
     def rewind(self, samples: int) -> bool:
-        """Take away the points beyond so many samples, which are trained again; return False where a tracker keeps them."""
+        """Remove the points beyond `samples`, which are trained again; return False if the tracker keeps them."""
         ...
 
     def artifact(self, path: Path) -> None:
-        """Take a file; one of the same name is replaced."""
+        """Upload a file; one of the same name is replaced."""
         ...
 
     def close(self, state: State, *, at: float) -> None:
-        """Send what is still held back, and say how far the run is.
+        """Send buffered values, and set the state of the run.
 
         Args:
-            state: "running" where more is to come.
-            at: Unix time of its end, so far.
+            state: "running" if more values will follow.
+            at: Unix time of its end so far.
         """
         ...
 
 
 class Exporter(Protocol):
-    """A tracker."""
+    """The interface of a tracker."""
 
     def open(self, run: Described, *, known: str | None, after: int | None) -> TrackedRun:
-        """Begin a run, or open one again.
+        """Start a run, or open an existing one again.
 
         Args:
-            run: which.
-            known: the tracker's id of it, where it was begun before.
-            after: samples up to which its points were sent; None where none were. Some beyond that may be there already, of a process
-                that was killed while it sent.
+            run: the run.
+            known: the tracker's id of the run if it was started before.
+            after: samples up to which its points were sent; None if none were. The tracker may have points beyond that
+                if a process was killed while it sent them.
 
         Raises:
-            TrackerError: the tracker does not answer, or refuses.
+            TrackerError: the tracker does not respond, or refuses.
         """
         ...
 
@@ -130,7 +130,7 @@ class SentRun(Record):
 
 
 class Sent(Record):
-    """Where a run is sent to, and what was."""
+    """The destination of a run, and the values that were sent there."""
 
     to: str
     uri: str
@@ -143,12 +143,12 @@ _SENT = TypeAdapter(Sent)
 
 
 def read(path: Path) -> Sent | None:
-    """Return what was sent by the file of a tracker; None where there is no such file."""
+    """Return the record of what was sent to a tracker; None if there is no such file."""
     return read_record(path, _SENT)
 
 
 def describe_problems(folder: Path) -> list[str]:
-    """Return what is wrong with trackers that a run is sent to, by what was written down in its folder of exports."""
+    """Return a message for each tracker to which the last export failed, from the records in a run's export folder."""
     records = [read(path) for path in list_files(folder)]
     return [
         f"export to {record.to}: {record.problem}; tula export sends what was missed"
@@ -162,7 +162,7 @@ def write(path: Path, sent: Sent) -> None:
 
 
 def compute_digest(content: Any) -> str:
-    """Return 16 hex digits over plain values, or over bytes."""
+    """Return a digest of 16 hexadecimal digits of plain values, or of bytes."""
     data = content if isinstance(content, bytes) else json.dumps(content, sort_keys=True, default=str).encode()
     return hashlib.sha256(data).hexdigest()[:16]
 
@@ -171,12 +171,12 @@ def list_rows_to_send(path: Path, *, whole: bool) -> list[dict[str, Any]]:
     """Return the rows of a training's metrics.jsonl whose positions are complete.
 
     Args:
-        path: of metrics.jsonl.
-        whole: nothing more is to come. Else the rows of the newest position are kept for later, so that all rows of one
+        path: path of metrics.jsonl.
+        whole: no more rows will follow. If False, the rows of the newest position are held back, so that all rows of a
             position are sent as one point.
 
     Raises:
-        TulaError: it cannot be read.
+        TulaError: the file cannot be read.
     """
     try:
         with open_file(path) as file:
@@ -192,7 +192,7 @@ def list_rows_to_send(path: Path, *, whole: bool) -> list[dict[str, Any]]:
 
 
 def _parse_row(line: bytes) -> dict[str, Any]:
-    """Return the object of a line; an empty one where a lost node has left half of it."""
+    """Return the object of a line; empty if the line is incomplete, for example after the loss of a node."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -207,7 +207,7 @@ def _is_number(value: object) -> bool:
 
 
 def _find_newest_position(rows: Sequence[dict[str, Any]]) -> int:
-    """Return the index of the first of the rows at the newest position."""
+    """Return the index of the first row at the newest position."""
     begin = len(rows)
     while begin and rows[begin - 1]["samples"] == rows[-1]["samples"]:
         begin -= 1
@@ -217,16 +217,16 @@ def _find_newest_position(rows: Sequence[dict[str, Any]]) -> int:
 # --- Destinations
 
 FOLDER = "exports"
-"""Of a run: what was sent to trackers, and the files of those that need no server."""
+"""Folder of a run with the records of what was sent, and the files of trackers that need no server."""
 _EXTRAS = "tula_cli.extras.trackers"
 _BUILTINS = {name: f"{_EXTRAS}.{name}:exporter" for name in ("mlflow", "wandb", "tensorboard")}
-"""The only place that names the optional package: all else knows `Exporter`."""
+"""Import strings of the built-in exporters; only their modules import the optional packages."""
 _PACKAGES = {"mlflow": "mlflow-skinny", "wandb": "wandb", "tensorboard": "tensorboard"}
 
 
 @dataclass(frozen=True)
 class Destination:
-    """A tracker, and the place and the project there."""
+    """A tracker, with the address and project there."""
 
     to: str
     uri: str  # resolved: no relative path
@@ -244,13 +244,13 @@ class Destination:
 
     @property
     def gone(self) -> bool:
-        """Whether it is a database or a folder on this machine that is not there (any more)."""
+        """Whether the destination is a database or folder on this machine that does not exist (any more)."""
         path = self.uri.removeprefix("sqlite:///").removeprefix("file://")
         return self.to in TRACKERS and "://" not in path and path.startswith("/") and not Path(path).exists()
 
     @property
     def offline(self) -> bool:
-        """Whether what is written there waits for the user to upload it: W&B without an address."""
+        """Whether values are only written to a folder that the user uploads: W&B without an address."""
         return self.to == "wandb" and "://" not in self.uri
 
     @property
@@ -258,15 +258,15 @@ class Destination:
         return f"{self.to} at {self.uri}"
 
     def record(self, run: Path) -> Path:
-        """Return the file of a run that tells what was sent."""
+        """Return the file of a run that records what was sent to this destination."""
         return run / FOLDER / f"{self.name}.json"
 
     def exporter(self) -> Exporter:
-        """Return what sends there.
+        """Return the exporter for this destination.
 
         Raises:
-            TrackerError: its package is not installed or cannot be imported, or it does not answer.
-            SpecError: there is no such module or callable of the user's own.
+            TrackerError: its package is not installed or cannot be imported, or the tracker does not respond.
+            SpecError: there is no such user-defined module or callable.
         """
         if self.to not in _BUILTINS:
             return make_exporter(load(self.to, {}, kind="exporter"), self)
@@ -285,10 +285,10 @@ class Destination:
 
 
 def make_exporter(make: Callable[..., Exporter], destination: Destination) -> Exporter:
-    """Return the exporter that a callable makes of a place and a project.
+    """Return the exporter that a callable makes for a destination.
 
     Raises:
-        SpecError: it is none, takes other arguments, or makes something else.
+        SpecError: `make` is not callable, takes other arguments, or returns an object without `open`.
     """
     hint = "it is called with uri=... and project=..., and returns an object with open"
     if not callable(make):
@@ -307,18 +307,18 @@ def make_exporter(make: Callable[..., Exporter], destination: Destination) -> Ex
 def resolve_destination(
     to: str, *, uri: str | None, project: str | None, run: Path, job: str, environ: Mapping[str, str] = os.environ
 ) -> Destination:
-    """Return where to send a run.
+    """Return the destination to send a run to.
 
     Args:
         to: mlflow, wandb, tensorboard, or an import string.
-        uri: the place; None for the tracker's own default, a folder or database in the run.
-        project: None for the job's name.
+        uri: address of the tracker; None for the default of the tracker, or else a folder or database in the run.
+        project: project at the tracker; None for the job's name.
         run: the run directory.
         job: the job's name.
-        environ: where trackers look for their own settings.
+        environ: environment with the settings of the trackers.
 
     Raises:
-        SpecError: the place holds a password.
+        SpecError: the address contains a password.
     """
     try:
         place = without_password(uri) if uri else _get_default_place(to, run / FOLDER, environ)
@@ -334,7 +334,7 @@ def _get_default_place(to: str, folder: Path, environ: Mapping[str, str]) -> str
 
 
 def _make_absolute(to: str, uri: str) -> str:
-    """Return a place that means the same from every folder."""
+    """Return an address that is valid from every working directory."""
     if uri.startswith("sqlite:///") and not uri.startswith("sqlite:////"):
         return f"sqlite:///{Path(uri.removeprefix('sqlite:///')).absolute()}"
     if uri.startswith("file:///") and to in ("tensorboard", "wandb"):  # they take no URL of a folder

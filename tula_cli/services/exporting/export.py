@@ -1,4 +1,4 @@
-"""Sending a run to trackers: once, or for as long as its jobs run."""
+"""Send a run to trackers, once or while its jobs run."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,14 +29,14 @@ _TOLD_FROM = ("recommendation.json", "results/*.json", "train/*/result.json", "t
 
 
 def write_report_files(part: Part, *, page: Callable[[Document], str] | None = None) -> tuple[Path, ...]:
-    """Write the report where something in the run is newer than it, and return its files; none of a run without results.
+    """Write the report if results of the run are newer than it, and return its files; empty for a run without results.
 
     Args:
-        part: the run, or the part of it on one type of node.
-        page: draws the HTML page; None for Markdown alone.
+        part: the run, or the part of it for one node type.
+        page: renders the HTML page; None for Markdown only.
 
     Raises:
-        TulaError: a record of the run cannot be read, or the report not be written.
+        TulaError: a record of the run cannot be read, or the report cannot be written.
     """
     folder = part.run.path / "exports"
     wanted = [folder / "report.md", *([folder / "report.html"] if page else [])]
@@ -64,10 +64,10 @@ def _list_source_times(run: Path) -> Iterator[float]:
 # --- Export
 
 POLL_INTERVAL = 30.0
-"""Seconds between two looks at the run, unless `tula export --every` says otherwise."""
+"""Seconds between two polls of the run, unless `tula export --every` sets another interval."""
 
 LONGEST_PAUSE = 600.0
-"""Seconds between two tries of a tracker that does not answer, at most."""
+"""Maximum seconds between two attempts to reach a tracker that does not respond."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class _Target:
     pause: float = 0.0
 
     def look(self, active: Callable[[Part], bool]) -> Iterator[Event]:
-        """Send what is new; an error is told once."""
+        """Send what is new; an error is reported only once."""
         try:
             for session in self.sessions:
                 seen_now = session.look(active=active(session.part))
@@ -131,7 +131,7 @@ class _Target:
 
 
 def require_sent(exporteds: Iterable[Exported]) -> None:
-    """Raise TrackerError where a tracker was given up."""
+    """Raise TrackerError if something could not be sent to a tracker."""
     if failed := [exported for exported in exporteds if exported.problem]:
         raise TrackerError(
             f"not all was sent to {', '.join(result.to for result in failed)}: {failed[0].problem}",
@@ -142,17 +142,17 @@ def require_sent(exporteds: Iterable[Exported]) -> None:
 def list_requested_trackers(
     spec: JobSpec, to: Sequence[str], *, uri: str | None, project: str | None, by: str | None = None
 ) -> tuple[Export, ...]:
-    """Return the trackers that are meant: those named, else those of the job file.
+    """Return the requested trackers: those of the command line, or else those of the job file.
 
     Args:
         spec: the job.
-        to: trackers, or import strings, as named on the command line.
-        uri: the place of the one that is named.
-        project: there.
-        by: only those that a command, or that a job sends to.
+        to: trackers or import strings, as named on the command line.
+        uri: address of the named tracker.
+        project: project at the named tracker.
+        by: only trackers that are sent to by commands, or only those sent to by jobs.
 
     Raises:
-        SpecError: none is named and the job has none, or what is given does not go together.
+        SpecError: no tracker is named and the job has none, or the arguments are not compatible.
     """
     if not to:
         if uri is not None or project is not None:
@@ -183,21 +183,22 @@ def export_run(
     reports: Callable[[Part], tuple[Path, ...]] = write_report_files,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Work[tuple[Exported, ...]]:
-    """Send what is new of a run, and its parts, to trackers.
+    """Send new values of a run and its parts to trackers.
 
     Args:
         run: the run.
-        trackers: where to.
-        follow: go on while its jobs run.
-        every: seconds between two looks; None: `POLL_INTERVAL`.
-        active: whether a job of a part is queued or running; None asks the scheduler.
-        stop: whether to look once more and end.
-        reports: writes a report on a part and returns its files, sent where they have changed; called once no job is under way.
+        trackers: the trackers to send to.
+        follow: continue while jobs of the run are queued or running.
+        every: seconds between two polls; None for `POLL_INTERVAL`.
+        active: whether a job of a part is queued or running; None queries the scheduler.
+        stop: whether to send once more and stop.
+        reports: writes a report on a part and returns its files, which are sent if they have changed; called once no
+            job is running.
         sleep: waits for some seconds.
 
     Raises:
-        TulaError: the run cannot be read or written; another process sends it there.
-        Interruption: Ctrl-C while it follows.
+        TulaError: the run cannot be read or written, or another process sends it to the same trackers.
+        Interruption: Ctrl-C while following.
     """
     spec = run.spec()
     parts = list_parts_with_data(run, spec)
@@ -294,13 +295,13 @@ def _make_name(run: RunDir, part: Part) -> str:
 
 
 def get_status(part: Part) -> bool:
-    """Return whether a job of a part is queued or running; the scheduler is asked."""
+    """Return whether a job of a part is queued or running, as the scheduler reports it."""
     own_launcher = launcher.make_launcher(part.spec, submits=False)
     return status.run_status(part.run, own_launcher, now=time.time()).active()
 
 
 def _ask_seldom(ask: Callable[[Part], bool]) -> Callable[[Part], bool]:
-    """Return the same question, asked of the scheduler no more often than `tula status --watch` would."""
+    """Return the same check, which queries the scheduler no more often than `tula status --watch`."""
     known: dict[Path, tuple[float, bool]] = {}
 
     def asked_of(part: Part) -> bool:

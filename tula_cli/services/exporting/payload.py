@@ -1,4 +1,4 @@
-"""Settings, numbers and curves of a run and its trainings, as they are sent to a tracker."""
+"""Parameters, numbers and curves of a run and its trainings, in the form in which they are sent to a tracker."""
 
 import math
 from bisect import bisect_left
@@ -42,7 +42,7 @@ class Told:
     artifacts: tuple[Path, ...] = ()
 
     def digests(self) -> dict[str, str]:
-        """Return what is compared with what was sent before."""
+        """Return digests of the values, to compare them with those sent before."""
         parts = {
             "params": dict(self.params),
             "tags": dict(self.tags),
@@ -53,7 +53,7 @@ class Told:
 
 
 def list_settings(spec: JobSpec) -> dict[str, Scalar]:
-    """Return a job's settings by their keys, `a.b.c`, those that say something; without what may be a secret."""
+    """Return a job's settings by their keys, `a.b.c`, without empty values and possible secrets."""
     content = spec.model_dump(mode="json", exclude={"export"})
     return {key: value for key, given in flatten(content) if (value := _format_setting(key, given)) is not None}
 
@@ -70,7 +70,7 @@ def _format_setting(key: str, value: Any) -> Scalar | None:
 
 
 def list_environment(environment: Environment | None) -> dict[str, Scalar]:
-    """Return what something ran on; nothing where that is not known."""
+    """Return the software and hardware of an environment; empty if it is not known."""
     if environment is None:
         return {}
     names = (
@@ -96,7 +96,7 @@ def list_environment(environment: Environment | None) -> dict[str, Scalar]:
 
 
 def read_environment(row: Mapping[str, Any]) -> dict[str, Scalar]:
-    """Return what a row of metrics.jsonl says that a training runs on; nothing where it was damaged."""
+    """Return the environment of a training from a row of metrics.jsonl; empty if the row is damaged."""
     try:
         return list_environment(Environment.model_validate(row))
     except ValidationError:
@@ -104,12 +104,12 @@ def read_environment(row: Mapping[str, Any]) -> dict[str, Scalar]:
 
 
 def make_run_payload(part: Part, look: Snapshot, name: str, *, active: bool, artifacts: tuple[Path, ...]) -> Told:
-    """Return what is sent of a whole run: its settings, what it ran on, and the recommendation.
+    """Return the payload of a whole run: its settings, environment and recommendation.
 
     Args:
-        part: the run, or the part of it on one type of node.
-        look: at it.
-        name: what it is called.
+        part: the run, or the part of it for one node type.
+        look: snapshot of the run.
+        name: name of the run.
         active: whether a job of it is queued or running.
         artifacts: files to send.
     """
@@ -168,13 +168,13 @@ def _select_numbers(row: Prediction, names: tuple[str, ...]) -> Iterator[tuple[s
 
 
 def make_probe_payload(result: Result, name: str, parent: str, *, at: float) -> Told:
-    """Return what is sent of a probe: its configuration, and what a step took there.
+    """Return the payload of a probe: its configuration and step time.
 
     Args:
-        result: of the probe.
-        name: what the whole run is called.
-        parent: the tracker's id of that.
-        at: Unix time of a probe that does not tell its own.
+        result: result of the probe.
+        name: name of the whole run.
+        parent: the tracker's id of the whole run.
+        at: Unix time for a probe that has no time of measurement.
     """
     nodes, gpus, local = result.nodes, result.gpus_per_node, result.local_batch
     sizes = {"nodes": nodes, "gpus_per_node": gpus, "batch": nodes * gpus * local, "local_batch": local}
@@ -189,7 +189,7 @@ def make_probe_payload(result: Result, name: str, parent: str, *, at: float) -> 
 
 
 def list_probe_numbers(probe: Measured) -> dict[str, float]:
-    """Return what a step of a probe took: seconds, samples a second, bytes of one GPU, joules; what is not known is absent."""
+    """Return the known measurements of a probe: seconds, samples per second, bytes of one GPU, joules."""
     step, gradients = compute_trimmed_mean(probe.step_times), probe.gradients
     numbers = {
         "step_time": step,
@@ -217,12 +217,12 @@ _OF_PREDICTION = ("step_time", "predicted_step", "step_low", "step_high", "eval_
 
 
 def get_training_state(training: TrainingRun, *, active: bool, cancelled: bool) -> State:
-    """Return how far a training is, by its files.
+    """Return the state of a training, from its files.
 
     Args:
-        training: which.
+        training: the training.
         active: whether a job of it is queued or running.
-        cancelled: whether the user has ended its job.
+        cancelled: whether the user has cancelled its job.
     """
     if training.result() is not None:
         return "finished"
@@ -233,13 +233,13 @@ def get_training_state(training: TrainingRun, *, active: bool, cancelled: bool) 
 
 
 def make_training_payload(look: Snapshot, tasks: Sequence[TrainTask], name: str, parent: str, *, active: bool) -> Told:
-    """Return what is sent of a training, but for its curves.
+    """Return the payload of a training, without its curves.
 
     Args:
-        look: at the run.
-        tasks: of the training, first attempt first.
-        name: what the whole run is called.
-        parent: the tracker's id of that.
+        look: snapshot of the run.
+        tasks: tasks of the training, first attempt first.
+        name: name of the whole run.
+        parent: the tracker's id of the whole run.
         active: whether its job is queued or running.
     """
     first, task = tasks[0], tasks[-1]
@@ -266,7 +266,7 @@ def _list_predicted_values(task: TrainTask) -> dict[str, float]:
 
 
 def _list_attempt_words(attempts: Iterable[Attempt], tasks: Sequence[TrainTask]) -> dict[str, str]:
-    """Return how each start of the ranks ended, one a tag."""
+    """Return one tag per start of the ranks, with its configuration and outcome."""
     by_id = {task.id: task for task in tasks}
     texts = {}
     for number, attempt in enumerate(attempts, 1):
@@ -281,7 +281,7 @@ def _list_attempt_words(attempts: Iterable[Attempt], tasks: Sequence[TrainTask])
 
 
 def _list_tuning_words(tuning: Tuning | None) -> dict[str, str]:
-    """Return what the branches of a self-tuning training came to."""
+    """Return the results of the branches of a self-tuning training."""
     if tuning is None:
         return {}
     texts = {
@@ -327,15 +327,15 @@ def _list_end_numbers(
 
 
 _NO_CURVE = ("warning", "environment", "change", "branch")
-"""Kinds of rows that have no place on a curve: they are words, or of other weights than the training's."""
+"""Kinds of rows that are not part of a curve: they are text, or concern weights other than the training's."""
 
 
 def collect_points(rows: Iterable[Mapping[str, Any]], *, batch: int) -> Iterator[Point | int]:
-    """Yield one point for all rows at one position, in their order, and where a start went back to, as a number of samples.
+    """Yield one point for all rows at one position, in order; for each start, yield the samples from which it resumed.
 
     Args:
-        rows: of metrics.jsonl; what is no finite number in them is left out.
-        batch: the global batch of rows that do not tell theirs.
+        rows: rows of metrics.jsonl; values that are not finite numbers are left out.
+        batch: global batch of rows that have none.
     """
     samples, time, values = -1, 0.0, dict[str, float]()
     for row in rows:
@@ -353,16 +353,17 @@ def collect_points(rows: Iterable[Mapping[str, Any]], *, batch: int) -> Iterator
 
 
 _KEPT = {"norm": "gradients/norm", "delta": "gradients/delta", "scaled": "ags/step_scaled", "factor": "ags/factor"}
-"""Columns of `StepSeries` by the names that they have at a tracker."""
+"""Columns of `StepSeries`, mapped to their names at a tracker."""
 
 
 def with_steps(points: Sequence[Point], kept: StepSeries, *, after: int) -> list[Point]:
-    """Return points together with what is kept of the steps between them: the steps of a tracker only grow.
+    """Return points merged with the values stored for the steps between them, ascending, as trackers require.
 
     Args:
-        points: ascending by samples, of the rows of metrics.jsonl, which come after the steps that they tell of.
-        kept: of every step.
-        after: samples up to which all was sent.
+        points: ascending by samples, from the rows of metrics.jsonl, which are written after the steps that they
+            describe.
+        kept: values of every step.
+        after: samples up to which everything was sent.
     """
     if not points:
         return []
@@ -378,7 +379,7 @@ def with_steps(points: Sequence[Point], kept: StepSeries, *, after: int) -> list
 
 
 def _list_row_values(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers of a row by the names that they have at a tracker."""
+    """Return the numbers of a row by their names at a tracker."""
     kind = row["kind"]
     values: dict[str, Any] = {"epoch": row.get("epoch")}
     if kind == "step":
@@ -407,7 +408,7 @@ def _compute_samples_per_second(row: Mapping[str, Any]) -> dict[str, float | Non
 
 
 def _list_ags_values(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what gradient scaling did: mean factor, share of steps scaled, shares of factors at their bounds."""
+    """Return the values of gradient scaling: mean factor, share of steps scaled, shares of factors at their bounds."""
     ags_row = row.get("ags") or {}
     return {f"ags/{name}": value for name, value in ags_row.items() if name not in ("so_far", "factors")}
 
@@ -422,7 +423,7 @@ _EPOCH = {*_PLACE, *_EVALUATED, *_OF_PREDICTION, "epoch", "loss", "lr", "batch",
 
 
 def _list_method_values(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a training method of its own tells of an epoch."""
+    """Return the values that a user-defined training method reports for an epoch."""
     return {f"method/{name}": value for name, value in _flatten_numbers(row) if name.partition(".")[0] not in _EPOCH}
 
 
@@ -435,7 +436,7 @@ def _flatten_numbers(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple
 
 
 def _select_finite_numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the values that are numbers and finite; a truth is 1 or 0."""
+    """Return the values that are finite numbers; booleans become 1 or 0."""
     return {
         name: float(value) for name, value in values.items() if isinstance(value, int | float) and math.isfinite(value)
     }

@@ -1,4 +1,4 @@
-"""One run and one tracker: what is new since the last look is sent, and what was sent is written down."""
+"""Synchronise one run with one tracker: send what is new since the last update, and record what was sent."""
 
 import contextlib
 from collections import defaultdict
@@ -27,9 +27,9 @@ from tula_cli.services.exporting.payload import (
 )
 
 _AT_ONCE = 2000
-"""Points that are sent before it is written down that they were."""
+"""Number of points that are sent before this is recorded."""
 FILES = ("recommended.yaml", "results.csv")
-"""Of a run, that are sent as they are."""
+"""Files of a run that are sent unchanged."""
 
 
 @dataclass
@@ -46,13 +46,14 @@ class Counted:
 
 @dataclass
 class Session:
-    """A run that is sent to a tracker, look after look.
+    """A run that is sent to a tracker, one update after another.
 
     Args:
-        part: the run, or the part of it on one type of node.
-        name: what the tracker calls it.
+        part: the run, or the part of it for one node type.
+        name: name of the run at the tracker.
         destination: the tracker.
-        reports: makes the files to send beside those of the run: the report. It is called at looks where no job is under way.
+        reports: writes the report and returns its files, to send in addition to those of the run; called in updates
+            while no job is running.
     """
 
     part: Part
@@ -88,7 +89,7 @@ class Session:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[str]:
-        """Be the only one that sends this run there; yields whose it is where another process does, else nothing."""
+        """Lock the export of this run to the tracker; yield the owner if another process has the lock, else ""."""
         require_own(self.part.run.path)
         try:
             make_folder(self.record.parent)
@@ -111,10 +112,10 @@ class Session:
         """Send what is new.
 
         Args:
-            active: whether a job of the run is queued or running; else all that is there is sent, and ends are told.
+            active: whether a job of the run is queued or running; if not, everything is sent, including final states.
 
         Raises:
-            TrackerError: the tracker does not answer or refuses; what was sent until then is written down.
+            TrackerError: the tracker does not respond or refuses; values sent until then are recorded.
             TulaError: the run cannot be read or written.
         """
         try:
@@ -150,7 +151,7 @@ class Session:
         return counted
 
     def close(self) -> None:
-        """Leave every run at the tracker as far as it is."""
+        """Close every open run at the tracker in its current state."""
         for key in list(self._open):
             how, at = self._ended[key]
             self._open.pop(key).close(how, at=at)
@@ -173,7 +174,7 @@ class Session:
         return self._open[key]
 
     def _settle(self, facts: Told) -> Counted:
-        """Send settings, words, single numbers and files, where any of them is new."""
+        """Send parameters, tags, summary numbers and files, if any of them has changed."""
         key = facts.run.key
         known, settled = self._sent.runs.get(key), facts.digests()
         files = {path.name: state.compute_digest(path.read_bytes()) for path in facts.artifacts}
@@ -196,13 +197,13 @@ class Session:
         return Counted(runs=int(known is None or not known.settled), files=len(new))
 
     def _close_ended(self) -> None:
-        """Close what is over: a tracker need not hold a run open that nothing more comes to."""
+        """Close the runs that have ended, so that the tracker need not keep them open."""
         for key in [key for key in self._open if self._ended[key][0] != "running"]:
             how, at = self._ended[key]
             self._open.pop(key).close(how, at=at)
 
     def _curves(self, look: Snapshot, facts: Told, task: TrainTask) -> Counted:
-        """Send the points of a training that are new."""
+        """Send the new points of a training."""
         key, files = facts.run.key, look.training(task.signature)
         known, whole = self._sent.runs.get(key) or SentRun(id=""), facts.state != "running"
         self._ended[key] = (facts.state, facts.ended)
@@ -230,7 +231,7 @@ class Session:
         return Counted(points=len(points))
 
     def _keep(self, key: str = "", known: SentRun | None = None, **update: str) -> None:
-        """Write down what was sent."""
+        """Record what was sent."""
         runs = {**self._sent.runs, key: known} if known is not None else self._sent.runs
         self._sent = self._sent.model_copy(update={"runs": runs, **update})
         state.write(self.record, self._sent)
@@ -246,9 +247,9 @@ def _list_trainings(look: Snapshot) -> list[list[TrainTask]]:
 
 
 def _is_moving(look: Snapshot, tasks: Sequence[TrainTask]) -> bool:
-    """Return whether a training goes on while jobs of its run do: it has not ended of what nothing follows from.
+    """Return whether a training may continue while jobs of its run are active: it has no outcome that is final.
 
-    A relaunch is written down before the end of the attempt that it follows.
+    A relaunch is recorded before the end of the attempt that it follows.
     """
     newest = tasks[-1]
     attempts = look.training(newest.signature).attempts()

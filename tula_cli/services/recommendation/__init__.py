@@ -1,1 +1,1 @@
-"""The parts of `tula recommend`."""
+"""Components of `tula recommend`."""

@@ -16,14 +16,14 @@ from tula_cli.words import format_count, format_duration, format_number
 
 
 def predict_ramp_alternatives(forecast: Forecast, choice: Prediction) -> tuple[Beside, ...]:
-    """Return what a choice takes whose batch grows, and beside it what it would without that; none where its batch stays.
+    """Return the predicted hours and cost of a choice with a batch-size ramp, and of its alternatives without one.
 
-    Nodes of the reference batch are those where it takes the least by what stages go by, time or cost. That a fixed batch may lose
-    accuracy is not in it: `tula compare` tells.
+    Empty if the batch does not grow. The nodes of the reference batch are those with the least time or cost, whichever
+    determines the stages. A possible loss of accuracy at a fixed batch is not included; `tula compare` measures it.
 
     Args:
-        forecast: on the nodes' type of the choice.
-        choice: on demand, or on spot nodes, as the others then are.
+        forecast: forecast on the node type of the choice.
+        choice: the choice; alternatives are predicted on its market, on demand or spot.
     """
     spec = forecast.spec
     if not choice.stages:
@@ -61,7 +61,7 @@ def predict_ramp_alternatives(forecast: Forecast, choice: Prediction) -> tuple[B
 
 
 def _count_steps(forecast: Forecast, row: Prediction) -> int:
-    """Return the steps of a whole training, at the batches of its stages."""
+    """Return the number of steps of a whole training, at the batches of its stages."""
     size, epochs = forecast.dataset_size, forecast.spec.train.epochs_at_most
     stages = forecast.trainings.stages.stage_positions(Config(row.nodes, row.batch)) if row.stages else ()
     return sum(
@@ -77,7 +77,7 @@ def _with_train_settings(forecast: Forecast, **train: Any) -> Forecast:
 
 
 def _predict_batch(forecast: Forecast, choice: Prediction, batch: int) -> Prediction | None:
-    """Return the forecast at the choice's nodes, on its market; None where it cannot run, or nothing tells."""
+    """Return the forecast on the choice's nodes and market; None if it cannot run or its step time is unknown."""
     configuration = Config(choice.nodes, batch)
     if forecast.why_not(configuration) or forecast.why_unknown(configuration):
         return None
@@ -86,7 +86,7 @@ def _predict_batch(forecast: Forecast, choice: Prediction, batch: int) -> Predic
 
 
 def describe_alternatives(alternatives: tuple[Beside, ...]) -> str:
-    """Say it in words: hours, node-hours of each."""
+    """Describe the hours and node-hours of each alternative."""
     descriptions = [
         f"{alternative.what} (batch {alternative.batch} on {format_count(alternative.nodes)}) {format_duration(3600 * alternative.hours)}, {format_number(alternative.node_hours)} node-h"
         for alternative in alternatives
@@ -95,7 +95,7 @@ def describe_alternatives(alternatives: tuple[Beside, ...]) -> str:
 
 
 def describe_decay_savings(spec: JobSpec, alternatives: tuple[Beside, ...]) -> str:
-    """Return the steps, hours and cost that `train.ramp: decay` saves over the reference batch throughout, in words."""
+    """Describe the steps, hours and cost that `train.ramp: decay` saves over the reference batch throughout."""
     if spec.train.stages != "decay" or not alternatives:
         return ""
     rows = {row.what: row for row in alternatives}
@@ -130,11 +130,11 @@ def describe_decay_savings(spec: JobSpec, alternatives: tuple[Beside, ...]) -> s
 def predict_first_fallback(forecast: Forecast, choice: Prediction) -> Fallback | None:
     """Return the first out-of-memory fallback of a configuration, or None if there is none or its step time is unknown.
 
-    Whether the model has a BatchNorm, which sets a bound to it, only the training knows.
+    Whether the model has a BatchNorm, which limits the fallback, is known only to the training.
 
     Args:
-        forecast: of the choice's kind of nodes.
-        choice: what is recommended.
+        forecast: forecast on the node type of the choice.
+        choice: the recommended configuration.
     """
     spec = forecast.spec
     world, accumulate = choice.nodes * spec.cluster.gpus_per_node, spec.train.accumulate
@@ -162,7 +162,7 @@ def predict_first_fallback(forecast: Forecast, choice: Prediction) -> Fallback |
 
 
 def _find_smaller_batch(forecast: Forecast, choice: Prediction) -> Fallback | None:
-    """Return the next smaller batch."""
+    """Return the next smaller batch as a fallback; None if there is none or its step time is unknown."""
     below = [config for config in forecast.feasible([choice.nodes]) if config.batch < choice.batch]
     config = max(below, key=lambda config: config.batch, default=None)
     if config is None or forecast.why_unknown(config):
@@ -182,5 +182,5 @@ def _find_smaller_batch(forecast: Forecast, choice: Prediction) -> Fallback | No
 
 
 def _make_forecast_on_market(forecast: Forecast, choice: Prediction, row: Prediction | None) -> Prediction | None:
-    """Return a forecast on the kind of nodes that the choice is on."""
+    """Return a forecast on the market of the choice."""
     return row if row is None or choice.market == "on_demand" else forecast.on_spot(row)

@@ -26,9 +26,9 @@ from tula_cli.spec.load import dump_yaml
 from tula_cli.words import escape_spreadsheet_cell
 
 _BLOCK = 1000
-"""Rows that are made together."""
+"""Number of rows that are created at a time."""
 _MAX_ROWS_DRAWN = 400
-"""Offers that are all drawn."""
+"""Maximum number of offers that are all drawn in plots."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Answer:
     offers: Offers  # every feasible configuration on each market, fastest first
 
     def with_all_rows(self) -> Recommendation:
-        """Return the recommendation with every feasible configuration among its rows, be it a hundred thousand."""
+        """Return the recommendation with all feasible configurations as its rows, of which there may be 100,000."""
         return self.recommendation.model_copy(update={"rows": self.offers.records()})
 
     def rows_as_json(self, *, every: bool = True) -> Iterator[str]:
-        """Yield rows with their caveats as JSON texts: those that are listed, or all, which are made in blocks."""
+        """Yield rows with their caveats as JSON texts: the listed rows, or all, which are created in blocks."""
         if not every:
             caveats = self.recommendation.caveats
             yield from (_convert_row_to_json(row, caveats) for row in self.recommendation.rows)
@@ -57,7 +57,7 @@ class Answer:
             yield from (_convert_row_to_json(row, caveats) for row in block.records())
 
     def with_drawn_rows(self) -> Recommendation:
-        """Return the recommendation with the rows of its plots: every one of some hundreds, else those that are listed."""
+        """Return the recommendation with the rows of its plots: all if there are few, else the listed ones."""
         return self.with_all_rows() if len(self.offers) <= _MAX_ROWS_DRAWN else self.recommendation
 
 
@@ -66,9 +66,9 @@ def _convert_row_to_json(row: Prediction, caveats: Caveats) -> str:
 
 
 def make_training_command(run: RunDir, spec: JobSpec, choice: Prediction) -> str:
-    """Return the command line that trains the choice from this run, wherever it is typed.
+    """Return the command line that trains the choice from this run, valid in any working directory.
 
-    It goes to the folder of the probes first: relative paths of the spec and the user's code are found there.
+    It changes to the folder of the probes first, in which relative paths of the spec and the user's code are found.
     """
     kind = f" --type {choice.type}" if spec.types else ""
     where = f"--run {shlex.quote(str(run.path.absolute()))}{kind}"
@@ -85,14 +85,15 @@ def write_answer(
     recommendation: Recommendation,
     every: Offers | None = None,
 ) -> None:
-    """Write the files; recommendation.json last, so that where it stands the others do too.
+    """Write the files of an answer; recommendation.json is written last, so that if it exists, the others do too.
 
     Args:
-        run: where they go.
-        spec: what is trained.
-        all_measurements: of its types of nodes.
-        recommendation: what was chosen.
-        every: all feasible configurations, for a table of all candidates; None for one of what is listed and was measured.
+        run: the run to write to.
+        spec: the job to train.
+        all_measurements: measurements of its node types.
+        recommendation: the recommendation.
+        every: all feasible configurations, for a table of all candidates; None for a table of the listed and measured
+            ones.
     """
     run.write_text("results.csv", _make_results_table(all_measurements, recommendation, every))
     train = make_training_command(run, spec, recommendation.choice)
@@ -102,9 +103,9 @@ def write_answer(
 
 
 def _render_recommended_yaml(spec: JobSpec, recommendation: Recommendation, *, train: str) -> str:
-    """Return the spec, unchanged, below the choice.
+    """Return the unchanged spec, below comments on the choice.
 
-    It stays unchanged so that it names the same run: its probes and this recommendation are found again.
+    The spec is unchanged so that it still identifies the same run, with its probes and this recommendation.
     """
     choice = recommendation.choice
     return (
@@ -121,7 +122,7 @@ def _make_results_table(
 ) -> str:
     """Return candidates and every result as CSV, ordered by node type, nodes and local batch.
 
-    Candidates are all where they are few or all are wanted, and else those that the recommendation lists.
+    All candidates are included if there are few or `every` is given, else those that the recommendation lists.
     """
     rows = recommendation.rows if every is None else every
     within: dict[tuple[str, Config], list[int]] = {}
@@ -159,9 +160,9 @@ def _list_table_lines(
     rows: Sequence[Prediction] | Offers,
     within: Mapping[tuple[str, Config], Sequence[int]],
 ) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a node type, made in blocks: a hundred thousand records would take more than a gigabyte.
+    """Yield the lines of a node type, created in blocks: 100,000 records would take more than a gigabyte.
 
-    `rows`: the forecasts within the limits; `within`: the indices of those of a configuration.
+    `rows` are the forecasts within the limits; `within` maps a configuration to the indices of its forecasts.
     """
     listed = [config for kind, config in within if kind == measurements.type]
     configs = _select_listed_configs(measurements, listed, every=isinstance(rows, Offers))
@@ -183,7 +184,10 @@ def _list_table_lines(
 def _select_listed_configs(
     measurements: TypeMeasurements, listed: Collection[Config], *, every: bool
 ) -> dict[Config, Measured | OutOfMemory | Failed | None]:
-    """Return the candidates of a node type that have a line and what was asked for besides, each with its probe."""
+    """Return the configurations of a node type in the table, each with the result of its probe.
+
+    These are the probes and the listed configurations, and all candidates if there are few or `every` is set.
+    """
     gpus = measurements.part.spec.cluster.gpus_per_node
     probes = {Config(result.nodes, result.local_batch * result.nodes * gpus): result for result in measurements.results}
     forecast = measurements.forecast
@@ -194,7 +198,7 @@ def _select_listed_configs(
 def _make_forecasts_of_configs(
     measurements: TypeMeasurements, configs: Sequence[Config]
 ) -> tuple[dict[Config, Prediction], dict[Config, Prediction], dict[Config, str]]:
-    """Return the forecasts of configurations on demand and on spot nodes, and why others have none."""
+    """Return the forecasts of configurations on demand and on spot nodes, and the reasons why others have none."""
     forecast = measurements.forecast
     whys = {config: forecast.why_not_begun(config) or forecast.why_unknown(config) for config in configs}
     offers = forecast.table(*to_columns([config for config, why in whys.items() if not why]))
@@ -214,9 +218,10 @@ def _make_table_row(
     spot: Prediction | None,
     within: Sequence[Prediction],
 ) -> dict[str, Any]:
-    """Return one line of results.csv but for its note; every line has the same columns.
+    """Return one line of results.csv except its note; every line has the same columns.
 
-    `within`: the forecasts within the limits; `row` and `spot` those of the configuration on either market, wherever it lies.
+    `within` are the forecasts of the configuration within the limits; `row` and `spot` are its forecasts on either
+    market, whether within the limits or not.
     """
     probe = result if isinstance(result, Measured) else None
     gpus = measurements.forecast.spec.cluster.gpus_per_node
@@ -262,7 +267,7 @@ def _list_measured_cells(probe: Measured | None) -> dict[str, Any]:
 
 
 def _list_progress_cells(within: Sequence[Prediction], currency: str) -> dict[str, float | None]:
-    """Return the columns of the same progress, of the first forecast within the limits."""
+    """Return the columns for the same progress, from the first forecast within the limits."""
     progress = within[0].same_progress if within else None
     names = {name: name for name in ("epochs", "hours", "hours_low", "hours_high")} | {"cost": f"cost_{currency}"}
     return {

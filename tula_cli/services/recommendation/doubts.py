@@ -20,7 +20,7 @@ Results = Sequence[Measured | OutOfMemory | Failed]
 
 @dataclass(frozen=True)
 class UnknownConfigurations:
-    """Configurations within the limits whose step time the probes do not tell, all for one reason."""
+    """Configurations within the limits whose step time does not follow from the probes, all for the same reason."""
 
     why: str
     count: int
@@ -28,12 +28,12 @@ class UnknownConfigurations:
 
 
 def describe_pending(pending: int) -> str:
-    """Say how many probes are queued or running."""
+    """Return the number of queued or running probes in words."""
     return "1 probe is still under way" if pending == 1 else f"{pending} probes are still under way"
 
 
 def list_probe_warnings(results: Results, unknown: Sequence[UnknownConfigurations], *, pending: int) -> list[str]:
-    """Say what is missing: probes under way, probes that failed, configurations left out of the table."""
+    """Return warnings on missing measurements: pending probes, failed probes, and configurations left out."""
     warnings = []
     if pending:
         warnings.append(f"{describe_pending(pending)}: the answer may change when they are done")
@@ -66,7 +66,7 @@ def warn_disturbed_probes(attempts: Sequence[Attempt]) -> list[str]:
 
 
 def list_choice_warnings(forecast: Forecast, choice: Choice, limits: Limits) -> list[str]:
-    """Say why the choice may be less than it seems."""
+    """Return the reasons why the choice may be worse than predicted."""
     chosen, warnings = choice.prediction, []
     if forecast.steps.determined_exactly and not all(row.measured for row in (chosen, *choice.runners_up)):
         warnings.append(
@@ -122,7 +122,7 @@ def _describe_why_no_spot(forecast: Forecast) -> str:
 
 
 def _warn_second_opinion(forecast: Forecast, chosen: Prediction) -> list[str]:
-    """Say where a fit without overlap, which is right where little is overlapped, sees the choice quite differently."""
+    """Warn if a fit without overlap, which is accurate if little is overlapped, predicts a very different step time."""
     gpus = forecast.spec.cluster.gpus_per_node
     second_opinion = None if chosen.measured else forecast.steps.second_opinion(chosen.nodes, gpus, chosen.local_batch)
     if second_opinion is None or chosen.step_low is None or chosen.step_high is None:

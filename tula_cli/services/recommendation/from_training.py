@@ -1,4 +1,4 @@
-"""Estimates from the telemetry of a running training, for its configuration and others (`tula recommend --from-training`)."""
+"""`tula recommend --from-training`: estimates from the steps of an unfinished training, for all configurations."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,9 +24,9 @@ from tula_cli.spec.signature import compute_train_signature
 from tula_cli.words import format_count, make_relative_path
 
 MIN_ROWS = 5
-"""Rows of steps, of a second each, from which on a pace is known."""
+"""Minimum number of step rows, about a second each, for which a pace is computed."""
 MAX_ROWS = 60
-"""Rows that it is taken from."""
+"""Maximum number of rows that the pace is computed from."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,12 @@ class UnfinishedTraining:
 
 
 def find_unfinished_training(parts: Sequence[Part]) -> UnfinishedTraining:
-    """Return the training that was worked on last, of all parts of a job.
+    """Return the unfinished training with the newest progress, over all parts of a job.
 
     Raises:
-        BadMeasurements: there is none, it has ended, or it has told too few steps since they changed.
-        SpecError: it is one by a script, which tells whole steps alone.
+        BadMeasurements: there is none, it has recorded too few steps since its step time changed, or the job has no
+            probes.
+        SpecError: it is a training by a script, which reports whole steps only.
     """
     trainings = [
         (rows[-1]["time"], part, task, rows) for part in parts for task, rows in _list_unfinished_trainings(part)
@@ -79,7 +80,7 @@ def _list_unfinished_trainings(part: Part) -> list[tuple[TrainTask, list[dict[st
 
 
 def _measure_training_pace(task: TrainTask, rows: Sequence[Mapping[str, Any]]) -> TrainingPace:
-    """Return what the steps take since the newest start, and since they changed."""
+    """Return the step times since the newest start and since their last change."""
     start = max((at for at, row in enumerate(rows) if row["kind"] == "start"), default=0)
     since = max((row["change"]["began_at"] for row in rows[start:] if row["kind"] == "change"), default=0.0)
     steps = [row for row in rows[start:] if row["kind"] == "step" and row["time"] >= since]
@@ -115,7 +116,7 @@ def _measure_training_pace(task: TrainTask, rows: Sequence[Mapping[str, Any]]) -
 def scale_results_now(
     training: UnfinishedTraining, results: Sequence[Measured | OutOfMemory | Failed]
 ) -> tuple[tuple[Measured | OutOfMemory | Failed, ...], tuple[str, ...]]:
-    """Return the results of the probes at the training's pace, and what that rests on in words.
+    """Return the results of the probes scaled to the training's pace, and a description of the basis.
 
     Raises:
         BadMeasurements, Infeasible: the probes cannot be fitted.
@@ -131,12 +132,12 @@ def scale_results_now(
 
 
 def predict_continuation(training: UnfinishedTraining, choice: Prediction, stay: Prediction | None) -> Continuation:
-    """Return what the rest of a training takes where it is, and where it would go on.
+    """Return the time and cost of the rest of a training, unchanged and at the recommended configuration.
 
     Args:
-        training: under way.
-        choice: of the configurations as they would be now.
-        stay: the training's own configuration, likewise; None where it is not a candidate any more.
+        training: the unfinished training.
+        choice: the recommended configuration at the training's pace.
+        stay: the training's configuration, likewise; None if it is no longer a candidate.
     """
     task, remaining_share = training.task, training.left
     moves = (choice.nodes, choice.batch) != (task.nodes, task.batch)
@@ -168,7 +169,7 @@ def predict_continuation(training: UnfinishedTraining, choice: Prediction, stay:
 def with_continuation(
     training: UnfinishedTraining | None, recommendation: Recommendation, rows: Offers
 ) -> Recommendation:
-    """Return an answer with what the rest of a training takes, where it was asked by one's steps."""
+    """Return a recommendation with the prediction for the rest of a training, if it is based on the steps of one."""
     if training is None:
         return recommendation
     is_here = (rows.nodes == training.task.nodes) & (rows.batch == training.task.batch)
@@ -184,7 +185,7 @@ def with_continuation(
 def list_results_by_type(
     parts: Sequence[Part], training: UnfinishedTraining | None
 ) -> tuple[dict[str | None, Results], list[str]]:
-    """Return the results of each type of node, at the pace of a training where one is given, and what that rests on."""
+    """Return the results of each node type, scaled to the pace of a training if there is one, and explanations."""
     results_by_type: dict[str | None, Results] = {part.type: part.run.results() for part in parts}
     if training is None:
         return results_by_type, []
@@ -197,19 +198,20 @@ def list_results_by_type(
 
 
 def continue_training(run: RunDir, task: TrainTask, recommendation: Recommendation | None, *, code: str) -> TrainTask:
-    """Return the task at the recommended configuration as one of the training that the recommendation was asked by.
+    """Return the task at the recommended configuration as the next attempt of the training behind the recommendation.
 
-    Samples are the clock of a training, so its newest checkpoint goes on at any nodes and batch; it is the next attempt, as
-    after an out-of-memory. The task itself is returned where no training was asked by, or that has ended.
+    Progress is counted in samples, so the newest checkpoint can be resumed at any nodes and batch, as after an
+    out-of-memory error. The task is returned unchanged if the recommendation is not based on a training, or that
+    training has ended.
 
     Args:
         run: the run.
-        task: at the recommended nodes and batch, as a training of its own.
-        recommendation: what is trained.
-        code: the digest of what is trained with now.
+        task: a separate training at the recommended nodes and batch.
+        recommendation: the recommendation.
+        code: digest of the current code.
 
     Raises:
-        SpecError: settings or code are not those of that training.
+        SpecError: settings or code differ from those of that training.
     """
     continuation = recommendation.continuation if recommendation is not None else None
     training = run.training(continuation.signature) if continuation is not None else None
@@ -241,7 +243,7 @@ def continue_training(run: RunDir, task: TrainTask, recommendation: Recommendati
 
 
 def describe_interrupted_training(run: RunDir, task: TrainTask) -> str:
-    """Say which interrupted training this one is not, and by which settings; empty where it is begun, or there is none."""
+    """Return a warning if an interrupted training differs from this new one only in settings; empty if none does."""
     if run.training(task.signature).newest_task() is not None:
         return ""
     for signature in run.train_signatures():
@@ -267,10 +269,10 @@ _NOT_TRAINED_BY = ("name", "search", "pricing", "cluster", "node_types")
 
 
 def require_stopped(run: RunDir, task: TrainTask) -> None:
-    """Refuse to go on elsewhere with a training that is under way.
+    """Raise an error if a training is to resume on other nodes while it is still running.
 
     Raises:
-        SchedulerError: the task is not the one that runs.
+        SchedulerError: the task is not the one that is running.
     """
     newest = run.training(task.signature).newest_task()
     if newest is not None and task.attempt > newest.attempt:

@@ -1,6 +1,7 @@
-"""Predictions for a job at each length of text that was measured (search.sequence): which batches fit, and tokens per second.
+"""Predictions for a job at each measured sequence length (search.sequence): which batches fit, and tokens per second.
 
-A length changes what is learned, so none is chosen here: the choice is among configurations at the job's own length.
+The length affects what the model learns, so it is not chosen here: the choice is among configurations at the job's
+length.
 """
 
 import statistics
@@ -21,13 +22,13 @@ from tula_cli.services.recommendation.measured import TypeMeasurements
 
 
 def predict_lengths(measurements: TypeMeasurements) -> tuple[tuple[SequenceLength, ...], str]:
-    """Return what each length takes on the fewest nodes, ascending, and how time and memory grow with it, in words.
+    """Return the predictions of each length on the fewest nodes, ascending, and how time and memory grow, in words.
 
     Args:
-        measurements: of the type of node that was chosen, at the job's own length.
+        measurements: measurements of the chosen node type, at the job's length.
 
     Returns:
-        Nothing if search.sequence asks for no other length.
+        An empty tuple and an empty string if search.sequence has no other length.
     """
     part = measurements.part
     own_length = part.spec.length
@@ -69,7 +70,7 @@ def _predict_length(
 
 
 def _find_largest_batch(forecast: Forecast, nodes: int) -> int | None:
-    """Return the largest global batch that memory holds, whether it is a candidate or not; None where it sets no bound."""
+    """Return the largest global batch that fits in memory, candidate or not; None if memory sets no bound."""
     accumulate, ran = forecast.spec.train.accumulate, max(size for _, size in forecast.probes)
     bounds = [forecast.largest_local_batch(nodes)]
     oom = find_smallest_ruled_out(forecast.ooms, nodes, sys.maxsize, sharded=forecast.spec.train.sharded)
@@ -80,7 +81,7 @@ def _find_largest_batch(forecast: Forecast, nodes: int) -> int | None:
 
 
 def _describe_growth(forecasts: dict[int, Forecast], nodes: int) -> str:
-    """Say how a step's time and a sample's memory grow with the length; empty where two lengths were not measured."""
+    """Describe how step time and memory grow with the length; empty if fewer than two lengths were measured."""
     probes = [
         (length, probe)
         for length, forecast in forecasts.items()
@@ -101,12 +102,12 @@ def _describe_growth(forecasts: dict[int, Forecast], nodes: int) -> str:
 
 
 def _compute_seconds(probe: Measured) -> float:
-    """Return what a step computes: with its data there, and without synchronisation where that is told."""
+    """Return the seconds of a step without synchronisation, else with cached data, else of the whole step."""
     return probe.compute_time or probe.cached_time or compute_trimmed_mean(probe.step_times)
 
 
 def _list_memory_points(probes: Sequence[tuple[int, Measured]]) -> list[Point]:
-    """Return what grows with the batch: activations and the batch itself. Bytes."""
+    """Return the memory in bytes that grows with the batch: activations and the batch itself."""
     probes_with_components = [
         (length, probe, probe.memory) for length, probe in probes if isinstance(probe.memory, Components)
     ]

@@ -1,4 +1,4 @@
-"""Limits that a recommendation keeps: deadline, budget, memory, nodes."""
+"""Limits on a recommendation: deadline, budget, batch and nodes."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Limits:
     """Bounds that the user sets on a recommendation. None means no bound.
 
     Raises:
-        SpecError: a number of nodes or a batch below 1.
+        SpecError: a number of nodes or a batch is below 1.
     """
 
     nodes: int | None = None  # this number of nodes and no other
@@ -38,7 +38,7 @@ class Limits:
         return rows.same_progress.hours if self.same_progress and rows.same_progress else rows.hours
 
     def latest(self, row: Prediction) -> float:
-        """Return the upper bound of the hours; 0 where there is none."""
+        """Return the upper bound of the hours; 0 if there is none."""
         high = row.same_progress.hours_high if self.same_progress and row.same_progress else row.hours_high
         return high or 0.0
 
@@ -50,12 +50,12 @@ class Limits:
         return None if self.nodes is None else [self.nodes]
 
     def reach(self, nodes: Ints, batch: Ints) -> Flags:
-        """Return which configurations are within what can be told without a forecast, shape (n,)."""
+        """Return which configurations satisfy the bounds that need no forecast, shape (n,)."""
         most_nodes, most_batch = (np.inf if most is None else most for most in (self.max_nodes, self.max_batch))
         return (nodes <= most_nodes) & (batch <= most_batch)
 
     def __iter__(self) -> Iterator["_Bound"]:
-        """Iterate over the bounds there are, in the order they are applied."""
+        """Iterate over the bounds that are set, in the order in which they are applied."""
         for name, most, value in (
             ("at most {:g} nodes", self.max_nodes, lambda rows: rows.nodes),
             ("a batch of at most {:g}", self.max_batch, lambda rows: rows.batch),
@@ -67,7 +67,7 @@ class Limits:
 
     @property
     def _deadline(self) -> str:
-        """The deadline as it was given, and in the unit in which times are told."""
+        """The deadline as it was given, and in the unit in which durations are displayed."""
         hours = self.deadline_hours or 0.0
         duration_text = format_duration(3600 * hours)
         return f"{hours:g} h" if duration_text.endswith(" h") else f"{hours:g} h ({duration_text})"
@@ -79,10 +79,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Criteria:
-    """The question of a recommendation: the objective, and the configurations to choose among.
+    """The query of a recommendation: the objective, and the configurations to choose among.
 
     Raises:
-        SpecError: an objective or a curve that there is not.
+        SpecError: there is no such objective or curve.
     """
 
     objective: Objective = "knee"
@@ -101,7 +101,7 @@ class Criteria:
 
     @property
     def options(self) -> list[str]:
-        """All but the objective, as one types it."""
+        """All options except the objective, as typed on the command line."""
         limits = self.limits
         options = {
             "curve": None if self.curve == "time" else self.curve,
@@ -118,7 +118,7 @@ class Criteria:
 
 @dataclass(frozen=True)
 class _Bound:
-    """One limit: its words, its value, and what of configurations it bounds."""
+    """One limit: its description, its value, and the quantity of configurations that it bounds."""
 
     words: str
     most: float

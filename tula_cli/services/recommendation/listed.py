@@ -1,4 +1,4 @@
-"""Which configurations are within the limits and the site's bins of wall time, and which of them are listed."""
+"""Select the configurations within the limits and the site's wall-time bins, and those of them that are listed."""
 
 import math
 from collections.abc import Sequence
@@ -23,21 +23,21 @@ from tula_cli.spec.slurm_options import Slurm
 from tula_cli.words import format_count, format_duration, format_number
 
 MAX_ROWS_LISTED = 40
-"""Configurations that are all listed unasked."""
+"""Maximum number of configurations that are all listed by default."""
 
 _MAX_FRONT_ROWS = 200
 
 
 def select_rows(rows: Offers, choice: Choice, quantity: Quantity) -> Flags:
-    """Return which rows are listed, shape (n,): of each configuration all markets or none.
+    """Return which rows are listed, shape (n,); of each configuration, all markets or none.
 
-    Of many these are the choice and the runners-up, what nothing beats (of very much of it every so many, from the fastest to
-    the cheapest), what was measured, and the best of each batch.
+    If there are many, these are the choice and the runners-up, the Pareto front (thinned out from the fastest to the
+    cheapest if it is large), measured configurations, and the best of each batch.
 
     Args:
-        rows: fastest first, with their front; at least one.
-        choice: of them.
-        quantity: what the best of a batch has least of.
+        rows: at least one row, fastest first, with the Pareto front marked.
+        choice: the choice among them.
+        quantity: the quantity that the best of a batch minimises.
     """
     numbers = rows.configurations()
     if numbers.max() < MAX_ROWS_LISTED:
@@ -52,7 +52,7 @@ def select_rows(rows: Offers, choice: Choice, quantity: Quantity) -> Flags:
 
 
 def _with_progress(rows: Offers, measurements: TypeMeasurements, noise: Noise | None) -> Offers:
-    """Return forecasts with what the same progress takes beside them, where the noise is known."""
+    """Return forecasts with the time and cost of the same progress added, if the gradient noise is known."""
     if noise is None:
         return rows
     spec = measurements.part.spec
@@ -67,7 +67,8 @@ def select_offers_within_limits(
     """Return the forecasts within the limits, fastest first.
 
     Raises:
-        Infeasible: there is none; names the first limit that leaves nothing and the configuration closest to it.
+        Infeasible: there is none; the message names the first limit that excludes all, and the configuration closest to
+            it.
     """
     remaining = Offers.join(
         [_with_progress(measurements.offers(limits), measurements, noise) for measurements in all_measurements]
@@ -90,7 +91,7 @@ def select_offers_within_limits(
 
 
 def _describe_nothing_fits(forecast: Forecast, limits: Limits) -> Infeasible:
-    """Say of the smallest batch on the wanted nodes why it cannot run, or why nothing is known of it."""
+    """Return an error with the reason why the first candidate on the requested nodes cannot run, or is not known."""
     on = f" on {format_count(limits.nodes)}" if limits.nodes is not None else ""
     tried = forecast.candidates(limits.wanted)
     whys = (forecast.why_not_begun(config) or forecast.why_unknown(config) for config in tried)
@@ -104,13 +105,13 @@ def _describe_nothing_fits(forecast: Forecast, limits: Limits) -> Infeasible:
 # --- Bins of wall time (`cluster.slurm.limits`)
 
 LINKS = int((MAX_LINKS - SPARE_LINKS) / 1.5)
-"""Jobs that a training may need: half as many again are submitted, and two."""
+"""Maximum number of jobs that a training may need: the number submitted is half as many again, and two."""
 _MARGIN = 1.5
-"""Minutes at the end of a job in which it is told to save and leave."""
+"""Minutes at the end of a job in which it is signalled to save and exit."""
 
 
 def find_restart_seconds(measurements: TypeMeasurements) -> tuple[float, float]:
-    """Return the seconds of a start and of a checkpoint, the longest that were measured."""
+    """Return the seconds of a job start and of a checkpoint, the longest that were measured."""
     overheads = [result.overheads for result in measurements.results if isinstance(result, Measured)]
     return max((overhead.startup for overhead in overheads), default=0.0), max(
         (overhead.checkpoint or 0.0 for overhead in overheads), default=0.0
@@ -118,10 +119,10 @@ def find_restart_seconds(measurements: TypeMeasurements) -> tuple[float, float]:
 
 
 def fits_wall_time(rows: Offers, measurements: TypeMeasurements) -> Flags:
-    """Return which configurations of one type of nodes the bins let train, shape (n,).
+    """Return which configurations of one node type can be trained within the wall-time bins, shape (n,).
 
-    In one job, or in a chain of which each job has time beyond its start and its checkpoint, and that has no more jobs
-    than are submitted.
+    A training fits in one job, or in a chain with no more jobs than are submitted, each of which has time left after
+    its start and checkpoint.
     """
     slurm = measurements.part.spec.cluster.slurm or Slurm()
     if not slurm.limits:
@@ -136,19 +137,21 @@ def fits_wall_time(rows: Offers, measurements: TypeMeasurements) -> Flags:
 
 
 def select_within_bins(rows: Offers, measurements: Sequence[TypeMeasurements]) -> Offers:
-    """Return what the bins of its type of nodes let train.
+    """Return the configurations that can be trained within the wall-time bins of their node type.
 
     Raises:
-        Infeasible: nothing; names the fastest.
+        Infeasible: there is none; the message names the fastest configuration.
     """
     fits = np.zeros(len(rows), dtype=bool)
-    for measurements_ in measurements:
-        is_of_type = rows.type == measurements_.type
-        fits[is_of_type] = fits_wall_time(rows.take(is_of_type), measurements_)
+    for type_measurements in measurements:
+        is_of_type = rows.type == type_measurements.type
+        fits[is_of_type] = fits_wall_time(rows.take(is_of_type), type_measurements)
     if fits.any():
         return rows.take(fits)
     fastest = rows.ordered().record(0)
-    spec = next(measurements_.part.spec for measurements_ in measurements if measurements_.type == fastest.type)
+    spec = next(
+        type_measurements.part.spec for type_measurements in measurements if type_measurements.type == fastest.type
+    )
     raise Infeasible(
         f"no configuration can be trained within the site's bins of wall time (cluster.slurm.limits: {describe_bins(spec)}): the"
         f" fastest takes {format_duration(3600 * fastest.hours)} on {format_count(fastest.nodes)}, and a training has at most {LINKS} jobs",
@@ -157,12 +160,12 @@ def select_within_bins(rows: Offers, measurements: Sequence[TypeMeasurements]) -
 
 
 def count_chain_links(minutes: float, limit: float, *, restart: float = 0.0) -> int:
-    """Return how many jobs of a time limit a training takes.
+    """Return the number of jobs with a time limit that a training takes.
 
     Args:
-        minutes: of the training.
-        limit: of a job, minutes.
-        restart: minutes that each job after the first spends on coming to where the one before it ended.
+        minutes: duration of the training.
+        limit: time limit of a job in minutes.
+        restart: minutes that each job after the first needs to resume where the previous one ended.
     """
     if minutes <= limit:
         return 1
@@ -171,7 +174,7 @@ def count_chain_links(minutes: float, limit: float, *, restart: float = 0.0) -> 
 
 
 def describe_chain(choice: Prediction, measurements: TypeMeasurements) -> str:
-    """Say in how many jobs the choice trains within its bin, and what their starts add; empty where there are no bins."""
+    """Describe the jobs in which the choice trains within its bin, and the time their starts add; empty if no bins."""
     slurm = measurements.part.spec.cluster.slurm or Slurm()
     if not slurm.limits:
         return ""

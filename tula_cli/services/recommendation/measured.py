@@ -1,4 +1,4 @@
-"""The basis of a recommendation: the probes, what they leave unknown, and how far they can be trusted."""
+"""The basis of a recommendation: measurements of each node type, models fitted to them, and what remains unknown."""
 
 import functools
 import math
@@ -40,7 +40,7 @@ from tula_cli.spec.signature import compute_measurement_signature
 
 @dataclass(frozen=True)
 class TypeMeasurements:
-    """The probes of one type of node, and the models fitted to them."""
+    """The measurements of one node type, and the models fitted to them."""
 
     part: Part
     results: Results
@@ -52,7 +52,7 @@ class TypeMeasurements:
 
     @property
     def type(self) -> str:
-        """The type of node as records write it: empty where the job names none."""
+        """The node type as in records: empty if the job names none."""
         return self.part.type or ""
 
     @property
@@ -66,7 +66,7 @@ class TypeMeasurements:
 
     @property
     def trained(self) -> tuple[TrainedSteps, ...]:
-        """The trainings whose steps count, beside the probes of their configurations."""
+        """The trainings whose steps are used in the fit, each with the step time of the probe of its configuration."""
         probes = self.forecast.probes
         return tuple(
             steps.model_copy(
@@ -81,10 +81,10 @@ class TypeMeasurements:
         )
 
     def cross_validate(self) -> tuple[Validation, ...]:
-        """Return how well each strategy would have foreseen what was measured.
+        """Return how well each strategy would have predicted the measurements.
 
         Raises:
-            BadMeasurements: too little was.
+            BadMeasurements: too little was measured.
         """
         trained = [steps for steps_here in self.forecast.trained.values() for steps in steps_here]
         probes = self.forecast.probes.values()
@@ -92,7 +92,7 @@ class TypeMeasurements:
         return validate_strategies(self.part.spec, probes, trained=trained, others=self.others, priors=priors)
 
     def other_market(self, row: Prediction) -> Prediction | None:
-        """Return a forecast on the market that it is not for."""
+        """Return the forecast of the same configuration on the other market."""
         on_demand = self.forecast.predict(Config(row.nodes, row.batch))
         other_prediction = self.forecast.on_spot(on_demand) if row.market == "on_demand" else on_demand
         return other_prediction and other_prediction.model_copy(update={"type": row.type})
@@ -106,17 +106,18 @@ def gather_measurements(
     *,
     at_a_pace: bool = False,
 ) -> tuple[list[TypeMeasurements], list[str]]:
-    """Return what is known of each type, and what is to be said of those that are left out.
+    """Return the measurements of each node type, and warnings about types that are left out.
 
     Args:
-        parts: of the job, one a type of node.
-        limits: what the user allows.
-        pending: probes under way, by type.
-        results_of: the results that each type is judged by.
-        at_a_pace: the results have been brought to the pace of a training: no other counts beside them.
+        parts: parts of the job, one per node type.
+        limits: limits of the user.
+        pending: number of queued or running probes by node type.
+        results_of: results to use for each node type.
+        at_a_pace: whether the results have been scaled to the pace of a training; no trainings are used in addition
+            then.
 
     Raises:
-        Pending, BadMeasurements, Infeasible: no type is left.
+        Pending, BadMeasurements, Infeasible: no node type is left.
     """
     all_measurements, errors = [], []
     all_results = [result for results in results_of.values() for result in results]
@@ -151,12 +152,13 @@ def _make_type_measurements(
 
 
 def find_gradient_noise_of_job(all_measurements: Sequence[TypeMeasurements], *, needed: bool) -> Noise | None:
-    """Return the gradient noise scale that a training has measured on its way, else the probes of all node types at its start.
+    """Return the gradient noise scale measured by a training, or else by the probes of all node types at its start.
 
-    It is the job's, not the hardware's.
+    The noise is a property of the job, not of the hardware.
 
     Raises:
-        Pending, BadMeasurements: it is needed, and no probe tells it yet, or none does.
+        Pending, BadMeasurements: the noise is needed, and pending probes may still measure it, or no probe has measured
+            it.
     """
     probes = [
         result for measurements in all_measurements for result in measurements.results if isinstance(result, Measured)
@@ -183,7 +185,7 @@ _DDP = "DistributedDataParallel on two or more GPUs, and probes that the script 
 
 
 def warn_no_gradients(all_measurements: Sequence[TypeMeasurements]) -> list[str]:
-    """Say why nothing is told of the same progress where no probe has measured gradients."""
+    """Return a warning that the same progress cannot be predicted, if no probe has measured gradients."""
     if any(probe.gradients for measurements in all_measurements for probe in measurements.forecast.probes.values()):
         return []
     return [f"nothing is told of the same progress: gradients were not measured, which of a script takes {_DDP}"]
@@ -192,10 +194,10 @@ def warn_no_gradients(all_measurements: Sequence[TypeMeasurements]) -> list[str]
 def require_energy(
     all_measurements: Sequence[TypeMeasurements], left_out: Sequence[str]
 ) -> tuple[list[TypeMeasurements], list[str]]:
-    """Return the node types whose probes tell their energy, and what is to be said of the others beside what is already.
+    """Return the node types whose probes measured their energy, and warnings about the others, appended to `left_out`.
 
     Raises:
-        Pending, BadMeasurements: no probe tells it yet, or none does.
+        Pending, BadMeasurements: no probe has measured it; pending probes may still do so, or there are none.
     """
     with_power = [measurements for measurements in all_measurements if measurements.forecast.power is not None]
     if with_power:
@@ -214,11 +216,11 @@ def require_energy(
 
 
 def count_trained_epochs(spec: JobSpec, dataset_size: int) -> int:
-    """Return the epochs that a job trains; of a script whose length is in samples or steps, to a whole one.
+    """Return the epochs that a job trains; for a script whose length is in samples or steps, rounded to whole ones.
 
     Args:
         spec: the job.
-        dataset_size: samples of an epoch.
+        dataset_size: samples per epoch.
     """
     if spec.script is None:
         return spec.train.epochs
@@ -226,7 +228,7 @@ def count_trained_epochs(spec: JobSpec, dataset_size: int) -> int:
 
 
 def describe_epochs(chosen: Prediction, measurements: TypeMeasurements, objective: Objective) -> str:
-    """Say how many epochs the times are for."""
+    """Describe the number of epochs that the times refer to."""
     spec, same_progress = measurements.part.spec, chosen.same_progress
     length = describe_train_length(spec)
     if objective != "accuracy-time" or same_progress is None:
@@ -254,12 +256,12 @@ def make_forecast_of_recommendation(run: RunDir, spec: JobSpec, others: OtherSiz
     """Return the forecast that a recommendation is made from.
 
     Args:
-        run: measured on one type of nodes.
-        spec: the job; of a comparison with another method.
-        others: measured with other numbers of GPUs a node, which the recommendation is based on.
+        run: the run, measured on one node type.
+        spec: the job; in a comparison, with another method.
+        others: measurements with other numbers of GPUs per node, on which the recommendation is also based.
 
     Raises:
-        BadMeasurements, Infeasible: as `Forecast.from_results`.
+        BadMeasurements, Infeasible: as in `Forecast.from_results`.
     """
     results = run.results()
     observations = list_observations_from_trainings(run, spec, results)
@@ -287,7 +289,7 @@ def _fit_forecast(
 
 
 def _make_unknown_error(all_measurements: Sequence[TypeMeasurements], why: str, hint: str) -> Pending | BadMeasurements:
-    """Return what is wrong where no probe tells something: those under way may yet."""
+    """Return the error if no probe has measured a quantity: Pending if pending probes may still do so."""
     pending = sum(measurements.pending for measurements in all_measurements)
     return _make_pending_error(pending, why) if pending else BadMeasurements(why, hint)
 
@@ -300,7 +302,7 @@ def _make_pending_error(pending: int, why: str) -> Pending:
 
 
 def _list_unknown_configurations(forecast: Forecast, limits: Limits) -> tuple[UnknownConfigurations, ...]:
-    """Return the configurations within the limits whose step time the probes do not tell, by the reason."""
+    """Return the configurations within the limits whose step time does not follow from the probes, by reason."""
     nodes, batch = forecast.unknown_candidates(limits.wanted)
     nodes, batch = (column[limits.reach(nodes, batch)] for column in (nodes, batch))
     groups: dict[str, UnknownConfigurations] = {}  # whatever the batch, there is one reason on a number of nodes
@@ -312,7 +314,7 @@ def _list_unknown_configurations(forecast: Forecast, limits: Limits) -> tuple[Un
 
 
 def _require_enough(forecast: Forecast, unknown: Sequence[UnknownConfigurations], *, pending: int) -> None:
-    """Raise Pending or BadMeasurements where choosing among what is known would be no choice."""
+    """Raise Pending or BadMeasurements if the known configurations are not enough to choose from."""
     if not unknown:
         return
     why = unknown[0].why
@@ -327,20 +329,20 @@ def _require_enough(forecast: Forecast, unknown: Sequence[UnknownConfigurations]
 # --- Steps of trainings
 
 MAX_TRAININGS = 5
-"""Trainings of one configuration that count: more tell next to nothing beside them, of days longer ago."""
+"""Maximum number of trainings of one configuration that are used; older ones would add next to nothing."""
 
 
 def list_observations_from_trainings(
     run: RunDir, spec: JobSpec, results: Sequence[Measured | OutOfMemory | Failed]
 ) -> TrainingObservations:
-    """Return what the steps of a run's trainings say, ended or not, and why those of some do not count.
+    """Return the step times of a run's trainings, finished or not, and why some of them are left out.
 
-    Those of other methods, models or code (which `tula compare` trains beside the job's own) say nothing of this one.
+    Trainings with another method, model or code (as in `tula compare`) are not used.
 
     Args:
-        run: one that was measured on one type of nodes.
-        spec: the job, which counts where no task tells what the probes were made for.
-        results: of the probes; there is one that was measured, or nothing is told.
+        run: a run measured on one node type.
+        spec: the job, used if no task records what the probes were made for.
+        results: results of the probes; without a measured one, no training is used.
     """
     measured = [result for result in results if isinstance(result, Measured)]
     names = run.train_signatures()
@@ -373,7 +375,7 @@ def list_observations_from_trainings(
 
 
 def _trains_alike(run: RunDir, task: TrainTask, probed_job: JobSpec, *, code: str) -> bool:
-    """Return whether a training makes the steps that the probes measured."""
+    """Return whether a training runs the same steps as the probes."""
     facts, train = task.spec.train.facts, task.spec.train
     if facts.tunes or facts.measured_as or ("gradient_norms" in train.diagnostics and not facts.scales):
         return False
@@ -386,7 +388,7 @@ def _trains_alike(run: RunDir, task: TrainTask, probed_job: JobSpec, *, code: st
 def _describe_why_not_counted(
     measured: Sequence[Measured], task: TrainTask, environment: Mapping[str, Any] | None
 ) -> str:
-    """Say why steps of an attempt do not belong to the probes' fit; where a script's ran is not told."""
+    """Return why steps of an attempt cannot be fitted with the probes; empty if they can, or if nothing is known."""
     if environment is None:
         return ""
     probe_environment = measured[0].environment
@@ -417,7 +419,7 @@ class CachedTrainings:
 
 
 def read_measurements_of_other_sizes(part: Part, trainings: CachedTrainings) -> OtherSizes:
-    """Return the measurements on the nodes of a part with other numbers of their GPUs."""
+    """Return the measurements with other numbers of GPUs on the nodes of a part."""
     probes = [
         result for other_part in part.sizes for result in other_part.run.results() if isinstance(result, Measured)
     ]
@@ -434,7 +436,7 @@ def list_trainings_with_noise(run: RunDir) -> list[TrainingRun]:
 
 
 def read_noise_from_trainings(runs: Iterable[RunDir], spec: JobSpec) -> Noise | None:
-    """Return what trainings of runs have measured, as `find_noise_near_tenth` has it; None of a script."""
+    """Return the gradient noise measured by the trainings of runs, as in `find_noise_near_tenth`; None for a script."""
     if spec.script is not None:
         return None
     trainings = [training for run in runs for training in list_trainings_with_noise(run)]
@@ -442,15 +444,15 @@ def read_noise_from_trainings(runs: Iterable[RunDir], spec: JobSpec) -> Noise | 
 
 
 def find_noise_near_tenth(trainings: Iterable[TrainingRun], *, reference: int, epochs: int) -> Noise | None:
-    """Return the noise that was measured nearest to a tenth of the epochs, at the reference batch if there is one.
+    """Return the noise measured nearest to a tenth of the epochs, at the reference batch if possible.
 
     Args:
-        trainings: that measure it.
+        trainings: trainings that measure it.
         reference: the batch whose epochs are counted.
-        epochs: of the whole training.
+        epochs: number of epochs of the whole training.
 
     Returns:
-        None where none has measured it yet, or what was measured does not tell it.
+        None if none has measured it yet, or the measurements do not determine it.
     """
     rows = [row for row in _list_noise_rows(trainings) if row["epoch"] > 0]
 
@@ -471,17 +473,17 @@ def _list_noise_rows(trainings: Iterable[TrainingRun]) -> list[dict[str, Any]]:
 def make_noise_path(
     runs: Iterable[RunDir], spec: JobSpec, results: Iterable[Measured | OutOfMemory | Failed]
 ) -> NoisePath | None:
-    """Return the noise over a training as it is known: at its start by the probes, later by trainings that measure it.
+    """Return the known gradient noise over a training: at its start from probes, later from trainings that measure it.
 
-    At each epoch the rows at the reference batch count, or all where there are none.
+    At each epoch, the rows at the reference batch are used, or all rows if there are none.
 
     Args:
-        runs: of the job, one a type of node: the noise is not the hardware's.
+        runs: runs of the job, one per node type: the noise does not depend on the hardware.
         spec: the job.
-        results: of its probes.
+        results: results of its probes.
 
     Returns:
-        None where no stages are to follow from it, or nothing tells it.
+        None if the stages do not depend on the noise, or nothing has measured it.
     """
     if spec.train.stages != "noise":
         return None
@@ -504,18 +506,19 @@ def make_noise_path(
 def plan_stages(
     run: RunDir, spec: JobSpec, nodes: int, batch: int, dataset_size: int, *, recommended: Recommendation | None
 ) -> tuple[Stage, ...]:
-    """Return the stages of a training that begins, that of its own batch last; none where its batch does not grow.
+    """Return the ramp stages of a new training, the last one at its batch; empty if its batch does not grow.
 
     Args:
-        run: of one type of node.
+        run: the run, for one node type.
         spec: the job.
         nodes: number of nodes.
-        batch: global.
+        batch: global batch.
         dataset_size: training samples.
-        recommended: for just this; of several types of nodes it knows what was measured on the others.
+        recommended: the recommendation of just this configuration; with several node types, its stages also use the
+            measurements of the other types.
 
     Raises:
-        BadMeasurements: they follow from a noise that nothing has measured.
+        BadMeasurements: the stages depend on the gradient noise, which nothing has measured.
     """
     stages_setting = spec.train.stages
     if stages_setting is None or spec.script is not None:

@@ -1,4 +1,4 @@
-"""The expected loss of an interrupted training by a script, from the checkpoints of the run's earlier trainings."""
+"""Expected loss of an interrupted script training, from the checkpoints of the run's earlier trainings."""
 
 from tula_cli.models.interruptions import find_checkpoint_schedule
 from tula_cli.run.directory import RunDir
@@ -8,7 +8,7 @@ from tula_cli.spec.job import JobSpec
 
 
 def find_newest_saves(run: RunDir) -> tuple[Save, ...]:
-    """Return the checkpoints of the training of a run that has saved last; empty where none has."""
+    """Return the checkpoints of the training that saved most recently; empty if none has saved."""
     saves_by_training = [run.training(signature).script_saves().saves for signature in run.train_signatures()]
     return max(filter(None, saves_by_training), key=lambda saves: saves[-1].saved_at, default=())
 
@@ -16,13 +16,13 @@ def find_newest_saves(run: RunDir) -> tuple[Save, ...]:
 def describe_interruption_cost(
     run: RunDir | None, spec: JobSpec, *, batch: int | None = None, step_time: float | None = None
 ) -> str:
-    """Say what an interruption costs; empty for tula's own loop, which saves before it leaves.
+    """Describe the cost of an interruption; empty for tula's training loop, which saves before it exits.
 
     Args:
-        run: the run, which may not be there yet; None where none is looked at.
+        run: the run, which need not exist yet; None for no run.
         spec: the job.
-        batch: global, that is to be trained; None where it is not chosen yet.
-        step_time: seconds at that batch; None where nothing tells.
+        batch: global batch of the training; None if it is not chosen yet.
+        step_time: seconds per step at that batch; None if it is not known.
     """
     if spec.script is None:
         return ""

@@ -1,8 +1,7 @@
-"""How well a run's own probes foresee each other: what each strategy would have said of those that it does not take.
+"""Cross-validation of search strategies on a run's probes: how well the probes of each strategy predict the others.
 
-The paper's Figure 11 asks this of its two searches. Here it is asked of the run itself: a strategy takes its probes of those
-that were measured, the step-time model is fitted to them, and the others are what it is judged by. Where it takes all of
-them, each is left out once.
+The paper's Figure 11 compares its two searches in this way. Here, the step-time model is fitted to those measured
+probes that a strategy selects, and judged by the others. If a strategy selects all of them, each is left out once.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,15 +24,15 @@ from tula_cli.words import format_count
 
 JUDGED_STRATEGIES = ("partial", "sweep", "full")
 TRAININGS = "all, with trainings"
-"""The row of what an answer goes by where the run has trainings."""
+"""The row for the fit behind a recommendation, if the run has trainings."""
 
 Place = tuple[int, int]
-"""Nodes and local batch."""
+"""Number of nodes and local batch."""
 
 
 @dataclass(frozen=True)
 class Validation:
-    """One strategy on the probes of a run. Errors are shares of the measured step time."""
+    """The accuracy of one strategy on the probes of a run. Errors are shares of the measured step time."""
 
     strategy: str  # or `TRAININGS`
     probes: int  # that it takes of those there are
@@ -59,7 +58,7 @@ class _Measurements:
         return sorted({*self.probes, *self.trained})
 
     def observations_at(self, places: Iterable[Place]) -> list[Observation]:
-        """Return the probes and the trainings at some configurations."""
+        """Return the observations of probes and trainings at some configurations."""
         probes = [self.probes[configuration] for configuration in places if configuration in self.probes]
         return [
             *probes,
@@ -67,7 +66,7 @@ class _Measurements:
         ]
 
     def measured_seconds(self, configuration: Place, repeats: float) -> float:
-        """Return what probe and trainings of a configuration have measured together; jobs differ by `repeats`."""
+        """Return the step time from probe and trainings of a configuration; `repeats` is the deviation between jobs."""
         probe = self.probes.get(configuration)
         estimate = estimate_from_measurements(
             None if probe is None else probe.step_times, self.trained.get(configuration, ()), repeats
@@ -84,20 +83,20 @@ def validate_strategies(
     others: OtherSizes = NO_OTHER_SIZES,
     priors: Priors,
 ) -> tuple[Validation, ...]:
-    """Judge the strategies on the probes of one kind of node; those that tell nothing of any other probe are left out.
+    """Validate the strategies on the probes of one node type; strategies that predict no other probe are left out.
 
-    What trainings have measured is foreseen too. Where there are any, the last row takes all probes and trainings, each
-    configuration left out once: what `tula recommend` goes by.
+    Configurations measured by trainings are predicted too. If there are any, the last row uses all probes and
+    trainings, as `tula recommend` does, with each configuration left out once.
 
     Args:
         spec: the job.
-        probes: of it.
-        trained: the steps of its trainings, one a training and configuration.
-        others: with other numbers of GPUs a node, which every fit takes as well.
-        priors: of every fit.
+        probes: probes of the job.
+        trained: steps of its trainings, one entry per training and configuration.
+        others: measurements with other numbers of GPUs per node, which every fit includes.
+        priors: priors of every fit.
 
     Raises:
-        BadMeasurements: no strategy tells anything, as too little was measured.
+        BadMeasurements: no strategy predicts anything, because too little was measured.
     """
     probed = {(probe.nodes, probe.local_batch): of_probe(probe) for probe in probes}
     elsewhere = (*map(of_probe, others.probes), *map(as_observation, others.trained))
@@ -122,11 +121,11 @@ def validate_strategies(
 
 
 Pairs = list[tuple[float, Estimate]]
-"""A measured time, and the prediction of a fit without it. Seconds."""
+"""Measured times with the predictions of a fit without them. Seconds."""
 
 
 def _judge_strategy(measurements: _Measurements, name: str, chosen: Sequence[Place]) -> Validation | None:
-    """Return how one strategy does by itself, without trainings; None where it tells nothing."""
+    """Return the validation of one strategy, without trainings; None if it predicts nothing."""
     unseen = [configuration for configuration in measurements.places if configuration not in chosen]
     takes_all = all(configuration in chosen for configuration in measurements.probes)
     probes = [measurements.probes[configuration] for configuration in chosen]
@@ -155,7 +154,7 @@ def _is_inside(seconds: float, estimate: Estimate) -> bool:
 
 
 def _predict_leave_one_out(measurements: _Measurements, places: Sequence[Place], *, trainings: bool) -> Pairs:
-    """Return what each configuration takes by a fit to the others."""
+    """Return the measured and predicted time of each configuration, by a fit to the others."""
     pairs: Pairs = []
     for out in places:
         remaining = [configuration for configuration in places if configuration != out]
@@ -170,7 +169,7 @@ def _predict_leave_one_out(measurements: _Measurements, places: Sequence[Place],
 
 
 def _predict_pairs(measurements: _Measurements, observations: Sequence[Observation], places: Sequence[Place]) -> Pairs:
-    """Return what some configurations take by a fit; those of which it says nothing are left out."""
+    """Return measured times and predictions of a fit; configurations that it cannot predict are left out."""
     if not observations or not places:
         return []
     cluster, gpus = measurements.spec.cluster, measurements.spec.cluster.gpus_per_node

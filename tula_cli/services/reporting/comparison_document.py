@@ -1,4 +1,4 @@
-"""The comparison of a run as a document: Table I, accuracy by batch and over the training, and each training."""
+"""The document of a method comparison: Table I, accuracy by batch and over training, and facts about its trainings."""
 
 import dataclasses
 import re
@@ -37,14 +37,14 @@ from tula_cli.words import describe_method_label, format_count, format_moment
 def build_comparison_document(
     report: CompareReport, curves: Sequence[CellCurve], *, spec: JobSpec, run_id: str, at: float
 ) -> Document:
-    """Return a comparison as a report of its own.
+    """Build the document of a comparison.
 
     Args:
-        report: its table.
+        report: table of the comparison.
         curves: what every training logged at the end of its epochs.
         spec: the job.
-        run_id: the name of the run.
-        at: Unix time.
+        run_id: name of the run.
+        at: time shown as the creation time of the document, in Unix seconds.
     """
     methods = list(dict.fromkeys(row.method for row in report.rows if not row.reference))
     batches = sorted({row.batch for row in report.rows if not row.reference})
@@ -70,7 +70,7 @@ def build_comparison_document(
 
 
 def describe_training_job(spec: JobSpec) -> str:
-    """Return what is trained, in words: a model on a dataset, or a script."""
+    """Describe in words what is trained: a model on a dataset, or a script."""
     if spec.script is not None:
         from tula_cli.spec.scripts.placeholders import get_program_name
 
@@ -84,7 +84,7 @@ def _list_values(singular: str, many: str, values: Sequence[int]) -> str:
 
 
 def build_comparison_sections(report: CompareReport, curves: Sequence[CellCurve]) -> Iterator[Section]:
-    """Yield the table, the metric by batch and on the way, and the diagnostics."""
+    """Yield the sections of a comparison: result tables, metrics during training, and gradient diagnostics."""
     notes = tuple(Fact("note", text) for text in report.warnings)
     by_batch = tuple(
         figure for metric in _list_drawn_metrics(report) for figure in _build_figure_by_batch(report, metric)
@@ -107,12 +107,15 @@ def build_comparison_sections(report: CompareReport, curves: Sequence[CellCurve]
 
 
 def _list_drawn_metrics(report: CompareReport) -> tuple[str, ...]:
-    """Return the metrics that are drawn: the one that is compared, and of a language model its perplexity."""
+    """Return the metrics to draw: the compared metric, and the perplexity if a language model logs it."""
     return (report.metric, *(metric for metric in report.columns if metric == "perplexity" and not report.of_script))
 
 
 def build_comparison_table(report: CompareReport, *, first_round: bool = False) -> Table:
-    """Return one row a method at a batch, as Table I of the paper; of all epochs, or of the short trainings."""
+    """Build the results table (Table I of the paper), with one row per method and batch.
+
+    The table covers the full trainings, or with `first_round` the short trainings of the first round.
+    """
     to_unit, unit = choose_hours_unit(row.hours for row in report.rows)
     titles = {"top1": ("top-1", "%"), "top5": ("top-5", "%")}
     metrics = [column for name in report.columns for title, metric_unit in [titles.get(name, (name.replace("_", " "), ""))]
@@ -202,7 +205,7 @@ def _make_gradient_curve(curve: CellCurve) -> GradientCurve:
 
 
 def _build_training_curves(report: CompareReport, metric: str, curves: Sequence[CellCurve]) -> Iterator[Figure]:
-    """Yield a figure a batch: means over seeds against samples, the reference in each."""
+    """Yield one figure per batch: the metric averaged over seeds against samples seen, including the reference."""
     path = metric if metric in ("top1", "perplexity") else "eval_loss"
     for batch in sorted({curve.cell.batch for curve in curves if not curve.cell.reference}):
         curves_of_batch = [
@@ -214,7 +217,10 @@ def _build_training_curves(report: CompareReport, metric: str, curves: Sequence[
 
 
 def _build_diagnostic_figures(curves: Sequence[CellCurve]) -> Iterator[Figure]:
-    """Yield what lies behind Figures 5 to 8 of the paper, at the largest batch and the reference, as far as it is logged."""
+    """Yield the figures that correspond to Figures 5 to 8 of the paper, as far as their data was logged.
+
+    Only the trainings at the largest batch and at the reference are drawn.
+    """
     batch = max((curve.cell.batch for curve in curves), default=0)
     curves_shown = [curve for curve in curves if curve.cell.batch == batch or curve.cell.reference]
     yield from build_gradient_figures([_make_gradient_curve(curve) for curve in curves_shown], prefix="compare_")
@@ -232,13 +238,13 @@ Environment = Mapping[str, Any]
 
 
 def build_document_of_comparison(part: Part, comparison: Comparison, report: CompareReport, *, at: float) -> Document:
-    """Return the report of a comparison.
+    """Build the document of a comparison, including facts about the job, the seeds, the hardware and the software.
 
     Args:
-        part: where it was trained.
-        comparison: its trainings.
-        report: its table.
-        at: Unix time.
+        part: the part of the run in which the comparison was trained.
+        comparison: trainings of the comparison.
+        report: table of the comparison.
+        at: time shown as the creation time of the document, in Unix seconds.
     """
     curves = accuracy.read_training_curves(part.run, comparison)
     document = build_comparison_document(report, curves, spec=part.spec, run_id=part.run.id, at=at)
@@ -267,7 +273,10 @@ def _list_job_facts(spec: JobSpec) -> Iterator[Fact]:
 
 
 def _format_name_with_arguments(name: str, args: Mapping[str, Any]) -> str:
-    """Return a name with its numbers: a page is shown around, and a text could be a path or a key."""
+    """Format a name with its numeric arguments.
+
+    Text arguments are left out, because reports are shared and a text could be a path or a key.
+    """
     arguments = ", ".join(f"{key} {value}" for key, value in args.items() if isinstance(value, int | float))
     return f"{name} ({arguments})" if arguments else name
 
@@ -278,7 +287,7 @@ def _seed_facts(comparison: Comparison) -> Iterator[Fact]:
 
 
 def _list_machine_facts(environments: Sequence[Environment], spec: JobSpec) -> Iterator[Fact]:
-    """Yield what the trainings ran on and with; those of a comparison may have run on several kinds."""
+    """Yield the hardware and software of the trainings, which may have run on several kinds of hardware."""
     devices = {str(row.get("device")) for row in environments} or {spec.cluster.device}
     device = "process" if devices == {"cpu"} else "GPU"
     gpus = spec.cluster.gpus_per_node

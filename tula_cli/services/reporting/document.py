@@ -1,10 +1,10 @@
-"""The content of a report, apart from its presentation: plain values, no library of tables or plots."""
+"""The content of a report, separate from its presentation: plain values, no table or plotting library."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 Cell = str | float | int | None
-"""Of a table; None is what is not known."""
+"""A cell of a table; None if the value is unknown."""
 Style = Literal["line", "points", "line+points", "bars", "stacked"]
 MarkKind = Literal["choice", "knee", "limit", "event"]
 Numbers = tuple[float, ...]
@@ -13,7 +13,7 @@ Known = tuple[float | None, ...]
 
 @dataclass(frozen=True)
 class Fact:
-    """A name and what it stands for: "GPU", "NVIDIA A100 80 GB"."""
+    """A named value, such as "GPU": "NVIDIA A100 80 GB"."""
 
     name: str
     value: str
@@ -21,7 +21,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table; `digits` are significant ones of its numbers, None for whole numbers and words."""
+    """A column of a table; `digits` is the number of significant digits, None for integers and text."""
 
     title: str
     unit: str = ""
@@ -31,7 +31,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells; `marks` has one a row ("chosen", "front" or ""), or none at all."""
+    """A table; `marks` has one entry per row ("chosen", "front" or ""), or is empty."""
 
     key: str
     title: str
@@ -43,7 +43,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Series:
-    """A curve, points or bars. `low` and `high` are a 90 % interval or a spread, as the caption says."""
+    """A curve, points or bars; `low` and `high` are a 90 % interval or a spread, as the caption states."""
 
     name: str
     x: Numbers
@@ -56,9 +56,9 @@ class Series:
 
 @dataclass(frozen=True)
 class Density:
-    """Shares of a mass in the cells between edges: `shares[i][j]` lies between x edges i and i + 1, y edges j and j + 1.
+    """A two-dimensional histogram: `shares[i][j]` lies between x edges i and i + 1, and y edges j and j + 1.
 
-    The shares of a column sum up to 1, or to 0 where nothing is known of it.
+    The shares of a column sum to 1, or to 0 if there is no data for the column.
     """
 
     x_edges: Numbers
@@ -68,7 +68,7 @@ class Density:
 
 @dataclass(frozen=True)
 class Mark:
-    """A place on a figure. Without `y` it is a vertical line, without `x` a horizontal one."""
+    """An annotation of a figure: a point, a vertical line without `y`, or a horizontal line without `x`."""
 
     x: float | None
     y: float | None
@@ -78,7 +78,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure; with a category scale, x counts `categories` from 0."""
+    """A figure; with a category scale, x values are indices into `categories`, from 0."""
 
     key: str
     title: str
@@ -96,7 +96,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a report; `missing` says why there is nothing in it, and which command would bring it."""
+    """A section of a report; `missing` explains why the section is empty and which command would fill it."""
 
     key: str
     title: str
@@ -109,7 +109,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Document:
-    """A report: the question and the answer in a line each, what it is about, and its sections."""
+    """A report: a question and an answer of one line each, general facts, and sections."""
 
     title: str
     question: str

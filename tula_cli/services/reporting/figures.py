@@ -1,4 +1,4 @@
-"""Figures of a training's gradients and steps, and the units and marks that the sections share."""
+"""Figures of the gradients and steps of a training, and the units and marks shared by the sections."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,9 +20,9 @@ from tula_cli.words import choose_size_unit, choose_time_unit, format_count, is_
 # --- Units and marks
 
 MAX_CURVES = 8
-"""Curves that are told apart in one drawing."""
+"""Largest number of curves that can be distinguished in one figure."""
 MAX_POINTS = 600
-"""Points of a curve over a training: more are not seen, and make a page heavy."""
+"""Largest number of points drawn per curve; more would not be visible and would make the page large."""
 
 Scale = Literal["linear", "log"]
 T = TypeVar("T")
@@ -41,34 +41,34 @@ def choose_bytes_unit(sizes: Iterable[float | None]) -> tuple[float, str]:
 
 
 def convert(value: float | None, factor: float) -> float | None:
-    """Return a value in another unit; None stays None."""
+    """Convert a value to another unit; None is returned unchanged."""
     return None if value is None else value * factor
 
 
 def thin_out(items: Sequence[T]) -> list[T]:
-    """Return at most `MAX_POINTS` of some items, evenly, the last one among them."""
+    """Return at most `MAX_POINTS` evenly spaced items, always including the last one."""
     step = 1 + (len(items) - 1) // MAX_POINTS if items else 1
     return [*items[: len(items) - 1 : step], *items[-1:]]
 
 
 def choose_scale(values: Iterable[float | None], *, span: float = 10) -> Scale:
-    """Return a logarithmic scale where values are further apart than a factor, and all above 0."""
+    """Return "log" if all finite values are positive and their ratio exceeds `span`, else "linear"."""
     finite = [value for value in values if value is not None and math.isfinite(value)]
     return "log" if finite and min(finite) > 0 and max(finite) > span * min(finite) else "linear"
 
 
 def is_priced(rows: Iterable[Prediction], currency: str) -> bool:
-    """Return whether costs are more than the node-hours that stand beside them."""
+    """Return whether costs are prices, rather than the node-hours that are already shown."""
     return not all(is_cost_in_node_hours(row.cost, row.all_node_hours, currency) for row in rows)
 
 
 def describe_notes(names: Sequence[str]) -> str:
-    """Return the caveats of a configuration as the words of a cell."""
+    """Format the caveats of a configuration as the text of a table cell."""
     return ", ".join(name.replace("_above_110", " above 110 %").replace("_", " ") for name in names)
 
 
 def explain_notes(rows: Iterable[Sequence[str]]) -> str:
-    """Return what the caveats of some rows mean, as the end of a caption; empty where there are none."""
+    """Explain the caveats of some rows as the end of a caption; empty if the rows have none."""
     kinds = {get_caveat_kind(name) for names in rows for name in names}
     return "".join(
         f" {describe_notes([name]).capitalize()}: {explanation}."
@@ -78,22 +78,22 @@ def explain_notes(rows: Iterable[Sequence[str]]) -> str:
 
 
 def as_sentence(text: str) -> str:
-    """Return words with a capital letter and a full stop; empty stays empty."""
+    """Return `text` with a capital letter and a full stop; an empty text is returned unchanged."""
     return f"{text[:1].upper()}{text[1:].rstrip('.')}." if text else ""
 
 
 def describe_nodes(row: Prediction) -> str:
-    """Return the nodes of a configuration, in words."""
+    """Return the number of nodes of a configuration, and their type if it has one."""
     return f"{format_count(row.nodes)}{f' of type {row.type}' if row.type else ''}"
 
 
 def make_chosen_mark(row: Prediction, x: float, y: float | None) -> Mark:
-    """Return the mark of the choice at a place of a figure."""
+    """Return the mark of the chosen configuration at a point of a figure."""
     return Mark(x, y, f"chosen: {describe_nodes(row)}, batch {row.batch}", "choice")
 
 
 def describe_software(environment: Mapping[str, Any]) -> str:
-    """Return the versions of what steps were measured with, by the fields of a probe's environment; what is not known is left out."""
+    """Return the software versions recorded in a probe's environment; unknown ones are left out."""
     names = {"torch": "torch", "cuda": "CUDA", "nccl": "NCCL", "driver": "driver", "python": "Python", "tula": "tula"}
     if environment.get("device") == "cpu":
         names = {key: name for key, name in names.items() if key in ("torch", "python", "tula")}
@@ -108,7 +108,10 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class TrainingMaterial:
-    """A training; `number` of `count` that the part has beside those of a comparison, this one the newest."""
+    """A training of a part; `count` trainings of the part exist outside its comparison, this one is the newest.
+
+    If all trainings belong to the comparison, `count` is their number.
+    """
 
     part: PartMaterial
     files: TrainingRun
@@ -117,7 +120,7 @@ class TrainingMaterial:
 
     @cached_property
     def rows(self) -> Sequence[Row]:
-        """The rows of its metrics; of the steps of a long training every so many-th."""
+        """Rows of the training's metrics; the steps of a long training are subsampled."""
         return [row for row in self.files.sampled_metrics() if is_placed(row)]
 
     def rows_of_kind(self, *kinds: str) -> list[Row]:
@@ -133,20 +136,23 @@ class TrainingMaterial:
 
     @property
     def began_at(self) -> float | None:
-        """Unix time of its first row or attempt; None where there is neither."""
+        """Unix time of the first row or attempt; None if there is neither."""
         moments = [row["time"] for row in self.rows[:1]] + [attempt.started_at for attempt in self.attempts[:1]]
         return min(moments, default=None)
 
     @property
     def state(self) -> str:
-        """How its job is, as `tula status` has it; done where it has ended well."""
+        """State of the training's job, as in `tula status`; "done" if the training has a summary."""
         if self.summary is not None:
             return "done"
         return next((job.state for job in self.part.now.jobs if job.id == self.task.job), "not submitted")
 
     @property
     def metric(self) -> str:
-        """The metric that judges it: train.best_checkpoint, top1, perplexity, or the loss on the evaluation set."""
+        """The metric that judges the training; the loss on the evaluation set if no preferred metric was logged.
+
+        Preferred are `train.best_checkpoint`, top1 and perplexity, in this order, or the metrics of a script.
+        """
         requested_metric = self.task.spec.train.best_checkpoint.metric
         epochs = self.rows_of_kind("epoch")
         names = (
@@ -160,19 +166,19 @@ class TrainingMaterial:
 
 
 def is_placed(row: Row) -> bool:
-    """Return whether a row says at which sample it is, and at a time that is one: a damaged row may not."""
+    """Return whether a row has a valid sample count and time; a damaged row may not."""
     return isinstance(row.get("samples"), int | float) and isinstance(row.get("time", 0.0), int | float)
 
 
 def get_metric_value(row: Row, metric: str) -> float | None:
-    """Return a metric of an epoch's row, the user's own among them; None where it is not there, or no number."""
+    """Return a metric of an epoch's row, user-defined ones included; None if missing or not a finite number."""
     user_metrics = row.get("metrics")
     value = row.get(metric, user_metrics.get(metric) if isinstance(user_metrics, Mapping) else None)
     return float(value) if isinstance(value, int | float) and abs(value) < float("inf") else None
 
 
 def get_value_at(row: Any, path: str) -> Any:
-    """Return what a row holds under a path like "ags.mean"; None where there is nothing."""
+    """Return the value of a row under a path such as "ags.mean", or None if there is none."""
     for key in path.split("."):
         if not isinstance(row, Mapping):
             return None
@@ -181,7 +187,7 @@ def get_value_at(row: Any, path: str) -> Any:
 
 
 def list_newest_trainings(material: Material) -> list[TrainingMaterial]:
-    """Return the newest training of each part; one of a comparison only where there is no other."""
+    """Return the newest training of each part; one that belongs to a comparison only if there is no other."""
     return [training for part_material in material.own_parts for training in _find_newest_training(part_material)]
 
 
@@ -202,7 +208,7 @@ def _find_newest_training(part_material: PartMaterial) -> Iterator[TrainingMater
 
 @dataclass(frozen=True)
 class GradientCurve:
-    """The logged rows of one training, per epoch and of the Hessian; curves of the same name are averaged."""
+    """The rows one training logged per epoch and for the Hessian; curves with the same name are averaged."""
 
     name: str
     epochs: Sequence[Row]
@@ -211,7 +217,7 @@ class GradientCurve:
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number in such rows: where it is ("ags.mean": mean of the mapping ags), and how it is drawn."""
+    """A number in the rows of a training: its path ("ags.mean": key mean of the mapping ags) and how to draw it."""
 
     key: str
     path: str
@@ -239,7 +245,7 @@ OF_CURVATURE = (
 
 
 def build_gradient_figures(curves: Sequence[GradientCurve], *, prefix: str = "") -> Iterator[Figure]:
-    """Yield what the curves have logged, over the samples seen; `prefix` is of the figures' keys."""
+    """Yield a figure per logged quantity against samples seen; `prefix` is put before the figure keys."""
     for quantity in OF_EPOCHS:
         yield from _draw_quantity(quantity, curves, lambda curve: curve.epochs, prefix)
         if quantity.key == "gradient_change":
@@ -250,7 +256,7 @@ def build_gradient_figures(curves: Sequence[GradientCurve], *, prefix: str = "")
 
 
 def _build_accuracy_figure(curves: Sequence[GradientCurve], prefix: str) -> Iterator[Figure]:
-    """Yield the accuracy over the same samples, where Delta(G) is drawn above it."""
+    """Yield the accuracy against samples seen, if Delta(G) is drawn as well."""
     if not any(make_mean_series(curves, lambda curve: curve.epochs, OF_EPOCHS[1].path)):
         return
     quantity = Quantity("change_accuracy", "top1", "Accuracy beside it", "top-1 (%)", "On the evaluation set, over the same samples as Delta(G).", paper="Figure 6")  # fmt: skip
@@ -279,9 +285,10 @@ def _with_spread(series: Series, rows: Sequence[Row], quantity: Quantity) -> Ser
 def make_mean_series(
     curves: Sequence[GradientCurve], rows: Callable[[GradientCurve], Sequence[Row]], path: str, *, name: str = ""
 ) -> Iterator[Series]:
-    """Yield the mean over trainings of one name of what their rows hold under a path, against samples.
+    """Yield one series per curve name: the mean over trainings of the value under `path`, against samples seen.
 
-    At each place it is over those that have come so far. `name` takes the place of the curves' own.
+    At each sample count the mean covers the trainings that have reached it. `name`, if given, replaces the names of the
+    curves, so that all of them are averaged.
     """
     values_by_name: dict[str, dict[float, list[float]]] = {}
     for curve in curves:
@@ -289,10 +296,10 @@ def make_mean_series(
         for row in rows(curve):
             if is_placed(row) and (value := _as_number(get_value_at(row, path))) is not None:
                 values_by_samples.setdefault(float(row["samples"]), []).append(value)
-    for name_, values_by_samples in values_by_name.items():
+    for series_name, values_by_samples in values_by_name.items():
         points = thin_out(sorted(values_by_samples.items()))
         if points:
-            yield Series(name_, tuple(x for x, _ in points), tuple(fmean(ys) for _, ys in points))
+            yield Series(series_name, tuple(x for x, _ in points), tuple(fmean(ys) for _, ys in points))
 
 
 def _as_number(value: object) -> float | None:
@@ -300,7 +307,7 @@ def _as_number(value: object) -> float | None:
 
 
 def _build_eigenvalue_figure(curves: Sequence[GradientCurve], prefix: str) -> Iterator[Figure]:
-    """Yield the largest eigenvalue of the Hessian beside the gradient norm on the same samples."""
+    """Yield the largest eigenvalue of the Hessian together with the gradient norm on the same samples."""
     named = {"largest eigenvalue": "eigenvalue", "gradient norm": "gradient_norm"}
     several = len({curve.name for curve in curves}) > 1
     series = [
@@ -318,14 +325,14 @@ def _build_eigenvalue_figure(curves: Sequence[GradientCurve], prefix: str) -> It
 
 
 def build_factor_density(curve: GradientCurve, *, key: str, title: str) -> Iterator[Figure]:
-    """Yield how the scaling factors were spread, an epoch a column; nothing where none are logged.
+    """Yield the distribution of the scaling factors, with one column per epoch; nothing if no factors are logged.
 
-    The bins at the ends hold what is beyond all edges. Only the bins between those that hold something are drawn.
+    The outer bins hold the values beyond all edges. Only the range between the first and last non-empty bins is drawn.
     """
     logged = [
-        (float(row["samples"]), counts_)
+        (float(row["samples"]), bin_counts)
         for row in curve.epochs
-        if is_placed(row) and (counts_ := _read_bin_counts(row))
+        if is_placed(row) and (bin_counts := _read_bin_counts(row))
     ]
     logged = [
         entry for entry in logged if entry[1][0] == logged[0][1][0]
@@ -366,7 +373,7 @@ def _are_numbers(values: Any) -> bool:
 # --- Figures of steps
 
 Spreads = Sequence[tuple[float, float, float, float]]
-"""Samples seen, mean, least and largest."""
+"""Rows of samples seen, mean, minimum and maximum."""
 
 CAPTION = (
     "Of every step; of a long training a point is the mean of neighbouring steps, the band their least and largest."
@@ -374,12 +381,12 @@ CAPTION = (
 
 
 def build_step_figures(steps: StepSeries, *, name: str, prefix: str = "") -> Iterator[Figure]:
-    """Yield what a training has kept of its steps, over the samples seen; nothing where it has kept nothing.
+    """Yield figures of the recorded steps of a training against samples seen; nothing if no steps were recorded.
 
     Args:
-        steps: what it has kept.
-        name: of the curves.
-        prefix: of the figures' keys.
+        steps: recorded steps.
+        name: name of the curves.
+        prefix: prefix of the figure keys.
     """
     quantities = (
         ("gradient_norm", "Gradient norm", "norm of the gradient", "Figure 5", (steps.norm, steps.norm_low, steps.norm_high)),
@@ -397,7 +404,10 @@ def build_step_figures(steps: StepSeries, *, name: str, prefix: str = "") -> Ite
 
 
 def join_neighbours(rows: Spreads) -> Spreads:
-    """Return at most `MAX_POINTS` rows: neighbours become one, with the least and the largest of them, so that no spike is lost."""
+    """Return at most `MAX_POINTS` rows by merging neighbours.
+
+    A merged row keeps the minimum and maximum of its group, so that no spike is lost.
+    """
     size = -(-len(rows) // MAX_POINTS)
     groups = [rows[at : at + size] for at in range(0, len(rows), size)]
     return [(group[-1][0], fmean(row[1] for row in group), min(row[2] for row in group), max(row[3] for row in group)) for group in groups]  # fmt: skip

@@ -1,4 +1,4 @@
-"""A report as CSV, Markdown and LaTeX."""
+"""Export of a report as CSV, Markdown and LaTeX."""
 
 import csv
 import io
@@ -14,12 +14,12 @@ from tula_cli.words import escape_spreadsheet_cell, format_number
 
 
 def format_column_title(column: Column) -> str:
-    """Return the title of a column, with its unit."""
+    """Return the title of a column with its unit."""
     return f"{column.title} ({column.unit})" if column.unit and column.title else column.title or column.unit
 
 
 def format_cell(cell: Cell, column: Column) -> str:
-    """Return a cell as text; what is not known is a dash."""
+    """Format a cell as text; unknown values become a dash."""
     if cell is None:
         return "-"
     if isinstance(cell, float):
@@ -35,21 +35,22 @@ def format_rows(table: Table) -> Sequence[tuple[str, ...]]:
 
 
 def list_row_signs(table: Table) -> Sequence[str]:
-    """Return the sign of each row: * chosen, + on the front, else nothing; none at all where no row has one."""
+    """Return the sign of each row: * chosen, + on the Pareto front, else empty; an empty list if no row is marked."""
     signs = {"chosen": "*", "front": "+"}
     return [signs.get(mark, "") for mark in table.marks] if any(table.marks) else []
 
 
 def explain_signs(table: Table) -> str:
-    """Say what the signs of rows are; empty where there are none."""
-    return "* chosen" if "chosen" in table.marks else ""
+    """Return the legend of the row signs; empty if no row is marked."""
+    legend = {"chosen": "* chosen", "front": "+ on the Pareto front"}
+    return ", ".join(text for mark, text in legend.items() if mark in table.marks)
 
 
 # --- CSV
 
 
 def render_csv_files(document: Document) -> dict[str, str]:
-    """Return the CSV of each table and figure of a report, by its key."""
+    """Return the CSV text of each table and figure of a report, by its key."""
     texts: dict[str, str] = {}
     for section in document.sections:
         for table in section.tables:
@@ -60,13 +61,13 @@ def render_csv_files(document: Document) -> dict[str, str]:
 
 
 def _choose_free_name(name: str, taken: Mapping[str, str]) -> str:
-    """Return a name that is not taken yet."""
+    """Return `name`, with a number appended if the name is already taken."""
     names = (name, *(f"{name}_{number}" for number in range(2, len(taken) + 3)))
     return next(candidate for candidate in names if candidate not in taken)
 
 
 def render_csv(document: Document) -> str:
-    """Return all of them as one text: a line "# key: title" before each, and an empty one after it."""
+    """Return all tables and figures as one CSV text: "# key: title" before each, an empty line after it."""
     titles = [
         title
         for section in document.sections
@@ -79,7 +80,7 @@ def render_csv(document: Document) -> str:
 
 
 def list_table_rows(table: Table) -> Iterator[Sequence[Cell]]:
-    """Yield the head and the rows of a table; numbers are whole, and what is not known is empty."""
+    """Yield the header and the rows of a table; numbers are not rounded, and unknown values remain None."""
     marks = table.marks if any(table.marks) else ()
     yield [*(format_column_title(column) for column in table.columns), *(["mark"] if marks else [])]
     for place, row in enumerate(table.rows):
@@ -87,7 +88,7 @@ def list_table_rows(table: Table) -> Iterator[Sequence[Cell]]:
 
 
 def list_figure_rows(figure: Figure) -> Iterator[Sequence[Cell]]:
-    """Yield what is drawn: a row a point and a mark, or a row a cell of a density."""
+    """Yield the data of a figure: one row per point and per mark, or one row per cell of a density."""
     if figure.density is not None:
         yield from _list_density_rows(figure)
         return
@@ -131,7 +132,7 @@ def _render_csv_rows(rows: Iterable[Sequence[Cell]]) -> str:
 
 
 def render_markdown(document: Document) -> str:
-    """Return a report as Markdown (GitHub's, for its tables); a figure is its data, see `--csv` and `--svg`."""
+    """Return a report as GitHub-flavoured Markdown; figures are described by caption, see `--csv` and `--svg`."""
     return "\n".join(_render_markdown_lines(document)) + "\n"
 
 
@@ -185,7 +186,7 @@ def _render_markdown_table(table: Table) -> Iterator[str]:
 
 
 def render_markdown_rows(table: Table) -> Iterator[str]:
-    """Yield the lines of a table, its head first."""
+    """Yield the Markdown lines of a table, starting with its header."""
     signs = list_row_signs(table)
     heads = [*([""] if signs else []), *(format_column_title(column) for column in table.columns)]
     yield f"| {' | '.join(map(_escape_markdown, heads))} |"
@@ -203,9 +204,9 @@ def _render_markdown_figure(figure: Figure) -> str:
 
 
 def _escape_markdown(words: str) -> str:
-    r"""Return words in which nothing is taken for markup: ``*``, ``_``, brackets, tags of HTML; and lines are one.
+    r"""Escape text for Markdown (``*``, ``_``, brackets, HTML tags) and join its lines into one.
 
-    ``<`` is an entity: some readers of Markdown know no escaped one.
+    ``<`` becomes an entity, because some Markdown readers do not support a backslash before it.
     """
     line = " ".join(words.split()).replace("&", "&amp;").replace("<", "&lt;")
     return re.sub(r"([\\`*_\[\]>#|])", r"\\\1", line)
@@ -219,18 +220,21 @@ LATEX_ESCAPES = {
     '"': r"\textquotedbl{}", "±": r"$\pm$", "×": r"$\times$", "·": r"$\cdot$", "–": "--", "—": "---", "δ": r"$\delta$",
     "Δ": r"$\Delta$", "≤": r"$\le$", "≥": r"$\ge$", "µ": r"$\mu$", "€": "EUR", "…": r"\ldots{}",
 }  # fmt: skip
-"""Characters with a meaning in LaTeX (a star or a bracket that begins a row, too), or that its standard fonts lack."""
+"""LaTeX escapes of special characters, also at the start of a row, and of those missing in standard fonts."""
 WIDE_TABLE = 9
-"""Columns from which on a table is set small, and turned where it has many more."""
+"""Number of columns from which a table is set in script size."""
 
 
 def render_latex(document: Document) -> str:
-    """Return a report as a whole LaTeX document: plain tabular, class article."""
+    """Return a report as a complete LaTeX document (class article, plain tabular)."""
     return "\n".join(_render_latex_lines(document)) + "\n"
 
 
 def escape_latex(words: str) -> str:
-    """Return words as LaTeX sets them; letters that its standard fonts lack lose their accents, others become a question mark."""
+    """Escape text for LaTeX.
+
+    Letters missing in its standard fonts lose their accents; other unsupported characters become a question mark.
+    """
     words = " ".join(words.split()).replace('"', "''")
     return "".join(LATEX_ESCAPES.get(letter) or _escape_letter(letter) for letter in words)
 
@@ -286,7 +290,7 @@ def _render_latex_facts(facts: Sequence[Fact]) -> Iterator[str]:
 
 
 def render_latex_table(table: Table) -> Iterator[str]:
-    """Yield a table with its caption, as LaTeX."""
+    """Yield the LaTeX lines of a table with its caption."""
     signs = list_row_signs(table)
     heads = [*([""] if signs else []), *(format_column_title(column) for column in table.columns)]
     bars = "l" * bool(signs) + "".join("l" if column.align == "left" else "r" for column in table.columns)
@@ -308,7 +312,7 @@ def render_latex_table(table: Table) -> Iterator[str]:
 
 
 def _render_latex_head(words: str, *, left: bool) -> str:
-    """Return the head of a column, in short lines."""
+    """Return the title of a column, broken into short lines."""
     lines = [escape_latex(line) for line in textwrap.wrap(words, 10, break_long_words=False, break_on_hyphens=False)]
     broken = r"\\".join(lines)
     return (

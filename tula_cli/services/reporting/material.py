@@ -1,4 +1,4 @@
-"""The data of a report: a run read once, its models fitted once, and the choice."""
+"""The data of a report, collected once: the records of a run, its fitted models and the choice."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,12 +24,12 @@ from tula_cli.services.status import ACTIVE, RunStatus
 from tula_cli.spec.job import JobSpec
 
 MIN_RELATIVE_CHANGE = 0.005
-"""Share by which two forecasts differ that are told as one."""
+"""Largest relative difference at which two forecasts count as equal."""
 
 
 @dataclass(frozen=True)
 class PartMaterial:
-    """The records and status of one part of a run: a type of node, or another length of text."""
+    """The records and status of one part of a run: one node type or one sequence length."""
 
     part: Part
     look: Snapshot
@@ -37,12 +37,12 @@ class PartMaterial:
 
     @property
     def name(self) -> str:
-        """Its type of node, or length; empty where the job names none."""
+        """Node type or sequence length of the part; empty if the job names neither."""
         return self.part.name or ""
 
     @property
     def measured(self) -> list[Measured]:
-        """Its probes that ran, by nodes and local batch."""
+        """The successful probes of the part."""
         return [result for result in self.look.results if isinstance(result, Measured)]
 
     @property
@@ -52,10 +52,11 @@ class PartMaterial:
 
 @dataclass(frozen=True)
 class Material:
-    """A run as a report sees it.
+    """All data of a run that a report uses.
 
-    `kept` is the answer that `tula train` takes. `answer` is what the probes say now of all configurations, without the
-    limits of a question, for limits hide nothing of a curve; None where they tell none, and `unanswered` says why.
+    `kept` is the stored recommendation, which `tula train` uses. `answer` is the current recommendation over all
+    configurations, without the limits of the stored question so that no part of a curve is hidden; it is None if the
+    probes do not allow a recommendation, and `unanswered` explains why.
     """
 
     run: RunDir
@@ -68,7 +69,7 @@ class Material:
 
     @property
     def own_parts(self) -> list[PartMaterial]:
-        """The parts that train: of a job with other lengths of text those at its own."""
+        """The parts that can train: those at the job's own sequence length."""
         return [part_material for part_material in self.parts if part_material.part.length is None]
 
     @property
@@ -77,7 +78,7 @@ class Material:
 
     @cached_property
     def choice(self) -> Prediction | None:
-        """The choice, with its current prediction."""
+        """The chosen configuration, with its current prediction if there is one; None without any recommendation."""
         if self.kept is None:
             return None if self.answer is None else self.answer.recommendation.choice
         return self._current_prediction(self.kept.choice) or self.kept.choice
@@ -92,24 +93,24 @@ class Material:
 
     @property
     def has_other_question(self) -> bool:
-        """Whether the kept answer has limits, or settings by `--set`, that `answer` has not."""
+        """Whether the stored recommendation has limits or `--set` overrides that `answer` does not have."""
         return self.kept is not None and bool(self.kept.options or self.kept.overrides)
 
     @property
     def shown_recommendation(self) -> Recommendation | None:
-        """The answer that is told: the kept one, else that of now."""
+        """The recommendation to show: the stored one, otherwise the current one."""
         return self.kept or (None if self.answer is None else self.answer.recommendation)
 
     @property
     def has_changed(self) -> bool:
-        """Whether what is forecast for the choice now is another time than the kept answer has, as trainings have taught."""
+        """Whether the choice's current forecast differs from the stored one, as new measurements exist."""
         if self.kept is None or self.choice is None:
             return False
         return abs(self.choice.hours / self.kept.choice.hours - 1) > MIN_RELATIVE_CHANGE
 
     @property
     def changed_choice(self) -> Prediction | None:
-        """The choice that the same question has now, if it is another configuration than the stored one."""
+        """The current choice for the stored question, if it is another configuration than the stored one."""
         if self.kept is None or self.answer is None or self.has_other_question:
             return None
         current_choice = self.answer.recommendation.choice
@@ -117,14 +118,14 @@ class Material:
 
     @cached_property
     def rows(self) -> tuple[Prediction, ...]:
-        """The configurations that are drawn, on the market of the choice: all of some hundreds, else what is worth a look."""
+        """The configurations to draw, on the market of the choice."""
         if self.answer is None or self.choice is None:
             return ()
         return tuple(row for row in self.answer.with_drawn_rows().rows if row.market == self.choice.market)
 
     @property
     def choice_measurements(self) -> TypeMeasurements | None:
-        """The fitted models of the choice's type of node."""
+        """The fitted models of the choice's node type."""
         if self.answer is None or self.choice is None:
             return None
         return next(
@@ -133,7 +134,7 @@ class Material:
         )
 
     def forecast(self, places: Sequence[Config]) -> list[Prediction]:
-        """Return what is known of configurations on the choice's type of node and market; those of which nothing is are left out."""
+        """Predict configurations on the choice's node type and market; those without a prediction are left out."""
         measurements, choice = self.choice_measurements, self.choice
         if measurements is None or choice is None:
             return []
@@ -148,7 +149,11 @@ class Material:
 
     @cached_property
     def knee(self) -> int | None:
-        """The batch at the knee of time against batch, over all that is feasible on the choice's type of node; None without one."""
+        """The batch at the knee of time against batch size, over the feasible configurations of the choice's node type.
+
+        If the forecast is held up by an effect outside the models, only measured configurations count. None if there is
+        no choice or no knee.
+        """
         measurements, choice = self.choice_measurements, self.choice
         if measurements is None or choice is None or self.answer is None:
             return None
@@ -169,12 +174,12 @@ def _get_configuration(row: Prediction) -> tuple[str, int, int, str]:
 
 
 def gather_material(run: RunDir, spec: JobSpec, launcher_for: Callable[[JobSpec], Launcher], *, now: float) -> Material:
-    """Look at a run once, and fit its models once.
+    """Read a run and fit its models.
 
     Args:
         run: the run.
-        spec: its job.
-        launcher_for: knows whether jobs are under way.
+        spec: job of the run.
+        launcher_for: returns the launcher of a job, which knows whether jobs are active.
         now: Unix time.
 
     Raises:
@@ -194,7 +199,7 @@ def gather_material(run: RunDir, spec: JobSpec, launcher_for: Callable[[JobSpec]
 def _recommend_now(
     run: RunDir, spec: JobSpec, parts: Sequence[PartMaterial], stored: Recommendation | None, *, now: float
 ) -> tuple[Answer | None, str]:
-    """Return what the probes say of every configuration, by the kept question's objective; else why they say nothing."""
+    """Recommend from the current probes by the stored objective, else by the knee; return the answer or the reason."""
     pending = {
         part_material.part.type: sum(
             job.total - job.done for job in part_material.now.jobs if job.kind == "probe" and job.state in ACTIVE
@@ -214,5 +219,5 @@ def _recommend_now(
 
 
 def describe_error(error: TulaError) -> str:
-    """Return what is wrong and what to do about it, in one line."""
+    """Return the message and the hint of an error in one line."""
     return f"{error.message}; {error.hint}" if error.hint else error.message

@@ -1,4 +1,4 @@
-"""`tula report`: what a run has found, as one document."""
+"""`tula report`: the results of a run as one document."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -29,12 +29,12 @@ from tula_cli.words import (
 def build_run_report(
     run: RunDir, spec: JobSpec, launcher_for: Callable[[JobSpec], Launcher], *, now: float
 ) -> Document:
-    """Return the report of a run.
+    """Build the report of a run.
 
     Args:
         run: the run.
-        spec: its job.
-        launcher_for: knows whether jobs are under way.
+        spec: job of the run.
+        launcher_for: returns the launcher of a job, which knows whether jobs are active.
         now: Unix time.
 
     Raises:
@@ -44,7 +44,7 @@ def build_run_report(
 
 
 def build_document(material: Material) -> Document:
-    """Return what was seen of a run as a document; sections of which there is nothing say why."""
+    """Build the report from the material of a run; sections without content explain why."""
     all_sections = (
         sections.build_choice_section(material),
         sections.build_scaling_section(material),
@@ -70,7 +70,7 @@ def build_document(material: Material) -> Document:
 
 
 def _describe_question(material: Material) -> str:
-    """Return what was asked, in a line."""
+    """Return the question that the run answers, in one line."""
     spec, recommendation = material.spec, material.shown_recommendation
     nodes = sorted({count for part_material in material.own_parts for count in part_material.part.spec.search.nodes})
     counts = f"{', '.join(map(str, nodes))} {'node' if nodes == [1] else 'nodes'}" if len(nodes) <= 8 else f"{nodes[0]} to {format_count(nodes[-1])}"  # fmt: skip
@@ -84,7 +84,7 @@ def _describe_question(material: Material) -> str:
 
 
 def _describe_answer(material: Material) -> str:
-    """Return the choice with its time and cost, and what the training came to, in a line."""
+    """Return the choice with its time and cost, and the state or result of each part's newest training, in one line."""
     recommendation = material.shown_recommendation
     sentences = [
         f"Not known yet: {material.unanswered}."
@@ -167,7 +167,7 @@ def _describe_hardware(probes: Sequence[Measured], gpus_per_node: int) -> str:
 
 
 def _make_code_fact(material: Material) -> Fact | None:
-    """Return the state of the user's own code; None where the job names none, or git knows none."""
+    """Return the commit of the user's code; None if no code was recorded or it has no git commit."""
     names = [task.code for part_material in material.own_parts for task in part_material.look.tasks if task.code]
     snapshot = material.run.code(names[-1]) if names else None
     if snapshot is None or not snapshot.commit:

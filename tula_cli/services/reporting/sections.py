@@ -1,4 +1,4 @@
-"""The sections of a report, in its order: each from the data of the report to text, tables and figures."""
+"""The sections of a report in their order; each turns the report's data into text, tables and figures."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -65,7 +65,7 @@ CHOICE_KEY, CHOICE_TITLE = "choice", "What was chosen"
 
 
 def build_choice_section(material: Material) -> Section:
-    """Return the choice with its reason, and the table of what was possible."""
+    """Build the section of the choice: the reason for it, and the table of configurations."""
     recommendation, choice = material.shown_recommendation, material.choice
     if recommendation is None or choice is None:
         return Section(CHOICE_KEY, CHOICE_TITLE, missing=f"nothing is chosen: {material.unanswered}")
@@ -95,7 +95,7 @@ def _describe_time(row: Prediction) -> str:
 
 
 def _list_extra_sentences(material: Material, recommendation: Recommendation) -> Iterator[str]:
-    """Yield what else is worth a sentence of a choice."""
+    """Yield further sentences on the choice: same progress, the other market, OOM fallback and accuracy."""
     progress, other_market, fallback = (
         recommendation.choice.same_progress,
         recommendation.other_market,
@@ -139,7 +139,7 @@ def _list_choice_facts(recommendation: Recommendation) -> Iterator[Fact]:
 
 
 def _build_possible_table(rows: Sequence[Prediction], choice: Prediction, currency: str) -> Table:
-    """Return the table of configurations, fastest first."""
+    """Build the table of configurations, in the order of `rows`."""
     to_unit, unit = choose_hours_unit(row.hours for row in rows)
     to_size, size = choose_bytes_unit(row.peak_memory for row in rows)
     caveats = Caveats.among_rows(rows, choice)
@@ -181,12 +181,12 @@ def _build_possible_table(rows: Sequence[Prediction], choice: Prediction, curren
 
 
 def describe_basis(row: Prediction) -> str:
-    """Return what the step time of a configuration rests on, in a word or two."""
+    """Return the basis of a configuration's step time: measured, trained or predicted."""
     return "measured" if row.measured else "trained" if row.trained else "predicted"
 
 
 def _build_time_parts_tables(choice: Prediction) -> Iterator[Table]:
-    """Yield where the time of the training goes, as far as that is forecast."""
+    """Yield a table of the predicted training time by component; nothing if there is no such prediction."""
     parts = choice.parts
     if parts is None:
         return
@@ -201,7 +201,7 @@ def _build_time_parts_tables(choice: Prediction) -> Iterator[Table]:
 
 
 def _build_length_tables(recommendation: Recommendation) -> Iterator[Table]:
-    """Yield what the job takes at other lengths of text."""
+    """Yield a table of batches and throughput at other sequence lengths."""
     if not recommendation.lengths:
         return
     columns = (Column("length"), Column("padding", "%", digits=3), Column("largest batch"), Column("fastest batch"),
@@ -230,7 +230,7 @@ SCALING_KEY, SCALING_TITLE = "scaling", "Scaling"
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """One number of nodes of a study; speed-up and efficiency are against its fewest nodes, which count as ideal."""
+    """One node count of a scaling study; speed-up and efficiency are relative to its smallest node count."""
 
     row: Prediction
     gpus: int  # of all nodes
@@ -243,19 +243,19 @@ class ScalingPoint:
 
 @dataclass(frozen=True)
 class ScalingStudy:
-    """Throughput against nodes: of one global batch (strong) or one local batch (weak), fewest nodes first."""
+    """Throughput against nodes at one global batch (strong) or one local batch (weak), fewest nodes first."""
 
     fixed: int  # the batch, global or local
     points: tuple[ScalingPoint, ...]
 
 
 def build_study(rows: Iterable[Prediction], *, fixed: int, gpus_per_node: int) -> ScalingStudy:
-    """Return a scaling study of forecasts at different numbers of nodes.
+    """Build a scaling study from predictions at different node counts.
 
     Args:
-        rows: all at one global batch, or all at one local batch.
+        rows: predictions, all at one global batch or all at one local batch.
         fixed: that batch.
-        gpus_per_node: of each of them.
+        gpus_per_node: GPUs per node of every prediction.
     """
     sorted_rows = sorted(rows, key=lambda row: row.nodes)
     if not sorted_rows:
@@ -272,7 +272,10 @@ def build_study(rows: Iterable[Prediction], *, fixed: int, gpus_per_node: int) -
 
 
 def build_studies_of_choice(material: Material) -> tuple[ScalingStudy, ScalingStudy] | None:
-    """Return the strong and the weak scaling around the choice, over the nodes of the search; None where nothing is known."""
+    """Return the strong and the weak scaling study around the choice, over the node counts of the search.
+
+    None if there is no choice or its models are unknown.
+    """
     measurements, choice = material.choice_measurements, material.choice
     if measurements is None or choice is None:
         return None
@@ -287,7 +290,7 @@ def build_studies_of_choice(material: Material) -> tuple[ScalingStudy, ScalingSt
 
 
 def build_scaling_section(material: Material) -> Section:
-    """Return the two tables, and throughput, speed-up and efficiency against nodes."""
+    """Build the scaling section: two tables, and figures of throughput, speed-up and efficiency against nodes."""
     both_studies, choice = build_studies_of_choice(material), material.choice
     if both_studies is None or choice is None:
         return Section(SCALING_KEY, SCALING_TITLE, missing=f"no scaling is known: {material.unanswered}")
@@ -317,13 +320,13 @@ def build_scaling_section(material: Material) -> Section:
 
 
 def _list_scaling_caveats(point: ScalingPoint) -> list[str]:
-    """Return what the figures of a point leave open."""
+    """Return the caveats of a scaling point."""
     names = ["wide_interval"] * is_too_wide(point.row.step_low, point.row.step_high)
     return [*names, *["efficiency_above_110"] * (point.efficiency > HIGHEST_EFFICIENCY)]
 
 
 def build_scaling_table(study: ScalingStudy, key: str, title: str, choice: Prediction, currency: str) -> Table:
-    """Return a study as a table, one row a number of nodes."""
+    """Build the table of a scaling study, with one row per node count."""
     to_unit, unit = choose_hours_unit(point.row.hours for point in study.points)
     notes = [_list_scaling_caveats(point) for point in study.points]
     priced = is_priced([point.row for point in study.points], currency)
@@ -432,7 +435,7 @@ INTERVALS = "Filled markers are measured, open ones predicted; bars are 90 % int
 
 
 def build_time_and_cost_section(material: Material) -> Section:
-    """Return time of the training and of an epoch, and cost, against the batch, and cost against time."""
+    """Build the section of time and cost: time of the training and of an epoch and cost by batch, cost by time."""
     choice, rows = material.choice, material.rows
     if choice is None or not rows:
         return Section(TIME_AND_COST_KEY, TIME_AND_COST_TITLE, missing=f"no curve is known: {material.unanswered}")
@@ -454,11 +457,14 @@ def build_time_and_cost_section(material: Material) -> Section:
 
 
 Value = Callable[[Prediction], tuple[float, float | None, float | None]]
-"""Of a configuration: a value and the ends of its 90 % interval."""
+"""A value of a configuration with the lower and upper end of its 90 % interval."""
 
 
 def _build_value_curves(rows: Sequence[Prediction], value: Value, choice: Prediction) -> Iterator[Series]:
-    """Yield a curve for each type and number of nodes; of many that of the choice, and one of the best of each batch."""
+    """Yield one curve per node type and node count.
+
+    If there are more than `MAX_CURVES`, yield only the best of each batch and the curve of the choice.
+    """
     kinds = sorted({(row.type, row.nodes) for row in rows})
     if len(kinds) > MAX_CURVES:
         kinds = [(choice.type, choice.nodes)]
@@ -507,7 +513,7 @@ def _build_time_figure(material: Material, choice: Prediction) -> Figure:
 
 
 def _build_epoch_figure(material: Material, choice: Prediction) -> Iterator[Figure]:
-    """Yield the time that the steps of an epoch take, without what is beside them."""
+    """Yield the figure of the time of an epoch's steps, without evaluation and checkpoints."""
     sizes = (
         {measurements.type: measurements.forecast.dataset_size for measurements in material.answer.all_measurements}
         if material.answer
@@ -588,7 +594,7 @@ HOW_TO_MEASURE = "tula profile measures"
 
 
 def build_measured_section(material: Material) -> Section:
-    """Return every probe, those that did not run among them."""
+    """Build the table of all probes, including failed ones."""
     tables = [_build_probe_table(part_material) for part_material in material.parts if part_material.look.results]
     if not tables:
         return Section(*MEASURED, missing=f"no probe has a result: {HOW_TO_MEASURE}")
@@ -639,7 +645,7 @@ def _build_probe_table(part_material: PartMaterial) -> Table:
 
 
 def _compute_step_interval(probe: Measured) -> tuple[float | None, float | None]:
-    """Return the ends of the 90 % interval of a probe's step time (ms); None of a few steps."""
+    """Return the 90 % interval of a probe's step time in ms, or (None, None) if it has too few steps."""
     middle, error = compute_trimmed_mean(probe.step_times), compute_standard_error(probe.step_times)
     if error == float("inf"):
         return None, None
@@ -647,9 +653,9 @@ def _compute_step_interval(probe: Measured) -> tuple[float | None, float | None]
 
 
 def _list_step_parts(probe: Measured) -> tuple[float | None, float | None, float | None]:
-    """Return compute, exposed synchronisation and input of a step (seconds), which are the step together; None where not told.
+    """Return compute, exposed synchronisation and input time of a step (seconds), which add up to the step time.
 
-    Where a part alone is not told the rest is not told either, but for a job on one GPU, which synchronises with nobody.
+    Unknown parts are None. If synchronisation or input is unknown, so is compute; on a single GPU synchronisation is 0.
     """
     step, wait = compute_trimmed_mean(probe.step_times), probe.data_wait
     sync = 0.0 if probe.sync_time is None and probe.nodes * probe.gpus_per_node == 1 else probe.sync_time
@@ -660,7 +666,7 @@ def _list_step_parts(probe: Measured) -> tuple[float | None, float | None, float
 
 
 def build_parts_section(material: Material) -> Section:
-    """Return the parts of a step by configuration."""
+    """Build the section that shows the parts of a step by configuration."""
     if not material.measured:
         return Section(*WHERE, missing=f"no step was measured: {HOW_TO_MEASURE}")
     figures = [
@@ -699,7 +705,10 @@ def _build_parts_figure(material: Material, part_material: PartMaterial) -> Iter
 
 
 def _select_probes_shown(material: Material, probes: Sequence[Measured]) -> list[Measured]:
-    """Return what is drawn: all of few probes, else those on the choice's nodes, at its local batch, and the first ones."""
+    """Select the probes to draw: all of them up to `MAX_BARS`.
+
+    Of more, those at the choice's node count or local batch come first, then the others in their order.
+    """
     if len(probes) <= MAX_BARS:
         return list(probes)
     choice = material.choice
@@ -717,7 +726,7 @@ MEMORY_COMPONENTS = ("parameters", "gradients", "optimizer", "factors", "batch",
 
 
 def build_memory_section(material: Material) -> Section:
-    """Return memory against the local batch on the choice's nodes."""
+    """Build the section of memory against the local batch on the choice's nodes."""
     measurements, choice = material.choice_measurements, material.choice
     if measurements is None or choice is None:
         why = material.unanswered
@@ -741,7 +750,7 @@ def build_memory_section(material: Material) -> Section:
 
 
 def _list_drawn_sizes(measurements: TypeMeasurements, nodes: int) -> list[int]:
-    """Return the local batches that are drawn: of the candidates on a number of nodes, and those that were measured."""
+    """Return the local batches to draw: those of the candidates on `nodes` nodes, and the measured ones."""
     gpus = measurements.part.spec.cluster.gpus_per_node
     sizes = {config.local_batch(gpus) for config in measurements.forecast.candidates([nodes])}
     return sorted({*sizes, *(local for _, local in measurements.forecast.probes)})
@@ -806,7 +815,7 @@ def _make_stacked_series(
 
 
 def _build_error_tables(model: MemoryModel, probes: Sequence[Measured]) -> Iterator[Table]:
-    """Yield what the model says of each measured peak."""
+    """Yield a table that compares the memory model with each measured peak."""
     if not probes:
         return
     factor, unit = choose_bytes_unit(probe.memory.peak for probe in probes)
@@ -832,7 +841,7 @@ VALIDATION_KEY, VALIDATION_TITLE = "predictions", "How well it predicts"
 
 
 def build_cross_validation_section(material: Material) -> Section:
-    """Return what each search would have said of the probes that it does not take."""
+    """Build the section of prediction errors: each search strategy judged by the probes that it does not use."""
     measurements = material.choice_measurements
     if measurements is None:
         return Section(VALIDATION_KEY, VALIDATION_TITLE, missing=f"nothing is predicted: {material.unanswered}")
@@ -885,7 +894,7 @@ def _build_validation_figure(validations: tuple[Validation, ...]) -> Figure:
 
 
 def _fit_figures(material: Material, type_measurements: TypeMeasurements) -> Iterator[Figure]:
-    """Yield what was measured on the choice's nodes beside the fits to all probes and to those of the partial search."""
+    """Yield measured step times on the choice's nodes, with the fits to all probes and to the partial search's."""
     choice, forecast = material.choice, type_measurements.forecast
     assert choice is not None  # of which `own` is
     spec, gpus, nodes = type_measurements.part.spec, type_measurements.part.spec.cluster.gpus_per_node, choice.nodes
@@ -938,7 +947,7 @@ PROGRESS_KEY, PROGRESS_TITLE = "same_progress", "Gradient noise and the same pro
 
 
 def build_same_progress_section(material: Material) -> Section:
-    """Return the noise scale, how it went over the training, and the time to the same progress by batch."""
+    """Build the section of the gradient noise scale, its course over training, and the time to the same progress."""
     if material.answer is None or material.choice is None:
         return Section(PROGRESS_KEY, PROGRESS_TITLE, missing=f"no gradient noise is known: {material.unanswered}")
     noise, trained = (
@@ -982,7 +991,7 @@ def _describe_scale(noise: Noise) -> str:
 
 
 def _list_noise_rows(material: Material) -> list[dict[str, Any]]:
-    """Return what the newest training has measured of its noise, by epoch."""
+    """Return the noise rows of the first part with a training that has measured a positive noise scale."""
     for part_material in material.own_parts:
         if part_material.now.training is not None:
             rows = part_material.look.training(part_material.now.training.signature).sampled_metrics()
@@ -1016,7 +1025,7 @@ def _require_progress(row: Prediction) -> SameProgress:
 
 
 def _list_progress_caveats(material: Material, row: Prediction) -> list[str]:
-    """Return what the figures of a batch on the way to the same progress leave open."""
+    """Return the caveats on a batch's time to the same progress."""
     names = [] if material.choice is None else Caveats.among_rows([row], material.choice).caveats_of(row)
     wide = is_too_wide(_require_progress(row).hours_low, _require_progress(row).hours_high)
     return [*["wide_interval"] * wide, *(name for name in names if name == "progress_within_noise")]
@@ -1088,7 +1097,7 @@ METRIC_UNITS = {"top1": "top-1 (%)", "eval_loss": "loss"}
 
 
 def build_training_section(material: Material) -> Section:
-    """Return the newest training of each type of node."""
+    """Build the section of the newest training of each part."""
     trainings = list_newest_trainings(material)
     if not trainings:
         return Section(TRAINING_KEY, TRAINING_TITLE, missing=HOW_TO_TRAIN)
@@ -1127,7 +1136,7 @@ def _describe_training(training: TrainingMaterial) -> Iterator[str]:
 
 
 def _describe_progress(training: TrainingMaterial) -> str:
-    """Say how far a training is that has not ended."""
+    """Describe the progress of an unfinished training; empty if the part's status is about another training."""
     training_status = training.part.now.training
     if training_status is None or training_status.signature != training.task.signature:
         return ""
@@ -1183,7 +1192,7 @@ def _build_training_tables(training: TrainingMaterial) -> Iterator[Table]:
 
 
 def _build_predicted_against_actual(training: TrainingMaterial, end: Summary) -> Table:
-    """Return what was predicted beside what came of it; errors are of the prediction, shares of the actual value."""
+    """Build the table of predicted and actual values; errors are relative to the actual value."""
     divisor, unit = choose_time_unit(3600 * end.actual_hours)
     comparisons: list[tuple[str, str, float | None, float | None, float]] = [
         ("step time", "ms", end.predicted_step, end.actual_step, 1000),
@@ -1193,12 +1202,12 @@ def _build_predicted_against_actual(training: TrainingMaterial, end: Summary) ->
         ("energy", "kWh", end.predicted_kwh, end.actual_kwh, 1),
     ]
     rows: list[tuple[Cell, ...]] = []
-    for name, unit_, predicted, actual, factor in comparisons:
+    for name, quantity_unit, predicted, actual, factor in comparisons:
         if predicted is None and actual is None:
             continue
         error = None if predicted is None or not actual else 100 * (predicted - actual) / actual
         predicted_value, actual_value = (None if value is None else value * factor for value in (predicted, actual))
-        rows.append((name, unit_, predicted_value, actual_value, error))
+        rows.append((name, quantity_unit, predicted_value, actual_value, error))
     columns = (Column("", align="left"), Column("unit", align="left"), Column("predicted", digits=3), Column("actual", digits=3), Column("error", "%", digits=3))  # fmt: skip
     counted = "" if end.counted is None else f" Energy was counted over {format_percent(end.counted)} % of the time."
     caption = f"Errors are those of the prediction, as shares of the actual value.{counted}"
@@ -1208,7 +1217,7 @@ def _build_predicted_against_actual(training: TrainingMaterial, end: Summary) ->
 
 
 def _list_time_parts(end: Summary) -> Iterator[tuple[str, float | None, float | None]]:
-    """Yield where the time went (seconds): the name of each part that there is, predicted and actual."""
+    """Yield the non-empty parts of the training time (seconds): name, predicted and actual value."""
     if end.actual_parts is None:
         return
     names = {"steps": "steps", "data": "of them waiting for data", "evaluation": "evaluation", "checkpoints": "checkpoints",
@@ -1235,7 +1244,7 @@ def _build_attempts_table(training: TrainingMaterial) -> Table:
 
 
 def build_training_figures(training_material: TrainingMaterial, *, suffix: str) -> Iterator[Figure]:
-    """Yield the curves of a training, those of which it has told something; `suffix` tells their keys from those of other parts."""
+    """Yield the figures of a training for the data it has logged; `suffix` is appended to their keys."""
     for axis in _choose_metric_axes(training_material):
         for figure in (*axis.loss(training_material), *axis.metric(training_material)):
             yield _with_suffix(figure, suffix)
@@ -1261,12 +1270,12 @@ def _choose_metric_axes(training_material: TrainingMaterial) -> "list[_MetricAxi
 
 
 class _MetricAxis:
-    """The horizontal axis of curves.
+    """Horizontal axis of the figures of a training.
 
     Args:
-        key: for the keys of the figures.
-        label: of the axis.
-        place: of a row.
+        key: name of the axis in figure keys.
+        label: label of the axis.
+        place: returns the position of a row on the axis.
     """
 
     def __init__(self, key: str, label: str, place: Place) -> None:
@@ -1277,14 +1286,14 @@ class _MetricAxis:
     def series(
         self, name: str, rows: Sequence[Row], value: Callable[[Row], float | None], style: str = "line"
     ) -> Iterator[Series]:
-        """Yield the curve of what rows tell; nothing where they tell nothing."""
+        """Yield the curve of a value over the rows that have it; nothing if no row does."""
         points = thin_out([(self.place(row), number) for row in rows if (number := value(row)) is not None])
         if points:
             xs, ys = zip(*points, strict=True)
             yield Series(name, xs, ys, style=style)  # type: ignore[arg-type]
 
     def starts(self, training_material: TrainingMaterial) -> tuple[Mark, ...]:
-        """Return where attempts began after the first one, and where the batch changed."""
+        """Return marks at the starts of attempts after the first one, and at changes of the batch."""
         marks = [
             Mark(self.place(row), None, f"attempt {number}", "event")
             for number, row in enumerate(training_material.rows_of_kind("start"), 1)
@@ -1331,7 +1340,7 @@ class _MetricAxis:
                          series, marks=self.starts(training_material))  # fmt: skip
 
     def step_time(self, training_material: TrainingMaterial) -> Iterator[Figure]:
-        """Yield the step time as it was logged, beside what was predicted with its interval."""
+        """Yield the logged step time together with the predicted one and its interval."""
         series = [
             *self.series(
                 "logged", training_material.rows_of_kind("step"), lambda row: _get_milliseconds(row, "step_time")
@@ -1377,7 +1386,7 @@ GRADIENTS_KEY, GRADIENTS_TITLE = "gradients", "Gradients and their scaling"
 
 
 def build_gradients_section(material: Material) -> Section:
-    """Return the norms, their change with the accuracy, the factors and the curvature, as far as the training tells them."""
+    """Build the section of gradient norms and changes, accuracy, scaling factors and curvature, as far as logged."""
     trainings = list_newest_trainings(material)
     if not trainings:
         return Section(GRADIENTS_KEY, GRADIENTS_TITLE, missing=HOW_TO_TRAIN)
@@ -1403,7 +1412,7 @@ def _build_gradient_figures(training: TrainingMaterial) -> Iterator[Figure]:
 
 
 def _list_scaling_facts(training: TrainingMaterial) -> Iterator[Fact]:
-    """Yield what gradient scaling did in the last epoch, or in all of a script's steps."""
+    """Yield the mean scaling factor and the share of scaled steps, in the last epoch or in all steps of a script."""
     ags_row: Row = next((row["ags"] for row in reversed(training.rows) if isinstance(row.get("ags"), Mapping)), {})
     mean, scaled = (get_metric_value(ags_row.get("so_far", ags_row), name) for name in ("mean", "scaled"))
     scope = " of the last epoch" if training.task.spec.script is None else ""
@@ -1434,7 +1443,7 @@ HOW_TO_COMPARE = "nothing was compared: tula compare trains the job with several
 
 
 def build_comparison_sections_of_parts(material: Material) -> Iterator[Section]:
-    """Yield the sections of each part's comparison, or one that says that there is none."""
+    """Yield the sections of each part's comparison, or a single empty one if nothing was compared."""
     compared_parts = [
         (part_material, comparison)
         for part_material in material.own_parts

@@ -1,1 +1,1 @@
-"""The package that sitecustomize installs. The contract with the launcher is in the docstring of the folder above."""
+"""The package that sitecustomize installs. The docstring of the folder above is the contract with the launcher."""

@@ -1,8 +1,9 @@
 """Adaptive gradient scaling (AGS) around the steps of the script's own optimizer.
 
-The optimizer stays the script's: a hook before its step scales the gradients, or keeps the weights, and one after it ends
-the step. What does so is tula's library of optimizers, a copy of which lies in the run; it needs a newer Python and torch
-than the shim. What cannot be scaled ends with `CannotScaleError`: nothing is trained as if it were.
+The script keeps its optimizer: a hook before its step scales the gradients, or keeps the weights, and a hook after it
+completes the step. Both call tula's library of optimizers, which is copied into the run and needs a newer Python and
+torch than the shim. If the script cannot be scaled, it fails with `CannotScaleError`, so that no training silently runs
+without AGS.
 """
 
 from __future__ import annotations
@@ -26,27 +27,27 @@ if TYPE_CHECKING:
 
 PACKAGE = "tula_ags"
 KEY = "tula_ags"
-"""In the optimizer's state_dict, hence in the script's checkpoints: torch leaves out what it does not know."""
+"""Key of the state in the optimizer's state_dict, hence in the script's checkpoints: torch ignores unknown keys."""
 LEAST_PYTHON, LEAST_TORCH = (3, 10), (2, 6)
 PATIENCE = 3
-"""Steps that may pass before AGS acts: a script may take some before its model is a DDP."""
+"""Steps without AGS after which it fails: a script may take some before its model is a DDP."""
 MOST_WITHOUT = 1000
-"""The same in the middle of a training: steps of another, as large optimizer, or without a reduction."""
+"""The same limit in the middle of a training: steps of another, equally large optimizer, or without a reduction."""
 COUNTED = 10
-"""Steps at the beginning in which reductions are counted; later the loop is known."""
+"""Steps at the start in which reductions are counted; later steps are assumed to be alike."""
 INSTEAD = "; else use train.method lbt or lrs"
 
 
 class CannotScaleError(RuntimeError):
-    """AGS cannot act in this script; the words are for the user."""
+    """AGS cannot act in this script; the message is for the user."""
 
 
 class AgsSteps:
-    """AGS in one process. It is bound to an optimizer and its model before the first backward pass that finds both.
+    """AGS in one process, bound to an optimizer and its model before the first backward pass at which both exist.
 
     Args:
-        plan: with settings of AGS.
-        split: which knows the DDP modules and the gradient scalers.
+        plan: with the settings of AGS.
+        split: holds the DDP modules and the gradient scalers.
     """
 
     def __init__(self, plan: Plan, split: DdpSplit) -> None:
@@ -72,14 +73,14 @@ class AgsSteps:
     # --- finding
 
     def made(self, optimizer: Any) -> None:
-        """Take note of a new optimizer, and of what checkpoints hold for it."""
+        """Register a new optimizer, and hooks that save and load the AGS state with it."""
         self._made.append(weakref.ref(optimizer))
         if hasattr(optimizer, "register_load_state_dict_pre_hook"):  # not before torch 2.1
             optimizer.register_state_dict_post_hook(self._saved)
             optimizer.register_load_state_dict_pre_hook(self._load)
 
     def seek(self) -> None:
-        """Bind to the largest DDP and the largest optimizer of its parameters, once there are both.
+        """Bind to the largest DDP module and the largest optimizer of its parameters, once both exist.
 
         Raises:
             CannotScaleError: they cannot be scaled.
@@ -88,7 +89,7 @@ class AgsSteps:
             self.bind(*optimizer)
 
     def declare(self, optimizer: Any, model: Any) -> None:
-        """Bind to what the loop names.
+        """Bind to the optimizer and the model that the loop declares.
 
         Raises:
             CannotScaleError: they cannot be scaled.
@@ -124,11 +125,11 @@ class AgsSteps:
         return [optimizer for reference in self._made if (optimizer := reference()) is not None]
 
     def bind(self, base: Any, model: Any) -> None:
-        """Put AGS around an optimizer.
+        """Wrap an optimizer in AGS.
 
         Args:
             base: the optimizer.
-            model: its module: a DDP, or on one rank any.
+            model: its module: a DDP module, or with one rank any module.
 
         Raises:
             CannotScaleError: they cannot be scaled.
@@ -157,7 +158,7 @@ class AgsSteps:
             )
 
     def _note_others(self, base: Any, model: Any) -> None:
-        """Say which parameters, of this model and of others (a GAN has two), other optimizers train, unscaled."""
+        """Note the parameters, also of other models (a GAN has two), that other optimizers train unscaled."""
         scaled, module = {id(parameter) for parameter in list_parameters(base)}, getattr(model, "module", model)
         counts = [
             (optimizer, sum(int(p.numel()) for p in list_parameters(optimizer) if id(p) not in scaled))
@@ -193,7 +194,7 @@ class AgsSteps:
             )
 
     def _listen(self, model: Any) -> None:
-        """Count the reductions of a step, where the ranks' own gradients are compared."""
+        """Count the reductions per step, if the method compares the gradients of the ranks."""
         assert self.tula is not None
         if self.tula.factors.reads_b_small:
             return
@@ -206,7 +207,7 @@ class AgsSteps:
     # --- steps
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """Begin a step of AGS where the optimizer is its own; return what the optimizer's step is called with instead.
+        """Start a step of AGS if the optimizer is the bound one; return new arguments of its step, or None.
 
         A closure is evaluated here, because AGS needs its gradients.
 
@@ -241,10 +242,10 @@ class AgsSteps:
             self.fail(_ALONE if self.settings["settings"]["source"] == "local_norms" else _OFFER)
 
     def after_step(self, optimizer: Any) -> None:
-        """End a step of AGS; count those of others.
+        """Complete a step of AGS; count the steps of other optimizers.
 
         Raises:
-            CannotScaleError: the script goes on training without AGS.
+            CannotScaleError: the script trains without AGS.
         """
         if self.tula is None or optimizer is not self.tula.base:
             self._unscaled(optimizer)
@@ -292,13 +293,13 @@ class AgsSteps:
         )
 
     def skipped(self) -> None:
-        """Forget the gradients of a step that a GradScaler has skipped."""
+        """Discard the gradients of a step that a GradScaler has skipped."""
         self.rounds = 0
         if self.tula is not None:
             self.tula._drop()
 
     def offer(self, loss: Callable[[int], Any]) -> None:
-        """Take the small batch's gradient where AGS wants it in this step (`TulaOptimizer.small_batch`)."""
+        """Compute the small batch's gradient if AGS needs it in this step (`TulaOptimizer.small_batch`)."""
         self.offered = True
         if self.tula is not None and self.tula.wants_small_batch:
             scalers = [scaler for reference in self.split.scalers if (scaler := reference()) is not None]
@@ -307,7 +308,7 @@ class AgsSteps:
             )
 
     def fail(self, why: str) -> NoReturn:
-        """Tell the supervisor, and raise: now, and at each step to come.
+        """Report the failure to the supervisor, and raise it now and at each later step.
 
         Raises:
             CannotScaleError: always.
@@ -341,14 +342,14 @@ class AgsSteps:
         self._refreshes = self.tula.factors.n_refresh
 
     def said(self) -> Iterator[str]:
-        """Yield what is to be told, once."""
+        """Yield the pending notes, each once."""
         while self.notes:
             yield self.notes.pop(0)
 
     def report(self) -> dict[str, Any]:
-        """Return the numbers of a row: of the steps since the last one, and under "so_far" of all; waits for the device.
+        """Return a row's fields: of the steps since the last row and, in "so_far", of all; waits for the device.
 
-        Where there were no steps since, those of the last row.
+        If there were no steps since, the last row's fields are returned.
         """
         if self.tula is None:
             return {}
@@ -378,7 +379,7 @@ _OFFER = "ags.source small_batch needs tula_hooks.small_batch(...) in the loop, 
 
 
 def explain_unsupported(what: str = "AGS") -> str:
-    """Return why the library cannot be imported here; empty where it can."""
+    """Return why the library cannot be imported in this process; empty if it can."""
     torch = str(getattr(sys.modules.get("torch"), "__version__", ""))
     torch_version = tuple(int(part) if part.isdigit() else 0 for part in torch.split(".")[:2])
     if sys.version_info[:2] >= LEAST_PYTHON and torch_version >= LEAST_TORCH:
@@ -388,7 +389,7 @@ def explain_unsupported(what: str = "AGS") -> str:
 
 
 def takes_gradients(optimizer: Any, dividing: frozenset[str]) -> bool:
-    """Return whether a factor on the gradient reaches the weights: in SGD and its like. Of all others updates are scaled."""
+    """Return whether a factor on the gradient scales the step, as in SGD; for other optimizers, updates are scaled."""
     names = {kind.__name__ for kind in type(optimizer).__mro__}
     return not names & dividing and any("SGD" in name for name in names)
 
@@ -398,7 +399,7 @@ def _count_elements(module: Any) -> int:
 
 
 def evaluate_closure(args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Evaluate the closure of an optimizer's step; return what the step is called with instead, None without a closure."""
+    """Evaluate the closure of an optimizer's step; return the step's new arguments, or None without a closure."""
     from torch import enable_grad
 
     closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
@@ -419,7 +420,7 @@ def _with_closure(closure: Callable[[], Any], args: Any, kwargs: Any) -> tuple[A
 
 
 def hook_steps(ags: Callable[[], AgsSteps]) -> None:
-    """Have torch tell the AGS of this process. Called before the hooks that count steps."""
+    """Hook torch's optimizers and their steps for AGS. Must be called before the hooks that count steps."""
     import torch
     from torch.optim import optimizer as module
 

@@ -1,4 +1,4 @@
-"""Samples and batches that the script's data loaders deliver, and how long it waited for them."""
+"""Samples and batches that the script's data loaders deliver, and the time it waits for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LENGTH = "its length"  # the last part of a path: the samples are the entries of
 
 
 class Pass:
-    """One iterator of a data loader. What it has delivered before the first backward pass may never be trained on."""
+    """One iterator of a data loader. Batches delivered before the first backward pass may never be trained on."""
 
     def __init__(self, iterator: Any) -> None:
         self._iterator = weakref.ref(iterator)
@@ -28,7 +28,8 @@ class Pass:
 
 
 class Delivered:
-    """Since the last step, by dataset. A script may evaluate within a step: only one of them is what it trains on."""
+    """Batches delivered since the last step, by dataset; if a script evaluates within a step, it trains on one of
+    them."""
 
     def __init__(self) -> None:
         self.pending: dict[int, list[float]] = {}  # id of the dataset -> samples, batches, seconds waited
@@ -41,10 +42,10 @@ class Delivered:
         self._passes: dict[int, Pass] = {}  # the newest of each dataset
 
     def begin_pass(self, key: int, iterator: Any) -> None:
-        """Take note of a new iterator over the dataset `key`.
+        """Register a new iterator over the dataset `key`.
 
-        What the one before has delivered does not count if nothing was trained on (a batch was only looked at), unless the
-        new one is given up after one batch as well: some loops make an iterator for each batch.
+        Batches of the previous iterator do not count if nothing was trained on (a batch was only inspected), unless the
+        new iterator is dropped after one batch as well: some loops make an iterator for each batch.
         """
         before, current = self._passes.get(key), Pass(iterator)
         self._passes[key] = current
@@ -58,7 +59,7 @@ class Delivered:
         before.withheld_from = None
 
     def trained(self) -> None:
-        """Take note of a backward pass: what was delivered counts."""
+        """Record a backward pass: the batches delivered so far count."""
         for newest in self._passes.values():
             newest.trained = newest.trained or newest.batches > 0
 
@@ -91,7 +92,7 @@ class Delivered:
                 ]
 
     def add(self, key: int, batch: object, *, waited: float, size: int | None, iterator: Any = None) -> None:
-        """Count a batch of the dataset `key`; `size` is what its sampler says that a batch holds."""
+        """Count a batch of the dataset `key`; `size` is the batch size that its sampler reports."""
         try:
             samples = self._count(key, batch, size)
         except Exception:  # noqa: BLE001 - a type of the script's own: its batches are not counted
@@ -115,7 +116,7 @@ class Delivered:
         return samples
 
     def take(self) -> dict[int, list[float]]:
-        """Return what was delivered since the last call; it counts, also where no backward pass of torch was seen."""
+        """Return the batches delivered since the last call; they count even if no backward pass of torch was seen."""
         self.trained()
         taken, self.pending = self.pending, {}
         for key, counts in taken.items():
@@ -128,34 +129,36 @@ class Delivered:
         return taken
 
     def trained_on(self, counts: Mapping[int, list[float]]) -> int | None:
-        """Return the dataset of a step, given what was delivered within it.
+        """Return the dataset of a step, given the batches delivered within it.
 
-        Where `training` has delivered nothing, the last that has: some scripts make a dataset for each epoch, or part of it.
+        If `training` has delivered nothing, this is the last dataset that has: some scripts make a dataset for each
+        epoch, or part of an epoch.
         """
         return self.training if self.training in counts or not counts else next(reversed(list(counts)))
 
     def samples(self) -> float | None:
-        """Return the samples of all steps; None where there is no loader, or its batches do not show them."""
+        """Return the samples of all steps; None if there is no loader, or its batches do not show them."""
         key = self.training
         if key is None or not self.counts_samples(key):
             return None
         return self.totals[key] + sum(samples for other, samples in self.alone.items() if other != key)
 
     def size(self) -> int | None:
-        """Return the samples that the dataset says it has; None where there is none, or it does not."""
+        """Return the number of samples that the dataset reports; None if there is no dataset, or it reports none."""
         dataset = self.facts.get(self.training or 0, {}).get("dataset")
         return None if dataset is None else int(dataset)
 
     def counts_samples(self, key: int | None) -> bool:
-        """Return whether the batches of a dataset show how many samples they hold."""
+        """Return whether the number of samples in the batches of a dataset can be determined."""
         return key is not None and self._paths.get(key) is not None
 
 
 def find_samples(batch: object, size: int | None) -> tuple[Hashable, ...] | None:
-    """Return the path within a batch that leads to its number of samples; None where there is nothing to count.
+    """Return the path within a batch that leads to its number of samples; None if there is nothing to count.
 
-    The first whose count is `size`: images of different sizes come as a list of so many tensors. Without a size (samplers
-    that choose batches themselves, streams) the leading dimension of the first tensor.
+    This is the first path whose count is `size`: images of different sizes come as a list with one tensor per image.
+    Without such a path, or a size (samplers that choose batches themselves, streams), it is the leading dimension of
+    the first tensor.
     """
     paths = list(_list_tensor_paths(batch, ()))
     return next((path for path, count in paths if count == size), paths[0][0] if paths else None)
@@ -190,10 +193,10 @@ def _get_at_path(batch: Any, path: tuple[Hashable, ...]) -> int | None:
 
 
 def listen(delivered: Callable[[], Delivered | None], began: Callable[[], None]) -> None:
-    """Have torch's data loaders tell what they deliver.
+    """Hook torch's data loaders, so that they report the batches that they deliver.
 
     Args:
-        delivered: where batches are counted; None where this process does not count.
+        delivered: returns the object that counts batches; None if this process does not count now.
         began: called when a loader begins or ends an epoch.
     """
     from torch.utils.data import DataLoader, dataloader, get_worker_info
@@ -233,7 +236,8 @@ def listen(delivered: Callable[[], Delivered | None], began: Callable[[], None])
 
 
 def describe_loader(loader: Any) -> dict[str, Any]:
-    """Return what a loader says of itself: samples of its dataset, batches an epoch on this rank, batch size, workers."""
+    """Return the properties of a loader, such as samples of its dataset, batches per epoch on this rank and batch
+    size."""
     size = loader.batch_size
     if size is None:
         size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
@@ -250,9 +254,9 @@ def describe_loader(loader: Any) -> dict[str, Any]:
 
 
 def count_epoch_samples(loader: Any) -> int | None:
-    """Return the samples that an epoch of a loader delivers on this rank: without a dropped last batch, with repeated ones.
+    """Return the samples per epoch of a loader on this rank, without a dropped last batch, with repeated samples.
 
-    None for streams, and samplers that choose batches in their own way.
+    None for streams, and for samplers that choose batches in their own way.
     """
     sampler = getattr(loader, "batch_sampler", None)
     size = loader.batch_size if loader.batch_size is not None else getattr(sampler, "batch_size", None)
@@ -268,9 +272,10 @@ def count_epoch_samples(loader: Any) -> int | None:
 
 
 def compute_content_digest(dataset: Any) -> str:
-    """Return a digest of the ends of what a dataset holds, by which ranks that hold different parts of it are told apart.
+    """Return a digest of both ends of a dataset's content, which distinguishes ranks with different parts of it.
 
-    Nothing of the dataset is called: to ask for a sample may draw random numbers. Empty if there is nothing to compare.
+    Nothing of the dataset is called, because loading a sample may draw random numbers. Empty if there is nothing to
+    compare.
     """
     try:
         ends = list(_read_ends_of_content(dataset))
@@ -290,7 +295,7 @@ def _read_ends_of_content(thing: Any, depth: int = 0) -> Iterator[Any]:
 
 
 def _read_end_values(value: Any, depth: int = 0) -> Any:
-    """Return length, first and last entry of a sequence, tensor or array, as plain values."""
+    """Return the length, first and last entry of a sequence, tensor or array, as plain values."""
     if hasattr(value, "shape"):
         if getattr(getattr(value, "device", None), "type", "cpu") != "cpu" or not len(value.shape):
             return str(value.shape)

@@ -1,4 +1,4 @@
-"""The functions that `tula_hooks.py` calls: a loop that reports its steps itself."""
+"""The functions that `tula_hooks.py` calls, for a loop that reports its steps itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from .stopping import enforce_stop, stop
 
 
 def wrap(optimizer: Any, model: Any = None) -> Any:
-    """Take note of an optimizer, torch's or not, and of the parameters of the model; return it. Methods ags and ortho act on it."""
+    """Register an optimizer, of torch or not, and its model's parameters; return it. Methods ags and ortho act on
+    it."""
     counted = [parameter.numel() for parameter in model.parameters()] if hasattr(model, "parameters") else None
     facts = {"name": get_full_name(optimizer), "elements": sum(counted) if counted is not None else None}
     mine = get_recorder()
@@ -22,14 +23,14 @@ def wrap(optimizer: Any, model: Any = None) -> Any:
 
 
 def small_batch(loss: Callable[[int], Any]) -> None:
-    """Give AGS the loss on some samples, from which it takes the small batch's gradient where it wants one."""
+    """Offer AGS the loss of a given number of samples, for the small batch's gradient."""
     mine = get_recorder()
     if mine.ags is not None:
         mine.ags.offer(loss)
 
 
 def step(samples: float | None, loss: Any, lr: Any) -> None:
-    """Take note of a step. The first call makes the loop the clock: torch's optimizers no longer are."""
+    """Record a step. From the first call on the loop is the clock, in place of torch's optimizers."""
     mine = get_recorder()
     if mine.over:
         enforce_stop(mine)
@@ -43,23 +44,23 @@ def step(samples: float | None, loss: Any, lr: Any) -> None:
 
 
 def obey(mine: Any) -> None:
-    """Save where that is asked for, and stop after it where that is."""
+    """Save if requested, and stop afterwards if that is requested."""
     if mine.asked_to and mine.requests.save(mine.step, mine.samples(), mine.rank):
         _stop_after_save(mine)
 
 
 def on_save(callback: Callable[[str], object]) -> None:
-    """Keep what saves the training; it is called with a path, on all ranks, after a step."""
+    """Set the callback that saves the training; it is called with a path, on all ranks, after a step."""
     get_recorder().requests.callback = callback
 
 
 def asked() -> str:
-    """Return "save" or "stop" where that was asked for after the step that is over, else ""."""
+    """Return "save" or "stop" if that was requested after the last step, else ""."""
     return get_recorder().asked_to
 
 
 def saved(path: str) -> None:
-    """Tell that what `asked` asked for is done, and where the checkpoint is."""
+    """Record that the request from `asked` is fulfilled, with the checkpoint's path; stop if requested."""
     mine = get_recorder()
     mine.requests.saved(mine.step, mine.samples(), mine.rank, path=path)
     _stop_after_save(mine)

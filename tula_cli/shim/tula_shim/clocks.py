@@ -1,4 +1,4 @@
-"""Time and memory of the script's device, without importing torch: CUDA events where it computes on a GPU, else the host's clock."""
+"""Time and memory of the script's device, without importing torch: CUDA events on a GPU, else the host's clock."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, Iterable
 
 Mark = Any
-"""A moment: seconds on the host, or an event in the stream of a GPU."""
+"""A point in time: seconds on the host, or an event in the stream of a GPU."""
 
 
 def get_used_cuda() -> Any | None:
-    """Return torch.cuda where this process has used it, else None."""
+    """Return torch.cuda if this process has used it, else None."""
     torch = sys.modules.get("torch")
     module = getattr(torch, "cuda", None)
     return module if module is not None and module.is_available() and module.is_initialized() else None
@@ -31,7 +31,7 @@ class HostClock:
 
 
 class CudaClock(HostClock):
-    """Marks are events in the current stream: nothing waits until `seconds` is asked."""
+    """Marks are events in the current stream: nothing blocks until `seconds` is called."""
 
     device = "cuda"
 
@@ -49,13 +49,13 @@ class CudaClock(HostClock):
 
 
 def make_clock() -> HostClock:
-    """Return the clock of the device that this process computes on; asked after its first step."""
+    """Return the clock of the device that this process computes on; to be called after its first step."""
     device = get_used_cuda()
     return CudaClock(device) if device is not None else HostClock()
 
 
 def reset_peak() -> None:
-    """Begin the peak anew. On the CPU it is the kernel's high-water mark, which some containers do not let one reset."""
+    """Reset the peak. On the CPU it is the kernel's high-water mark, which some containers do not allow to be reset."""
     device = get_used_cuda()
     if device is not None:
         device.reset_peak_memory_stats()
@@ -67,7 +67,7 @@ def reset_peak() -> None:
 
 
 def read_peak_memory() -> dict[str, int]:
-    """Return the most memory since `reset_peak`, in bytes: allocated and reserved on a GPU, resident on the CPU."""
+    """Return the peak memory since `reset_peak` in bytes: allocated and reserved on a GPU, resident on the CPU."""
     device = get_used_cuda()
     if device is not None:
         return {"allocated": int(device.max_memory_allocated()), "reserved": int(device.max_memory_reserved())}
@@ -84,7 +84,7 @@ def _read_status_field(name: str) -> int | None:
 
 
 def read_hardware_name() -> str:
-    """Return the GPU's name, or the CPU's; empty where neither is told."""
+    """Return the name of the GPU or the CPU; empty if unknown."""
     device = get_used_cuda()
     if device is not None:
         return str(device.get_device_name())
@@ -96,13 +96,13 @@ def read_hardware_name() -> str:
 
 
 def read_device_capacity() -> int | None:
-    """Return the bytes of this process' GPU; None on the CPU."""
+    """Return the memory of this process' GPU in bytes; None on the CPU."""
     device = get_used_cuda()
     return None if device is None else int(device.get_device_properties(device.current_device()).total_memory)
 
 
 def compute_process_age() -> float | None:
-    """Return the seconds since this process began; None where the kernel does not tell."""
+    """Return the seconds since this process started; None if /proc/self/stat cannot be read."""
     try:
         fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:

@@ -1,6 +1,6 @@
-"""The cost of DistributedDataParallel, measured in separate steps after the timed ones: synchronisation, norms, local work.
+"""The cost of DistributedDataParallel, from separate steps after the timed ones: synchronisation, norms, local work.
 
-Nothing hangs on the script's modules before: the timed steps run as they would without tula.
+The script's modules get no hooks before that: the timed steps run as they would without tula.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ Inner = Callable[[Any, Any], Any]
 
 
 class DdpSplit:
-    """The DDP modules of this process and what was seen of them.
+    """The DDP modules of this process and the measurements on them.
 
-    exposed: seconds a step from the last local gradient to the end of the reduction, summed over backward passes.
-    norms: squared gradient norms a step, of this rank's gradient and of the reduced one.
+    exposed: seconds per step from the last local gradient to the end of the reduction, one pair of marks per backward
+    pass. norms: squared gradient norms per step, of this rank's gradient and of the reduced one.
     """
 
     def __init__(self) -> None:
@@ -43,13 +43,13 @@ class DdpSplit:
         return [module for reference in self.modules if (module := reference()) is not None]
 
     def has_hook(self, module: Any) -> bool:
-        """Return whether a DDP has a communication hook that is not the shim's own."""
+        """Return whether a DDP module has a communication hook that is not the shim's own."""
         return id(getattr(module, "_orig_mod", module)) in self._hooked
 
     # the phases
 
     def watch_sync(self, mark: Callable[[], Mark]) -> None:
-        """From here on take the time of each backward pass that reduces gradients."""
+        """Start timing each backward pass that reduces gradients."""
         self._watching = "sync"
 
         def ready(_: object) -> None:
@@ -60,7 +60,7 @@ class DdpSplit:
             self._handles += [p.register_hook(ready) for p in module.parameters() if p.requires_grad]
 
     def watch_norms(self) -> None:
-        """From here on keep the norms of each bucket before and after its reduction."""
+        """Start recording the norms of each bucket before and after its reduction."""
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
         self._unhook()
@@ -74,7 +74,7 @@ class DdpSplit:
                 self.hook = "default"
 
     def skip_sync(self) -> None:
-        """From here on no backward pass reduces gradients: what remains is the local work."""
+        """Stop reducing gradients in backward passes, so that only the local work remains."""
         self._watching = "local"
         self._handles = [module.register_forward_pre_hook(self._before_forward) for module in self.alive()]
 
@@ -95,13 +95,13 @@ class DdpSplit:
         self._synchronises = bool(module.require_backward_grad_sync)
 
     def after_backward(self, mark: Callable[[], Mark]) -> None:
-        """Note the end of a backward pass: on a GPU the stream waits for the reduction by then."""
+        """Record the end of a backward pass: on a GPU the stream waits for the reduction by then."""
         if self._watching == "sync" and self._synchronises and self._last is not None:
             self._now.append((self._last, mark()))
         self._last = None
 
     def after_step(self) -> None:
-        """Close a step."""
+        """Complete a step: store its measurements."""
         if self._watching == "sync":
             self.exposed.append(self._now)
         elif self._watching == "norms" and self._own:
@@ -123,7 +123,7 @@ class DdpSplit:
         self.norms.append((local, reduced))
 
     def around(self, inner: Inner) -> Inner:
-        """Return a communication hook that does what `inner` does, and sees the gradients while norms are watched."""
+        """Return a communication hook that wraps `inner`, and records gradient norms while they are watched."""
         import torch
 
         def square(tensor: Any) -> Any:
@@ -151,7 +151,7 @@ class DdpSplit:
 
 
 def listen(split: Callable[[], DdpSplit]) -> None:
-    """Have DDP modules, their communication hooks and gradient scalers make themselves known."""
+    """Hook DDP modules, their communication hooks and gradient scalers, so that they are registered."""
     from torch.nn.parallel import DistributedDataParallel
 
     init, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook

@@ -1,4 +1,4 @@
-"""An exception that nobody caught becomes a file: which class, on which rank, with its traceback."""
+"""Writes an uncaught exception to a file: its class, its rank and its traceback."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from .plan import Plan, write_json
 from .ranks import get_rank
 
 CHILDS_ERRORS = {"subprocess.CalledProcessError"}
-"""Errors that launchers raise when a rank has failed, beside all of torch.distributed.elastic."""
+"""Errors that launchers raise when a rank has failed, in addition to all of torch.distributed.elastic."""
 LAUNCHERS = "torch.distributed.elastic."
 TOLD = "told_by_tula"
-"""Attribute of an exception that is written. To keep the exception would keep its frames."""
+"""Attribute that marks an exception as written. Keeping the exception itself would keep its frames."""
 
 
 def listen(plan: Plan, step: Callable[[], int]) -> None:
-    """Write failures before the traceback goes where it went before.
+    """Install an excepthook that writes the failure, then calls the previous hook.
 
     Args:
-        plan: whose folder takes them.
-        step: steps done.
+        plan: names the folder of the failures.
+        step: returns the number of completed steps.
     """
     before = sys.excepthook
 
@@ -40,10 +40,10 @@ def listen(plan: Plan, step: Callable[[], int]) -> None:
 
 
 def is_launcher_error(folder: Path, kind: type[BaseException]) -> bool:
-    """Return whether this process only tells that one of its children has failed.
+    """Return whether the exception only reports that a child of this process has failed.
 
-    It has no rank of its own then. That of torchrun is told by its class; that of torch.multiprocessing.spawn is the only
-    one there is, for the child keeps no hook, unless a rank has told itself.
+    Such a process has no rank. torchrun's exception is recognised by its class. That of torch.multiprocessing.spawn is
+    the only report of a failure, because the child keeps no excepthook, unless a rank has written a failure.
     """
     if get_rank() is not None:
         return False
@@ -52,7 +52,7 @@ def is_launcher_error(folder: Path, kind: type[BaseException]) -> bool:
 
 
 def is_told(error: BaseException | None) -> bool:
-    """Return whether an error, or one that it was raised for, is written already: as the shim's own."""
+    """Return whether an error, or one of its causes or contexts, has already been written."""
     seen: set[int] = set()  # an error may be its own cause
     while error is not None and id(error) not in seen:
         if TOLD in vars(error):
@@ -63,7 +63,7 @@ def is_told(error: BaseException | None) -> bool:
 
 
 def write_failure(plan: Plan, error: BaseException, *, step: int, where: str) -> None:
-    """Write what failed on this rank, in the script or in the shim."""
+    """Write a failure of this rank, in the script or in the shim."""
     rank = get_rank()
     name = str(rank) if rank is not None else f"{socket.gethostname()}-{os.getpid()}"
     content = {
@@ -85,9 +85,9 @@ def write_failure(plan: Plan, error: BaseException, *, step: int, where: str) ->
 
 
 def find_batch_norm() -> str:
-    """Return which BatchNorm this process holds: "batch", "sync" where all take their statistics over the ranks, or "".
+    """Return which BatchNorm this process holds: "batch", "sync" if all compute their statistics over the ranks, or "".
 
-    It looks at all objects there are, which takes some 0.1 s: at the end of a process alone.
+    It inspects all objects of the process, which takes about 0.1 s; to be called only when the process fails.
     """
     norms = sys.modules.get("torch.nn.modules.batchnorm")
     if norms is None:

@@ -1,8 +1,8 @@
-"""In a probe: which files this process changes, and copies of those that were there before.
+"""During a probe: records the files that this process changes, and copies those that existed before.
 
-A probe must leave nothing that a training would start from. Python reports what it opens, renames and removes by audit
-events; torch.save, sqlite and safetensors write without them and are asked beforehand. Nothing is undone here: a process may
-be killed at any time, so the supervisor reads the journal once it has ended.
+A probe must leave nothing that a training would start from. Python reports opened, renamed and removed files by audit
+events; torch.save, sqlite and safetensors write without them and are hooked. Nothing is undone here: a process may be
+killed at any time, so the supervisor reads the journal after it has exited.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import Any, Callable
 from urllib.parse import unquote, urlsplit
 
 MAX_COPY = 2**30
-"""Bytes of files that a process copies before they are changed; the change of any more is only reported."""
+"""Limit in bytes of the copies of a process; changes of further files are only reported."""
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 CACHES = ("__pycache__", ".git", ".triton", ".nv", "torchinductor_", "torch_extensions")
-"""Folders (or how their names begin) whose files are made from others and change no training."""
+"""Folders, or prefixes of their names, whose files are derived from others and affect no training."""
 SYSTEM = ("/dev/", "/proc/", "/sys/")
 
 
@@ -54,7 +54,7 @@ class Files:
         self._handlers = handlers
 
     def listen(self) -> None:
-        """Take note of what is written from now on, to the end of the process: audit hooks cannot be removed."""
+        """Record all writes from now on until the process exits: audit hooks cannot be removed."""
         handlers = self._handlers
 
         def heard(event: str, arguments: tuple[Any, ...]) -> None:
@@ -67,7 +67,7 @@ class Files:
         sys.addaudithook(heard)
 
     def first_step(self) -> None:
-        """Take note that training has begun: what is written from here on holds something of it."""
+        """Record that training has begun: files written from now on may contain its results."""
         self.stepped = True
         self._write(stepped=time.time())
         module = sys.modules.get("safetensors.torch")
@@ -98,13 +98,13 @@ class Files:
                 self.changing(os.path.join(moved, name), folder=name in folders)  # noqa: PTH118
 
     def changing(self, path: Any, dir_fd: int | None = -1, *, folder: bool = False, resolve: bool = False) -> None:
-        """Take note that a path is about to change, and copy what is there from before this probe.
+        """Record that a path is about to change, and copy the file if it is older than this probe.
 
         Args:
-            path: as the call was given it.
-            dir_fd: of the folder that it starts from; negative for the working directory.
-            folder: whether it is a folder that is made.
-            resolve: whether what a link leads to is changed, not the link.
+            path: as it was passed to the call.
+            dir_fd: descriptor of the folder that the path is relative to; negative for the working directory.
+            folder: whether a folder is created, renamed or moved.
+            resolve: whether the target of a symbolic link is changed, not the link.
         """
         if not isinstance(path, (str, bytes, os.PathLike)) or os.fspath(path) in ("", b"", ":memory:"):
             return  # a descriptor, or a file object
@@ -124,7 +124,7 @@ class Files:
             self._here.busy = False
 
     def _keep(self, place: str) -> dict[str, Any]:
-        """Return whether there is anything from before this probe at a path, its copy, and when it was changed last (ns)."""
+        """Return whether a path existed before this probe, its copy, and its modification time (ns)."""
         try:
             status = os.lstat(place)
         except OSError:
@@ -139,7 +139,10 @@ class Files:
         return {"existed": True, "copy": copy, "modified": status.st_mtime_ns}
 
     def _copy(self, place: str, size: int) -> str | None:
-        """Return the copy of a file, one for all processes of a node: made before any of them has changed it. None beyond MAX_COPY."""
+        """Return the copy of a file, shared by all processes of a node and made before the first of them changes it.
+
+        None if the copies of this process would exceed MAX_COPY.
+        """
         name = hashlib.sha256(os.fsencode(place)).hexdigest()[:32]
         copy = self.folder / "before" / f"{socket.gethostname()}-{name}"
         if os.path.lexists(copy):
@@ -171,7 +174,7 @@ class Files:
 
 
 def _make_absolute_path(path: Any, dir_fd: int | None = -1) -> Any:
-    """Return a path from the root; one with a descriptor of a folder starts there."""
+    """Return an absolute path; a relative one starts at the folder of the descriptor, if there is one."""
     if isinstance(dir_fd, int) and dir_fd >= 0:
         path = os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), os.fsdecode(path))  # noqa: PTH118
     return os.path.abspath(os.fsdecode(path))  # noqa: PTH100

@@ -1,4 +1,4 @@
-"""Hangs the recorder into torch, which has just been imported."""
+"""Hooks the recorder into torch, which has just been imported."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .recorder import EPOCH, EVAL, SAVE, Recorder
 from .stopping import enforce_stop, stop, write_begun, write_result
 
 _recorders: list[Recorder] = []
-"""The one of this process, once it is wanted."""
+"""The recorder of this process, once it has been created."""
 
 
 def get_recorder() -> Recorder:
-    """Return the recorder of this process, made at the first call.
+    """Return the recorder of this process, created at the first call.
 
     Raises:
         PlanError: the plan cannot be followed.
@@ -42,10 +42,10 @@ def get_recorder() -> Recorder:
 
 
 def install() -> None:
-    """Hook torch. Called once it is imported; a second call does nothing.
+    """Hook torch. Called after it has been imported; a second call does nothing.
 
     Raises:
-        SystemExit: the plan cannot be followed; what is wrong stands on stderr.
+        SystemExit: the plan cannot be followed; the reason is written to stderr.
     """
     if _recorders and _recorders[0].hooked:
         return
@@ -68,7 +68,8 @@ def install() -> None:
 
 
 def _make_counter(mine: Recorder) -> Callable[[], Delivered | None]:
-    """Return what tells where a batch that comes now is counted: nowhere in an evaluation, for nobody trains on it."""
+    """Return a function that returns the counter of a new batch; None during an evaluation, whose batches are not
+    trained on, and once recording is over."""
     from torch import is_grad_enabled
 
     def counts() -> Delivered | None:
@@ -109,9 +110,9 @@ def _hook_optimizers(mine: Recorder) -> None:
 
 
 def count_step(mine: Recorder, *, lr: Any, samples: float | None = None, loss: Any = None) -> None:
-    """Take note of a step, and stop where the plan is done.
+    """Record a step, and stop if the plan is complete.
 
-    An error of the shim's own ends a probe, which would be worth nothing; a training goes on without the shim.
+    An error in the shim ends a probe, whose result would be useless; a training continues without the shim.
     """
     try:
         done = mine.after_step(lr=lr, samples=samples, loss=loss)
@@ -128,7 +129,7 @@ def count_step(mine: Recorder, *, lr: Any, samples: float | None = None, loss: A
 
 
 def give_up(mine: Recorder, error: Exception) -> None:
-    """Record nothing more, and say so where the supervisor looks."""
+    """Stop recording, and report the reason to the supervisor."""
     sys.stderr.write(f"tula: this training is no longer watched: {error!r}\n")
     mine.over = True
     mine.pulse.lost = repr(error)
@@ -154,7 +155,7 @@ def _hook_backward(mine: Recorder) -> None:
 
 
 def _hook_gaps(mine: Recorder) -> None:
-    """Notice what makes a step longer than its neighbours."""
+    """Hook evaluation, saving and loading, which make a step longer than others."""
     import torch
 
     train, save = torch.nn.Module.train, torch.save
@@ -188,6 +189,6 @@ def _hook_gaps(mine: Recorder) -> None:
 
 
 def write_at_exit(mine: Recorder) -> None:
-    """Write what was seen, where the script ended before the plan did."""
+    """Write the result if the script exits before the plan is complete."""
     if mine.step and not mine.over:
         write_result(mine, "ended")

@@ -1,4 +1,5 @@
-"""The script's torch optimizers, and in a resume test their schedulers. The optimizer with most elements is the clock."""
+"""The script's torch optimizers, and in a resume test their schedulers. The optimizer with most elements is the
+clock."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ class Optimizers:
         self._largest = -1
 
     def stepped(self, optimizer: Any) -> bool | None:
-        """Take note of a step; return whether it is one of the clock, None where the clock has just changed."""
+        """Record a step; return whether it is a step of the clock, or None if the clock has just changed."""
         place = self._places.get(id(optimizer))
         if place is None:
             place = self._places[id(optimizer)] = len(self.seen)
@@ -42,11 +43,11 @@ class Optimizers:
         return self._clock() if self._clock is not None else None
 
     def main(self) -> dict[str, Any] | None:
-        """Return what was seen of the clock."""
+        """Return the name and number of elements of the clock, or else of the optimizer that the loop declared."""
         return max(self.seen, key=lambda entry: int(entry["elements"]), default=self.declared)
 
     def count_bytes(self) -> None:
-        """Count what the parameters, gradients and states of all optimizers take on this rank, now."""
+        """Measure the bytes of the parameters, gradients and states of all optimizers on this rank."""
         optimizers = [optimizer for reference in self._stepping if (optimizer := reference()) is not None]
         if not optimizers:
             return
@@ -70,14 +71,14 @@ def list_parameters(optimizer: Any) -> Iterable[Any]:
 
 
 def count_elements(optimizer: Any) -> int:
-    """Return how many numbers an optimizer trains, over all ranks where parameters are sharded as DTensors."""
+    """Return the number of elements that an optimizer trains, over all ranks if parameters are sharded as DTensors."""
     return sum(int(parameter.numel()) for parameter in list_parameters(optimizer))
 
 
 def get_learning_rate(optimizer: Any) -> Any:
-    """Return that of the first group, which its step has used; None for an optimizer without one.
+    """Return the learning rate of the first group; None for an optimizer without one.
 
-    One that is a tensor is copied, not read: it may be on a GPU, and its schedule changes it in place.
+    A tensor is copied, not read: it may be on a GPU, and its schedule changes it in place.
     """
     groups = getattr(optimizer, "param_groups", None)
     rate: Any = groups[0].get("lr") if groups else None
@@ -85,14 +86,14 @@ def get_learning_rate(optimizer: Any) -> Any:
 
 
 def get_base_learning_rate(optimizer: Any) -> float | None:
-    """Return what torch's schedulers multiply; None without one."""
+    """Return the base learning rate that torch's schedulers multiply; None without a scheduler."""
     groups = getattr(optimizer, "param_groups", None)
     rate = groups[0].get("initial_lr") if groups else None
     return None if rate is None else float(rate)
 
 
 def count_tensor_bytes(tensors: Iterable[Any]) -> int:
-    """Sum the bytes of tensors, of DTensors the shard of this rank."""
+    """Return the total bytes of tensors; of a DTensor, only this rank's shard counts."""
     local_tensors = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors)
     return sum(int(tensor.numel() * tensor.element_size()) for tensor in local_tensors)
 
@@ -104,7 +105,7 @@ PROJECTED_SECONDS = 1.0
 
 
 class Schedule:
-    """Reports the scheduler with each row. It is looked for once, at the first step: schedulers are made before that."""
+    """Reports the scheduler with each row; searches for it once, at the first step, before which it is created."""
 
     def __init__(self) -> None:
         self._scheduler: Any | None = None
@@ -112,7 +113,7 @@ class Schedule:
         self._searched = False
 
     def report(self, optimizer: Any) -> dict[str, Any]:
-        """Return {"schedule": {"name", "at", "moves"}}, or nothing without a scheduler of torch.
+        """Return {"schedule": {"name", "at", "moves"}}, empty without a torch scheduler.
 
         `at` counts its steps; `moves` is None if it cannot be projected.
         """
@@ -129,7 +130,7 @@ class Schedule:
 def find_scheduler(optimizer: Any) -> Any | None:
     """Return the scheduler that acts on an optimizer, not one within SequentialLR or ChainedScheduler.
 
-    It looks at all objects there are, by their types: to ask an object of somebody else's what it is may run its code.
+    It inspects all objects of the process by their types: isinstance on an unknown object may run its code.
     """
     module = sys.modules.get("torch.optim.lr_scheduler")
     if module is None or optimizer is None:
@@ -150,7 +151,7 @@ def _changes_optimizer(scheduler: Any, optimizer: Any) -> bool:
 
 
 class _StandIn:
-    """An optimizer without parameters, for a copy of a scheduler to act on."""
+    """An optimizer without parameters, on which a copy of a scheduler acts."""
 
     def __init__(self, optimizer: Any) -> None:
         self.param_groups = [

@@ -1,7 +1,8 @@
-"""Orthogonalised steps of the script's own optimizers: a hook before each step keeps the weights, one after it sets the update.
+"""Orthogonalised steps of the script's own optimizers: a hook before each step keeps the weights, one after it sets the
+update.
 
-tula's library of optimizers does so, a copy of which lies in the run. A script in which nothing can be orthogonalised ends with
-`CannotOrthogonaliseError`: nothing is trained as if it were.
+tula's library of optimizers, which is copied into the run, does the computation. A script in which nothing can be
+orthogonalised fails with `CannotOrthogonaliseError`, so that no training silently runs without the method.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ if TYPE_CHECKING:
 
 
 PATIENCE = 3
-"""Steps of optimizers without a matrix after which the training ends."""
+"""Steps of optimizers without a matrix after which the training fails."""
 REFERENCE_BETA2 = "tula_reference_beta2"
-"""In the optimizer's parameter groups, hence in checkpoints: beta2 as the script has set it."""
+"""Key in the optimizer's parameter groups, hence in checkpoints: beta2 as the script has set it."""
 
 
 class CannotOrthogonaliseError(RuntimeError):
-    """No step can be orthogonalised in this script; the words are for the user."""
+    """No step can be orthogonalised in this script; the message is for the user."""
 
 
 class OrthoSteps:
@@ -52,7 +53,7 @@ class OrthoSteps:
         self._without = 0
 
     def listen(self) -> None:
-        """Have torch report the steps of optimizers. Called before the hooks that count steps."""
+        """Hook the steps of torch's optimizers. Must be called before the hooks that count steps."""
         from torch.cuda.amp import GradScaler
         from torch.optim import optimizer as module
 
@@ -69,12 +70,12 @@ class OrthoSteps:
         scaler.step = stepping
 
     def declare(self, optimizer: Any, model: Any) -> None:
-        """Remember the module of an optimizer that the loop names, which need not be searched then."""
+        """Store the module of an optimizer that the loop declares, so that it need not be searched for."""
         if model is not None:
             self._declared[getattr(optimizer, "optimizer", optimizer)] = model  # a trainer's, around that of torch
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """Keep the weights; return what the optimizer's step is called with instead, if it has a closure.
+        """Keep the weights; return replacement arguments of the optimizer's step if it has a closure, else None.
 
         Raises:
             CannotOrthogonaliseError: nothing in this script can be orthogonalised.
@@ -102,7 +103,7 @@ class OrthoSteps:
             self._close(None)
 
     def _close(self, error: RuntimeError | None) -> None:
-        """End a step; after an error the weights are put back."""
+        """Complete a step; after an error the weights are restored."""
         if self._open is None:
             return
         from torch import no_grad
@@ -112,10 +113,11 @@ class OrthoSteps:
             step.__exit__(error and type(error), error, None)
 
     def _ortho(self, optimizer: Any) -> Any | None:
-        """Return what orthogonalises an optimizer's steps, made anew if it has other parameters; None if nothing can.
+        """Return the Ortho of an optimizer, rebuilt if its number of parameters has changed; None if it cannot have
+        one.
 
         Raises:
-            CannotOrthogonaliseError: it cannot be done, or no optimizer of the script has a matrix.
+            CannotOrthogonaliseError: the library cannot be used, or no optimizer of the script has a matrix.
         """
         count = sum(1 for _ in list_parameters(optimizer))
         known = self._wrapped.get(optimizer)
@@ -151,7 +153,7 @@ class OrthoSteps:
         return None
 
     def _set_beta2(self, optimizer: Any) -> None:
-        """Keep the half-life of the second moment in samples: beta2 is the script's to the power of batch / reference batch."""
+        """Keep the second moment's half-life in samples: raise the script's beta2 to batch / reference batch."""
         assert self.plan.ortho is not None
         if not any("Adam" in kind.__name__ for kind in type(optimizer).__mro__):
             return
@@ -161,12 +163,12 @@ class OrthoSteps:
                 group["betas"] = (group["betas"][0], reference ** self.plan.ortho["beta2_power"])
 
     def said(self) -> Iterator[str]:
-        """Yield what is to be reported, once."""
+        """Yield the pending notes, each once."""
         while self.notes:
             yield self.notes.pop(0)
 
     def fail(self, why: str) -> NoReturn:
-        """Tell the supervisor, and raise: now, and at each step to come.
+        """Report the failure to the supervisor, and raise it now and at each later step.
 
         Raises:
             CannotOrthogonaliseError: always.
@@ -177,7 +179,7 @@ class OrthoSteps:
 
 
 def find_module(optimizer: Any) -> Any:
-    """Return the module whose parameters an optimizer updates; of several, or of none, a list of them."""
+    """Return the module whose parameters an optimizer updates; if there are several or none, a ModuleList of them."""
     from torch import nn
 
     updated = {id(parameter) for parameter in list_parameters(optimizer)}

@@ -1,4 +1,4 @@
-"""The plan: the JSON file of the launcher that TULA_PLAN names; and the files that the shim writes."""
+"""The plan, a JSON file of the launcher that TULA_PLAN names, and functions that write the shim's files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Plan:
-    """See the contract for what each means. Times in seconds."""
+    """The fields of the plan, which the contract explains. Times in seconds."""
 
     folder: Path
     task: str
@@ -56,7 +56,7 @@ def read_plan(path: str | None = None) -> Plan:
     """Return the plan in `path`, or in the file that TULA_PLAN names.
 
     Raises:
-        PlanError: there is no such file, or it asks for what this version does not know.
+        PlanError: the file cannot be read, or requests something that this version does not support.
     """
     path = path or os.environ[VARIABLE]
     try:
@@ -114,7 +114,11 @@ def _check_plan(path: str, given: dict[str, Any]) -> Plan:
 
 
 def _read_part_of_plan(path: str, given: dict[str, Any], name: str, needed: set[str]) -> dict[str, Any] | None:
-    """Return a part of the plan that is null or has all that it needs."""
+    """Return a section of the plan, which is null or has all required keys.
+
+    Raises:
+        PlanError: the section is neither.
+    """
     part = given.get(name)
     if part is not None and (not isinstance(part, dict) or needed - part.keys()):
         names = ", ".join(sorted(needed))
@@ -126,12 +130,12 @@ def _read_part_of_plan(path: str, given: dict[str, Any], name: str, needed: set[
 
 
 def write_json(path: Path, content: dict[str, Any], *, durable: bool = True) -> None:
-    """Replace `path`; numbers that are not finite become null, which JSON does not have.
+    """Replace `path` atomically; numbers that are not finite become null, because JSON cannot represent them.
 
     Args:
-        path: its folder is made.
-        content: what goes into it.
-        durable: wait until it is on the disk. A heartbeat need not.
+        path: its folder is created.
+        content: of the file.
+        durable: wait until the file is on the disk; not needed for a heartbeat.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
@@ -144,14 +148,14 @@ def write_json(path: Path, content: dict[str, Any], *, durable: bool = True) -> 
 
 
 def append_row(path: Path, row: dict[str, Any]) -> None:
-    """Add a line to a JSONL file; a process that is killed meanwhile leaves half of it, which readers leave out."""
+    """Append a line to a JSONL file; a process killed meanwhile leaves a partial line, which readers skip."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with open(path, "a", encoding="utf-8", opener=_open_private) as file:
         file.write(json.dumps(_convert_infinite(row), allow_nan=False) + "\n")
 
 
 def _open_private(path: str, flags: int) -> int:
-    """Open a file that is for this user alone where it is made."""
+    """Open a file; if it is created, only this user can access it."""
     return os.open(path, flags, 0o600)
 
 

@@ -1,4 +1,4 @@
-"""Which rank this process is, of how many, and numbers that all ranks share through the store in which their process group met."""
+"""Rank and world size of this process, and decisions that all ranks share through the store of their process group."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Callable, Mapping
 
 
 def get_process_group() -> Any | None:
-    """Return torch.distributed where a process group is initialised, else None."""
+    """Return torch.distributed if a process group is initialised, else None."""
     torch = sys.modules.get("torch")
     distributed = getattr(torch, "distributed", None)
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
@@ -18,13 +18,13 @@ def get_process_group() -> Any | None:
 
 
 def get_backend_name() -> str:
-    """Return what the process group talks through; empty without one."""
+    """Return the backend of the process group; empty without one."""
     group = get_process_group()
     return "" if group is None else str(group.get_backend())
 
 
 def get_rank(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return this process' rank: of its group, else of RANK or SLURM_PROCID; None where nothing tells it."""
+    """Return the rank of this process: in its group, else from RANK or SLURM_PROCID; None if unknown."""
     group = get_process_group()
     if group is not None:
         return int(group.get_rank())
@@ -35,10 +35,10 @@ def get_rank(environment: Mapping[str, str] = os.environ) -> int | None:
 
 
 def count_ranks(*, by_hand: bool = False, environment: Mapping[str, str] = os.environ) -> int:
-    """Return how many ranks share a step.
+    """Return the number of ranks that share a step.
 
-    Without a process group that is 1, whatever WORLD_SIZE says, unless the loop told its steps `by_hand`: it may reduce
-    with something else than torch.
+    Without a process group it is 1, whatever WORLD_SIZE says, unless the loop reports its steps (`by_hand`): it may
+    reduce gradients without torch.
     """
     group = get_process_group()
     if group is not None:
@@ -50,20 +50,20 @@ def count_ranks(*, by_hand: bool = False, environment: Mapping[str, str] = os.en
 # --- Agreement
 
 PATIENCE = timedelta(minutes=10)
-"""Rank 0 may evaluate alone meanwhile."""
+"""Timeout of the other ranks; rank 0 may evaluate alone meanwhile."""
 
 
 class NoStoreError(RuntimeError):
-    """The ranks have no store to agree through."""
+    """The ranks have no store through which to share a decision."""
 
 
 def share_decision(name: str, decide: Callable[[], str], *, world: int) -> str:
-    """Return what rank 0 has decided; every rank asks at the same step.
+    """Return rank 0's decision; every rank must call this at the same step.
 
     Args:
-        name: of the question; used once.
-        decide: the answer, asked on rank 0 alone.
-        world: ranks.
+        name: of the decision; used once.
+        decide: returns the decision; called on rank 0 alone.
+        world: number of ranks.
 
     Raises:
         NoStoreError: there are several ranks and no torch process group with a store.

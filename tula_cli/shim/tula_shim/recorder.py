@@ -1,4 +1,4 @@
-"""The steps of one process, and what each phase of the plan does with them."""
+"""Records the steps of one process, and the measurements of each phase of the plan."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ WARMUP, TIMED, SYNC, NORMS, LOCAL = "warmup", "timed", "sync", "norms", "local"
 
 EVAL, EPOCH, SAVE = 1, 2, 4
 CAUSES = {EVAL: "eval", EPOCH: "epoch", SAVE: "save"}
-"""Events within a step beside its own work: a module was set to evaluate or a loader read without gradients, a data loader began or
-ended, torch.save was called."""
+"""Events within a step besides its own work: a module was set to evaluate or a loader read without gradients, a data
+loader began or ended an epoch, torch.save was called."""
 
 
 class Interval(NamedTuple):
-    """One step. `counts` as in `Delivered`; `gap` holds the causes, or-ed."""
+    """One step. `counts` as in `Delivered`; `gap` is a bit mask of the causes."""
 
     begin: Mark
     end: Mark
@@ -41,7 +41,7 @@ class Interval(NamedTuple):
 
 
 class Recorder:
-    """Takes note of steps until the plan is done. One a process; hooks call it."""
+    """Records steps until the plan is complete. One per process; the hooks call it."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -53,7 +53,7 @@ class Recorder:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew: this is another process than the one that was watched."""
+        """Reset all records, because this process was forked from the recorded one."""
         self.optimizers = Optimizers()
         self.delivered = Delivered()
         self.split = DdpSplit()
@@ -63,7 +63,7 @@ class Recorder:
         self.restart()
 
     def restart(self, *, by_hand: bool = False) -> None:
-        """Count steps from here on: another optimizer, or the loop itself, turned out to be the clock."""
+        """Restart counting steps: another optimizer, or the loop itself, turned out to be the clock."""
         self.by_hand = by_hand
         self.step = 0
         self.phase = WARMUP
@@ -90,12 +90,12 @@ class Recorder:
     # between steps
 
     def disturbed(self, cause: int) -> None:
-        """Note that the step that runs is not like the others."""
+        """Record an event that makes the current step longer than others."""
         self.gap |= cause
         self.alive()
 
     def alive(self, *, at_once: bool = False) -> None:
-        """Note that the process is not stuck. It may be said from within the script's own calls, so nothing is raised here."""
+        """Record that the process is not stuck; raises nothing, because the script's own calls may call it."""
         if self.step and not self.over:
             try:
                 self.pulse.write() if at_once else self.pulse.alive()
@@ -103,7 +103,7 @@ class Recorder:
                 self._trouble = error
 
     def loading(self, path: Any) -> None:
-        """Take note of a file that is loaded before the first step of a training: it may be a checkpoint of its own."""
+        """Record a file that is loaded before the first step of a training: it may be one of its checkpoints."""
         if self.step or not self.plan.training or not isinstance(path, (str, os.PathLike)):
             return
         place = os.path.realpath(path)
@@ -121,17 +121,17 @@ class Recorder:
         return self._clock.device
 
     def samples(self) -> float | None:
-        """Return the samples of this rank so far; None where neither the loop nor a data loader tells."""
+        """Return the samples of this rank so far; None if neither the loop nor a data loader reports them."""
         return self._told if self.by_hand else self.delivered.samples()
 
     # at the end of a step
 
     def after_step(self, *, lr: Any, samples: float | None = None, loss: Any = None) -> bool:
-        """Take note that a step is over; return whether the plan is done and the process is to be ended.
+        """Record the end of a step; return whether the plan is complete and the process is to exit.
 
         Args:
-            lr: that the step used: a number, or a tensor that nobody changes any more.
-            samples: of this step on this rank, as told by hand.
+            lr: learning rate of the step: a number, or a tensor that is not changed any more.
+            samples: of this step on this rank, if the loop reports them.
             loss: of this step; a tensor is read only when a row is written.
 
         Raises:
@@ -183,7 +183,7 @@ class Recorder:
                 self.notes.append(text)
 
     def _begin_training(self, counts: dict[int, list[float]], samples: float | None) -> None:
-        """Keep as many of a training's first steps as a probe times at least: its claims are held against them."""
+        """Record a training's first steps, the fewest that a probe times, for comparison with the plan's claims."""
         remaining = self.plan.warmup + self.plan.min_steps - self.step
         self.begun = remaining == 0
         if remaining >= 0:
@@ -198,7 +198,7 @@ class Recorder:
         self._begin = end
 
     def _next_phase(self) -> bool:
-        """Enter the phase that begins with the next step, if one does; return True where none is left."""
+        """Enter the next phase if the current one is over; return True if no phase is left."""
         done = self.step - self.plan.warmup
         if self.phase == WARMUP and done == 0:
             self.phase, self.peaks[WARMUP] = TIMED, read_peak_memory()
@@ -232,7 +232,7 @@ class Recorder:
         return bool(self.split.alive())
 
     def _timed_steps(self, done: int) -> int:
-        """Return how many steps are timed: decided by rank 0 after the least number, because clocks differ."""
+        """Return the number of timed steps: decided by rank 0 after the minimum number, because clocks differ."""
         plan = self.plan
         if plan.min_steps == plan.max_steps:
             return plan.max_steps
@@ -253,7 +253,7 @@ class Recorder:
 
 
 def make_report(recorder: Recorder, why: str) -> dict[str, Any]:
-    """Return what this rank has seen; reading it waits for the GPU.
+    """Return the measurements of this rank; waits for the GPU.
 
     Args:
         recorder: of this process.
@@ -297,7 +297,7 @@ def make_report(recorder: Recorder, why: str) -> dict[str, Any]:
 
 
 def _list_learning_rates(recorder: Recorder) -> dict[str, float | None] | None:
-    """Return the learning rates of the first step, the first timed one and the last one, and that before any scheduler."""
+    """Return the learning rates of the first, first timed and last step, and the base rate before any scheduler."""
     lrs = [float(lr) for lr in recorder.lrs if lr is not None]
     if not lrs:
         return None
@@ -321,7 +321,7 @@ def _make_interval_row(recorder: Recorder, interval: Interval) -> dict[str, Any]
 
 
 def _split(recorder: Recorder) -> dict[str, Any] | None:
-    """Return what the steps after the timed ones have shown; None where there were none."""
+    """Return the measurements of the steps after the timed ones; None if there were none."""
     split = recorder.split
     if not split.exposed:
         return None

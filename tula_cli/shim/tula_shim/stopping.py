@@ -1,4 +1,5 @@
-"""The end of a probe: every rank writes, waits for the others, and leaves no process behind."""
+"""The end of a probe: every rank writes its result, waits for the others, and exits without leaving processes
+behind."""
 
 from __future__ import annotations
 
@@ -15,17 +16,18 @@ from .plan import write_json
 from .recorder import Recorder, make_report
 
 PATIENCE = 20.0
-"""Seconds for the other ranks to write: one that is still in a collective would die with an error of its own."""
+"""Seconds to wait for the other ranks to write: a rank still in a collective would fail if this one exited."""
 LOOK, LOOK_MOST = 0.02, 2.0
-"""Seconds between two looks at a folder that all ranks share: a few dozen looks a second in all, as ranks wait longer."""
+"""First and longest interval in seconds between two polls of the shared folder: a few dozen polls per second over all
+ranks, which therefore wait longer the more ranks there are."""
 GRACE = 2.0
-"""Seconds between asking a child to end and killing it."""
+"""Seconds between SIGTERM to a child and SIGKILL."""
 CLEANERS = (b"resource_tracker", b"torch_shm_manager")
-"""Children that end by themselves, and remove what others have left in shared memory: not to be killed."""
+"""Children that exit by themselves, and remove shared memory that others have left: not to be killed."""
 
 
 def write_begun(recorder: Recorder) -> None:
-    """Write what the first steps of a training have shown."""
+    """Write the measurements of the first steps of a training."""
     write_json(recorder.plan.folder / f"begun-{recorder.rank}.json", make_report(recorder, "begun"))
 
 
@@ -39,10 +41,10 @@ def write_result(recorder: Recorder, why: str) -> None:
 
 
 def stop(recorder: Recorder, why: str) -> None:
-    """End this process as the plan says, with exit code 0; returns in no case.
+    """Exit this process as the plan says, with exit code 0; never returns.
 
     Raises:
-        SystemExit: where the plan says "raise".
+        SystemExit: the plan says "raise".
     """
     recorder.stopping = True
     write_result(recorder, why)
@@ -53,7 +55,7 @@ def stop(recorder: Recorder, why: str) -> None:
 
 
 def enforce_stop(recorder: Recorder) -> None:
-    """End a process that steps on although it was asked to end: its script caught SystemExit."""
+    """Exit if the process continues to step although it was to stop: its script has caught SystemExit."""
     if recorder.stopping:
         _exit_process()
 
@@ -67,7 +69,8 @@ def _exit_process() -> None:
 
 
 def wait_for_ranks(folder: Path, world: int, patience: float = PATIENCE) -> bool:
-    """Wait until all ranks have written; return whether they have. The folder is listed, for NFS keeps what it knew."""
+    """Wait until all ranks have written; return whether they have. Lists the folder, because NFS caches missing
+    files."""
     wanted = {f"result-{rank}.json" for rank in range(world)}
     deadline, pause = time.monotonic() + patience, LOOK
     while not wanted <= {path.name for path in folder.iterdir()}:
@@ -80,7 +83,7 @@ def wait_for_ranks(folder: Path, world: int, patience: float = PATIENCE) -> bool
 
 
 def end_children() -> None:
-    """End this process' descendants: data loader workers first, which torch would wait for, then whatever is left."""
+    """Terminate this process' descendants: first data loader workers, which torch would wait for, then all others."""
     for child in multiprocessing.active_children():
         child.terminate()
     _end_process(lambda: [pid for pid in list_descendants(os.getpid()) if not _is_cleaner(pid)])
@@ -106,7 +109,7 @@ def _reap_children() -> None:
 
 
 def list_descendants(pid: int) -> list[int]:
-    """Return the processes below `pid`, from /proc; those that have ended and were not waited for do not count."""
+    """Return the descendants of `pid`, from /proc; zombies do not count."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -1,4 +1,4 @@
-"""Messages between this process and its supervisor: a pulse, requests to save, and in a resume test its end."""
+"""Messages between this process and its supervisor: heartbeats, requests to save, and in a resume test the kill."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REMEMBERED_SAMPLES = 20  # steps: a batch that changes is to be seen soon
 
 
 class Pulse:
-    """Writes heartbeat-<rank>.json and steps-<rank>.jsonl at most as often as the plan says. Times of the host."""
+    """Writes heartbeat-<rank>.json and steps-<rank>.jsonl at most as often as the plan says. Times are the host's."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -38,15 +38,15 @@ class Pulse:
         self._recent_samples: deque[float] = deque(maxlen=REMEMBERED_SAMPLES)
         self._newest: dict[str, Any] = {}
         self.more: Callable[[], dict[str, Any]] = dict
-        """Further fields of a row."""
+        """Returns further fields of a row."""
 
     @property
     def median(self) -> float:
-        """Return the median of the last steps in seconds; 0.0 before the second."""
+        """Return the median time of the last steps in seconds; 0.0 before the second step."""
         return statistics.median(self._recent) if self._recent else 0.0
 
     def beat(self, step: int, samples: float | None) -> None:
-        """Take note of a step; `samples` are those of all steps."""
+        """Record a step; `samples` is the total of all steps."""
         now = time.perf_counter()
         if self._began is not None:
             self._recent.append(now - self._began)
@@ -58,7 +58,7 @@ class Pulse:
         self._write_if_due(now)
 
     def alive(self) -> None:
-        """Take note that something goes on between two steps: a batch came, an evaluation began."""
+        """Record activity between two steps: a batch was delivered, or an evaluation started."""
         self._write_if_due(time.perf_counter())
 
     def _write_if_due(self, now: float) -> None:
@@ -67,7 +67,7 @@ class Pulse:
             self.write()
 
     def write(self) -> None:
-        """Write the heartbeat as it stands."""
+        """Write the heartbeat with its current values."""
         content = {
             "step": self.step,
             "samples": self.samples,
@@ -82,7 +82,7 @@ class Pulse:
         write_json(self.plan.folder / f"heartbeat-{self.rank}.json", content, durable=False)
 
     def row(self, causes: list[str], *, lr: Any, loss: Any) -> None:
-        """Write a row of a training when one is due, and one of each step that held something else. After `beat`."""
+        """Write a row if one is due, and a gap row for each step with further events. Called after `beat`."""
         self._newest = {"lr": lr, "loss": loss}
         if causes and self._recent:
             where = {"step": self.step, "samples": self.samples, "time": time.time()}
@@ -92,12 +92,12 @@ class Pulse:
             self.close()
 
     def close(self) -> None:
-        """Write a row of where the training stands. A tensor on a GPU is waited for, here alone."""
+        """Write a row with the current state of the training. Only this call waits for a tensor on a GPU."""
         newest = {name: None if value is None else float(value) for name, value in self._newest.items()}
         self._append(kind="row", step=self.step, samples=self.samples, time=time.time(), **newest, **self.more())
 
     def note(self, step: int, text: str) -> None:
-        """Write what is to be known of the training."""
+        """Write a note about the training."""
         self._append(kind="note", step=step, samples=self.samples, time=time.time(), text=text)
 
     def load(self, path: str, written: float) -> None:
@@ -115,7 +115,8 @@ MOST_STEPS = 1000
 
 
 class Requests:
-    """Looks for save.json every few steps. Which steps, rank 0 decides once: ranks may only look together."""
+    """Polls for save.json every few steps. Rank 0 decides the interval, because all ranks must poll at the same
+    step."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -125,7 +126,7 @@ class Requests:
         self._off = not plan.save
 
     def look(self, step: int, pulse: Pulse, world: int) -> str:
-        """Return "save" or "stop" where that is asked for after this step, else "". The pulse tells how long steps take."""
+        """Return "save" or "stop" if requested after this step, else "". `pulse` provides the step time."""
         if self._off or step < self.plan.warmup or (self._every and step % self._every):
             return ""
         try:
@@ -146,7 +147,7 @@ class Requests:
         return "stop" if request.get("then") == "stop" else "save"
 
     def save(self, step: int, samples: float | None, rank: int) -> bool:
-        """Have the loop save; return whether it could."""
+        """Save through the loop's callback; return whether there is one."""
         if self.callback is None:
             return False
         self.callback(self.plan.checkpoint)
@@ -154,7 +155,7 @@ class Requests:
         return True
 
     def saved(self, step: int, samples: float | None, rank: int, *, path: str) -> None:
-        """Tell the supervisor that a checkpoint is written."""
+        """Report to the supervisor that a checkpoint has been written."""
         if rank == 0:
             record = {"step": step, "samples": samples, "path": path, "time": time.time()}
             write_json(self.plan.folder / "saved.json", record)
@@ -169,11 +170,12 @@ def _count_steps_between(median: float) -> int:
 # --- A rehearsal of a resume
 
 PATIENCE = 120.0
-"""Seconds at most for a checkpoint to be written: some are, by a thread, while training goes on."""
+"""Longest wait in seconds for a checkpoint to be written: some are written by a thread while training continues."""
 
 
 class Killing:
-    """Counts the steps to the checkpoint and beyond. From within, for from outside a short script is over before it is seen."""
+    """Kills the process a number of steps after its first checkpoint. Done within the process, because a short script
+    could finish before an outside observer sees the checkpoint."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -184,10 +186,10 @@ class Killing:
         self._seen = _Newest()
 
     def after_step(self, step: int, before: float | None, rank: int, dataset: int | None) -> None:
-        """Take note of a step, of the samples of this rank before it, and of what its data loader holds. May not return.
+        """Record a step, this rank's samples before it, and its dataset's size. May kill the process.
 
         Raises:
-            OSError: what was seen cannot be written.
+            OSError: the records cannot be written.
         """
         if not self.wanted:
             return
@@ -210,7 +212,7 @@ class Killing:
             write_json(self.plan.folder / "save.json", {"then": "go on"})
 
     def _look(self, step: int, samples: float | None, dataset: int | None) -> None:
-        """Take note of the newest checkpoint, which holds what was trained up to the step before: a script may save each step."""
+        """Record the newest checkpoint, taken to hold the previous step: a script may save at each step."""
         seen = _find_newest_checkpoint(str(self.wanted["checkpoint"]))
         if seen.changed < self._since:
             return
@@ -236,12 +238,12 @@ class Killing:
         write_json(self.plan.folder / "rehearsal.json", self._found)
 
     def _changed(self) -> float:
-        """Return when a checkpoint was written last (Unix time); 0 where there is none."""
+        """Return the Unix time at which a checkpoint was last written; 0 if there is none."""
         return _find_newest_checkpoint(str(self.wanted["checkpoint"])).changed
 
 
 class _Newest(NamedTuple):
-    """The checkpoint that was written last, as far as files tell."""
+    """The checkpoint that was written last, judging by its files."""
 
     changed: float = 0.0  # Unix time
     path: str = ""
@@ -249,7 +251,7 @@ class _Newest(NamedTuple):
     size: int = 0  # bytes
 
     def replaces(self, before: _Newest) -> bool:
-        """Return whether this is another checkpoint, not the one before that is still being written (which grows)."""
+        """Return whether this is another checkpoint, not the previous one still being written (which grows)."""
         if (self.path, self.inode) != (before.path, before.inode):
             return True
         return self.changed > before.changed and os.path.isfile(self.path) and self.size <= before.size  # noqa: PTH113
@@ -260,7 +262,7 @@ def _find_newest_checkpoint(pattern: str) -> _Newest:
 
 
 def _read_state_of_path(path: str) -> _Newest:
-    """Return what there is at a path; of a folder, when its newest file was written."""
+    """Return the state of the file or folder at a path; for a folder, its newest file determines the time."""
     files = [file for file in Path(path).rglob("*") if file.is_file()] if os.path.isdir(path) else [Path(path)]  # noqa: PTH112
     try:
         created, changed = os.stat(path), max((file.stat().st_mtime for file in files), default=0.0)  # noqa: PTH116

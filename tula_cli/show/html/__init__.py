@@ -1,1 +1,1 @@
-"""Pages for a browser."""
+"""Report pages for a browser."""

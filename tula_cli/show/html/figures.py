@@ -1,7 +1,7 @@
 """Figures of a report as SVG, drawn by matplotlib.
 
-A drawing is 390 units wide and as high as its legend asks for, so that its words, 10.5 units high, can be read on a telephone.
-Text stays text. The same figure is the same SVG, byte for byte, with one version of matplotlib.
+A drawing is 390 units wide and as high as its legend requires, so that its text, 10.5 units high, is readable on a
+phone. Text is kept as text. With one version of matplotlib, equal figures give byte-identical SVG.
 """
 
 import io
@@ -41,7 +41,7 @@ LIGHT = {
     "s4": "#8a6a00",
     "s5": "#6b6f76",
 }
-"""By role; each colour stands for one role alone, so that a drawing's colours tell their roles."""
+"""Colours by role; no two roles share a colour, so that a role can be derived from a colour in a drawing."""
 DARK = {
     "paper": "#14181d",
     "ink": "#e6eaef",
@@ -60,7 +60,7 @@ DASHES = ("-", (0, (5, 2)), (0, (2, 1.5)), (0, (6, 1.5, 1.5, 1.5)))
 
 
 def get_series_color(index: int) -> str:
-    """Return the light colour of a series by its place."""
+    """Return the light-theme colour of a series by its index."""
     return LIGHT[SERIES[index % len(SERIES)]]
 
 
@@ -69,17 +69,17 @@ def get_series_marker(index: int) -> str:
 
 
 def get_series_dash(index: int) -> Any:
-    """Return how a curve is broken, as matplotlib names it."""
+    """Return the line style of a series by its index, in matplotlib's notation."""
     return DASHES[index // len(SERIES) % len(DASHES)]
 
 
 def make_css_variables(colors: dict[str, str]) -> str:
-    """Return the colours as variables of a style sheet."""
+    """Return the colours as CSS variables."""
     return "".join(f"--{role}:{value};" for role, value in colors.items())
 
 
 def make_css_rules() -> str:
-    """Return the rules that give what is drawn in a role's colour that of the page; see plain_svg."""
+    """Return the CSS rules that give elements of a role the page's colour of that role; see `render_plain`."""
     return "".join(f".fill-{role}{{fill:var(--{role})}}.stroke-{role}{{stroke:var(--{role})}}" for role in LIGHT)
 
 
@@ -89,12 +89,12 @@ _UNFIT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uff
 
 
 def remove_control_characters(text: str) -> str:
-    """Return a text without what neither XML nor HTML can hold: control characters, halves of characters."""
+    """Replace characters that are invalid in XML or HTML (control characters, lone surrogates) by U+FFFD."""
     return _UNFIT.sub("\ufffd", text)
 
 
 def measure_text_width(text: str) -> float:
-    """Return how wide a text is at most in a font as wide as DejaVu Sans, 1 being an ordinary letter (0.62 em)."""
+    """Return an upper bound of a text's width in DejaVu Sans; 1 is the width of an ordinary letter (0.62 em)."""
     return sum(map(_measure_character_width, text))
 
 
@@ -109,14 +109,14 @@ def _measure_character_width(letter: str) -> float:
 
 
 def is_wide_script(text: str) -> bool:
-    """Return whether a text has letters that the font has not which words are measured with."""
+    """Return whether a text has letters that are missing in the font used for measuring."""
     return any(ord(letter) > 0x24FF and letter not in "…★◆−→" for letter in text)
 
 
 def wrap_lines(text: str, wide: float, most: int) -> list[str]:
-    """Return a text in lines of a width; what does not fit in the most of them ends in an ellipsis.
+    """Wrap a text to lines of width `wide`; text beyond `most` lines is cut and ends in an ellipsis.
 
-    It is broken at spaces, and within words that are longer than a line.
+    Lines break at spaces, and inside words that are longer than a line.
     """
     wrapped = [""]
     for word in remove_control_characters(text).split():
@@ -139,7 +139,7 @@ def wrap_lines(text: str, wide: float, most: int) -> list[str]:
 
 
 def fit_text(text: str, wide: float, most: int = 2) -> str:
-    """Return a text in at most so many lines of a width."""
+    """Wrap a text to at most `most` lines of width `wide`."""
     return "\n".join(wrap_lines(text, wide, most))
 
 
@@ -155,10 +155,10 @@ def place_ticks(low: float, high: float, scale: str, *, most: int) -> list[float
     """Return round numbers between two bounds, ascending.
 
     Args:
-        low: the lower bound; above 0 on a logarithmic scale.
-        high: the upper one, above it.
+        low: lower bound; positive on a logarithmic scale.
+        high: upper bound, greater than `low`.
         scale: "linear", "log" or "log2".
-        most: how many at most; at least 2.
+        most: maximum number of ticks, at least 2.
     """
     if scale == "log2":
         ticks = _list_power_ticks(low, high, 2.0, most)
@@ -170,7 +170,7 @@ def place_ticks(low: float, high: float, scale: str, *, most: int) -> list[float
 
 
 def fit_ticks(low: float, high: float, scale: str, *, length: float) -> list[float]:
-    """Return as many `ticks` as have room for their words beside each other on an axis of `length` units."""
+    """Return as many ticks as fit with their labels side by side on an axis of `length` units."""
     for most in range(10 if scale == "log2" else 7, 2, -1):
         ticks = place_ticks(low, high, scale, most=most)
         if _thin_ticks(ticks, low, high, scale, length):
@@ -217,7 +217,7 @@ def _list_decade_ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def format_ticks(values: Iterable[float], scale: str = "linear") -> list[str]:
-    """Return numbers of one axis in words: on a linear one all in one unit, with as few decimals as are right."""
+    """Format the ticks of one axis; on a linear axis they share a unit and the fewest decimals that are exact."""
     known = list(values)
     if scale != "linear":
         return [_format_plain(value) if scale == "log2" else format_short(value) for value in known]
@@ -236,21 +236,21 @@ def _choose_tick_unit(value: float) -> tuple[float, str]:
 
 
 def _format_plain(value: float) -> str:
-    """Return a power of two as batches are known, 65536, not 65.5k, and as scaling factors are: 1/64."""
+    """Format a number of a base-2 axis: batches in full (65536, not 65.5k), scaling factors as fractions (1/64)."""
     if 1e-6 < value < 1 and 1 / value == round(1 / value):
         return f"1/{1 / value:.0f}"
     return f"{value:.0f}" if 1 <= abs(value) < 1e6 and value == round(value) else format_short(value)
 
 
 def _are_distinct(values: Sequence[float], size: float, decimals: int) -> bool:
-    """Return whether these decimals suffice; some numbers need more than there are."""
+    """Return whether `decimals` represent all values exactly, or are the maximum number of decimals."""
     if decimals == _MOST_DECIMALS:
         return True
     return all(math.isclose(float(f"{v / size:.{decimals}f}"), v / size, rel_tol=1e-9, abs_tol=0.0) for v in values)
 
 
 def format_short(value: float) -> str:
-    """Return one number: 1.2M, 40k, 0.05; at most 4 significant digits."""
+    """Format a number compactly with at most 4 significant digits: 1.2M, 40k, 0.05."""
     if value and not 1e-4 <= abs(value) < 1e15:
         return _format_power(value)
     size, suffix = _choose_tick_unit(abs(value))
@@ -278,7 +278,7 @@ _LEVELS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of the legend: what is drawn in it, and its words."""
+    """A line of the legend: symbol and text."""
 
     handle: Any
     text: str
@@ -286,7 +286,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class DrawnSeries:
-    """A series as numbers that can be drawn; nan is a gap. `index` is what its looks follow from."""
+    """A series as drawable numbers; nan is a gap, and `index` determines colour, marker and dash."""
 
     name: str
     style: str
@@ -309,7 +309,7 @@ class DrawnSeries:
 
 @dataclass
 class Positions:
-    """Where x values lie: at themselves, or side by side where there are bars or categories."""
+    """Horizontal positions: the x values themselves, or consecutive integers for bars on a numeric axis."""
 
     figure: Figure
     order: list[float] = field(default_factory=list)  # x values of bars that are no categories
@@ -330,7 +330,7 @@ class Positions:
         return "linear" if self.discrete else self.figure.x_scale
 
     def of_x(self, x: float | None) -> float:
-        """Return the place of a value; nan where it has none."""
+        """Return the position of an x value; nan if it has none."""
         if x is None or not _is_drawable(x, self.scale):
             return NAN
         return float(self.order.index(x)) if x in self.order else NAN if self.order else x
@@ -341,7 +341,7 @@ def _is_drawable(value: float | None, scale: str) -> bool:
 
 
 def list_drawn_series(figure: Figure, places: Positions, looks: Mapping[str, int]) -> list[DrawnSeries]:
-    """Return the series that have something to draw, in the looks that their names have, else by their places."""
+    """Return the series with drawable values; `looks` maps a name to a style index, by default the series' index."""
     shown_series = []
     for index, series in enumerate(figure.series):
         series_drawn = _make_drawn_series(series, looks.get(series.name, index), places, figure.y_scale)
@@ -367,7 +367,7 @@ def _make_drawn_series(series: Series, index: int, places: Positions, scale: str
 
 
 def _clip_interval(low: float | None, high: float | None, value: float, scale: str) -> tuple[float, float]:
-    """Return the bounds that hold the value; nan where nothing is known of it. On a logarithmic axis none is 0 or less."""
+    """Return bounds that contain the value, or nan if it has none; on a logarithmic axis both bounds are positive."""
     if math.isnan(value) or (low is None and high is None):
         return NAN, NAN
     bottom = value if low is None or not math.isfinite(low) else min(float(low), value)
@@ -379,7 +379,7 @@ def _clip_interval(low: float | None, high: float | None, value: float, scale: s
 
 
 def draw_curve(axes: "Axes", drawn_series: DrawnSeries, *, shift: float) -> Entry:
-    """Draw a curve or points, with intervals; return its line of the legend."""
+    """Draw a curve or points with their intervals, and return the legend entry."""
     from matplotlib.lines import Line2D
 
     x = [place + shift for place in drawn_series.x]
@@ -416,7 +416,7 @@ def _make_marker_style(drawn_series: DrawnSeries, *, filled: bool) -> dict[str, 
 
 
 def _find_isolated_points(known: Sequence[bool]) -> list[bool]:
-    """Return which points a line would not show: those between gaps."""
+    """Return which points a line would not show because both neighbours are gaps."""
     padded = [False, *known, False]
     return [
         here and not before and not after for before, here, after in zip(padded, padded[1:], padded[2:], strict=False)
@@ -455,7 +455,7 @@ def _compute_error_lengths(drawn_series: DrawnSeries) -> list[list[float]]:
 
 
 def draw_bars(axes: "Axes", bars: Sequence[DrawnSeries]) -> list[Entry]:
-    """Draw bars side by side and stacked ones on each other; return their lines of the legend."""
+    """Draw grouped and stacked bars, and return their legend entries."""
     grouped = [bar for bar in bars if bar.style == "bars"]
     stacked = [bar for bar in bars if bar.style == "stacked"]
     groups = len(grouped) + bool(stacked)
@@ -488,7 +488,7 @@ def _draw_bar(
     wide: float,
     top: float | None = None,
 ) -> Entry:
-    """Draw the bars of a series: full ones measured, pale ones with an edge predicted."""
+    """Draw the bars of a series: filled if measured, outlined if predicted; return the legend entry."""
     from matplotlib.patches import Patch
 
     for filled in (True, False):
@@ -524,7 +524,7 @@ def _draw_bar(
 
 
 def _compute_bar_edges(heights: Sequence[float], top: float | None) -> dict[str, Any]:
-    """Return edges that leave something of the lowest bars of a stack, which is `top` high."""
+    """Return a style without edges for bars below 2 % of the stack height `top`, which edges would cover."""
     return {} if top is None else {"linewidth": [0.8 if abs(height) > 0.02 * top else 0.0 for height in heights]}
 
 
@@ -538,7 +538,7 @@ def _make_bar_style(drawn_series: DrawnSeries, *, filled: bool) -> dict[str, Any
 
 
 def draw_density(axes: "Axes", density: Density, y_scale: str) -> list[Entry]:
-    """Draw shares as shades, one path a shade; return what the shades mean."""
+    """Draw shares as shades, one path per shade, and return the legend entries."""
     from matplotlib.patches import Patch, PathPatch
     from matplotlib.path import Path
 
@@ -578,7 +578,7 @@ _SLANTED = 14  # units between slanted words
 
 
 def set_x_scale(axes: "Axes", figure: Figure, places: Positions) -> float:
-    """Set limits and ticks of the horizontal axis; return how many units more its words take."""
+    """Set the limits and ticks of the horizontal axis, and return the additional height of its labels in units."""
     low, high = axes.dataLim.intervalx
     if places.discrete:
         return _scale_categories(axes, figure, places, low, high)
@@ -637,7 +637,7 @@ def set_y_scale(axes: "Axes", figure: Figure, *, bars: bool) -> None:
 
 
 def _pad_range(low: float, high: float, scale: str, *, zero: bool) -> tuple[float, float]:
-    """Return limits with room around the values; they begin at 0 where that is near, or bars do."""
+    """Return limits with padding around the values; a linear axis starts at 0 if 0 is near or bars are drawn."""
     if scale != "linear":
         room = max((high / low) ** 0.06, 1.1) if high > low else 2.0
         return low / room, high * room
@@ -655,7 +655,7 @@ def _set_ticks(axis: Any, places: Sequence[float], labels: Sequence[str]) -> Non
 
 
 def label_axes(axes: "Axes", figure: Figure, *, numbered: bool) -> float:
-    """Write what the axes are, that of the vertical one above it; return how many units more they take."""
+    """Label the axes, the vertical one above it, and return the additional height of the labels in units."""
     above, below = fit_text(figure.y_label, 50), fit_text(figure.x_label, 50)
     axes.set_title(above, pad=17 if numbered else 8, color=LIGHT["ink"])
     axes.set_xlabel(below)
@@ -676,7 +676,7 @@ _ROOM = 0.05  # of the axis, which a number above an event takes
 
 
 def draw_marks(axes: "Axes", marks: Sequence[Mark], places: Positions) -> list[Entry]:
-    """Draw what has a place; return the lines of the legend."""
+    """Draw the marks that have a position, and return their legend entries."""
     at = [(mark, places.of_x(mark.x)) for mark in marks]
     events = sorted(
         ((mark, x) for mark, x in at if mark.kind == "event" and mark.y is None and not math.isnan(x)),
@@ -714,7 +714,7 @@ def _draw_mark(axes: "Axes", mark: Mark, x: float) -> Entry | None:
 
 
 def _draw_events(axes: "Axes", events: Sequence[tuple[Mark, float]]) -> list[Entry]:
-    """Draw a thin line for each event, which is told once where several are the same."""
+    """Draw a thin line per event, and return one legend entry for each distinct text."""
     from matplotlib.lines import Line2D
 
     look: dict[str, Any] = {"color": LIGHT["muted"], "linestyle": _LINES["event"], "linewidth": 1.2}
@@ -729,9 +729,9 @@ def _draw_events(axes: "Axes", events: Sequence[tuple[Mark, float]]) -> list[Ent
 
 
 def number_events(axes: "Axes", marks: Sequence[Mark], places: Positions) -> bool:
-    """Write the numbers of events above their lines, once the axes have their limits; those too close share a word.
+    """Write the numbers of events above their lines, merging those that are too close to each other.
 
-    Return whether there are any.
+    The axes must have their limits. Return whether there are any numbers.
     """
     events = sorted(
         (x, mark.text)
@@ -762,7 +762,7 @@ def number_events(axes: "Axes", marks: Sequence[Mark], places: Positions) -> boo
 # --- Plain SVG
 #
 # Nothing in it touches the page around it: no rule of a style sheet, no id that another figure could have, no metadata. Colours
-# are attributes, which hold where the drawing stands alone, and classes, by which a page gives them its own (palette.rules).
+# are attributes, which hold where the drawing stands alone, and classes, by which a page gives them its own (`make_css_rules`).
 
 _SVG, _XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 _HREF = f"{{{_XLINK}}}href"
@@ -774,13 +774,13 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 
 
 def render_plain(drawn: str, *, prefix: str, title: str, description: str) -> str:
-    """Return a drawing for a page.
+    """Convert matplotlib's SVG into SVG for a page.
 
     Args:
-        drawn: what matplotlib has written.
-        prefix: of its ids; one that no other drawing of the page has.
-        title: for those who hear the page.
-        description: what is drawn, in a sentence or two, for the same.
+        drawn: SVG written by matplotlib.
+        prefix: prefix of the ids; unique on the page.
+        title: title for screen readers.
+        description: description of the content in a sentence or two, for screen readers.
     """
     root = ElementTree.fromstring(drawn)
     _strip_metadata(root)
@@ -800,7 +800,7 @@ def render_plain(drawn: str, *, prefix: str, title: str, description: str) -> st
 
 
 def _strip_metadata(root: ElementTree.Element) -> None:
-    """Take out metadata and rules, which would hold for the page too; and the empty lines between elements."""
+    """Remove metadata and style rules, which would apply to the whole page, and the whitespace between elements."""
     for parent in list(root.iter()):
         for child in list(parent):
             if child.tag in (f"{{{_SVG}}}metadata", f"{{{_SVG}}}style"):
@@ -815,7 +815,7 @@ def _strip_metadata(root: ElementTree.Element) -> None:
 
 
 def _collect_names(root: ElementTree.Element, prefix: str) -> dict[str, str]:
-    """Return new ids for those that something refers to."""
+    """Return new ids for the elements that are referred to."""
     known = [element.get("id", "") for element in root.iter()]
     used = {name for element in root.iter() for name in _find_references(element)}
     return {name: f"{prefix}-{place}" for place, name in enumerate(name for name in known if name in used)}
@@ -839,12 +839,12 @@ def _rename_ids(element: ElementTree.Element, names: dict[str, str]) -> None:
 
 
 def _tag_element(element: ElementTree.Element) -> None:
-    """Leave namespaces to the root: a page knows SVG without."""
+    """Remove the SVG namespace from a tag; the root declares it."""
     element.tag = element.tag.removeprefix(f"{{{_SVG}}}")
 
 
 def _replace_color(element: ElementTree.Element) -> None:
-    """Turn an element's style into attributes, and its colours into classes too."""
+    """Convert the style of an element to attributes, and add classes for its colours."""
     for declaration in filter(None, map(str.strip, element.attrib.pop("style", "").split(";"))):
         name, value = (part.strip() for part in declaration.split(":", 1))
         if name in ("font", "font-size"):  # matplotlib has written either
@@ -912,7 +912,7 @@ _RC: dict[str, Any] = {
 
 
 def require_matplotlib() -> None:
-    """Refuse to draw where nothing can.
+    """Check that matplotlib is installed.
 
     Raises:
         SpecError: matplotlib is not installed.
@@ -927,12 +927,12 @@ def require_matplotlib() -> None:
 
 
 def render_svg(figure: Figure, *, prefix: str = "", looks: Mapping[str, int] | None = None) -> str:
-    """Return a figure as SVG that stands alone, also inside a page.
+    """Return a figure as SVG that can be used on its own or inside a page.
 
     Args:
-        figure: what is drawn. What is not finite, or not above 0 on a logarithmic scale, is left out.
-        prefix: of the ids in it; the figure's key unless it is given. Figures of one page must differ in it.
-        looks: the place of a series in the palette by its name, where several figures have it.
+        figure: the figure. Values that are not finite, or not positive on a logarithmic scale, are left out.
+        prefix: prefix of the ids, by default the figure's key; unique among the figures of a page.
+        looks: style index of a series by its name, if several figures share it.
 
     Raises:
         SpecError: matplotlib is not installed.
@@ -955,7 +955,7 @@ def render_svg(figure: Figure, *, prefix: str = "", looks: Mapping[str, int] | N
 
 
 def describe_figure(figure: Figure) -> str:
-    """Return what a figure shows, for those who hear it; its numbers stand in the table beside it."""
+    """Describe a figure for screen readers; its numbers are in the accompanying table."""
     names = ", ".join(remove_control_characters(series.name) for series in figure.series if series.name)
     sentences = [
         f"{remove_control_characters(figure.y_label)} against {remove_control_characters(figure.x_label)}"
@@ -967,7 +967,7 @@ def describe_figure(figure: Figure) -> str:
 
 @contextmanager
 def _use_plot_defaults() -> Iterator[None]:
-    """Draw as we do, whatever settings the user has for drawings of their own, and without words about fonts."""
+    """Use fixed drawing settings regardless of the user's matplotlib configuration, without warnings about fonts."""
     log = logging.getLogger("matplotlib")
     level = log.level
     log.setLevel(logging.ERROR)  # it tells that it makes a list of fonts, the first time
@@ -1015,7 +1015,7 @@ def _draw_series(axes: "Axes", figure: Figure, shown: Sequence[DrawnSeries]) -> 
 
 
 def _list_basis_entries(shown: Sequence[DrawnSeries]) -> list[Entry]:
-    """Tell what filled and open stand for, where both are drawn or all is open."""
+    """Return legend entries for measured (filled) and predicted (open) values; empty if nothing is predicted."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -1052,7 +1052,7 @@ def _draw_no_data(axes: "Axes") -> None:
 
 
 def _draw_legend(canvas: "Canvas", entries: Sequence[Entry]) -> float:
-    """Write the legend below the axes, in as many columns as have room; return its height in units."""
+    """Draw the legend below the axes in as many columns as fit, and return its height in units."""
     # A name that begins with "_" would be left out.
     named = [(entry.handle, fit_text(entry.text, 50)) for entry in entries]
     named = [(handle, f"\N{WORD JOINER}{text}" if text.startswith("_") else text) for handle, text in named]

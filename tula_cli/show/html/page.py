@@ -1,4 +1,4 @@
-"""A report as one page for a browser: a file that stands alone, without scripts and without anything to load."""
+"""A report as one self-contained HTML page, without scripts or external resources."""
 
 import html
 import re
@@ -86,7 +86,7 @@ _DARK_PAGE = {"link": "#7cbcf5", "chosen": "#1f3245", "shade": "#e6eaef40"}
 
 
 def make_page_style() -> str:
-    """Return the rules; on paper all is light."""
+    """Return the style sheet of the page; print always uses the light colours."""
     light = figures.make_css_variables({**figures.LIGHT, **_LIGHT_PAGE})
     dark = figures.make_css_variables({**figures.DARK, **_DARK_PAGE})
     colors = f":root{{color-scheme:light dark;{light}}}@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}"
@@ -96,7 +96,7 @@ def make_page_style() -> str:
 # --- The page
 
 _MARKS = {"chosen": ("★", "chosen"), "front": ("◆", "marked")}
-"""The sign of a row and its name; what else is marked than the choice the caption of a table says."""
+"""Sign and name of a row's mark; the caption of a table explains marks other than the choice."""
 _MOST_ROWS = 1000  # of the numbers behind a figure
 _DIGITS = 6  # of them
 _WORDY = 90  # characters of a fact, from which on it has a line of its own
@@ -105,13 +105,13 @@ _LONG = 28  # characters, from which on a cell is broken into lines
 
 @dataclass
 class DrawnFigures:
-    """The figures of a page so far: how many, and how the series of each name look."""
+    """The figures of a page so far: their number, and the style index of each series name."""
 
     numbers: Iterator[int] = field(default_factory=lambda: count(1))
     known: dict[str, int] = field(default_factory=dict)
 
     def looks_of(self, figure: Figure) -> dict[str, int]:
-        """Return the looks of a figure's series: those that their names have had before, and no two the same."""
+        """Return a unique style index for each series of a figure, if possible the earlier one of the same name."""
         names = list(dict.fromkeys(series.name for series in figure.series))
         looks: dict[str, int] = {}
         for name in names:
@@ -125,7 +125,7 @@ class DrawnFigures:
 
 
 def render_page(document: Document) -> str:
-    """Return the page of a report.
+    """Render the HTML page of a report.
 
     Raises:
         SpecError: matplotlib is not installed.
@@ -151,7 +151,7 @@ def render_page(document: Document) -> str:
 
 
 def escape_text(words: str) -> str:
-    """Return words as text of a page, whatever is in them."""
+    """Escape text for HTML."""
     return html.escape(remove_control_characters(words))
 
 
@@ -174,7 +174,7 @@ def _render_contents(sections: tuple[Section, ...]) -> Iterator[str]:
 
 
 def _make_section_id(section: Section, place: int) -> str:
-    """Return the id of a section, which no other has and nothing else on the page."""
+    """Return the id of a section, unique on the page."""
     return f"section-{place + 1}-" + re.sub(r"[^a-z0-9]+", "-", section.key.lower()).strip("-")
 
 
@@ -221,7 +221,7 @@ def _render_figure(figure: Figure, drawn: DrawnFigures) -> Iterator[str]:
 
 
 def make_figure_numbers(figure: Figure) -> Table:
-    """Return what is drawn as a table; what no row has is no column."""
+    """Return the data of a figure as a table, without empty columns."""
     head, *rows = list_figure_rows(figure)
     shown = [place for place in range(len(head)) if any(row[place] not in (None, "") for row in rows)]
     columns = [
@@ -240,7 +240,7 @@ def make_figure_numbers(figure: Figure) -> Table:
 
 
 def _render_table(table: Table, *, most: int | None = None) -> Iterator[str]:
-    """Yield a table in a box of its own, which scrolls where the page has no room for it."""
+    """Yield a table in a box that scrolls if the page is too narrow."""
     marked = any(table.marks)
     yield f'<div class="scroll" role="region" tabindex="0" aria-label="{escape_text(table.title)}"><table>'
     yield _render_caption(table)

@@ -1,1 +1,1 @@
-"""A script of the user's own: section `script`, its command line with placeholders, and how that is found in what is typed today."""
+"""User scripts: section `script`, command lines with placeholders, and the recognition of existing command lines."""

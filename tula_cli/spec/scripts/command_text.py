@@ -1,4 +1,4 @@
-"""From a shell text to the one command in it that starts the training: what is set up for it, and what tula has no use for."""
+"""Extraction of the training command from shell text, with its set-up and the parts that tula does not need."""
 
 import itertools
 import os
@@ -26,7 +26,7 @@ _PRINTS = (
     ":",
     "wait",
 )
-"""Commands whose output nobody needs in the job."""
+"""Commands whose output is not needed in the job."""
 _SHELL = ("cd", "pushd", "set", "source", ".", "module", "ml", "conda", "mkdir", "ulimit", "export")
 _RENDEZVOUS = re.compile(r"scontrol|hostname|NODELIST|\bSLURM_(?:JOB_)?NODE|SLURM_LAUNCH_NODE|comm -23|getsockname")
 _WITHOUT_SHELL = "tula starts the command without a shell"
@@ -35,7 +35,7 @@ _Pipeline = list[Command]
 
 @dataclass(frozen=True)
 class TrainingCommand:
-    """The command that starts the training."""
+    """The training command found in shell text."""
 
     words: tuple[Word, ...]
     environment: Mapping[str, str] = field(default_factory=dict)  # that the text sets for it
@@ -50,12 +50,12 @@ def find_training_command(
     """Return the command that starts the training.
 
     Args:
-        text: a command line, or a script.
-        keeps_setup: whether lines that set up the shell have a place in the job; else they are refused.
-        variables: that the text may use, by their values.
+        text: a command line or a script.
+        keeps_setup: whether the job can keep lines that set up the shell; otherwise they are rejected.
+        variables: values of variables that the text may use.
 
     Raises:
-        SpecError: there is none, or more than one, or it needs a shell.
+        SpecError: there is no training command, more than one, or one that needs a shell.
     """
     known = {name: os.environ[name] for name in ("HOME", "USER") if name in os.environ}
     typed = re.sub(r"\A\s*\$ ", "", text)  # without the prompt
@@ -103,10 +103,10 @@ class _Reader:
         return TrainingCommand(words, self.environment, tuple(self.setup), tuple(self.left_out), warnings)
 
     def _is_program(self, pipeline: _Pipeline) -> bool:
-        """Return whether a program is started that may be the training.
+        """Return whether a pipeline starts a program that may be the training.
 
         Raises:
-            SpecError: it stands in a loop, a branch or a function.
+            SpecError: the program is started in a loop, a branch or a function.
         """
         first = pipeline[0]
         for inner in first.inside:
@@ -144,7 +144,7 @@ class _Reader:
         return likely[0] if likely else programs[0]
 
     def _take(self, pipeline: _Pipeline) -> None:
-        """Take over what stands before the training."""
+        """Take over a command before the training: as set-up, as environment, or as left out."""
         first, raw = pipeline[0], self._raw(pipeline)
         name = first.program[0].name if first.program else ""
         writes_file = any(re.match(r"1?>", text) and "/dev/null" not in text for text in first.redirections)
@@ -173,7 +173,7 @@ class _Reader:
             self.setup.append(raw)
 
     def _is_rendezvous(self, command: Command, raw: str) -> bool:
-        """Return whether variables are about where the ranks meet, which tula finds out itself."""
+        """Return whether variables define the rendezvous of the ranks, which tula determines itself."""
         uses = any(re.search(rf"\$\{{?{name}\b", raw) for name in self.rendezvous)
         return uses or bool(_RENDEZVOUS.search(raw) or RANK_VARIABLES & {name for name, _ in command.assignments})
 
@@ -190,7 +190,7 @@ class _Reader:
         self.left_out.append(_shorten_words(words))
 
     def _check_alone(self, pipeline: _Pipeline) -> None:
-        """Refuse what cannot be left out around a command: its input, a filter behind it, another in its place."""
+        """Reject parts around a command that cannot be left out: its input, a filter after it, an alternative to it."""
         first = pipeline[0]
         outside = list(first.redirections)
         for before, after in itertools.pairwise(pipeline):
@@ -215,10 +215,10 @@ class _Reader:
 
 
 def refuse_unknown(word: Word) -> None:
-    """Refuse a word that a shell would have to replace.
+    """Reject a word that needs expansion by a shell, or that starts with a typographic dash or quote.
 
     Raises:
-        SpecError: it is such a word.
+        SpecError: the word is such a word.
     """
     if word.raw[:1] in tuple("\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}\N{LEFT DOUBLE QUOTATION MARK}") and not word.filled:
         raise SpecError(

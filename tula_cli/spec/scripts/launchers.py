@@ -1,4 +1,4 @@
-"""Who starts the processes of a command, wherever it stands in it: wrappers, launchers with their options, and the script."""
+"""Recognition of who starts the processes of a command: wrappers, launchers with their options, and the script."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -29,14 +29,14 @@ PROCESSES, NODES = "processes per node", "nodes"
 
 
 class Unknown(SpecError):
-    """Something that a command does not say for certain, and that can be asked.
+    """A fact that a command does not state and that the user can be asked for.
 
     Args:
-        message: what is not known, with the words of the command.
-        hint: how to say it in the command.
-        key: of the answer.
-        question: as it is asked on a terminal.
-        choices: the answers that there are; none: a whole number from 1 on.
+        message: what is unknown, with the words of the command.
+        hint: how to state it in the command.
+        key: key of the answer.
+        question: question shown on a terminal.
+        choices: possible answers; empty for a positive integer.
     """
 
     def __init__(self, message: str, hint: str, *, key: str, question: str, choices: tuple[str, ...] = ()) -> None:
@@ -61,7 +61,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Launch:
-    """A command without the words by which its processes are started."""
+    """A command without the words that start its processes."""
 
     program: tuple[Word, ...]  # up to the script
     arguments: tuple[Word, ...]  # the script's
@@ -77,7 +77,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class _Launcher:
-    """A program that starts processes: the options that give their numbers, with underscores."""
+    """A program that starts processes, and its options for their numbers, with underscores."""
 
     name: str
     nodes: str = ""
@@ -100,7 +100,7 @@ _LAUNCHERS = {
     **dict.fromkeys(("accelerate", "accelerate-launch", "accelerate.commands.launch"), _ACCELERATE),
     "srun": _SRUN,
 }
-"""By the name of the program, or of the module after `python -m`."""
+"""Launchers by the name of the program, or of the module after `python -m`."""
 _MPI = "starts the processes itself and tells them of each other in MPI's variables, which a script under tula does not get"
 _SUBMITS = "submits a job, and tula submits its own"
 _FOREIGN = {
@@ -117,7 +117,7 @@ _WRAPPERS = frozenset({
     "shifter", "env", "numactl", "taskset", "nice", "ionice", "stdbuf", "timeout", "nsys", "ncu", "xvfb-run", "coverage",
     "kernprof", "viztracer", "scalene", "memray", "pyinstrument",
 })  # fmt: skip
-"""Programs that run another once; what stands before the other is kept as it is."""
+"""Programs that run another program once; the words up to that program are kept."""
 _LEFT_OUT = ("time", "nohup", "exec", "command", "setsid", "eval")
 _PYTHON = re.compile(r"i?python[\d.]*|pypy[\d.]*")
 _SHELLS = ("bash", "sh", "zsh", "dash")
@@ -133,11 +133,11 @@ _INSIDE = "give the command inside it that starts the training; or, " + _HOW_TO_
 
 
 def find_launcher(words: Sequence[Word], known: Known) -> Launch:
-    """Return a command without its launcher: the first one before the script, behind whatever words.
+    """Separate a command from its launcher, the first one before the script, whatever words precede it.
 
     Raises:
-        Unknown: the number of its processes cannot be known.
-        SpecError: there is no script, or the launcher has no counterpart.
+        Unknown: the number of processes is unknown.
+        SpecError: there is no script, or the launcher is not supported.
     """
     rest, left_out = _without_prefix(words)
     if not rest:
@@ -154,18 +154,18 @@ def find_launcher(words: Sequence[Word], known: Known) -> Launch:
 
 
 def is_program_start(words: Sequence[Word]) -> bool:
-    """Return whether a command starts a Python program, a launcher or a script of a shell."""
+    """Return whether a command starts a Python program, a launcher or a shell script."""
     rest, _ = _without_prefix(words)
     return bool(rest) and (_is_start(rest[0]) or (rest[0].name in _WRAPPERS and _start(rest) > 0))
 
 
 def has_launcher(words: Sequence[Word]) -> bool:
-    """Return whether a launcher that is read here stands among the words."""
+    """Return whether the words contain a supported launcher."""
     return any(word.name in _LAUNCHERS or word.text in _LAUNCHERS for word in words)
 
 
 def _without_prefix(words: Sequence[Word]) -> tuple[list[Word], list[str]]:
-    """Return a command without `time`, `nohup` and the like, and those."""
+    """Return a command without prefixes such as `time` and `nohup`, and the removed words."""
     size = next((place for place, word in enumerate(words) if word.name not in _LEFT_OUT), len(words))
     return list(words[size:]), [word.raw for word in words[:size]]
 
@@ -177,7 +177,7 @@ def _is_start(word: Word) -> bool:
 
 
 def _start(words: Sequence[Word]) -> int:
-    """Return where a program is started behind others; 0 where none is. Of two names in a row the first is an argument."""
+    """Return the index at which a program starts, else 0; of two adjacent names the first is an argument."""
     starts = [place for place, word in enumerate(words) if _is_start(word)]
     for place in starts:
         is_argument = (
@@ -189,7 +189,11 @@ def _start(words: Sequence[Word]) -> int:
 
 
 def _find_inner_command(words: Sequence[Word]) -> list[Word] | None:
-    """Return the words of `bash -c '...'`, where that is one command and nothing else; None where there is no -c."""
+    """Return the words of the single command in `bash -c '...'`; None without -c.
+
+    Raises:
+        SpecError: the text after -c is not a single plain command.
+    """
     options = [word.text for word in words[1:-1]]
     if len(words) < 3 or not re.fullmatch(r"-\w*c", options[-1]) or not all(text.startswith("-") for text in options):
         return None
@@ -252,10 +256,10 @@ def _launch_by_python(words: Sequence[Word], known: Known) -> Launch:
 
 
 def count(option: Option | None, key: str, known: Known, *, missing: str = "") -> int:
-    """Return a number of processes or nodes that an option gives.
+    """Return the number of processes or nodes that an option gives.
 
     Raises:
-        Unknown: it is a variable, `gpu`, a range, or not there.
+        Unknown: the value is a variable, `gpu` or a range, or the option is missing.
     """
     if (number := _parse_number(option)) is not None:
         return number
@@ -275,7 +279,7 @@ def count(option: Option | None, key: str, known: Known, *, missing: str = "") -
 
 
 def _parse_number(option: Option | None) -> int | None:
-    """Return the number that an option's value is, or that of the devices in it."""
+    """Return the number in an option's value, or the number of devices listed in it; None without either."""
     text = option.value.text if option and not option.value.unknown else ""
     if match := re.fullmatch(r"(?:\{(?:gpus_per_node|nodes|world)=)?([1-9]\d{0,5})\}?", text):
         return int(match[1])
@@ -294,7 +298,7 @@ def _ask_processes(what: str, hint: str, known: Known) -> int:
 def _count_processes_per_node(
     each: Option | None, total: Option | None, machines: int, known: Known, *, missing: str
 ) -> int:
-    """Return the processes of a node, by an option for them or for those of all nodes."""
+    """Return the processes per node, from an option for them or for the processes of all nodes."""
     world = _parse_number(total) if each is None else None
     if world is None:
         return count(each or total, PROCESSES, known, missing=missing)
@@ -315,7 +319,7 @@ def _with_counts(
 
 
 def _take(launcher: _Launcher, start: Sequence[Word], words: Sequence[Word], known: Known) -> Launch:
-    """Return a launcher's command: what each rank runs, or for accelerate itself with the numbers that tula gives."""
+    """Return the launch of a launcher's command: each rank's program, or accelerate with tula's numbers filled in."""
     options, rest = _split_options(launcher, words)
     if not rest:
         raise SpecError("the command has a launcher but no script", _WHOLE)
@@ -354,7 +358,7 @@ def _take(launcher: _Launcher, start: Sequence[Word], words: Sequence[Word], kno
 
 
 def _split_options(launcher: _Launcher, words: Sequence[Word]) -> tuple[list[Option], list[Word]]:
-    """Return a launcher's options and the words behind them. The start of a name will do for those with a number."""
+    """Return a launcher's options and the words after them; options with a number may be abbreviated."""
     options, rest = split_launcher_options(words, _is_start)
     numbers = f"{launcher.nodes} {launcher.per_node} {launcher.total}".split()
     result = []
@@ -369,7 +373,7 @@ def _split_options(launcher: _Launcher, words: Sequence[Word]) -> tuple[list[Opt
 
 
 def _find_local_rank_flag(script: Path) -> str:
-    """Return the option by which a script takes its rank, as its text spells it; nothing where it takes none."""
+    """Return the option by which a script takes its local rank, as spelled in its text; empty if it takes none."""
     try:
         text = script.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -427,7 +431,7 @@ _SLURM_SHORT = {
 
 
 def read_slurm_options(words: Sequence[Word]) -> tuple[dict[str, Option], list[Word]]:
-    """Return options of sbatch or srun by their long names with underscores, and the words behind them."""
+    """Return options of sbatch or srun by their long names with underscores, and the words after them."""
     options, rest = split_launcher_options(words, _is_start)
     return {_SLURM_SHORT.get(option.meaning, option.meaning): option for option in options}, rest
 
@@ -447,12 +451,12 @@ _TORCHRUN_ON_NODES = (
 
 
 def _make_launch_without_launcher(launch: Launch, known: Known, *, is_script: bool) -> Launch:
-    """Return the launch of a program without a launcher: one process, or those that its options make it start.
+    """Return the launch of a program without a launcher: one process, or as many as its options make it start.
 
     Args:
         launch: the program.
-        known: of the command.
-        is_script: whether it is run by Python; of another nothing is known.
+        known: facts about the command.
+        is_script: whether Python runs the program; nothing is known about other programs.
     """
     name = launch.program[-1].name
     if _SUBMITIT.fullmatch(name):
@@ -496,7 +500,10 @@ def _is_several(option: Option) -> bool:
 
 
 def _launch_by_lightning(launch: Launch, options: Mapping[str, Option], known: Known) -> Launch:
-    """Return the launch of a script with Lightning's trainer: torchrun on each node, or it takes tasks of SLURM for its ranks."""
+    """Return the launch of a script with Lightning's trainer, by torchrun on each node.
+
+    Without torchrun Lightning would take SLURM's tasks for its ranks.
+    """
     devices, nodes = options.get("devices") or options.get("gpus"), options.get("num_nodes")
     processes = count(devices, PROCESSES, known, missing="--trainer.devices")
     machines = count(nodes, NODES, known) if nodes else 1

@@ -1,4 +1,4 @@
-"""The command line of a script with placeholders for what tula chooses: `train.py -b {local_batch} --lr {lr}`."""
+"""Command lines with placeholders for the values that tula chooses: `train.py -b {local_batch} --lr {lr}`."""
 
 import difflib
 import re
@@ -31,20 +31,20 @@ PLACEHOLDERS = {
     "checkpoint": "the newest checkpoint, by script.resume.checkpoint",
     "tula_run": "the run directory",
 }
-"""Name -> what stands in its place."""
+"""Meaning of each placeholder."""
 BATCHES = {"batch", "local_batch", "micro_batch"}
 OF_A_RANK = {"rank", "local_rank"}
-"""Placeholders that differ among the processes of a node, so that one command per node cannot have them."""
+"""Placeholders that differ among the processes of a node, so that a command started once per node cannot use them."""
 SCRIPTS = (".py", ".sh")
-"""How the name of a script's file ends."""
+"""File extensions of scripts."""
 _TOKEN = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 
 
 def find_placeholders(text: str) -> tuple[str, ...]:
-    """Return the placeholders of a text, in their order.
+    """Return the placeholders of a text in order.
 
     Raises:
-        ValueError: one that there is none of, or a brace that is neither doubled nor of a placeholder.
+        ValueError: a placeholder is unknown, or a brace is neither doubled nor part of a placeholder.
     """
     found_names = []
     for token in _TOKEN.finditer(text):
@@ -61,11 +61,11 @@ def find_placeholders(text: str) -> tuple[str, ...]:
 def render(command: str, values: Mapping[str, str | float]) -> list[str]:
     """Return the words of a command with values in place of its placeholders.
 
-    The command is taken apart first, as a shell would, so that no value is: a folder with a blank stays one word.
+    The command is split as by a shell before values are inserted, so that a path with spaces stays one word.
 
     Raises:
         KeyError: a placeholder has no value.
-        ValueError: see `names`; or the words are not a shell's.
+        ValueError: see `find_placeholders`; or the command is not valid shell syntax.
     """
     return [fill(word, values) for word in shlex.split(command)]
 
@@ -75,7 +75,7 @@ def fill(text: str, values: Mapping[str, str | float]) -> str:
 
     Raises:
         KeyError: a placeholder has no value.
-        ValueError: see `names`.
+        ValueError: see `find_placeholders`.
     """
     find_placeholders(text)
     return _TOKEN.sub(lambda token: token[0][0] if token[1] is None else _format_value(values[token[1]]), text)
@@ -89,13 +89,13 @@ _OF_A_SHELL = re.compile(r"&&|\|\|?|.*;|&|\d?[<>]{1,2}(&\d|.*)?|.*\$[A-Za-z_{(].
 
 _QUOTED = re.compile(r"""\\.|'[^']*'|"((?:\\.|[^"\\])*)\"""", re.DOTALL)
 _VARIABLE = re.compile(r"(?<!\\)\$[A-Za-z_{(]\w*")
-"""Characters that a shell reads inside double quotes too."""
+"""Expansions that a shell also performs inside double quotes."""
 
 
 def find_shell_word(command: str) -> str:
-    """Return the first word that only a shell understands, of those that are not quoted; empty where there is none.
+    """Return the first unquoted word that needs a shell; empty if there is none.
 
-    A shell that is called by its name gets its words as they are.
+    A command that calls a shell by name is accepted as it is.
     """
     if any(PurePath(word).name in ("bash", "sh", "zsh") for word in shlex.split(command)):
         return ""
@@ -104,7 +104,7 @@ def find_shell_word(command: str) -> str:
 
 
 def get_program_name(command: str) -> str:
-    """Return what a command is called by on the screen: the name of its script's file, else of its module or program."""
+    """Return the displayed name of a command: the file name of its script, else its module or program."""
     words = shlex.split(command)
     files = [word for word in words if PurePath(word).suffix in SCRIPTS]
     if not files and "-m" in words[:-1]:
@@ -113,7 +113,7 @@ def get_program_name(command: str) -> str:
 
 
 def _format_value(value: str | float) -> str:
-    """Return a value as a command line has it: 0.1 + 0.2 is 0.3, and 32.0 is 32."""
+    """Format a value for a command line: 0.1 + 0.2 gives 0.3, and 32.0 gives 32."""
     return f"{value:.12g}" if isinstance(value, float) else str(value)
 
 

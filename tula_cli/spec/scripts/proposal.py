@@ -1,4 +1,4 @@
-"""The job file that `tula init --from-command` proposes: sections with comments, and keys for the user to fill in."""
+"""The job file proposed by `tula init --from-command`: sections with comments, and keys for the user to fill in."""
 
 import math
 import re
@@ -16,7 +16,7 @@ from tula_cli.words import format_count
 
 @dataclass(frozen=True)
 class Missing:
-    """A key that the command does not tell."""
+    """A key whose value the command does not determine."""
 
     key: str  # in the job file
     words: str  # what to write
@@ -24,14 +24,14 @@ class Missing:
 
 
 def make_job_name(recognised: Recognised) -> str:
-    """Return the name of the job: that of the script, in the letters that a name may have."""
+    """Return the name of the job: the name of the script, with invalid characters replaced."""
     stem = re.sub(r"\.(py|sh)$", "", get_program_name(recognised.script["command"]))
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("._-")
     return name[:64] or "job"
 
 
 def list_missing(recognised: Recognised) -> tuple[Missing, ...]:
-    """Return what the command does not tell, in the order of the file: what is required, and what is worth a thought."""
+    """Return the keys that the command does not determine, required and optional ones, in the order of the file."""
     return tuple(_list_missing_parts(recognised.script, set(find_placeholders(recognised.script["command"]))))
 
 
@@ -69,7 +69,7 @@ def _list_missing_parts(script: dict[str, Any], placeholders: set[str]) -> Itera
 
 
 def write_sections(recognised: Recognised) -> str:
-    """Return sections `script` and `train` as YAML with comments; what is missing and required is a comment."""
+    """Return sections `script` and `train` as YAML with comments; missing required keys are comments."""
     script = recognised.script
     lines = [
         "script:",
@@ -108,7 +108,7 @@ def _list_length_lines(script: dict[str, Any]) -> Iterator[str]:
 
 
 def _needs_a_size(script: dict[str, Any], placeholders: set[str]) -> bool:
-    """Tell whether steps are to be counted of a length in epochs."""
+    """Return whether the dataset size is needed: {steps} or {samples} in the command, and a length in epochs."""
     return bool(placeholders & {"steps", "samples"}) and "epochs" in script.get("length", {})
 
 
@@ -138,7 +138,7 @@ def _render_reference(recognised: Recognised) -> Iterator[str]:
 
 
 def _describe_batch(recognised: Recognised) -> str:
-    """Say how the reference batch comes about, and what to do where the flag means something else."""
+    """Describe how the reference batch is computed, and what to do if the option means the batch of all GPUs."""
     flag = next((word for word, name in recognised.flags.items() if name in BATCHES), "")
     if "batch" in recognised.values:
         return "over all GPUs"
@@ -182,7 +182,7 @@ def _render_train(recognised: Recognised) -> Iterator[str]:
 
 
 def format_yaml_word(text: str, *, flow: bool = False) -> str:
-    """Return a text as YAML takes it, plain where that reads the same."""
+    """Format text for YAML, unquoted if it reads back the same."""
     unsafe = r"[{}\[\],#&*!|>'\"%@`:?-]" if flow else r"^[{}\[\],#&*!|>'\"%@`?-]|: |:$| #|^\s|\s$"
     if text.isprintable() and not re.search(unsafe, text) and yaml.safe_load(text) == text:
         return text
@@ -190,5 +190,5 @@ def format_yaml_word(text: str, *, flow: bool = False) -> str:
 
 
 def _format_number(value: float) -> str:
-    """Return a learning rate as YAML reads a number."""
+    """Format a learning rate for YAML."""
     return f"{value:.12g}"

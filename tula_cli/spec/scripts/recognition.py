@@ -1,4 +1,4 @@
-"""From the command line that somebody types today to section `script`: its processes, its batch, learning rate, length ..."""
+"""From an existing command line to section `script`: processes, batch, learning rate, length and so on."""
 
 import re
 import shlex
@@ -34,7 +34,7 @@ _MEANINGS = {
     "seed": r"seed",
     "resume": r"resume(?:_from(?:_checkpoint)?)?|ckpt_path",
 }
-"""The meaning of an option -> its name in lower case with underscores, the last part of a path."""
+"""Patterns of option names by meaning; names are in lower case with underscores, the last part of a path."""
 _OTHER_PHASE = re.compile(
     r"(?:^|_)(?:val|valid(?:ation)?|eval(?:uation)?|test(?:ing)?|infer(?:ence)?|pred(?:ict)?)(?:$|_)"
 )
@@ -42,7 +42,7 @@ _LENGTH_OF_TEXT = re.compile(r"(?:max_)?seq(?:uence)?_len(?:gth)?|block_size|con
 _YOLO = {"weights", "hyp", "cfg", "img", "imgsz"}
 _LENGTHS = ("epochs", "steps")
 _COUNTS = {*BATCHES, *_LENGTHS, "some_batch", "accumulate"}
-"""Whole numbers from 1 on: --max_steps -1 and --epochs 0.5 stay as they are."""
+"""Meanings of options whose values must be positive integers: --max_steps -1 and --epochs 0.5 are left unchanged."""
 _BY_HAND = re.compile(r"(?<!\{)\{(\w+)(?:=([^{}\s]*))?\}(?!\})")
 _HOW_TO_SAY = (
     "write {{local_batch={0}}} in place of its value where that is one process's, {{batch={0}}} where it is that of all"
@@ -51,7 +51,7 @@ _HOW_TO_SAY = (
 
 @dataclass(frozen=True)
 class Recognised:
-    """The settings of a job that a command line shows."""
+    """The job settings recognised in a command line."""
 
     script: dict[str, Any]  # section `script`, as it is written; without what the command does not tell
     gpus_per_node: int | None  # as the launcher was told; None: there is no launcher
@@ -67,18 +67,18 @@ class Recognised:
 
     @property
     def accumulate(self) -> int:
-        """Micro-batches of a process in a step."""
+        """Micro-batches per process and step."""
         each, total = self.values.get("accumulate"), self.values.get("accumulate_total")
         return int(float(each or 1)) if total is None else max(1, int(float(total)) // self.ranks)
 
     @property
     def ranks(self) -> int:
-        """Processes of all nodes."""
+        """Number of processes on all nodes."""
         return (self.gpus_per_node or 1) * self.nodes
 
     @property
     def summary(self) -> str:
-        """The summary for the user: "4 processes per node, 64 samples per process: global batch 256; 90 epochs"."""
+        """Summary for the user: "4 processes per node, 64 samples per process: global batch 256; 90 epochs"."""
         values, reference = self.values, self.script["reference"]
         parts = [format_count(self.nodes)] if self.nodes > 1 else []
         parts.append(make_per_node_words(self.gpus_per_node or 1))
@@ -101,20 +101,20 @@ class Recognised:
 
 
 def recognise_line(line: str, known: Known | None = None, *, keeps_setup: bool = False) -> Recognised:
-    """Return what section `script` would be for a command line.
+    """Recognise section `script` in a command line.
 
-    `--batch-size` under a launcher is taken for that of one process, as nearly all scripts mean it; the first probe tells
-    where it is not so. Placeholders that are there already stay, with the value of today in `{local_batch=64}`.
+    `--batch-size` under a launcher is taken as the batch of one process, as nearly all scripts mean it; the first probe
+    detects if this is wrong. Existing placeholders are kept; they may hold the current value, as in `{local_batch=64}`.
 
     Raises:
-        Unknown: it does not say how many processes there are, or whose batch an option gives.
-        SpecError: it needs a shell, or is no command.
+        Unknown: the number of processes, or whose batch an option gives, is unknown.
+        SpecError: the line needs a shell, or is not a command.
     """
     return recognise_command(find_training_command(line, keeps_setup=keeps_setup), known or Known())
 
 
 def recognise_command(command: TrainingCommand, known: Known) -> Recognised:
-    """Return what section `script` would be for a command that was taken out of its text. Raises as `recognise`."""
+    """Recognise section `script` in an extracted command; raises the errors of `recognise_line`."""
     devices = re.findall(r"[\w-]+", command.environment.get("CUDA_VISIBLE_DEVICES", ""))
     launch = find_launcher(command.words, replace(known, gpus=len(devices) or known.gpus))
     environment = [f"{name}={value}" for name, value in command.environment.items()]
@@ -142,7 +142,7 @@ def recognise_command(command: TrainingCommand, known: Known) -> Recognised:
 
 @dataclass
 class _Reader:
-    """Puts placeholders in place of the values of a script's options."""
+    """Replaces the values of a script's options by placeholders."""
 
     launch: Launch
     known: Known
@@ -157,7 +157,7 @@ class _Reader:
         return (self.launch.per_node or 1) * self.launch.nodes
 
     def take(self, words: Sequence[Word]) -> list[Word]:
-        """Return the words with placeholders, and without a checkpoint to go on from."""
+        """Return the words with placeholders, and without an option that resumes from a checkpoint."""
         options = [option for option in read_options(words) if not option.value.filled]
         flags = {option.place + len(option.words) - 1: option.label for option in options}
         for place, word in enumerate(words):
@@ -176,7 +176,7 @@ class _Reader:
         return result
 
     def _take_by_hand(self, word: Word, flag: str) -> None:
-        """Take over the placeholders that somebody wrote, and the values in them: {local_batch=64}."""
+        """Record placeholders written by the user, and the values in them: {local_batch=64}."""
         for name, value in _BY_HAND.findall("" if word.filled else word.text):
             if name not in PLACEHOLDERS:
                 continue
@@ -187,7 +187,7 @@ class _Reader:
                 self.values[name], self.flags[flag] = value, name
 
     def _other_roles(self, options: Sequence[Option]) -> Iterator[tuple[Option, str]]:
-        """Yield the options other than those of the batch whose values give way, each with its placeholder."""
+        """Yield the options to replace other than those of the batch, each with its placeholder."""
         seen = {*self.by_hand}
         if len([option for option in options if _find_option_meaning(option) == "lr"]) > 1:
             seen.add("lr")  # of several optimizers
@@ -204,11 +204,11 @@ class _Reader:
                 yield option, placeholder
 
     def _batch_roles(self, options: Sequence[Option]) -> Iterator[tuple[Option, str]]:
-        """Yield the options that make the batch of a step, each with its placeholder.
+        """Yield the options that determine the batch of a step, each with its placeholder.
 
         Raises:
-            Unknown: there is none, or whose batch one gives is not certain.
-            SpecError: it counts tokens, or two options disagree.
+            Unknown: there is none, or whose batch an option gives is uncertain.
+            SpecError: an option counts tokens, the batch is given twice, or processes share a copy of the model.
         """
         if self.by_hand & BATCHES:
             return
@@ -256,7 +256,7 @@ class _Reader:
             yield accumulation[0], self._accumulation(accumulation[0], option)
 
     def _is_of_all(self, option: Option, options: Sequence[Option]) -> bool:
-        """Return whether an option gives the batch of all processes, and not of one."""
+        """Return whether an option gives the batch of all processes, instead of the batch of one."""
         name, launcher = option.name, self.launch.launcher
         if self.ranks == 1 or _find_option_meaning(option) in ("local_batch", "micro_batch"):
             return False
@@ -279,7 +279,7 @@ class _Reader:
         )
 
     def _accumulation(self, option: Option, batch: Option) -> str:
-        """Return whose micro-batches an option counts: {accumulate} a process's, {accumulate_total} those of all."""
+        """Return the placeholder of an accumulation option: {accumulate} per process or {accumulate_total}."""
         certain = option.name != "gradient_accumulation_steps" or _find_option_meaning(batch) in (
             "local_batch",
             "micro_batch",
@@ -362,7 +362,7 @@ def _make_no_batch_error(options: Sequence[Option], words: Sequence[Word]) -> Sp
 
 
 def _fits(placeholder: str, text: str) -> bool:
-    """Tell whether an option's value is of the kind that its placeholder is given."""
+    """Return whether an option's value is valid for its placeholder."""
     value = parse_number(text)
     if placeholder in _COUNTS:
         return value is not None and value >= 1 and value == int(value)
@@ -370,7 +370,7 @@ def _fits(placeholder: str, text: str) -> bool:
 
 
 def _escape_braces(word: Word) -> str:
-    """Return a word with its braces doubled, but for those of placeholders."""
+    """Return a word with its braces doubled, except those of placeholders."""
     if word.filled:
         return word.text
     result, end = "", 0
@@ -386,6 +386,6 @@ def _double_braces(text: str) -> str:
 
 
 def _quote_word(word: str) -> str:
-    """Return a word as a shell wants it; braces alone, as of placeholders, need no quotes."""
+    """Quote a word for a shell; braces of placeholders need no quotes."""
     bare = word.replace("{", "").replace("}", "")
     return word if word and (not bare or bare == shlex.quote(bare)) else shlex.quote(word)

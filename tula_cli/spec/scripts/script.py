@@ -132,7 +132,10 @@ class Script(Section):
 
     @property
     def known_dataset_size(self) -> int | None:
-        """Samples of an epoch as given; where the length needs none, those of the whole training. None: not known yet."""
+        """Samples per epoch if given; the samples of the whole training if its length is in samples or steps.
+
+        None if the samples per epoch are not known yet.
+        """
         if self.dataset_size != "auto":
             return self.dataset_size
         if self.length.epochs is not None:
@@ -141,13 +144,13 @@ class Script(Section):
 
     @property
     def placeholders(self) -> frozenset[str]:
-        """The placeholders of all that may be on its command line."""
+        """The placeholders of all text that may be on the command line."""
         parts = (self.command, self.resume.args if self.resume else "", self.probe.args)
         return frozenset(name for part in parts for name in find_placeholders(part))
 
     @property
     def accumulates(self) -> bool:
-        """Whether its command can be told to take a batch in more and smaller micro-batches."""
+        """Whether the command can split a batch into more and smaller micro-batches."""
         placeholders = set(find_placeholders(self.command))
         return "micro_batch" in placeholders and bool(placeholders & {"accumulate", "accumulate_total"})
 
@@ -193,20 +196,22 @@ class Script(Section):
 # --- Checks with the other sections
 
 OWN_LOOP = ("model", "dataset", "transforms", "loss", "optimizer", "schedule", "auto")
-"""Sections of tula's own loop: a script builds all of it by itself."""
+"""Sections of tula's loop, which a script replaces completely."""
 TRAIN = {"method", "lr_scaling", "accumulate", "seed", "workers", "oom_policy", "max_attempts"}
-"""Settings of section train that reach a script: by placeholders, or because they are about starting it."""
+"""Settings of section train that apply to a script: through placeholders, or because they control its start."""
 PRESET = "robust"
-"""Of section ags: the one that acts without a line of the script changed."""
+"""Preset of section ags for scripts; it works without changes to the script."""
 
 
 def get_default_train(command: object) -> tuple[dict[str, str], str]:
-    """Return how the large batch of a script is trained by default, as settings of section train, and the reason.
+    """Return the default settings of section train for a script, and the reason.
 
-    The rate follows the square root of the batch: which optimizer a script has is not known, and linear scaling breaks Adam's.
+    The learning rate follows the square root of the batch, because the script's optimizer is unknown and linear scaling
+    does not work with Adam.
 
     Args:
-        command: of the script; what is no text, or has wrong placeholders, is reported where section script is checked.
+        command: command of the script; if it is not text or has invalid placeholders, this is reported by the check of
+            section script.
     """
     reason = "the batch of a script cannot change while it trains"
     try:
@@ -219,15 +224,15 @@ def get_default_train(command: object) -> tuple[dict[str, str], str]:
 
 
 def fill_script_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a job with a script, with what the types ask for in place of what it does not have.
+    """Return the content of a job with a script, with placeholders for required sections that the job does not have.
 
-    Nobody sees that: the worker of tula's own loop is not started, and `told` leaves it out of what is written.
+    These are never shown: the worker of tula's loop is not started, and `without_script_defaults` removes them.
 
     Args:
-        content: of the job, as it is read.
+        content: content of the job as read.
 
     Raises:
-        ValueError: there is something in it that no script would get.
+        ValueError: the content has a setting that would not reach the script.
     """
     if foreign := [name for name in OWN_LOOP if content.get(name) is not None]:
         raise ValueError(f"{' and '.join(foreign)} mean nothing beside script, which builds its own; leave them out")
@@ -260,7 +265,7 @@ def fill_script_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fill_ags_defaults(content: Mapping[str, Any]) -> Any:
-    """Return section ags with the preset of scripts where none is said. What is no mapping is for its type to tell."""
+    """Return section ags with the default preset of scripts; a value that is not a mapping is left to validation."""
     given = content.get("ags") or {}
     return {"preset": PRESET, **given} if isinstance(given, Mapping) else given
 
@@ -274,7 +279,7 @@ def _as_mapping(part: Any) -> Mapping[str, Any]:
 
 
 def without_script_defaults(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the written content of a job with a script, without what `filled` has put there."""
+    """Return the written content of a job with a script, without the additions of `fill_script_defaults`."""
     reads_ags = METHODS[content.get("train", {}).get("method", "lbt")].reads_ags
     kept = {key: value for key, value in content.items() if key not in OWN_LOOP and (key != "ags" or reads_ags)}
     if "train" in kept:
@@ -286,26 +291,26 @@ def count_script_samples(script: Script, dataset_size: int) -> int:
     """Return the samples of the whole training.
 
     Args:
-        script: of which the length is read.
-        dataset_size: samples of an epoch.
+        script: section with the length.
+        dataset_size: samples per epoch.
     """
     requested = count_requested_samples(script)
     return (script.length.epochs or 0) * dataset_size if requested is None else requested
 
 
 def count_requested_samples(script: Script) -> int | None:
-    """Return the samples of the whole training as far as the section tells; None where it is so many epochs."""
+    """Return the samples of the whole training if the length is in samples or steps; None for a length in epochs."""
     length = script.length
     return length.steps * script.reference.batch if length.steps is not None else length.samples
 
 
 def count_script_steps(script: Script, batch: int, dataset_size: int) -> int:
-    """Return the optimizer steps of the whole training at a global batch, rounded up: no sample is left out."""
+    """Return the optimizer steps of the whole training at a global batch, rounded up so that no sample is left out."""
     return math.ceil(count_script_samples(script, dataset_size) / batch)
 
 
 def describe_length(script: Script) -> str:
-    """Return how long a script trains, in words."""
+    """Describe the training length of a script."""
     length = script.length
     if length.epochs is not None:
         return format_count(length.epochs, "epoch")

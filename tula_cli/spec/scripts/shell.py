@@ -1,4 +1,4 @@
-"""Shell text as people type it, taken apart without running it: commands, their words, and what only a shell can replace."""
+"""Parsing of shell text without running it: commands, their words, and the parts that only a shell can expand."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from tula_cli.words import parse_number
 # --- Shell text
 
 PIPES = ("|", "|&", "||")
-"""Operators that join commands; the others stand between commands that run one after the other."""
+"""Operators that join commands into a pipeline; other operators separate commands that run one after the other."""
 _NESTED = r"\([^()]*\)"
 for _ in range(3):
     _NESTED = rf"\((?:[^()]|{_NESTED})*\)"
@@ -47,13 +47,13 @@ class Word:
 
     @property
     def name(self) -> str:
-        """Its last part as a path: torchrun of /opt/bin/torchrun."""
+        """The last component of the word as a path: torchrun for /opt/bin/torchrun."""
         return PurePath(self.text).name or self.text
 
 
 @dataclass(frozen=True)
 class Command:
-    """The words up to an operator; a loop, a branch or a function is one command that has others inside."""
+    """The words up to an operator; a loop, a branch or a function is one command that contains others."""
 
     words: tuple[Word, ...]
     redirections: tuple[str, ...]
@@ -65,12 +65,12 @@ class Command:
 
     @property
     def exported(self) -> bool:
-        """Return whether its variables are exported to the programs after it."""
+        """Whether the variables of the command are exported to later programs."""
         return bool(self.words) and self.words[0].raw in _EXPORTS
 
     @property
     def assignments(self) -> tuple[tuple[str, Word], ...]:
-        """The variables that its first words set, by themselves or after `export`."""
+        """The variables set by the first words, with or without `export`."""
         pairs = []
         for word in self.words[self.exported :]:
             if (match := _ASSIGNMENT.fullmatch(word.text)) and re.match(r"\w+=", word.raw):
@@ -81,16 +81,16 @@ class Command:
 
     @property
     def program(self) -> tuple[Word, ...]:
-        """The words without the variables before them; none where it only sets variables."""
+        """The words after the variable assignments; empty if the command only sets variables."""
         return () if self.exported else self.words[len(self.assignments) :]
 
 
 def split_commands(text: str, variables: Mapping[str, str] | None = None) -> list[Command]:
-    """Return the commands of a shell text; a loop, a branch or a function is one.
+    """Return the commands of a shell text; a loop, a branch or a function is one command.
 
     Args:
         text: a command line or a script.
-        variables: values that are known before it; those that it sets itself join them.
+        variables: values of variables known beforehand; those set in the text are added.
 
     Raises:
         ValueError: a quotation or a bracket is not closed.
@@ -106,7 +106,7 @@ def split_commands(text: str, variables: Mapping[str, str] | None = None) -> lis
 
 
 def _count_block_size(commands: list[Command]) -> int:
-    """Return of how many commands the block is that begins here; 0 where none does."""
+    """Return the number of commands in the block that starts here; 0 if no block starts here."""
     closes: list[str] = []
     for count, command in enumerate(commands, 1):
         raw = [word.raw for word in command.words]
@@ -128,7 +128,7 @@ def _count_block_size(commands: list[Command]) -> int:
 
 @dataclass
 class _Scanner:
-    """Reads a shell text from its start to its end."""
+    """Scanner of a shell text from start to end."""
 
     text: str
     variables: dict[str, str]
@@ -165,7 +165,7 @@ class _Scanner:
                 words += self._words()
 
     def _learnt(self, command: Command) -> Command:
-        """Take over the variables that a command sets for those after it; a variable in one stays, as $NAME."""
+        """Record the variables that a command sets for later commands; unknown ones in a value are kept as $NAME."""
         for name, word in command.assignments if not command.program else ():
             self.variables.pop(name, None)
             if not word.unknown or not re.search(r"\$\(|`|\$$", word.text):
@@ -187,7 +187,7 @@ class _Scanner:
         return bool(ends)
 
     def _words(self) -> list[Word]:
-        """Return the word that begins here; several where a variable without quotes, or an array, holds several."""
+        """Return the word that starts here; several words if an unquoted variable or an array expands to several."""
         start, texts, bare, unknown, is_quoted = self.position, [""], "", "", False
         while piece := self._match(_PIECE):
             kind, written = piece.lastgroup, piece[0]
@@ -227,13 +227,13 @@ class _Scanner:
         return [Word(text, raw, unknown or _find_shell_pattern(bare, text)) for text in texts if text or is_quoted]
 
     def _value(self, expansion: str) -> tuple[str, bool]:
-        """Return the text that stands for an expansion, and whether nothing in it is left to a shell."""
+        """Return the value of an expansion, and whether nothing in the value needs a shell."""
         name = re.fullmatch(r"\$\{(\w+)(?::?-[^}]*)?\}|\$(\w+)", expansion)
         value = self.variables.get(name[1] or name[2]) if name else None
         return (expansion, False) if value is None else (value, "$" not in value[:-1])
 
     def _double_quoted(self) -> tuple[str, str]:
-        """Return the text up to the next double quote, and the first part of it that is not known."""
+        """Return the text up to the next double quote, and its first unknown part."""
         text, unknown = "", ""
         while piece := self._match(_QUOTED_PIECE):
             if piece.lastgroup == "expansion":
@@ -248,7 +248,7 @@ class _Scanner:
 
 
 def _find_shell_pattern(bare: str, text: str) -> str:
-    """Return a text of which a shell would make several words, or names of files; else nothing."""
+    """Return the text if a shell would expand it to several words or to file names, else an empty text."""
     if _SEVERAL.search(bare):
         return text
     pattern = text.replace("~", str(Path.home()), bare.startswith("~/"))
@@ -261,9 +261,9 @@ _YACS_KEY = re.compile(r"[A-Z][A-Z0-9_]*(?:\.[A-Z0-9_]+)+|[A-Z]+_[A-Z_]+")
 _PAIR = re.compile(r"[A-Za-z_+~][\w.+/-]*=")
 _ATTACHED = re.compile(r"(-[A-Za-z])(\d+)")
 MAY_BE_BATCH = re.compile(r"(?i)batch|(?:^|[-_.])(?:m?bs|bsz|bz)(?:$|[ =\d])|(?:samples|imgs|ims|images)_per_|^-b\d*$")
-"""Options that may be a batch."""
+"""Pattern of options that may be a batch."""
 _LISTS = ("opts", "cfg_options", "options", "override", "overrides")
-"""Options whose values are options themselves."""
+"""Options whose values are themselves options."""
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ class Option:
 
     @property
     def path(self) -> tuple[str, ...]:
-        """Its parts in lower case: ("trainer", "num_nodes") of --trainer.num-nodes."""
+        """Parts of the option's name in lower case: ("trainer", "num_nodes") for --trainer.num-nodes."""
         return tuple(self.label.lstrip("-+~").replace("-", "_").lower().split("."))
 
     @property
@@ -287,7 +287,7 @@ class Option:
 
     @property
     def label(self) -> str:
-        """The option without its value: --lr of --lr=0.1."""
+        """The option without its value: --lr for --lr=0.1."""
         return self.flag.rstrip("= ")
 
     @property
@@ -295,14 +295,14 @@ class Option:
         return " ".join(word.raw for word in self.words)
 
     def filled(self, value: str) -> tuple[Word, ...]:
-        """Return its words with a text that holds placeholders as its value."""
+        """Return the option's words with a text that contains placeholders as its value."""
         if self.flag.endswith(" "):
             return (self.words[0], fill_placeholders(value))
         return (fill_placeholders(f"{self.flag}{value}"),)
 
 
 def read_options(words: Sequence[Word]) -> list[Option]:
-    """Return the options of a script that have values, in their order."""
+    """Return the options of a script that have values, in order."""
     options, place = [], 0
     while place < len(words):
         word, after = words[place], words[place + 1] if place + 1 < len(words) else None
@@ -330,12 +330,12 @@ def is_option(text: str) -> bool:
 
 
 def fill_placeholders(text: str) -> Word:
-    """Return a word with placeholders of tula."""
+    """Return a word that contains placeholders of tula."""
     return Word(text, text, filled=True)
 
 
 def fill_options(words: Sequence[Word], values: Sequence[tuple[Option | None, str]]) -> list[Word]:
-    """Return words with texts in place of the values of options that are among them."""
+    """Return the words with new texts as values of the given options."""
     result = list(words)
     for option, text in sorted(((o, text) for o, text in values if o), key=lambda pair: -pair[0].place):
         result[option.place : option.place + len(option.words)] = option.filled(text)
@@ -346,15 +346,15 @@ _FLAGS = frozenset({
     "standalone", "no_python", "use_env", "m", "module", "module_mode", "v", "verbose", "multi_gpu", "no_local_rank",
     "exclusive", "label", "l", "unbuffered", "u", "quiet", "Q", "overlap", "exact", "pty", "overcommit", "O", "oversubscribe",
 })  # fmt: skip
-"""Options of launchers without a value, where the word behind them might be taken for one."""
+"""Options of launchers that have no value, although the next word could be taken for one."""
 
 
 def split_launcher_options(words: Sequence[Word], starts: Callable[[Word], bool]) -> tuple[list[Option], list[Word]]:
-    """Return a launcher's options, in their order, and the words from the script on.
+    """Return a launcher's options in order, and the words from the script onwards.
 
     Args:
-        words: behind the launcher.
-        starts: whether a word is what the launcher starts, and so no option's value.
+        words: words after the launcher.
+        starts: returns whether a word is started by the launcher, and therefore not the value of an option.
     """
     options: list[Option] = []
     place = 0

@@ -1,4 +1,4 @@
-"""A batch of any structure: its size, its tokens, its parts, how samples are collated, and how a model is called with it."""
+"""Batches of any structure: sizes, tokens, slicing, collation, and the calls of model and loss with them."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ from tula_cli.worker.build.construct import call_with_arguments
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The batches of a training, and in how many micro-batches each is computed."""
+    """The batches of a training, and the number of micro-batches in which each is computed."""
 
     ramp: Ramp
     micro_batches: int  # of a step on one rank, uncut
@@ -31,12 +31,12 @@ class BatchSizes:
 
     @property
     def batch(self) -> int:
-        """The training's own batch: that of the last stage."""
+        """The training's target batch: that of the last stage."""
         return self.ramp.stages[-1].batch
 
     @property
     def parts(self) -> dict[int, int]:
-        """Of each batch, the micro-batches of a step on one rank, as they are computed."""
+        """For each batch, the micro-batches of a step on one rank, with each part of a split micro-batch counted."""
         return {batch: self.micro_batches * splits for batch, splits in self.splits.items()}
 
 
@@ -52,12 +52,13 @@ def slice_batch(batch: Any, *, samples: int, start: int = 0, stop: int, own: boo
     Args:
         batch: a tree.
         samples: in the whole batch.
-        start: of the first one.
-        stop: behind the last one.
-        own: whether a collate_fn of the user's own has made it: torch's never puts tensors into a list with an entry a sample.
+        start: index of the first sample.
+        stop: index after the last sample.
+        own: whether a user's collate_fn made the batch: torch's never makes a list of tensors with an entry per sample.
 
     Raises:
-        SpecError: a tensor has not the samples first, or a list may be of samples or of tensors with all of them.
+        SpecError: the first dimension of a tensor is not the samples, or it is ambiguous whether a list has an entry
+            per sample or tensors with all samples.
     """
 
     def part(path: Any, leaf: Any) -> Any:
@@ -71,11 +72,11 @@ def slice_batch(batch: Any, *, samples: int, start: int = 0, stop: int, own: boo
 
 
 def allocate_batch(batch: Any, *, samples: int, to: int, own: bool = False) -> Any:
-    """Return new, uninitialised tensors for `to` samples, shaped as those of `batch`, which has `samples`.
+    """Return uninitialised tensors for `to` samples, shaped like those of `batch`, which has `samples`.
 
     Raises:
-        SpecError: a tensor has not the samples first.
-        TypeError: samples stand in a list.
+        SpecError: the first dimension of a tensor is not the samples.
+        TypeError: the batch has a list with an entry per sample.
     """
 
     def larger(path: Any, leaf: Any) -> Any:
@@ -96,7 +97,7 @@ def list_tensors(batch: Any) -> list[torch.Tensor]:
 
 
 def describe_tree(tree: Any) -> str:
-    """Return what a tree holds: `{ids: int64 (2, 12), labels: int64 (2)}`."""
+    """Describe the content of a tree: `{ids: int64 (2, 12), labels: int64 (2)}`."""
     if isinstance(tree, torch.Tensor):
         return f"{str(tree.dtype).removeprefix('torch.')} {describe_shape(tree)}"
     if isinstance(tree, Mapping):
@@ -114,9 +115,9 @@ def describe_shape(tensor: torch.Tensor) -> str:
 
 
 def _make_sample_list_predicate(batch: Any, samples: int, *, own: bool) -> Callable[[Any], bool]:
-    """Return what tells a list with an entry a sample from one of tensors that hold all samples.
+    """Return a predicate for lists with an entry per sample, as opposed to lists of tensors with all samples.
 
-    The batch itself is never one: of two samples (input, target) would be.
+    It is false for the batch itself, because (input, target) would look like a list of two samples.
     """
 
     def tell(node: Any) -> bool:
@@ -151,38 +152,39 @@ def _describe_wrong_first_dimension(path: Any, leaf: torch.Tensor, samples: int)
 # --- Tokens
 
 TOKENS = ("input_ids", "ids", "tokens")
-"""Keys of a batch that hold the numbers of words."""
+"""Keys of a batch that hold token ids."""
 MASKS = ("attention_mask", "mask")
-"""Keys of a batch that tell which places hold a word."""
+"""Keys of a batch that mark the positions of tokens, as opposed to padding."""
 LABELS = ("labels", "targets", "target")
-"""Keys of a batch that tell the same where there is no mask: by what the loss leaves out."""
+"""Keys of a batch that mark the positions of tokens if there is no mask: positions that the loss ignores are
+padding."""
 IGNORED = -100
-"""The label that torch's cross entropy leaves out."""
+"""The label that torch's cross entropy ignores."""
 
 
 def list_named_entries(tree: Any) -> Mapping[str, Any] | None:
-    """Return the entries of a dictionary or a named tuple by name; None where there are no names."""
+    """Return the entries of a dictionary or a named tuple by name; None for any other tree."""
     if isinstance(tree, Mapping):
         return tree
     return tree._asdict() if isinstance(tree, tuple) and hasattr(tree, "_asdict") else None
 
 
 def find_sequence_length(batch: Any) -> int | None:
-    """Return how many places a sample of a batch has, its padding counted; None where a batch is not known to be text."""
+    """Return the length of a sample of a batch, including padding; None if the batch is not recognised as text."""
     ids = _find_token_ids(batch)
     return None if ids is None else ids.shape[1]
 
 
 @dataclass
 class TokenCounter:
-    """Counts over batches. What is on a GPU is counted there: the host waits for it only when it asks."""
+    """Counts samples and tokens over batches, on the GPU if they are there: only `means_per_sample` blocks the host."""
 
     samples: int = 0
     places: int = 0  # padding counted
     real: Any = 0  # a number, or a 0-dim tensor
 
     def add(self, batch: Any) -> None:
-        """Count a batch; one that is not known to be text is left out."""
+        """Count a batch; one that is not recognised as text is ignored."""
         ids = _find_token_ids(batch)
         if ids is None:
             return
@@ -197,9 +199,9 @@ class TokenCounter:
 
 
 def _find_token_ids(batch: Any) -> torch.Tensor | None:
-    """Return the ids of a batch, (samples, length).
+    """Return the token ids of a batch, (samples, length); None if it is not recognised as text.
 
-    Known are the names that ids go by, and a pair of ids and targets of one shape.
+    Recognised are the keys in TOKENS, and a pair of ids and targets of equal shape.
     """
     fields = list_named_entries(batch)
     if fields is not None:
@@ -213,7 +215,7 @@ def _find_token_ids(batch: Any) -> torch.Tensor | None:
 
 
 def _find_word_mask(batch: Any, ids: torch.Tensor) -> torch.Tensor | None:
-    """Return which positions hold a word, bool (samples, length); None if the batch does not tell."""
+    """Return which positions hold a token, bool (samples, length); None if the batch has neither mask nor labels."""
     fields = list_named_entries(batch)
     fields = {"labels": batch[1]} if fields is None else fields
     for keys, nothing in ((MASKS, 0), (LABELS, IGNORED)):
@@ -231,7 +233,7 @@ Collate = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True)
 class UserCollate:
-    """The user's own function; a mapping of another kind than dict, as tokenizers return, becomes one."""
+    """A user's collate function; mappings other than dict, as tokenizers return, are converted to dict."""
 
     function: Collate
 
@@ -240,7 +242,7 @@ class UserCollate:
 
 
 def build_collate(spec: JobSpec) -> Collate | None:
-    """Return what makes a batch of samples; None: torch's own.
+    """Return the job's collate function; None: torch's default.
 
     Raises:
         SpecError: it cannot be imported, or its arguments are wrong.
@@ -256,12 +258,12 @@ def build_collate(spec: JobSpec) -> Collate | None:
 
 
 def make_batch(collate: Collate | None, items: Sequence[Any]) -> Any:
-    """Return a batch of these samples, as a loader makes it."""
+    """Return a batch of these samples, as a data loader makes it."""
     return (collate or torch.utils.data.default_collate)(list(items))
 
 
 def as_dict(tree: Any) -> Any:
-    """Return a tree in which each mapping that torch does not know is a dict."""
+    """Return a tree in which each mapping that torch's pytree does not know is a dict."""
     return tree_map(lambda leaf: dict(leaf) if isinstance(leaf, Mapping) else leaf, tree)
 
 
@@ -269,7 +271,7 @@ def as_dict(tree: Any) -> Any:
 
 LossFunction = Callable[[Any, Any], torch.Tensor]  # (outputs, target), or (outputs, batch), -> 0-dim loss
 TARGETS = ("labels", "label", "targets", "target", "y")
-"""Keys of a batch that hold its target, where the model takes them all."""
+"""Keys of a batch that hold its target if the model takes all entries."""
 
 
 @dataclass(frozen=True)
@@ -297,11 +299,12 @@ class ForwardSignature:
 
 @dataclass(frozen=True)
 class ModelCall:
-    """Calls a model with a batch, and takes the loss.
+    """Calls a model with a batch, and computes the loss.
 
-    A dictionary is given by the names that `forward` has (all of it to **kwargs); a tuple or list in order but for its last
-    entry, which is the target, unless `forward` needs as many as there are; anything else as it is. A model that names no
-    key of a dictionary takes it whole.
+    Entries of a dictionary are passed by the names of `forward`'s parameters (all of them to **kwargs). A tuple or list
+    is passed in order without its last entry, which is the target, unless `forward` requires as many arguments as there
+    are entries. Anything else is passed unchanged. If `forward` has no parameter named as a key of a dictionary, it
+    receives the whole dictionary.
     """
 
     takes: ForwardSignature
@@ -313,14 +316,14 @@ class ModelCall:
 
     @classmethod
     def of(cls, model: nn.Module, loss: LossFunction, **how: Any) -> "ModelCall":
-        """Return how this model, as it was built, and this loss are called."""
+        """Return the call of a model, before it is wrapped, and a loss."""
         return cls(ForwardSignature.of(model.forward), loss, whole=takes_batch(loss), **how)
 
     def compute_outputs(self, model: nn.Module, batch: Any) -> Any:
-        """Call the model, or what wraps it.
+        """Call the model or its wrapper.
 
         Raises:
-            SpecError: the batch lacks what `forward` needs.
+            SpecError: the batch lacks an argument that `forward` requires.
         """
         if self._is_pair(batch):
             return model(batch[0])
@@ -328,7 +331,7 @@ class ModelCall:
         return model(*args, **named)
 
     def loss_from_outputs(self, outputs: Any, batch: Any) -> torch.Tensor:
-        """Return the loss of what the model has returned.
+        """Return the loss of the model's outputs.
 
         Raises:
             SpecError: the loss needs a target and there is none, or the model's own loss is not one number.
@@ -353,7 +356,7 @@ class ModelCall:
         return self.loss_from_outputs(self.compute_outputs(model, batch), batch)
 
     def forward_arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return what `forward` is given of a batch, in order and by name."""
+        """Return the arguments of `forward` for a batch, in order and by name."""
         fields = list_named_entries(batch)
         if fields is not None and (isinstance(batch, Mapping) or self._names_any_parameter(fields)):
             return self._named_arguments(fields, batch)
@@ -370,7 +373,7 @@ class ModelCall:
         return (tuple(inputs[0]) if several else (inputs[0],)), {}
 
     def target_of(self, batch: Any) -> Any:
-        """Return the target of a batch; None where it has none."""
+        """Return the target of a batch; None if it has none."""
         fields = list_named_entries(batch)
         if fields is None or not (isinstance(batch, Mapping) or self._names_any_parameter(fields)):
             return batch[-1] if isinstance(batch, tuple | list) and len(batch) > 1 else None
@@ -381,7 +384,7 @@ class ModelCall:
         return unused[0] if len(unused) == 1 else None
 
     def unused_entries(self, batch: Any) -> dict[str, Any]:
-        """Return the entries of a batch, or of its inputs, that `forward` does not take."""
+        """Return the entries of a batch, or of its inputs, that are not passed to `forward`."""
         tree = (
             batch
             if list_named_entries(batch) is not None or not isinstance(batch, tuple | list) or not batch
@@ -393,7 +396,7 @@ class ModelCall:
         return {key: value for key, value in fields.items() if key not in self.takes.names}
 
     def _is_pair(self, batch: Any) -> bool:
-        """Return whether this is the usual (input, target), which needs no further look."""
+        """Return whether this is the usual (input, target), which needs no further inspection."""
         alone = len(self.takes.required) <= 1
         return alone and type(batch) in (tuple, list) and len(batch) == 2 and isinstance(batch[0], torch.Tensor)
 
@@ -415,7 +418,7 @@ class ModelCall:
 
 
 def takes_batch(loss: Callable[..., Any]) -> bool:
-    """Return whether the second parameter of a loss is called `batch`: then it is given all of it."""
+    """Return whether the second parameter of a loss is called `batch`, so that it is passed the whole batch."""
     try:
         function = loss.forward if isinstance(loss, nn.Module) else loss
         names = [p.name for p in inspect.signature(function).parameters.values()]
@@ -425,7 +428,7 @@ def takes_batch(loss: Callable[..., Any]) -> bool:
 
 
 def find_scores(outputs: Any) -> Any:
-    """Return a model's scores: its only output, or the one that is called `logits`."""
+    """Return a model's scores: its only output, or the output named `logits`."""
     if isinstance(outputs, torch.Tensor):
         return outputs
     logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
@@ -434,7 +437,7 @@ def find_scores(outputs: Any) -> Any:
 
 
 def is_language_model_output(outputs: Any, targets: Any) -> bool:
-    """Return whether the scores are per position over a vocabulary, and the targets are words per position."""
+    """Return whether the scores are per position over a vocabulary, and the targets are token ids per position."""
     if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor) or outputs.ndim != 3:
         return False
     return targets.shape == outputs.shape[:2] and not targets.is_floating_point()

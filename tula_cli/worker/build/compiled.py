@@ -1,4 +1,4 @@
-"""torch.compile, in place: the module stays the one it is, and so do its names, its state and whoever holds it."""
+"""torch.compile in place: the module keeps its identity, and thus its names, its state and references to it."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -12,14 +12,16 @@ BACKEND = "inductor"
 
 
 MAX_OTHER_SHAPES = 8
-"""Shapes beside those of a step that may be compiled (an evaluation's last batch, for one): torch's own limit of all."""
+"""Shapes that may be compiled in addition to those of a step (such as an evaluation's last batch): torch's default
+limit."""
 
 
 def compile_model(model: nn.Module, train: Train, *, shapes: int = 1) -> None:
-    """Have the model's forward and backward pass compiled when they are first run, where the job says so.
+    """Compile the model's forward and backward pass at their first run, if the job requests it.
 
-    For each shape by itself: a step's inputs have one shape, and kernels for any shape would be slower. `shapes` is how many
-    a training has, one after the other; beyond its limit torch would go on without compiling.
+    Each shape is compiled separately: a step's inputs have one shape, and kernels for any shape would be slower.
+    `shapes` is the number of shapes of a training, one after the other; beyond its limit torch would continue without
+    compiling.
     """
     if train.compile:
         limit = torch._dynamo.config.recompile_limit
@@ -29,5 +31,5 @@ def compile_model(model: nn.Module, train: Train, *, shapes: int = 1) -> None:
 
 
 def without_compilation(train: Train) -> AbstractContextManager[Any]:
-    """Run models uncompiled inside: for passes that are rare, or differentiated twice."""
+    """Run models uncompiled inside the context: for passes that are rare, or differentiated twice."""
     return torch.compiler.set_stance("force_eager") if train.compile else nullcontext()

@@ -1,4 +1,4 @@
-"""Calling what a spec names with the arguments a spec gives, so that a wrong argument is named and not only traced."""
+"""Calls the targets that a spec names with the spec's arguments, so that errors name the wrong argument."""
 
 import inspect
 import re
@@ -24,16 +24,16 @@ def call_with_arguments(
     """Call `target(*first, **given, **args)`.
 
     Args:
-        target: what to call.
+        target: the callable.
         args: the spec's arguments.
-        path: where `args` stand in the spec ("model.args").
+        path: of `args` in the spec ("model.args").
         name: the name in the spec; an import string is the user's own code.
-        given: arguments that tula gives itself and `args` must not repeat.
+        given: arguments that tula passes itself and `args` must not repeat.
         first: positional arguments.
 
     Raises:
         SpecError: an argument is unknown, missing or given twice, or built-in code refuses its value. Any other
-            exception of the user's own code passes.
+            exception of the user's own code is passed on.
     """
     given = given or {}
     for key in args:
@@ -55,7 +55,7 @@ def call_with_arguments(
 
 
 def list_parameter_names(target: Callable[..., Any]) -> list[str]:
-    """Return the names of a callable's parameters, with those of the class it says it returns where it passes on **kwargs."""
+    """Return the names of a callable's parameters; with **kwargs, also those of the class in its return annotation."""
     try:
         signature = inspect.signature(target)
     except (TypeError, ValueError):  # it does not tell
@@ -69,7 +69,7 @@ def list_parameter_names(target: Callable[..., Any]) -> list[str]:
 
 
 def accepts_argument(target: Callable[..., Any], argument: str) -> bool:
-    """Whether a callable names `argument` among its parameters."""
+    """Return whether a callable has a parameter named `argument`."""
     return argument in list_parameter_names(target)
 
 
@@ -83,7 +83,7 @@ def _describe_argument_problem(
     given: Mapping[str, Any],
     first: tuple[Any, ...],
 ) -> SpecError | None:
-    """Return what is wrong with the arguments if that, and not the called code, raised the TypeError."""
+    """Return an error about the arguments if they, and not the called code, caused the TypeError; otherwise None."""
     unexpected = _UNEXPECTED.search(str(error))
     if unexpected and unexpected[1] in args:
         parameter_names = list_parameter_names(target)
@@ -120,7 +120,7 @@ _MATRICES = (
 
 
 def make_refused_arguments_error(error: Exception, args: Mapping[str, Any], *, path: str, name: str) -> SpecError:
-    """Return the error that built-in code refuses the values of its arguments."""
+    """Return the error for arguments whose values built-in code refuses."""
     shown = ", ".join(f"{key}: {value!r}" for key, value in args.items())
     return SpecError(
         f"{path}: {name} refuses {shown or 'its arguments'}: {error}", _MATRICES if "2D param" in str(error) else ""

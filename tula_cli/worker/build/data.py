@@ -43,14 +43,14 @@ _EVALUATION = 0x4556  # the epoch whose random numbers an evaluation draws: no t
 class StreamedDataset:
     """An iterable dataset with a stated length.
 
-    Sample k of an epoch is drawn with random numbers that depend on (seed, epoch, k) alone, so that each rank, and a run that
-    is resumed, reads the same stream.
+    Sample k of an epoch is drawn with random numbers that depend on (seed, epoch, k) alone, so that each rank, and a
+    resumed run, reads the same stream.
 
     Args:
-        samples: read anew for each epoch; told of it by `set_epoch` where it has that.
-        size: samples of an epoch; what comes after them is not read.
+        samples: iterated again for each epoch, after a call of `set_epoch` if it has that method.
+        size: samples of an epoch; further samples are not read.
         seed: the job's seed.
-        sharded: each rank is given its own samples by the dataset itself.
+        sharded: the dataset itself gives each rank different samples.
     """
 
     def __init__(self, samples: Samples, *, size: int, seed: int, sharded: bool = False) -> None:
@@ -69,9 +69,9 @@ class StreamedDataset:
     spread_samples = first_samples
 
     def rank_share(self, epoch: int | None, *, start: int, rank: int, world: int) -> Iterator[Any]:
-        """Yield a rank's samples of an epoch, of those from number `start` on every world-th.
+        """Yield a rank's samples of an epoch from number `start` on: every world-th, or all those of a sharded dataset.
 
-        What lies before is read and passed over. None is an evaluation's epoch.
+        Earlier samples are read and skipped. Epoch None is an evaluation's.
 
         Raises:
             SpecError: the stream ends before its length.
@@ -122,12 +122,12 @@ class Datasets:
 
 
 class SeededDataset(torch.utils.data.Dataset[Any]):
-    """Samples whose augmentation depends on (seed, epoch, index) alone, whatever process or rank loads them.
+    """Samples whose augmentation depends on (seed, epoch, index) alone, whichever process or rank loads them.
 
     Args:
         samples: a dataset that applies its random transforms in `__getitem__`.
         seed: the job's seed.
-        order: (samples, epoch) -> indices of the epoch, as many in each; None: all samples, shuffled.
+        order: (samples, epoch) -> indices of the epoch, the same number in each; None: all samples, shuffled.
     """
 
     def __init__(self, samples: Samples, *, seed: int, order: Order | None = None) -> None:
@@ -137,11 +137,15 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
         self.size = count_samples(samples) if order is None else len(order(samples, 0))
 
     def __len__(self) -> int:
-        """Return the samples of an epoch."""
+        """Return the number of samples of an epoch."""
         return self.size
 
     def order(self, epoch: int) -> torch.Tensor | None:
-        """Return the order of an epoch as the user's own sampler gives it; None where there is none."""
+        """Return the order of an epoch from the user's sampler; None if there is no sampler.
+
+        Raises:
+            SpecError: the number of samples differs from that of epoch 0.
+        """
         if self.own_order is None:
             return None
         order = self.own_order(self.samples, epoch)
@@ -154,7 +158,7 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
         return [self[0, index] for index in range(min(count, count_samples(self.samples)))]
 
     def spread_samples(self, count: int) -> list[Any]:
-        """Return `count` samples from all parts of the dataset, or all where it has fewer."""
+        """Return `count` samples spread evenly over the dataset, or all if it has fewer."""
         size = count_samples(self.samples)
         samples_taken = min(count, size)
         return [self[0, number * size // samples_taken] for number in range(samples_taken)]
@@ -184,29 +188,29 @@ class EvaluationDataset(torch.utils.data.Dataset[Any]):
 
 
 def as_sample(item: Any) -> Any:
-    """Return a sample as batches are made of it: mostly (input, target), else any tree."""
+    """Return a sample in the form in which batches are made: in most cases (input, target), else any tree."""
     if type(item) in (tuple, list) and len(item) == 2:
         return as_plain_tensor(item[0]), as_label(item[1])
     return tree_map(lambda leaf: dict(leaf) if isinstance(leaf, Mapping) else as_plain_tensor(leaf), item)
 
 
 def as_plain_tensor(sample: Any) -> Any:
-    """Return an image tensor of torchvision's as the plain tensor that it is: its own type makes every operation slower."""
+    """Return an image tensor of torchvision's as a plain tensor: its subclass makes every operation slower."""
     return sample.as_subclass(torch.Tensor) if isinstance(sample, tv_tensors.TVTensor) else sample
 
 
 def as_label(target: Any) -> Any:
-    """Return class numbers as `int`, which collates to int64; leave any other target alone."""
+    """Return integer class numbers as `int`, which collates to int64; any other target is returned unchanged."""
     if isinstance(target, torch.Tensor) and target.ndim == 0 and not target.is_floating_point():
         return int(target)
     return int(target) if isinstance(target, np.integer) else target
 
 
 def count_samples(samples: Samples) -> int:
-    """Return how many samples there are.
+    """Return the number of samples.
 
     Raises:
-        SpecError: it does not tell.
+        SpecError: the dataset has no usable `__len__`.
     """
     if not hasattr(samples, "__len__"):
         raise SpecError(
@@ -230,7 +234,7 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands. Samples are the clock: batch and world size may change at any position."""
+    """The progress of a run. It is measured in samples, because batch and world size may change at any position."""
 
     epoch: int = 0  # epochs completed
     done: int = 0  # samples trained in the epoch under way
@@ -245,7 +249,7 @@ class Position:
 
 
 def make_epoch_permutation(size: int, *, seed: int, epoch: int) -> torch.Tensor:
-    """Return the order of an epoch. Shape (size,), int64."""
+    """Return the shuffled order of an epoch. Shape (size,), int64."""
     return torch.randperm(size, generator=torch.Generator().manual_seed(compute_stable_seed(seed, epoch)))
 
 
@@ -253,13 +257,13 @@ class MicroBatchSampler(Sampler[list[Key]]):
     """One rank's micro-batches from a position to the last epoch, without a gap between epochs.
 
     Global batch k of an epoch is permutation[done + k B : done + (k + 1) B]; rank r takes every world-th of it. Never
-    pads; what is left of an epoch below one batch is dropped. One iteration runs over all epochs, and all sizes of batches,
-    so that the data loader reads ahead across their ends.
+    pads; a remainder of an epoch smaller than one batch is dropped. One iteration covers all epochs, and all batch
+    sizes, so that the data loader reads ahead across their ends.
 
     Args:
         size: samples of an epoch.
-        ramp: which batch a step has, global.
-        parts: of each batch, the micro-batches of a step on each rank.
+        ramp: determines the global batch of each step.
+        parts: for each batch, the micro-batches of a step on each rank.
     """
 
     def __init__(
@@ -289,7 +293,7 @@ class MicroBatchSampler(Sampler[list[Key]]):
                     yield [(epoch, index) for index in micro_batch]
 
     def steps_of_epoch(self, epoch: int) -> Iterator[tuple[int, int]]:
-        """Yield, for each step of an epoch, the samples done of it before, and its batch."""
+        """Yield, for each step of an epoch, the samples of the epoch done before it, and its batch."""
         samples_done = self.start.done if epoch == self.start.epoch else 0
         for batch, steps in self.ramp.steps_of_epoch(epoch, samples_done=samples_done, size=self.size):
             yield from ((begin, batch) for begin in range(samples_done, samples_done + steps * batch, batch))
@@ -297,12 +301,12 @@ class MicroBatchSampler(Sampler[list[Key]]):
 
 
 def count_remaining_steps(size: int, samples_done: int, batch: int) -> int:
-    """Return the optimizer steps left in an epoch of `size` samples when `done` are trained."""
+    """Return the optimizer steps left in an epoch of `size` samples after `samples_done`."""
     return max(0, size - samples_done) // batch
 
 
 class StreamBatches(IterableDataset[Any]):
-    """One rank's micro-batches of a stream, already collated: which samples they have is what `MicroBatchSampler` says."""
+    """One rank's micro-batches of a stream, already collated, with the batch sizes of a `MicroBatchSampler`."""
 
     def __init__(self, stream: StreamedDataset, batches: MicroBatchSampler, collate: Collate | None) -> None:
         self.stream, self.batches, self.collate = stream, batches, collate
@@ -337,12 +341,12 @@ class EvaluationBatches(IterableDataset[Any]):
 
 
 STREAM_WORKERS = 1
-"""The most loader processes of a stream: each would read all of it."""
+"""The most loader processes of a stream: each would read the whole stream."""
 
 
 @dataclass(frozen=True)
 class UserOrder:
-    """The order of an epoch by a sampler of the user's own: indices, the same on every rank."""
+    """The order of an epoch by a user's sampler: indices, the same on every rank."""
 
     target: Callable[..., Any]
     args: dict[str, Any]
@@ -353,7 +357,7 @@ class UserOrder:
         """Return the indices of an epoch. Shape (samples of the epoch,), int64.
 
         Raises:
-            SpecError: it gives no indices of this dataset.
+            SpecError: the sampler returns values that are not indices of this dataset, or none.
         """
         known_arguments = {"epoch": epoch, "seed": self.seed}
         arguments = {key: value for key, value in known_arguments.items() if accepts_argument(self.target, key)}
@@ -376,7 +380,7 @@ class UserOrder:
 
 
 def build_sampler(spec: JobSpec) -> UserOrder | None:
-    """Return the order of the job's own sampler; None where it has none.
+    """Return the order given by the job's sampler; None if the job has no sampler.
 
     Raises:
         SpecError: it cannot be imported.
@@ -444,7 +448,7 @@ def build_eval_loader(
 
 
 def _make_worker_options(workers: int, *, pin: bool) -> dict[str, Any]:
-    """Return the options of a loader that follow from its number of worker processes."""
+    """Return the options of a data loader that depend on its number of worker processes."""
     return {
         "num_workers": workers,
         "prefetch_factor": PREFETCH_FACTOR if workers else None,
@@ -456,7 +460,7 @@ def _make_worker_options(workers: int, *, pin: bool) -> dict[str, Any]:
 def build_fixed_loader(
     dataset: Dataset[Any], keys: list[Key], *, batch: int, workers: int, collate: Collate | None = None
 ) -> DataLoader[Any]:
-    """Return a loader of just these training samples, in this order; the process's random numbers stay as they are."""
+    """Return a loader of exactly these training samples, in this order; the process's random state is unchanged."""
     return DataLoader(
         dataset,
         batch_sampler=[keys[start : start + batch] for start in range(0, len(keys), batch)],
@@ -490,7 +494,7 @@ def build_transforms(items: Sequence[str | dict[str, dict[str, Any]]], *, path: 
 
     Args:
         items: names of torchvision.transforms.v2 classes, `{Name: {arguments}}`, or import strings.
-        path: where the list stands in the spec, for messages.
+        path: of the list in the spec, for messages.
 
     Raises:
         SpecError: unknown name or wrong arguments.
@@ -502,7 +506,7 @@ def build_transforms(items: Sequence[str | dict[str, dict[str, Any]]], *, path: 
 
 
 def to_tensor(image: Any) -> torch.Tensor:
-    """Return an image as float32 (channels, height, width) in [0, 1]: ToImage and ToDtype(float32, scale) in one."""
+    """Return an image as float32 (channels, height, width) in [0, 1], as ToImage and ToDtype(float32, scale) do."""
     if not isinstance(image, PIL.Image.Image) or image.mode not in ("L", "RGB"):
         pixels = as_plain_tensor(v2.functional.to_dtype(v2.functional.to_image(image), torch.float32, scale=True))
         return pixels.contiguous()  # type: ignore[no-any-return]
@@ -523,7 +527,10 @@ def _build_transform(item: str | dict[str, dict[str, Any]], *, path: str) -> Tra
 
 
 def _build_argument(key: str, value: Any, *, path: str) -> Any:
-    """Return a transform's argument: YAML can only name a dtype, an interpolation, a policy or inner transforms."""
+    """Return a transform's argument, converted if it names a dtype, an interpolation, a policy or inner transforms.
+
+    YAML can only name these.
+    """
     if key == "transforms" and isinstance(value, list):
         return [_build_transform(item, path=f"{path}.transforms[{index}]") for index, item in enumerate(value)]
     if key not in ENUMERATIONS or not isinstance(value, str):
@@ -549,14 +556,14 @@ ENUMERATIONS: dict[str, dict[str, Any]] = {
 
 
 def check_sample(sample: Any, *, path: str) -> torch.Tensor:
-    """Return one transformed input.
+    """Check one transformed input and return it.
 
     Args:
-        sample: what the dataset gave as input.
+        sample: the dataset's input.
         path: the list of transforms that made it ("transforms.train").
 
     Raises:
-        SpecError: it is no floating-point tensor.
+        SpecError: it is not a floating-point tensor.
     """
     if not isinstance(sample, torch.Tensor):
         raise SpecError(f"{path}: ends in {type(sample).__name__}, not in a tensor", f"add ToTensor to {path}")
@@ -572,11 +579,11 @@ def check_sample(sample: Any, *, path: str) -> torch.Tensor:
 # --- Datasets
 
 SPLIT_SEED = 0
-"""Seed of the split into training and evaluation samples; fixed, so that runs with other seeds stay comparable."""
+"""Seed of the split into training and evaluation samples; fixed, so that runs with other seeds remain comparable."""
 
 
 def download_dataset(spec: JobSpec) -> None:
-    """Download the dataset where the spec asks for it and torchvision can; one process at a time may do so.
+    """Download the dataset if the spec requests it and torchvision can; only one process at a time may call this.
 
     Raises:
         SpecError: the dataset cannot be downloaded, or its arguments are wrong.
@@ -606,7 +613,7 @@ def build_datasets(spec: JobSpec) -> Datasets:
     """Return the training and evaluation samples of a job; never downloads.
 
     Raises:
-        SpecError: unknown dataset or transform, wrong arguments, or files that are not there.
+        SpecError: unknown dataset or transform, wrong arguments, or missing files.
     """
     transforms = (
         build_transforms(spec.transforms.train, path="transforms.train"),
@@ -645,14 +652,14 @@ def _make_training_dataset(spec: JobSpec, samples: Samples) -> SeededDataset | S
 
 
 def build_test_dataset(spec: JobSpec, datasets: Datasets) -> EvaluationDataset | StreamedDataset:
-    """Return the samples of dataset.test; without one those that training is evaluated on.
+    """Return the samples of dataset.test; if it is not set, those that training is evaluated on.
 
     Args:
         spec: the job.
-        datasets: of the same job: their classes have to be those of the test set.
+        datasets: of the same job; their classes must be those of the test set.
 
     Raises:
-        SpecError: as `build_datasets`, or other classes, or no samples.
+        SpecError: as `build_datasets`, or the classes differ, or there are no samples.
     """
     if spec.dataset.test is None:
         return datasets.eval
@@ -670,7 +677,7 @@ def build_test_dataset(spec: JobSpec, datasets: Datasets) -> EvaluationDataset |
 
 
 def _check_classes(samples: Any, datasets: Datasets) -> None:
-    """Refuse a test set whose labels mean other classes: they are numbers by the order of their names."""
+    """Refuse a test set with other classes than the training set: labels are numbered by class name."""
     trained = datasets.train.samples
     training_classes, test_classes = (
         getattr(source, "classes", None) for source in (getattr(trained, "dataset", trained), samples)
@@ -697,17 +704,17 @@ def _make_evaluation_dataset(spec: JobSpec, samples: Samples) -> EvaluationDatas
 
 
 def is_stream(samples: Any) -> bool:
-    """Return whether samples come in an order of their own: none can be asked for by its number."""
+    """Return whether a dataset is iterable only, so that samples cannot be loaded by index."""
     return (hasattr(samples, "__iter__") and not hasattr(type(samples), "__getitem__")) or isinstance(
         samples, torch.utils.data.IterableDataset
     )
 
 
 def find_dataset_source(name: str) -> Callable[[JobSpec, Transform, Transform], Split]:
-    """Return what builds a dataset by its name.
+    """Return the function that builds a dataset by its name.
 
     Raises:
-        SpecError: unknown name; with the nearest known ones.
+        SpecError: unknown name; the hint suggests the nearest known names.
     """
     if is_import_string(name):
         return _build_imported_split
@@ -736,7 +743,7 @@ def _construct_user_dataset(spec: JobSpec, *, is_train: bool, transform: Transfo
 
 
 def takes_transform(target: Callable[..., Any]) -> bool:
-    """Return whether a dataset of the user's own takes a transform, as images do and text does not."""
+    """Return whether a user's dataset takes a transform, as image datasets do and text datasets do not."""
     try:
         kinds = [parameter.kind for parameter in inspect.signature(target).parameters.values()]
     except (TypeError, ValueError):  # it does not tell
@@ -745,7 +752,7 @@ def takes_transform(target: Callable[..., Any]) -> bool:
 
 
 def _find_classes(samples: Any) -> int | None:
-    """Return the number of classes if the dataset tells it by `num_classes` or torchvision's `classes`."""
+    """Return the number of classes from `num_classes`, or torchvision's `classes` or `categories`; else None."""
     count = getattr(samples, "num_classes", None)
     if isinstance(count, int):
         return count
@@ -756,7 +763,7 @@ def _find_classes(samples: Any) -> int | None:
 def _make_official_split_builder(
     key: str, train_value: Any, eval_value: Any
 ) -> Callable[[JobSpec, Transform, Transform], Split]:
-    """Return a builder for a dataset of torchvision's that has an official split, told by the argument `key`."""
+    """Return a builder for a torchvision dataset with an official split, which the argument `key` selects."""
 
     def build(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
         root = str(_get_data_folder(spec))
@@ -791,7 +798,7 @@ def _build_image_folder_split(spec: JobSpec, train: Transform, evaluate: Transfo
 
 
 def _construct_torchvision(spec: JobSpec, **given: Any) -> Any:
-    """Construct a dataset of torchvision's from what tula gives and the spec's arguments."""
+    """Construct a torchvision dataset from tula's arguments and those of the spec."""
     name = spec.dataset.name
     try:
         return call_with_arguments(
@@ -815,7 +822,7 @@ def _get_data_folder(spec: JobSpec) -> Path:
 
 
 class InMemoryImages(torch.utils.data.Dataset[Any]):
-    """Images in memory: uint8, (N, H, W), given out as gray PIL images."""
+    """Images in memory: uint8, (N, H, W), returned as gray PIL images."""
 
     def __init__(self, images: np.ndarray[Any, Any], labels: Sequence[int], transform: Transform) -> None:
         self.images, self.labels, self.transform = images, labels, transform
@@ -828,7 +835,7 @@ class InMemoryImages(torch.utils.data.Dataset[Any]):
 
 
 def _build_digits_split(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
-    """Return scikit-learn's 1797 handwritten digits, 8 x 8, gray."""
+    """Return the split of scikit-learn's 1797 handwritten digits, 8 x 8, gray."""
     if spec.dataset.args:
         raise SpecError(f"dataset.args: digits takes none, got {', '.join(spec.dataset.args)}")
     table = _read_digits_table()
@@ -840,7 +847,7 @@ def _build_digits_split(spec: JobSpec, train: Transform, evaluate: Transform) ->
 
 
 def _read_digits_table() -> np.ndarray[Any, Any]:
-    """Return the digits, a row each: 64 pixels of 0 to 16, and the label.
+    """Return the digits, one per row: 64 pixels from 0 to 16, and the label.
 
     Raises:
         SpecError: scikit-learn is not installed.
@@ -865,7 +872,7 @@ class FakeImages(torch.utils.data.Dataset[Any]):
     """Noise that depends on its index alone, as PIL images with uniformly drawn labels.
 
     Args:
-        size: how many images.
+        size: number of images.
         image_size: (channels, height, width), with 1 or 3 channels.
         num_classes: labels are 0 to num_classes - 1.
         offset: number of the first image.
@@ -891,7 +898,7 @@ class FakeImages(torch.utils.data.Dataset[Any]):
 
 
 def _build_fake_split(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
-    """Return noise images: `size` to train on, and `eval_fraction` times as many others to evaluate on."""
+    """Return noise images: `size` for training, and `eval_fraction` times as many others for evaluation."""
 
     def shape(size: int = 1000, image_size: Sequence[int] = (3, 224, 224), num_classes: int = 10) -> tuple[Any, ...]:
         return size, tuple(image_size), num_classes
@@ -921,7 +928,7 @@ def _build_stratified_split(
 
 
 def split_indices_by_class(labels: Sequence[int], *, fraction: float) -> tuple[list[int], list[int]]:
-    """Split indices so that each class gives the same share, at least one where it has two or more.
+    """Split indices so that each class contributes the same share, at least one sample if it has two or more.
 
     Args:
         labels: class of each sample.

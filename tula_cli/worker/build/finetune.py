@@ -32,20 +32,21 @@ from tula_cli.words import format_count, format_number
 # --- Patterns of parameter names
 
 MAX_PATTERN_NAMES_SHOWN = 8
-"""Names of modules that an error lists."""
+"""Maximum number of module names in an error message."""
 
 
 def find_parameters(model: nn.Module, patterns: Sequence[str], *, path: str) -> dict[str, nn.Parameter]:
-    """Return the parameters that patterns name, by name; of several patterns that a name fits, the last one counts.
+    """Return the parameters whose names match patterns, by name; if several patterns match a name, the last one counts.
 
     Args:
-        model: whose they are; one that stands in several places has a name for each.
-        patterns: of names, where * stands for any text; one that fits a module names all that is in it. `norms`, `biases`
-            and `embeddings` are those of the whole model. After a ! a pattern takes out what it names.
-        path: where they stand in the spec.
+        model: one whose modules are shared has a name for each occurrence.
+        patterns: of names, in which * stands for any text; a pattern that matches a module selects all parameters in
+            it. `norms`, `biases` and `embeddings` select those of the whole model. A pattern after ! excludes its
+            matches.
+        path: of the patterns in the spec.
 
     Raises:
-        SpecError: a pattern names nothing.
+        SpecError: a pattern matches nothing.
     """
     names = dict(model.named_parameters(remove_duplicate=False))
     kinds = {kind: set(_list_parameters_of_kind(model, kind)) for kind in KINDS}
@@ -57,7 +58,7 @@ def find_parameters(model: nn.Module, patterns: Sequence[str], *, path: str) -> 
 
 
 def is_module_matching(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether patterns name a module, by its own name alone."""
+    """Return whether patterns select a module by its name alone."""
     return _is_included_by_last_match(name, patterns, {kind: set() for kind in KINDS})
 
 
@@ -78,7 +79,7 @@ def _matches_pattern(name: str, pattern: str, kinds: dict[str, set[str]]) -> boo
 
 
 def _with_parents(name: str) -> Iterator[str]:
-    """Yield a name and those of the modules that it is in."""
+    """Yield a name's prefixes: the modules that contain it, outermost first, and the name itself."""
     parts = name.split(".")
     for end in range(1, len(parts) + 1):
         yield ".".join(parts[:end])
@@ -111,27 +112,27 @@ PATH = "model.frozen"
 
 
 class FrozenStatistics:
-    """Marks a BatchNorm that stays in evaluation: it normalises by its running statistics, which do not change.
+    """Marks a BatchNorm that remains in evaluation mode: it normalises by its running statistics, which do not change.
 
-    With statistics of the batch a frozen layer would pass on other values than those that its weights were trained with,
-    and change them from batch to batch.
+    With batch statistics a frozen layer's outputs would differ from those that its weights were trained with, and vary
+    from batch to batch.
     """
 
     def train(self, mode: bool = True) -> Any:  # noqa: ARG002
-        """Stay in evaluation, whatever the model around it does."""
+        """Remain in evaluation mode, whatever mode the surrounding model is set to."""
         parent: Any = super()
         return parent.train(False)
 
 
 def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Leave the parameters that patterns name, and the statistics of BatchNorm layers all of whose are, as they are.
+    """Freeze the parameters that patterns select, and the statistics of BatchNorm layers that are frozen completely.
 
     Args:
         model: changed in place, before anything wraps it.
-        patterns: of names (`patterns.chosen`).
+        patterns: of names (`find_parameters`).
 
     Raises:
-        SpecError: a pattern names nothing, or nothing is left to train.
+        SpecError: a pattern matches nothing, or nothing is left to train.
     """
     if not patterns:
         return
@@ -154,7 +155,7 @@ def _make_frozen_class(kind: Any) -> Any:
 
 
 def describe_frozen(model: nn.Module, patterns: Sequence[str]) -> str:
-    """Describe what is frozen; empty if nothing is."""
+    """Describe the frozen parameters and statistics; empty if nothing is frozen."""
     if not patterns:
         return ""
     sizes = [(p.requires_grad, p.numel()) for p in model.parameters()]
@@ -171,12 +172,13 @@ Parameters = Sequence[nn.Parameter] | Sequence[dict[str, Any]]
 
 
 def make_parameter_groups(section: Optimizer, model: nn.Module) -> Parameters:
-    """Return what of a model is trained: its parameters, or as groups where the section has some.
+    """Return the trainable parameters of a model, in groups if the section defines some.
 
-    What no group names comes first, with the section's own values. Muon's and AdamW's are different groups.
+    Parameters in no group come first, with the section's own values. Parameters for Muon and for AdamW are in separate
+    groups.
 
     Raises:
-        SpecError: a pattern names nothing, or a group is left without a parameter.
+        SpecError: a pattern matches nothing, or a group is left without a parameter.
     """
     groups = _build_groups(section, model)
     return split_parameters(groups, model) if section.name == "Muon" else groups
@@ -214,13 +216,13 @@ def _format_parameters_path(index: int) -> str:
 
 
 def flatten_groups(parameters: Parameters) -> list[nn.Parameter]:
-    """Return the parameters of whatever groups."""
+    """Return the parameters of all groups as one list."""
     entries = (entry["params"] if isinstance(entry, dict) else [entry] for entry in parameters)
     return [parameter for entry in entries for parameter in entry]
 
 
 def describe_groups(section: Optimizer, model: nn.Module) -> tuple[str, ...]:
-    """Return one line per group."""
+    """Return one line of description per group."""
     groups = [group for group in _build_groups(section, model) if isinstance(group, dict)]
     lines = []
     for settings, group in zip(section.groups, groups[len(groups) - len(section.groups) :], strict=True):
@@ -241,17 +243,17 @@ SAFE_CLASSES = {
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),
 }
-"""Names in the metadata beside its records and torch's dtypes."""
+"""Names allowed in the metadata besides its records and torch's dtypes."""
 
 
 class SafeShardReader(FileSystemReader):
-    """A reader that makes nothing but records of metadata."""
+    """A reader that unpickles nothing but records of metadata."""
 
     def read_metadata(self, *_: Any, **__: Any) -> metadata.Metadata:
         """Return a folder's metadata.
 
         Raises:
-            pickle.UnpicklingError: there is something else in it, or it is damaged.
+            pickle.UnpicklingError: the metadata contains other objects, or is damaged.
         """
         content = files.read_content(Path(self.path, ".metadata"))
         try:
@@ -287,13 +289,13 @@ def _allow_frozen_member(kind: Any, name: str) -> Any:
 
 
 class SafeLoadPlanner(DefaultLoadPlanner):
-    """A planner that takes plain values, of an optimizer's groups, where torch's own takes any object."""
+    """A planner that loads only plain values, such as an optimizer's groups; torch's planner loads any object."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        """Take a value that is no tensor.
+        """Load a value that is not a tensor.
 
         Raises:
-            pickle.UnpicklingError: it is more than a plain one.
+            pickle.UnpicklingError: it is not a plain value.
         """
         torch.load(value, weights_only=True)
         value.seek(0)
@@ -303,19 +305,19 @@ class SafeLoadPlanner(DefaultLoadPlanner):
 # --- Initial weights
 
 STATE_KEYS = ("model", "state_dict", "model_state_dict")
-"""Keys under which training scripts, and tula, save a model's state beside other things."""
+"""Keys under which training scripts, and tula, save a model's state besides other entries."""
 PREFIXES = ("module.", "_orig_mod.", "model.")
 """Prefixes that DDP, torch.compile and Lightning put before each name."""
 KEY = "model.weights"
 _OTHER_OBJECTS = re.compile(r"Unsupported (?:global|class)[: ]+(?:GLOBAL )?([\w.]+)")
-"""How torch's unpickler tells of an object that is no tensor."""
+"""Messages of torch's unpickler about objects that are not tensors."""
 MAX_NAMES_SHOWN = 6
-"""Names that are told of many."""
+"""Maximum number of names in a list."""
 
 
 @dataclass(frozen=True)
 class WeightFit:
-    """How a file's tensors and a model's fit each other, by name and shape."""
+    """The match of a file's tensors with those of a model, by name and shape."""
 
     common: Mapping[str, Any]  # of the file, by the model's names
     missing: tuple[str, ...]  # of the model, not in the file
@@ -324,7 +326,7 @@ class WeightFit:
 
     @property
     def mismatch_text(self) -> str:
-        """A description of what does not fit; empty if everything does."""
+        """Return a description of the mismatches; empty if there are none."""
         mismatches = {
             "missing": self.missing,
             "not in the model": self.unexpected,
@@ -334,18 +336,18 @@ class WeightFit:
 
 
 def read_weights(path: str, *, key: str = KEY) -> dict[str, Any]:
-    """Return the state that a file holds: .safetensors, or what torch.save wrote of a state_dict or a checkpoint.
+    """Return the state in a file: .safetensors, or a state_dict or checkpoint written by torch.save.
 
-    A folder is a checkpoint of shares (`train.parallel: fsdp`).
+    A folder is a sharded checkpoint (`train.parallel: fsdp`).
 
-    Code in the file does not run (weights_only).
+    Code in the file is not run (weights_only).
 
     Args:
         path: of the file.
-        key: which setting, or option, names it.
+        key: the setting or option that names it.
 
     Raises:
-        SpecError: it cannot be read, or holds something else.
+        SpecError: it cannot be read, or holds no tensors by name.
     """
     try:
         content = _read(path)
@@ -366,7 +368,7 @@ def read_weights(path: str, *, key: str = KEY) -> dict[str, Any]:
 
 
 def _make_unreadable_file_error(path: str, key: str, error: Exception) -> SpecError:
-    """Tell a file of other objects, which torch names, from one that is damaged or no such file."""
+    """Return the error for an unreadable file: it holds other objects, which torch names, or is damaged."""
     if Path(path).is_dir():
         why = next(iter(str(error).strip().splitlines()), type(error).__name__)
         return SpecError(f"{key}: {path} is no checkpoint of shares, or a damaged one: {why}")
@@ -425,10 +427,10 @@ def _read_safetensors(path: str) -> Any:
 
 
 def check_fit(section: Model, model: nn.Module, *, key: str = KEY) -> WeightFit:
-    """Return how the file fits the model, which may be on fake tensors; `key` names the file.
+    """Match the weights file with the model, which may be on fake tensors; `key` is the setting that names the file.
 
     Raises:
-        SpecError: it cannot be read, does not fit with `strict`, or no tensor of it does.
+        SpecError: the file cannot be read, has mismatches although `strict` is set, or none of its tensors matches.
     """
     assert section.weights is not None
     model_state = model.state_dict()
@@ -460,16 +462,16 @@ def check_fit(section: Model, model: nn.Module, *, key: str = KEY) -> WeightFit:
 
 
 def load_weights(section: Model, model: nn.Module, *, first: bool, key: str = KEY) -> str:
-    """Put the file's weights into a model, the same on all ranks, which all take part; rank 0 alone reads it.
+    """Load the file's weights into a model on all ranks; every rank must call this, and rank 0 alone reads the file.
 
     Args:
         section: names the file.
         model: on its device.
         first: whether this is rank 0.
-        key: which setting, or option, names it.
+        key: the setting or option that names the file.
 
     Returns:
-        What did not fit, on rank 0; empty where all did, or there is no file.
+        The mismatches, on rank 0; empty if there are none, or no file.
     """
     if section.weights is None:
         return ""
@@ -486,7 +488,7 @@ def load_weights(section: Model, model: nn.Module, *, first: bool, key: str = KE
 
 
 def _load_sharded(section: Model, model: nn.Module, *, first: bool, key: str) -> str:
-    """Put the file's weights into a model in shares, one tensor at a time."""
+    """Load the file's weights into a sharded model, one tensor at a time; return the mismatches, on rank 0."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     fit = check_fit(section, model, key=key) if first else None
@@ -507,14 +509,14 @@ def _load_sharded(section: Model, model: nn.Module, *, first: bool, key: str) ->
 
 
 def describe_weights(section: Model, fit: WeightFit) -> str:
-    """Describe what is taken from a file."""
+    """Describe the weights loaded from a file."""
     return f"weights: {len(fit.common)} tensors of {section.weights}" + f"; {fit.mismatch_text}" * bool(
         fit.mismatch_text
     )
 
 
 def _strip_wrapper_prefixes(state: Mapping[str, Any], model_state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state without what wrappers have put before every name."""
+    """Return a state without the prefixes that wrappers have put before every name."""
     stripped = dict(state)
     for prefix in PREFIXES:
         if all(name.startswith(prefix) for name in stripped) and not any(

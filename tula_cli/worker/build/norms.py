@@ -1,4 +1,4 @@
-"""The BatchNorm layers of a model, and what their statistics ask of a micro-batch."""
+"""The BatchNorm layers of a model, and the micro-batch sizes that their statistics require."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,8 @@ from tula_cli.worker.build.finetune import FrozenStatistics
 
 
 def count_statistics_batches(model: nn.Module, *, world: int) -> int:
-    """Return the micro-batches that statistics are taken over: 1, of SyncBatchNorm alone one of each rank, 0 without either."""
+    """Return the micro-batches that statistics cover: one per rank if all layers are SyncBatchNorm, else 1; 0 without
+    any."""
     norms = list_batch_norms(model)
     if not norms:
         return 0
@@ -18,7 +19,7 @@ def count_statistics_batches(model: nn.Module, *, world: int) -> int:
 
 
 def list_micro_batch_limits(model: nn.Module, *, world: int) -> list[tuple[Callable[[int], bool], str]]:
-    """Return what a micro-batch has to fulfil for each kind of BatchNorm in the model, and why."""
+    """Return, for each kind of BatchNorm in the model, the condition that a micro-batch must meet, and its reason."""
     norms = list_batch_norms(model)
     return [
         make_batch_norm_limit(ranks=ranks)
@@ -27,6 +28,6 @@ def list_micro_batch_limits(model: nn.Module, *, world: int) -> list[tuple[Calla
 
 
 def list_batch_norms(model: nn.Module) -> list[_BatchNorm]:
-    """Return the BatchNorm layers that take statistics of a batch, as frozen ones do not."""
+    """Return the BatchNorm layers that compute batch statistics; frozen ones do not."""
     norms = (module for module in model.modules() if isinstance(module, _BatchNorm))
     return [module for module in norms if not isinstance(module, FrozenStatistics)]

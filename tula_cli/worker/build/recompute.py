@@ -1,4 +1,4 @@
-"""Activation checkpointing: blocks keep their inputs only and are computed again in the backward pass."""
+"""Activation checkpointing: blocks keep only their inputs and are recomputed in the backward pass."""
 
 import itertools
 import math
@@ -14,17 +14,17 @@ from tula_cli.errors import SpecError
 
 _POOLS = (nn.MaxPool2d, nn.AvgPool2d, nn.MaxPool1d, nn.AvgPool1d, nn.MaxPool3d, nn.AvgPool3d)
 _MIN_FLAT_LAYERS = 8
-"""A plain chain of fewer layers without pooling (a classifier's head) is not worth computing twice."""
+"""A plain chain of fewer layers without pooling (such as a classifier's head) is not worth recomputing."""
 
 
 def apply_activation_checkpointing(model: nn.Module) -> None:
-    """Make the model's blocks recompute their activations; outputs, gradients, names and buffers stay what they are.
+    """Make the model's blocks recompute their activations; outputs, gradients, names and buffers are unchanged.
 
     Blocks are the composite members of every Sequential or ModuleList (a residual block, a transformer layer). A plain
-    chain of layers is cut behind its pooling layers, or into about sqrt(n) parts where it has none.
+    chain of layers is cut after its pooling layers, or into about sqrt(n) parts if it has none.
 
     Raises:
-        SpecError: the model has no such block, so that the setting would do nothing.
+        SpecError: the model has no such block, so that the setting would have no effect.
     """
     units = list(_list_units_to_wrap(model))
     for unit in units:
@@ -40,7 +40,7 @@ def apply_activation_checkpointing(model: nn.Module) -> None:
 
 
 class _CheckpointedForward:
-    """A forward that is checkpointed where gradients are wanted (an object, so that a copied model copies it too)."""
+    """A forward pass, checkpointed if gradients are enabled (an object, so that copying a model copies it)."""
 
     def __init__(self, forward: Callable[..., Any], norms: list[nn.Module]) -> None:
         self.forward, self.norms = forward, norms
@@ -57,7 +57,7 @@ class _CheckpointedForward:
 
 
 class _CheckpointedChain:
-    """The forward of a plain chain of layers, part by part."""
+    """The forward pass of a plain chain of layers, checkpointed part by part."""
 
     def __init__(self, chain: nn.Sequential, cuts: Sequence[int]) -> None:
         self.chain = chain
@@ -75,7 +75,7 @@ class _CheckpointedChain:
 
 
 class _LayerSequence:
-    """Layers one after the other."""
+    """Calls layers one after the other."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self.layers = layers
@@ -92,7 +92,7 @@ def list_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _list_units_to_wrap(module: nn.Module) -> Iterator[nn.Module | _CheckpointedChain]:
-    """Yield blocks to wrap whole and plain chains to cut, outermost first; what is inside a block is left alone."""
+    """Yield blocks to wrap whole and plain chains to cut, outermost first; the inside of a block is not searched."""
     for child in [module] if isinstance(module, nn.Sequential) else module.children():
         if isinstance(child, nn.Sequential | nn.ModuleList):
             yield from _list_units(child)
@@ -119,7 +119,7 @@ def _is_composite(module: nn.Module) -> bool:
 
 
 def _choose_cut_positions(layers: Sequence[nn.Module]) -> list[int]:
-    """Return where parts begin; never at an in-place layer, which would change the input that is kept."""
+    """Return the start positions of the parts; never an in-place layer, which would change the stored input."""
     behind_pools = [position + 1 for position, layer in enumerate(layers[:-1]) if isinstance(layer, _POOLS)]
     if behind_pools:
         starts = behind_pools
@@ -141,7 +141,7 @@ def _list_running_norms(modules: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 class _FrozenRunningStatistics:
-    """`_freeze_running_statistics`, to be entered once after the other: a double backward computes the block a third time."""
+    """Sequentially re-enterable `_freeze_running_statistics`: a double backward computes the block a third time."""
 
     def __init__(self, norms: Sequence[Any]) -> None:
         self.norms = norms
@@ -156,9 +156,10 @@ class _FrozenRunningStatistics:
 
 @contextmanager
 def _freeze_running_statistics(norms: Sequence[Any]) -> Iterator[None]:
-    """Let a second forward pass over the same batch leave running statistics as they are.
+    """Keep running statistics unchanged during a second forward pass over the same batch.
 
-    A momentum of 0 rather than track_running_stats off: the recomputation must save the same tensors as the first pass.
+    Uses a momentum of 0 instead of disabling track_running_stats: the recomputation must save the same tensors as the
+    first pass.
     """
     settings = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     try:

@@ -1,4 +1,4 @@
-"""Language models: datasets of text, and models made from a configuration."""
+"""Language models: text datasets, and models built from a configuration."""
 
 import hashlib
 import importlib
@@ -36,16 +36,16 @@ EXCLUDED_FOLDERS = (
 )
 """Folders that are not part of the library, that not every installation has, or that are tables rather than programs."""
 MAX_FILE_BYTES = 65536
-"""Bytes: one long module is not to be half of a set."""
+"""Bytes read per file, so that one long module does not make up half of a dataset."""
 VOCABULARY = 256
 PADDING = 0
-"""A byte that source text has not."""
+"""A byte that does not occur in the source text."""
 
 Text = np.ndarray[Any, Any]
 
 
 class Blocks(torch.utils.data.Dataset[Any]):
-    """Text in blocks of equal length, each {input_ids, labels}: int64 (length), the same; the model shifts them by one."""
+    """Text in blocks of equal length, each {input_ids, labels}: int64 (length), equal; the model shifts the labels."""
 
     def __init__(self, text: Text, length: int) -> None:
         count = len(text) // length
@@ -60,7 +60,7 @@ class Blocks(torch.utils.data.Dataset[Any]):
 
 
 class Fragments(torch.utils.data.Dataset[Any]):
-    """Lines of text up to a length, each {input_ids: int64 (bytes), labels: the number of its package}."""
+    """Fragments of text up to a length, each {input_ids: int64 (bytes), labels: the number of its package}."""
 
     def __init__(self, fragments: Sequence[bytes], labels: Sequence[int]) -> None:
         self.fragments, self.labels = fragments, labels
@@ -74,7 +74,7 @@ class Fragments(torch.utils.data.Dataset[Any]):
 
 
 def collate_padded(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Return a batch as long as its longest fragment: {input_ids, attention_mask: int64 (N, length), labels: int64 (N)}."""
+    """Pad a batch to its longest fragment: {input_ids, attention_mask: int64 (N, length), labels: int64 (N)}."""
     ids = torch.nn.utils.rnn.pad_sequence(
         [item["input_ids"] for item in items], batch_first=True, padding_value=PADDING
     )
@@ -83,7 +83,7 @@ def collate_padded(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def build_block_datasets(spec: JobSpec, *_: Any) -> tuple[Blocks, Blocks, None]:
-    """Return `python_source`: training and held-out blocks of `length` bytes of some `size` bytes of source."""
+    """Return `python_source`: training and held-out blocks of `length` bytes, from `size` bytes of source text."""
 
     def settings(length: int = 128, size: int = 1_000_000) -> tuple[int, int]:
         return length, size
@@ -154,7 +154,11 @@ def _require_positive(values: Any) -> Any:
 
 
 def _list_source_files() -> list[tuple[str, bytes]]:
-    """Return name and text of each file of the library, in an order of no meaning that is the same everywhere."""
+    """Return the name and text of each file of the library, in an arbitrary order that is the same everywhere.
+
+    Raises:
+        SpecError: there is no source text.
+    """
     root = Path(sysconfig.get_path("stdlib"))
     names = [path.relative_to(root).as_posix() for path in root.rglob("*.py")]
     included = [name for name in names if not set(name.split("/")[:-1]) & set(EXCLUDED_FOLDERS)]
@@ -169,7 +173,8 @@ def _list_source_files() -> list[tuple[str, bytes]]:
 
 
 def _take_bytes(files: Sequence[tuple[str, bytes]], size: int) -> list[bytes]:
-    """Return the first files, until they hold so many bytes; of each a fifth of that at most, so that there are several."""
+    """Return the first files up to `size` bytes in total; at most a fifth of that of each, so that there are
+    several."""
     chunks: list[bytes] = []
     remaining = size
     for _, text in files:
@@ -180,7 +185,7 @@ def _take_bytes(files: Sequence[tuple[str, bytes]], size: int) -> list[bytes]:
 
 
 def _hold_out_files(files: Sequence[bytes], fraction: float) -> tuple[list[bytes], list[bytes]]:
-    """Return the files to hold out, about such a share of the bytes and at least one, and the others, at least one."""
+    """Return the files to hold out, about `fraction` of the bytes, and the remaining files; at least one file each."""
     wanted_bytes, held_out_bytes, count = fraction * sum(map(len, files)), 0, 0
     while count < len(files) - 1 and (not count or held_out_bytes + len(files[count]) / 2 <= wanted_bytes):
         held_out_bytes += len(files[count])
@@ -193,7 +198,8 @@ def _join_bytes(files: Sequence[bytes]) -> Text:
 
 
 def _split_lines(text: bytes, length: int) -> list[bytes]:
-    """Cut text where lines end into parts of at most so many bytes; a line that is longer is cut, blank parts are left out."""
+    """Split text at line ends into fragments of at most `length` bytes; longer lines are cut, blank fragments
+    dropped."""
     fragments, current = [], b""
     for line in text.splitlines(keepends=True):
         if current and len(current) + len(line) > length:
@@ -211,14 +217,15 @@ def _split_lines(text: bytes, length: int) -> list[bytes]:
 PREFIX = "transformers:"
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id")
 _SETTINGS_OF_TULA = ("attn_implementation",)
-"""Taken by every configuration, and no attribute of any."""
+"""Arguments that every configuration accepts without having such an attribute."""
 
 
 @contextmanager
 def assume_one_sequence_per_sample() -> Iterator[None]:
-    """Have transformers take it that each sample is one sequence, where tensors have no values to read that from.
+    """Make transformers assume that each sample is one sequence, which fake tensors have no values to detect.
 
-    It otherwise makes ready for several that are packed into one, with a mask of length x length that no training holds.
+    Otherwise it prepares for several packed sequences per sample, with a mask of length x length that no training
+    holds.
     """
     masking = sys.modules.get("transformers.masking_utils")
     name = "find_packed_sequence_indices"
@@ -234,22 +241,22 @@ def assume_one_sequence_per_sample() -> Iterator[None]:
 
 
 def is_transformers_name(name: str) -> bool:
-    """Return whether a model's name is one of these."""
+    """Return whether a model's name starts with `transformers:`."""
     return name.startswith(PREFIX)
 
 
 class FromConfig:
-    """Builds one class of transformers from the settings of its configuration.
+    """Builds a class of transformers from the settings of its configuration.
 
-    An Auto class needs `model_type` (gpt2, llama, bert ...), which says whose configuration it is; any other class knows its
-    own. What is not given is that configuration's default, but for two: there is no cache of keys and values, which training
-    would fill for nothing, and special tokens that lie beyond `vocab_size` are none.
+    An Auto class needs `model_type` (gpt2, llama, bert ...), which selects the configuration; any other class has its
+    own. Settings that are not given have that configuration's defaults, with two exceptions: the cache of keys and
+    values is off, because training does not use it, and special tokens beyond `vocab_size` are unset.
 
     Args:
         name: `transformers:CLASS`.
 
     Raises:
-        SpecError: transformers is not installed, or has no such class of models.
+        SpecError: transformers is not installed, or has no such model class.
     """
 
     def __init__(self, name: str) -> None:
@@ -273,7 +280,7 @@ class FromConfig:
         """Return the model, initialised from torch's current random state.
 
         Args:
-            num_classes: of the dataset: `num_labels` of a class for classification.
+            num_classes: of the dataset: `num_labels` of a classification model.
             model_type: of an Auto class.
             settings: of the configuration.
 
@@ -320,7 +327,7 @@ class FromConfig:
         return configurations[model_type]
 
     def _check_known(self, settings: dict[str, Any], default: Any) -> None:
-        """Refuse what the configuration would keep and nothing would read."""
+        """Refuse settings that the configuration would store but nothing would read."""
         known_keys = [
             key for key in {*vars(default), *default.to_dict(), *default.attribute_map} if not key.startswith("_")
         ]

@@ -1,4 +1,4 @@
-"""From the spec to torch objects: the model, the loss, the optimizer. Datasets and transforms are in `data`."""
+"""Builds the model, the loss and the optimizer of a spec. Datasets and transforms are in `data`."""
 
 import functools
 import inspect
@@ -36,7 +36,7 @@ def build_small_resnet(name: str, **arguments: Any) -> nn.Module:
 
 
 def build_small_vgg(name: str, *, num_classes: int = 1000, **arguments: Any) -> nn.Module:
-    """Return a VGG with one linear layer for a head: five poolings leave one pixel of 512 channels."""
+    """Return a VGG with a single linear layer as its head: five poolings leave one pixel of 512 channels."""
     model = _build_torchvision(name, arguments)
     model.avgpool = nn.AdaptiveAvgPool2d(1)
     model.classifier = nn.Linear(512, num_classes)
@@ -44,7 +44,7 @@ def build_small_vgg(name: str, *, num_classes: int = 1000, **arguments: Any) -> 
 
 
 def build_small_alexnet(*, num_classes: int = 1000, **arguments: Any) -> nn.Module:
-    """Return an AlexNet whose first convolution is 3x3 with stride 2, and which pools by 2x2; the head sees 2x2 pixels."""
+    """Return an AlexNet with a first convolution of 3x3 and stride 2, and 2x2 pooling; its head sees 2x2 pixels."""
     model = _build_torchvision("alexnet", {**arguments, "num_classes": num_classes})
     model.features[0] = nn.Conv2d(3, 64, 3, stride=2, padding=1)
     for index, layer in enumerate(model.features):
@@ -56,7 +56,7 @@ def build_small_alexnet(*, num_classes: int = 1000, **arguments: Any) -> nn.Modu
 
 
 def build_small_mobilenet_v3(name: str, **arguments: Any) -> nn.Module:
-    """Return a MobileNetV3 that shrinks images by 8, not by 32: its first two strides are 1."""
+    """Return a MobileNetV3 that reduces images by a factor of 8 instead of 32: its first two strides are 1."""
     model = _build_torchvision(name, arguments)
     for layer in list(_list_strided_convolutions(model))[:2]:
         layer.stride = (1, 1)
@@ -124,8 +124,8 @@ def build_model(spec: JobSpec, classes: int | None) -> nn.Module:
 
     Args:
         spec: names the model; its `args` go to the constructor.
-        classes: of the dataset; passed as `num_classes` unless the arguments give it or an imported callable does not
-            name such a parameter.
+        classes: of the dataset; passed as `num_classes` unless the arguments give it or an imported callable has no
+            such parameter.
 
     Raises:
         SpecError: unknown model, arguments that it refuses, or layers to freeze that it does not have.
@@ -174,12 +174,12 @@ def build_loss(spec: JobSpec) -> LossFunction:
 
 
 def make_model_call(spec: JobSpec, model: nn.Module, loss: LossFunction) -> ModelCall:
-    """Return how a batch is given to the model and the loss.
+    """Return the call of the model and the loss with a batch.
 
     Args:
-        spec: names them.
+        spec: names model and loss.
         model: as it was built, before anything wraps it.
-        loss: as `build_loss` has returned it, on whatever device.
+        loss: as returned by `build_loss`, on any device.
     """
     return ModelCall.of(
         model,
@@ -199,16 +199,16 @@ LOSSES: dict[str, Any] = {
 def build_optimizer(
     spec: JobSpec, parameters: Parameters, *, instead: type[torch.optim.Optimizer] | None = None
 ) -> torch.optim.Optimizer:
-    """Return the base optimizer; SGD is the fused one where torch has it for these parameters.
+    """Return the base optimizer; SGD uses torch's fused kernel if it supports these parameters.
 
     Args:
         spec: the job.
-        parameters: that are trained, or groups of them.
-        instead: the class that `train.method` puts in the place of the spec's.
+        parameters: the trainable parameters, or groups of them.
+        instead: the class with which `train.method` replaces the spec's optimizer.
 
     Raises:
-        SpecError: unknown optimizer, LBFGS, one that the method does not replace, or a momentum, weight decay or argument
-            that it does not take.
+        SpecError: unknown optimizer, LBFGS, one that the method does not replace, or a momentum, weight decay or
+            argument that it does not accept.
     """
     name, tensors = spec.optimizer.name, flatten_groups(parameters)
     if name == "LBFGS":
@@ -236,16 +236,17 @@ def build_optimizer(
 
 
 def compute_lr_ratios(optimizer: torch.optim.Optimizer, lr: float) -> tuple[float, ...]:
-    """Return each parameter group's learning rate by that of the spec, as the optimizer was built.
+    """Return the ratio of each parameter group's learning rate to the spec's, as the optimizer was built.
 
-    A loaded state brings rates from the middle of a training: ask before. A group that names no rate takes the spec's.
+    Must be called before a state is loaded, which sets the rates of the middle of a training. A group without a rate
+    has the ratio 1.
     """
     rates = (group.get("lr") for group in optimizer.param_groups)
     return tuple(1.0 if rate is None else float(rate) / lr for rate in rates)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float, ratios: Sequence[float]) -> None:
-    """Give each parameter group its ratio of a learning rate; one that is a tensor stays that tensor."""
+    """Set each parameter group's learning rate to its ratio times `lr`; a tensor is changed in place."""
     for group, ratio in zip(optimizer.param_groups, ratios, strict=True):
         if isinstance(group.get("lr"), torch.Tensor):  # a captured step reads it where it lies
             group["lr"].fill_(lr * ratio)
@@ -254,9 +255,9 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float, ratios: Sequence[float])
 
 
 def compute_beta2_by_group(optimizer: torch.optim.Optimizer, spec: JobSpec, batch: int) -> tuple[float, ...]:
-    """Return each parameter group's beta2 at a batch; empty where the job asks for no half-life of it.
+    """Return each parameter group's beta2 at a batch; empty if the job sets no half-life for it.
 
-    A loaded state brings the beta2 of the batch that it was saved at: ask before.
+    Must be called before a state is loaded, which sets the beta2 of the batch that it was saved at.
 
     Args:
         optimizer: as it was built.
@@ -264,7 +265,7 @@ def compute_beta2_by_group(optimizer: torch.optim.Optimizer, spec: JobSpec, batc
         batch: global.
 
     Raises:
-        SpecError: the optimizer has no beta2, or it is of no second moment.
+        SpecError: the optimizer has no beta2, or its beta2 is not that of a second moment.
     """
     if get_beta2_half_life(spec) is None:
         return ()
@@ -296,13 +297,13 @@ def describe_beta2(spec: JobSpec, optimizer: torch.optim.Optimizer) -> str:
 
 
 def _list_batches_of_interest(spec: JobSpec) -> list[int]:
-    """Return the reference batch, and the least and the largest that may be searched as far as the job says."""
+    """Return the reference batch, and the smallest and largest batch of the search if the job sets them."""
     ends = {spec.search.min_batch, spec.train.reference_batch, spec.search.max_batch}
     return sorted(batch for batch in ends if batch is not None)
 
 
 def set_beta2(optimizer: torch.optim.Optimizer, values: Sequence[float]) -> None:
-    """Give each parameter group its beta2; nothing where there are no values."""
+    """Set each parameter group's beta2; does nothing if `values` is empty."""
     for group, value in zip(optimizer.param_groups, values, strict=bool(values)):
         group["betas"] = (group["betas"][0], value)
 
@@ -317,7 +318,7 @@ def _check_replaceable(spec: JobSpec) -> None:
 
 
 def _has_fused_kernel(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether fused SGD takes these; torch itself would only say so at the first step."""
+    """Return whether fused SGD supports these tensors; torch itself would only raise an error at the first step."""
     return all(
         t.is_floating_point() and t.device.type in ("cpu", "cuda") and not t.is_sparse and local_shard(t) is t
         for t in tensors
@@ -325,7 +326,7 @@ def _has_fused_kernel(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _get_momentum_and_weight_decay(spec: JobSpec, target: Callable[..., Any]) -> dict[str, float]:
-    """Return momentum and weight decay as far as they are set; the spec's weight decay replaces the class's own."""
+    """Return momentum and weight decay if they are set; the spec's weight decay replaces the class's default."""
     values = {}
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(target).parameters.values())
     for key, value in (("momentum", spec.optimizer.momentum), ("weight_decay", spec.optimizer.weight_decay)):

@@ -1,1 +1,1 @@
-"""Measurements: the probe, memory, the inspection of a job, the report of a node."""
+"""Measurements: probes, memory estimates, the inspection of a job and the report of a node."""

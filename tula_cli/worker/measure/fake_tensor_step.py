@@ -1,4 +1,4 @@
-"""A step without a GPU and without computing: what is held at which moment."""
+"""Estimate of the memory of an optimizer step: runs it on fake tensors, without a GPU, and records each allocation."""
 
 import contextlib
 import weakref
@@ -34,7 +34,7 @@ from tula_cli.worker.methods.table import get_method
 
 
 class LiveStorages(TorchDispatchMode):
-    """Records when tensor storages come to be and die while it is active; counts the bytes that are alive, and their peak."""
+    """Records when tensor storages are created and freed while active; counts the bytes in use, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -50,18 +50,18 @@ class LiveStorages(TorchDispatchMode):
         return result
 
     def hold(self, values: Iterable[Any]) -> None:
-        """Count the storages of the tensors among the values until they die."""
+        """Count the storages of the tensors among the values until they are freed."""
         for value in values:
             if isinstance(value, torch.Tensor):
                 self._track(value.untyped_storage())
         self.peak = max(self.peak, self.live)
 
     def restart(self) -> None:
-        """Begin a new peak at what is alive."""
+        """Start a new peak at the bytes in use now."""
         self.peak = self.live
 
     def alive(self) -> list[int]:
-        """Return the numbers that are alive, ascending."""
+        """Return the numbers of the storages in use, ascending."""
         return sorted(number for _, number in self._held.values())
 
     def _track(self, storage: torch.UntypedStorage) -> None:
@@ -82,10 +82,10 @@ class LiveStorages(TorchDispatchMode):
 
 
 class AsOnGpu(TorchFunctionMode):
-    """Runs operations on the CPU's fake tensors in the way that costs the memory they cost on a GPU.
+    """Runs operations on fake CPU tensors such that they need the memory that they would need on a GPU.
 
-    torch has no backward pass on fake CUDA tensors where there is no CUDA. What differs: CUDA's dropout keeps a mask of
-    one byte an element, and its autocast runs these functions in float32.
+    torch has no backward pass on fake CUDA tensors if CUDA is missing. The differences: CUDA's dropout keeps a mask of
+    one byte per element, and its autocast runs these functions in float32.
     """
 
     IN_FLOAT32 = frozenset({
@@ -94,9 +94,9 @@ class AsOnGpu(TorchFunctionMode):
         "pow", "__pow__", "__rpow__", "__rdiv__", "__rtruediv__", "reciprocal", "rsqrt", "exp", "expm1", "log", "log2",
         "log10", "log1p", "acos", "asin", "cosh", "sinh", "tan", "erfinv",
     })  # fmt: skip
-    """By their names in torch and torch.nn.functional, as torch's manual has them under autocasting on CUDA."""
+    """Names in torch and torch.nn.functional, as torch's manual lists them under autocasting on CUDA."""
     SUMMED_IN_FLOAT32 = frozenset({"sum", "prod", "cumsum", "cumprod"})
-    """They read narrow numbers and write wide ones."""
+    """Functions that read 16-bit tensors and write float32."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -113,7 +113,7 @@ class AsOnGpu(TorchFunctionMode):
 def _apply_fused_dropout(
     values: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> torch.Tensor | None:
-    """Return what CUDA's kernel does; None where it would not run."""
+    """Return the dropout as CUDA's fused kernel computes it; None if that kernel would not run."""
     if inplace or not training or not 0 < p < 1:
         return None
     return torch.native_dropout(values, p, True)[0]
@@ -131,27 +131,29 @@ def _is_narrow(value: object) -> bool:
 
 MIB = 2**20
 FIRST_BUCKET, BUCKET = MIB, 25 * MIB
-"""Where DDP closes a bucket, by default; the first one is small so that reducing starts early."""
+"""Sizes at which DDP closes a bucket, by default; the first one is small so that reducing starts early."""
 
 CUDA_CONTEXT = 450 * MIB
-"""The driver's context and the kernels that are loaded as they are used (CUDA_MODULE_LOADING=LAZY, the default since
-CUDA 12.2): 300 to 550 MiB by driver and architecture."""
+"""The driver's context and the kernels, which are loaded when they are first used (CUDA_MODULE_LOADING=LAZY, the
+default since CUDA 12.2): 300 to 550 MiB, depending on driver and architecture."""
 CUBLAS_WORKSPACES = 2 * 32 * MIB
-"""One a thread that calls cuBLAS, forward and backward: 32 MiB on Hopper, 8.1 MiB before (CUBLAS_WORKSPACE_CONFIG)."""
+"""One per thread that calls cuBLAS, forward and backward: 32 MiB on Hopper, 8.1 MiB before
+(CUBLAS_WORKSPACE_CONFIG)."""
 CUDNN_WORKSPACE = 128 * MIB
-"""Workspace of cuDNN's chosen algorithms; from nothing to some hundred MiB by layer and batch."""
+"""Workspace of the algorithms that cuDNN chooses; from 0 to some hundred MiB, depending on layer and batch."""
 NCCL_CONNECTION = 10 * MIB
 """Buffers of one channel to one peer: 4 MiB (NCCL_BUFFSIZE), 4.7 MiB for LL128 and 0.5 MiB for LL, in pieces of 2 MiB."""
 NCCL_CHANNELS = {"one GPU a node": 2, "several": 24}
-"""Over Ethernet or one InfiniBand card, and over the NVLink of an A100."""
+"""Channels over Ethernet or a single InfiniBand card, and over the NVLink of an A100."""
 NCCL_PEERS = 3  # a ring's and a tree's connections, on average
 
 
 def make_ddp_buckets(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
     """Return each parameter's gradient as a view of its DDP bucket.
 
-    tula wraps with `gradient_as_bucket_view`: the buckets are the only copy of the gradients. (Without it there would be
-    a second one.) DDP fills them from the last parameter on and closes one when it has reached its size.
+    tula wraps models with `gradient_as_bucket_view`, so the buckets are the only copy of the gradients. (Without that
+    there would be a second one.) DDP fills the buckets from the last parameter backwards and closes one once it has
+    reached its size.
     """
     views: dict[nn.Parameter, torch.Tensor] = {}
     for dtype in dict.fromkeys(p.dtype for p in parameters):
@@ -163,7 +165,7 @@ def make_ddp_buckets(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, t
 
 
 def split_flat(flat: torch.Tensor, members: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield a flat tensor's pieces in the shapes of its members (`split` and `view` are slow on fake tensors)."""
+    """Yield the pieces of a flat tensor in the shapes of its members (`split` and `view` are slow on fake tensors)."""
     offset = 0
     for member in members:
         yield flat.as_strided(member.shape, member.stride(), offset)
@@ -171,7 +173,7 @@ def split_flat(flat: torch.Tensor, members: Iterable[torch.Tensor]) -> Iterator[
 
 
 def _list_buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield the parameters bucket by bucket."""
+    """Yield the parameters of each bucket."""
     bucket: list[nn.Parameter] = []
     limit = FIRST_BUCKET
     for parameter in parameters:
@@ -184,9 +186,10 @@ def _list_buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parame
 
 
 def estimate_library_bytes(spec: JobSpec) -> int:
-    """Return what libraries hold of a GPU beside the tensors, by rule of thumb: probes measure it. Bytes.
+    """Estimate the GPU memory in bytes that libraries hold besides tensors, by rule of thumb; probes measure it.
 
-    The CUDA context, the workspaces of cuBLAS and cuDNN, and NCCL's buffers: a connection's, times channels and peers.
+    It covers the CUDA context, the workspaces of cuBLAS and cuDNN, and NCCL's buffers: those of one connection, times
+    channels and peers.
     """
     nodes, gpus = max(spec.search.nodes), spec.cluster.gpus_per_node
     channels = 0 if nodes * gpus == 1 else NCCL_CHANNELS["several" if gpus > 1 else "one GPU a node"]
@@ -196,22 +199,23 @@ def estimate_library_bytes(spec: JobSpec) -> int:
 # --- The step
 
 REFERENCE_SAMPLES = 2**16 + 1
-"""The rehearsed micro-batch: a prime that no size of a layer is likely to be a multiple of."""
+"""The micro-batch of the fake step: a prime of which layer sizes are unlikely to be multiples."""
 COPIES = 5
-"""Of a sample in a batch: as many as nothing else is in it, to tell which tensors grow with the samples."""
+"""Copies of the sample in a batch: a number that occurs in no other size, to identify the tensors that grow with the
+samples."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 ALLOCATOR_MARGINS = (1.01, 1.02, 1.04, 1.06, 1.08, 1.12, 1.16, 1.2)
-"""Multiples of the memory in use that are tried as all there is."""
+"""Multiples of the memory in use that are tried as the GPU's capacity."""
 MARGIN_MICRO_BATCHES = (32, 256)  # micro-batches
 HEAP_MARGIN = 1.5
-"""The same for a process on the CPU, whose heap and workspaces take more than the tensors: with the margin of 10 % it covers all of
-14 networks, whose peaks were 1.1 to 1.65 times the memory in use."""
+"""The same margin for a process on the CPU, whose heap and workspaces take more than the tensors. Together with the
+margin of 10 % it covers all of 14 networks, whose peaks were 1.1 to 1.65 times the memory in use."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """The storages of one optimizer step; the first `held` numbers are alive when it begins."""
+    """The storages of one optimizer step; the first `held` numbers are in use when it starts."""
 
     early: (
         int  # the first so many are parameters, buffers and gradients; the others of the held come with the first step
@@ -233,7 +237,7 @@ class Recording:
 
 
 def _scale_size(size: int, samples: int) -> float:
-    """Return a size at a number of samples: one that the rehearsed number divides grows with it, by its every power."""
+    """Return a size at a number of samples; it grows with the power of REFERENCE_SAMPLES that divides it."""
     power, quotient = 0, size
     while quotient and quotient % REFERENCE_SAMPLES == 0:
         power, quotient = power + 1, quotient // REFERENCE_SAMPLES
@@ -270,7 +274,7 @@ class FakeStep:
 
     @property
     def scaled(self) -> list[nn.Parameter]:
-        """The parameters that AGS scales where it does: all but those that ags.exclude names."""
+        """The parameters that AGS scales if the method uses it: all except `list_excluded_parameters`."""
         left_out = (
             set(list_excluded_parameters(self.model, self.spec.ags)) if self.spec.train.facts.reads_ags else set()
         )
@@ -278,12 +282,12 @@ class FakeStep:
 
     @property
     def elementwise(self) -> bool:
-        """Whether AGS has a factor for each element; else one for each tensor."""
+        """Whether AGS has a factor per element; otherwise it has one per tensor."""
         return self.spec.ags.resolved().granularity == "element"
 
     @property
     def several(self) -> bool:
-        """Whether some configuration has more ranks than one."""
+        """Whether some configuration has more than one rank."""
         return max(self.spec.search.nodes) * self.spec.cluster.gpus_per_node > 1
 
     @property
@@ -296,7 +300,7 @@ class FakeStep:
         return allocate_batch(self.sample, samples=COPIES, to=size, own=self.spec.dataset.collate_fn is not None)
 
     def measure(self, micro_batch: int) -> Components:
-        """Return the memory of one optimizer step at a micro-batch; the step itself is rehearsed once."""
+        """Return the memory of one optimizer step at a micro-batch; the fake step itself is run only once."""
         usage = self._replay(micro_batch)
         return split_memory(
             self.model,
@@ -310,9 +314,9 @@ class FakeStep:
         )
 
     def allocator_margin(self) -> float:
-        """Return the least room that the allocator gets by with, as a multiple of the memory in use.
+        """Return the smallest capacity with which the allocator works, as a multiple of the memory in use.
 
-        It then gives back what it has cached in its first steps, and no more once it has settled.
+        At that capacity the allocator returns cached memory during its first steps, and none once it has settled.
         """
         return max(map(self._allocator_margin_at, MARGIN_MICRO_BATCHES)) if self.gpu else HEAP_MARGIN
 
@@ -339,7 +343,7 @@ class FakeStep:
             return self.call.compute_outputs(self.model, self.batch(size))
 
     def _record(self) -> Recording:
-        """Rehearse one optimizer step."""
+        """Run one optimizer step on fake tensors and record its storages."""
         with self._active():
             alive, first_number, first_event = (
                 self.storages.alive(),
@@ -377,12 +381,12 @@ class FakeStep:
             yield
 
     def move_to_bucket(self, parameter: nn.Parameter) -> None:
-        """Put a finished gradient into its bucket, of which it is a view from then on (gradient_as_bucket_view)."""
+        """Move a finished gradient into its bucket, of which it then is a view (gradient_as_bucket_view)."""
         if self.synchronise:
             parameter.grad = self.buckets[parameter]
 
     def _backward(self, batch: Any) -> None:
-        """Take the gradients; all micro-batches but the last leave them outside of the buckets."""
+        """Compute the gradients; all micro-batches except the last leave them outside of the buckets."""
         micro_batches = min(2, self.spec.train.accumulate)
         for micro_batch in range(micro_batches):
             self.synchronise = micro_batch == micro_batches - 1
@@ -391,7 +395,7 @@ class FakeStep:
             loss.backward()
 
     def _refresh(self, batch: Any) -> list[torch.Tensor]:
-        """Take the small batch's gradient beside the large one's, as TulaOptimizer does."""
+        """Compute the small batch's gradient in addition to the large one's, as TulaOptimizer does."""
         with make_fake_autocast(self.spec):
             loss = self.call.compute_loss(self.model, batch)
         used = [g for g in torch.autograd.grad(loss, self.scaled, allow_unused=True) if g is not None]
@@ -422,7 +426,8 @@ class FakeStep:
         self.optimizer.zero_grad()
 
     def _compute_factors(self, staged: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Turn the small batch's gradients into factors, one by one: in their own place, or in that of a temporary."""
+        """Turn the small batch's gradients into factors one by one: in place with several ranks, else in a
+        temporary."""
         new: list[torch.Tensor] = []
         while staged:
             small = staged.pop(0)
@@ -431,7 +436,7 @@ class FakeStep:
         return new
 
     def _parameter_copies(self) -> list[torch.Tensor]:
-        """Return what the parameters were, where what a step does to them is changed: scaled by AGS, or turned."""
+        """Return copies of the parameters whose update the method changes (scaled by AGS, or orthogonalised)."""
         return [p.detach().clone() for p in self.memory.before]
 
 
@@ -442,13 +447,13 @@ def build_fake_step(
 
     Args:
         spec: the job.
-        sample: a real one of the training set, whose shapes the batches have.
+        sample: a real sample of the training set, which determines the shapes of the batches.
         classes: of the dataset.
-        gpu: whether the memory is to be a GPU's, with PyTorch's allocator between, or that of a process on the CPU.
-        collate: makes a batch of samples; None: torch's own.
+        gpu: whether to estimate the memory of a GPU, with PyTorch's allocator, or that of a process on the CPU.
+        collate: makes a batch from samples; None: torch's default.
 
     Raises:
-        SpecError: from building the model, the loss or the optimizer.
+        SpecError: the model, the loss or the optimizer cannot be built.
     """
     fake, storages = FakeTensorMode(allow_non_fake_inputs=True), LiveStorages()
     model = _build_model(spec, classes, fake)
@@ -480,7 +485,8 @@ def build_fake_step(
 
 
 def _build_model(spec: JobSpec, classes: int | None, fake: FakeTensorMode) -> nn.Module:
-    """Build the model: torchvision's own without drawing a number, others with real ones, for some look at what they draw."""
+    """Build the model: torchvision's without random numbers, others with real values, because some read their
+    values."""
     if is_import_string(spec.model.name) or spec.model.args.get("weights") is not None:
         return zoo.build_model(spec, classes)
     try:
@@ -492,7 +498,7 @@ def _build_model(spec: JobSpec, classes: int | None, fake: FakeTensorMode) -> nn
 
 
 def _make_fake(model: nn.Module, fake: FakeTensorMode) -> None:
-    """Replace every parameter and buffer that is not fake by a fake one; tied ones stay tied."""
+    """Replace every parameter and buffer that is not fake by a fake one; tied ones remain tied."""
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
@@ -501,19 +507,19 @@ def _make_fake(model: nn.Module, fake: FakeTensorMode) -> None:
 
 
 def _use_foreach(optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer take all tensors at once, as torch's do on a GPU where nothing else is asked for."""
+    """Make the optimizer process all tensors at once, as torch's optimizers do on a GPU by default."""
     for group in optimizer.param_groups:
         if group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = True
 
 
 def compute_max_small_batch(spec: JobSpec) -> int:
-    """Return the most samples that AGS draws for its small batch."""
+    """Return the largest number of samples that AGS draws for its small batch."""
     return spec.train.reference_batch if spec.ags.b_small == "auto" else spec.ags.b_small
 
 
 def make_fake_autocast(spec: JobSpec) -> AbstractContextManager[Any]:
-    """Return the context of the spec's precision on fake CPU tensors."""
+    """Return the autocast context of the spec's precision on fake CPU tensors."""
     if spec.train.precision == "fp32":
         return contextlib.nullcontext()
     return torch.autocast("cpu", dtype=DTYPES[spec.train.precision])

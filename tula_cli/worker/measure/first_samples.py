@@ -1,4 +1,4 @@
-"""The first samples of a job, and the batch that they make: looked at before anything is trained on them."""
+"""The first samples of a job and the batch that they form, checked before anything is trained on them."""
 
 import statistics
 import traceback
@@ -24,18 +24,20 @@ from tula_cli.worker.build.batches import (
 )
 from tula_cli.worker.build.data import Datasets, EvaluationDataset, SeededDataset, check_sample, count_samples
 
-MAX_COMPARED = 5
-"""Samples that have to make a batch: as many as nothing else is in a sample, such as colours."""
+SAMPLES_BATCHED = 5
+"""Number of samples that must form a batch: a number that occurs in no other size of a sample (such as colour
+channels)."""
 SAMPLES_COMPARED, SAMPLES_INSPECTED = 16, 256
-"""Samples by which varying lengths are found, and then the longest: a share of each part of the training set."""
-MIN_SAMPLES_PADDED = 32
-"""Samples of the batch whose padding is told; larger ones have more."""
+"""Numbers of samples used to detect varying lengths, and then to find the longest sample; spread over the training
+set."""
+SAMPLES_PADDED = 32
+"""Samples of the batch whose padding is reported; larger batches have more padding."""
 PLAIN_TYPES = (torch.Tensor, type(None), str, bytes, int, float)
 
 
 @dataclass(frozen=True)
 class FirstSamples:
-    """Some training samples that make a batch."""
+    """Some training samples that form a batch."""
 
     item: Any  # one of them; where they vary, the longest of those that were looked at
     batch: Any  # of `count`
@@ -44,7 +46,7 @@ class FirstSamples:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of an input that is a tensor; empty for any other."""
+        """Return the shape of the input if it is a tensor; empty otherwise."""
         pair = type(self.item) in (tuple, list) and len(self.item) == 2
         return tuple(self.item[0].shape) if pair and isinstance(self.item[0], torch.Tensor) else ()
 
@@ -53,12 +55,12 @@ def load_first_samples(spec: JobSpec, datasets: Datasets) -> FirstSamples:
     """Return training samples that batches can be made of.
 
     Raises:
-        SpecError: they make none, or one that cannot be cut.
+        SpecError: the samples form no batch, or a batch that cannot be sliced.
         JobFailed: the user's dataset or collate_fn fails.
     """
     is_user_dataset = is_import_string(spec.dataset.name) or spec.dataset.name in text.DATASETS
     try:
-        items = datasets.train.first_samples(MAX_COMPARED)
+        items = datasets.train.first_samples(SAMPLES_BATCHED)
         held_out = datasets.eval.first_samples(1)[0]
         if is_user_dataset:
             _check_last_sample(spec, datasets)
@@ -96,7 +98,7 @@ def load_first_samples(spec: JobSpec, datasets: Datasets) -> FirstSamples:
 
 
 def find_class_numbers(datasets: Datasets) -> torch.Tensor:
-    """Return the class numbers of samples from all parts of the training set; files may be sorted by class."""
+    """Return the class numbers of samples spread over the training set, because files may be sorted by class."""
     items = [
         item
         for item in datasets.train.spread_samples(SAMPLES_COMPARED)
@@ -106,10 +108,10 @@ def find_class_numbers(datasets: Datasets) -> torch.Tensor:
 
 
 def _check_last_sample(spec: JobSpec, datasets: Datasets) -> None:
-    """Refuse a dataset that does not give the last sample that its length promises.
+    """Refuse a dataset that cannot return the last sample that its `__len__` promises.
 
     Raises:
-        JobFailed: it does not.
+        JobFailed: the last sample cannot be read.
     """
     for samples, name in ((datasets.train, "training"), (datasets.eval, "evaluation")):
         if isinstance(samples, SeededDataset | EvaluationDataset):
@@ -125,9 +127,9 @@ def _check_last_sample(spec: JobSpec, datasets: Datasets) -> None:
 
 
 def _describe_padding(datasets: Datasets) -> str:
-    """Return in words which share of the batches of text is padding; empty where samples are no text of known names."""
+    """Describe the share of padding in batches of text; empty if the samples are not text with known field names."""
     items = datasets.train.spread_samples(
-        MIN_SAMPLES_PADDED
+        SAMPLES_PADDED
     )  # from all parts: neighbours may be of one class, or sorted by length
     lengths = [find_sequence_length(make_batch(datasets.collate, [item])) for item in items]
     known_lengths = [length for length in lengths if length]
@@ -140,9 +142,9 @@ def _describe_padding(datasets: Datasets) -> str:
 
 
 def find_longest_sample(datasets: Datasets) -> tuple[Any, int] | None:
-    """Return the largest of some training samples as they are in a batch, and of how many; None where all are alike.
+    """Return the largest of some training samples, as in a batch, and how many were inspected; None for equal shapes.
 
-    Without a collate_fn they have to be alike.
+    None also without a collate_fn, because samples must then have equal shapes.
     """
     if datasets.collate is None:
         return None
@@ -162,7 +164,7 @@ def _list_tensor_shapes(collate: Collate, item: Any) -> tuple[tuple[int, ...], .
 
 
 def _check_leaves(spec: JobSpec, items: Sequence[Any], held_out: Any, *, own: bool) -> None:
-    """Refuse images that are not tensors yet; of datasets that tula knows, all that is no image."""
+    """Refuse images that are not converted to tensors, and in datasets that tula knows, inputs that are no images."""
     if own:
         for item, path in ((held_out, "transforms.eval"), (items[0], "transforms.train")):
             if any(isinstance(leaf, PIL.Image.Image) for leaf in tree_leaves(item)) and not spec.dataset.collate_fn:

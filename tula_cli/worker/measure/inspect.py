@@ -1,7 +1,9 @@
-"""The inspection of a job by building its model and dataset: a JobSpec as JSON on stdin or in a file, the answer on stdout.
+"""The inspection of a job by building its model and dataset.
 
-The first line says that the interpreter has all it needs, the last one is a JSON object. That is a `records.Inspection`, or `{"error": {"class", "message", "hint", "detail"}}` where class is the error of
-tula's that the command line raises. Whatever the user's code prints goes to stderr.
+The JobSpec is read as JSON from stdin or a file; the answer goes to stdout. Its first line shows that the interpreter
+has all packages it needs, the last one is a JSON object: a `records.Inspection`, or `{"error": {"class", "message",
+"hint", "problems", "detail"}}`, where class is the tula error that the command line raises. Anything the user's code
+prints goes to stderr.
 """
 
 import gc
@@ -71,17 +73,17 @@ from tula_cli.worker.train.learning_rate import check_user_schedule
 # simulation of PyTorch's allocator.
 #
 # What no operation shows is in no recording: the workspaces that cuDNN or oneDNN choose by measuring. For what libraries
-# hold beside the tensors there is a heuristic, `libraries`; probes correct both.
+# hold beside the tensors there is a heuristic, `estimate_library_bytes`; probes correct both.
 
 MICRO_BATCHES = tuple(2**power for power in range(17))
-"""Where an estimate is told; between them memory is as good as a straight line."""
+"""Micro-batches at which an estimate is reported; between them memory is approximately linear."""
 
 
 def estimate_footprints(rehearsal: FakeStep, *, largest: int = MICRO_BATCHES[-1]) -> tuple[Footprint, ...]:
-    """Return the estimate at micro-batches of 1, 2, 4 ... up to the first that is as large as the largest of interest.
+    """Return the estimates at micro-batches of 1, 2, 4 ... up to the first one that is not below `largest`.
 
-    The peak is the largest of several moments of a step, each linear in the batch; at small batches it may be one that
-    no batch size changes (a large layer's gradient, a refresh of the factors).
+    The peak is the maximum over several moments of a step, each linear in the batch; at small batches it may be a
+    moment that does not depend on the batch size (a large layer's gradient, a refresh of the factors).
     """
     below = [size for size in MICRO_BATCHES if size < largest]
     sizes = (*below, MICRO_BATCHES[min(len(below), len(MICRO_BATCHES) - 1)])
@@ -94,17 +96,18 @@ def estimate_footprints(rehearsal: FakeStep, *, largest: int = MICRO_BATCHES[-1]
 
 
 def _count_gathered_bytes(model: nn.Module, train: Train) -> int:
-    """Return the bytes that are gathered beside a rank's share of a model at the peak of a step (`train.parallel: fsdp`).
+    """Return the bytes gathered besides a rank's shard of a model at the peak of a step (`train.parallel: fsdp`).
 
-    What belongs to no block stays gathered all along. Of the largest block there are its parameters and those of the next
-    one, which is fetched ahead; its gradient, and that of the one before, on its way.
+    Parameters outside all blocks stay gathered throughout. At the peak, the largest block accounts for its parameters,
+    those of the next block, which is prefetched, its gradient, and the gradient of the block before, which is being
+    reduced.
     """
     blocks, outside_blocks = _list_block_sizes(model, train)
     return outside_blocks + 4 * max(blocks, default=0)
 
 
 def _list_block_sizes(model: nn.Module, train: Train) -> tuple[list[int], int]:
-    """Return the bytes of each block's parameters, but for those of blocks inside it, and of those that belong to none."""
+    """Return the bytes of each block's parameters, without nested blocks, and of the parameters outside all blocks."""
     counted: set[nn.Parameter] = set()
     blocks = []
     for block in list_fsdp_blocks(model, train.fsdp_blocks):  # the inner ones come first
@@ -115,7 +118,7 @@ def _list_block_sizes(model: nn.Module, train: Train) -> tuple[list[int], int]:
 
 
 def describe_gathering(model: nn.Module, train: Train) -> str:
-    """Describe what part of a model is gathered at a time (`train.parallel: fsdp`)."""
+    """Describe which part of a model is gathered at a time (`train.parallel: fsdp`)."""
     blocks, outside_blocks = _list_block_sizes(model, train)
     if not blocks:
         return (
@@ -128,7 +131,7 @@ def describe_gathering(model: nn.Module, train: Train) -> str:
 
 
 def _add_extra(memory: Components, extra: int) -> Components:
-    """Return the memory with something beside it that is neither a state nor the batch."""
+    """Return the memory with additional bytes that belong neither to a state nor to the batch."""
     raised = {name: getattr(memory, name) + extra for name in ("activations", "peak", "reserved")}
     return memory.model_copy(update=raised) if extra else memory
 
@@ -143,11 +146,11 @@ START_MARKER = "begun"
 
 
 def inspect_job(spec: JobSpec) -> Inspection:
-    """Build everything a job is made of, and rehearse a step of it.
+    """Build all parts of a job, and run a step of it on fake tensors.
 
     Raises:
-        SpecError: the spec names something that cannot be built or does not fit together.
-        JobFailed: the user's own model or dataset fails.
+        SpecError: the spec names something that cannot be built, or its parts do not fit together.
+        JobFailed: the user's model or dataset fails.
     """
     spec = find_most_expensive_job(spec)
     _check_names(spec)
@@ -202,7 +205,7 @@ def inspect_job(spec: JobSpec) -> Inspection:
 
 
 def _describe_machine(spec: JobSpec, device: str) -> dict[str, Any]:
-    """Return what is told of where this runs."""
+    """Return the fields of an Inspection that describe this machine."""
     return {
         "hardware": get_gpu_name() if device == "cuda" else read_processor_name(),
         "capacity": _get_memory_limit_per_rank(spec, device),
@@ -213,10 +216,10 @@ def _describe_machine(spec: JobSpec, device: str) -> dict[str, Any]:
 
 
 def _describe_initial_state(spec: JobSpec, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """Return what the model starts from, what of it is frozen or trained otherwise than the rest, and how.
+    """Describe the model's initial weights, its frozen parts, and parameter groups trained with other settings.
 
     Raises:
-        SpecError: the file of weights does not fit.
+        SpecError: the file of weights does not fit the model.
     """
     section = spec.model
     weights = finetune.describe_weights(section, finetune.check_fit(section, model)) if section.weights else ""
@@ -231,10 +234,10 @@ def _describe_initial_state(spec: JobSpec, model: nn.Module, optimizer: torch.op
 
 
 def _inspect_evaluation(spec: JobSpec, datasets: Datasets) -> list[str]:
-    """Build the test set, and return how large it is, and which metrics send batches.
+    """Build the test set; return notes on its size and on metrics that send batches between ranks.
 
     Raises:
-        SpecError: it cannot be built, or is not of the classes that are trained.
+        SpecError: the test set cannot be built, or its classes are not those that are trained.
     """
     several = max(spec.search.nodes) * spec.cluster.gpus_per_node > 1
     metrics = metrics_told(spec.train) if several else []
@@ -244,7 +247,7 @@ def _inspect_evaluation(spec: JobSpec, datasets: Datasets) -> list[str]:
 
 
 def _warn_unused_entries(spec: JobSpec, call: ModelCall, batch: Any) -> list[str]:
-    """Return a warning where neither the model nor the loss is given all keys of a batch."""
+    """Return a warning if some keys of a batch are passed neither to the model nor to the loss."""
     unused = (
         []
         if call.whole
@@ -255,7 +258,7 @@ def _warn_unused_entries(spec: JobSpec, call: ModelCall, batch: Any) -> list[str
 
 
 def _warn_ineffective_settings(spec: JobSpec, model: torch.nn.Module) -> list[str]:
-    """Return what was asked for, or stands in the model, and does nothing."""
+    """Return warnings about settings and methods of the model that have no effect."""
     warnings = []
     if spec.train.channels_last is True and not has_convolutions(model):
         warnings.append("train.channels_last: true does nothing: the model has no 2-d convolution")
@@ -268,10 +271,10 @@ def _warn_ineffective_settings(spec: JobSpec, model: torch.nn.Module) -> list[st
 
 
 def _check_names(spec: JobSpec) -> None:
-    """Resolve every name before anything is built, so that all that is wrong with them is told at once.
+    """Resolve every name before anything is built, so that all problems are reported together.
 
     Raises:
-        SpecError: with one problem a part; the error itself where there is only one.
+        SpecError: with one problem per section; if only one section fails, its error.
     """
     resolvers: dict[str, Callable[[], object]] = {
         "model.name": lambda: zoo.find_model_builder(spec.model.name),
@@ -305,7 +308,7 @@ def _check_optimizer(spec: JobSpec) -> None:
 
 
 def _get_local_device(spec: JobSpec) -> str:
-    """Return what the ranks of a local run use here."""
+    """Return the device that the ranks of a local run use on this machine."""
     has_gpu = count_gpus() > 0
     if spec.cluster.device == "cuda" and spec.cluster.kind == "local" and not has_gpu:
         raise SpecError(
@@ -315,12 +318,12 @@ def _get_local_device(spec: JobSpec) -> str:
 
 
 def _needs_gpu_memory_estimate(spec: JobSpec, device: str) -> bool:
-    """Return whether memory is to be estimated for a GPU: where one is here, or may be where the jobs run."""
+    """Return whether to estimate memory for a GPU: if there is one here, or may be one on the nodes of the jobs."""
     return device == "cuda" or (spec.cluster.kind != "local" and spec.cluster.device != "cpu")
 
 
 def _get_memory_limit_per_rank(spec: JobSpec, device: str) -> int | None:
-    """Return the bytes one rank may use: what the spec says, else a share of this machine; None where jobs run elsewhere."""
+    """Return the bytes per rank: the spec's limit, else this machine's share; None if jobs run on other machines."""
     if spec.cluster.memory_per_gpu is not None:
         return spec.cluster.memory_per_gpu
     if spec.cluster.kind != "local":
@@ -331,7 +334,7 @@ def _get_memory_limit_per_rank(spec: JobSpec, device: str) -> int | None:
 
 
 MAX_PARAMETERS_TO_STEP = 30_000_000
-"""Of a model a step of which is run on the CPU while a job is checked: it takes a second or two."""
+"""Largest model of which a step is run on the CPU while a job is checked: it takes a second or two."""
 
 
 _DATA_FAULT = re.compile(r"same dtype|Input type|target dtype|scalar type|[Ff]ound dtype|out of bounds")
@@ -343,9 +346,9 @@ def _has_users_code(spec: JobSpec) -> bool:
 
 
 def _try_real_step(spec: JobSpec, datasets: Datasets, device: str, model: nn.Module) -> list[str]:
-    """Run a real step on the CPU if the model is small; return in words why it was not run, or shows nothing.
+    """Run a real step on the CPU if the model is small; return notes on why it was not run or could not be.
 
-    Of a job that runs on GPUs only faults of the data count: its code may need a GPU for other reasons.
+    For a job that runs on GPUs, only faults of the data are raised: its code may need a GPU for other reasons.
 
     Raises:
         SpecError, JobFailed: as `_run_real_step`.
@@ -374,8 +377,8 @@ def _run_real_step(spec: JobSpec, datasets: Datasets) -> tuple[nn.Module, ModelC
     """Run one optimizer step of two samples on the CPU.
 
     Raises:
-        SpecError: a built-in model cannot take these samples.
-        JobFailed: the user's model, loss or optimizer fails.
+        SpecError: a built-in model cannot process these samples.
+        JobFailed: the user's model, loss or optimizer fails, or the loss is not finite.
     """
     items = datasets.train.first_samples(2)
     batch = make_batch(datasets.collate, items)
@@ -408,7 +411,7 @@ def _run_real_step(spec: JobSpec, datasets: Datasets) -> tuple[nn.Module, ModelC
 
 
 def _describe_inputs(batch: Any) -> str:
-    """Return in words what a model is given."""
+    """Describe the input that a model receives."""
     pair = type(batch) in (tuple, list) and len(batch) == 2
     if pair and isinstance(batch[0], torch.Tensor) and batch[0].is_floating_point():
         dtype = "" if batch[0].dtype == torch.float32 else f", {str(batch[0].dtype).removeprefix('torch.')}"
@@ -446,10 +449,10 @@ def _make_failure_hint(stage: str, error: Exception) -> str:
 
 
 def _check_output(spec: JobSpec, output: Any, target: Any, classes: int | None) -> list[str]:
-    """Compare the model's output with the labels, and return what is odd.
+    """Compare the model's output with the labels; return warnings.
 
     Raises:
-        SpecError: there are fewer outputs than classes.
+        SpecError: there are fewer outputs than classes, or a label is negative.
     """
     if not isinstance(output, torch.Tensor) or output.ndim != 2 or not _is_class_target(target):
         return []
@@ -470,7 +473,7 @@ def _check_output(spec: JobSpec, output: Any, target: Any, classes: int | None) 
 
 
 _IGNORED = -100
-"""The label that torch's losses leave out."""
+"""The label that torch's losses ignore."""
 
 
 def _is_class_target(target: Any) -> bool:
@@ -478,7 +481,7 @@ def _is_class_target(target: Any) -> bool:
 
 
 def _list_lone_sample_problems(spec: JobSpec, rehearsal: worker_measure_rehearsal.FakeStep) -> list[str]:
-    """Return a warning where the search reaches a micro-batch of one sample and the model cannot train on one."""
+    """Return a warning if the search includes a micro-batch of one sample, on which BatchNorm cannot train."""
     ranks = max(spec.search.nodes) * spec.cluster.gpus_per_node
     if spec.search.min_batch // (ranks * spec.train.accumulate) > 1:
         return []
@@ -506,7 +509,7 @@ def _get_first_line(error: BaseException) -> str:
 
 
 def inspect_json(text: str) -> dict[str, Any]:
-    """Return the answer to a JobSpec in JSON, as what goes to stdout."""
+    """Return the answer to a JobSpec in JSON, as it is written to stdout."""
     try:
         return inspect_job(JobSpec.model_validate_json(text)).model_dump(mode="json")
     except SpecError as error:
@@ -531,7 +534,7 @@ def _find_last_frame(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Answer on the stdout that was, after turning file descriptor 1 over to stderr for whatever else is printed."""
+    """Write the answer to the original stdout, after redirecting file descriptor 1 to stderr for all other output."""
     gc.freeze()
     gc.enable()
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Measuring steps: time, memory, gradients, and what it was measured on."""
+"""The memory of a step by component, and the memory capacity of a rank."""
 
 import torch
 from torch import nn
@@ -21,11 +21,11 @@ def split_memory(
     libraries: int = 0,
     accumulate: int = 1,
 ) -> Components:
-    """Split a peak as in Eq. 3: tensors are counted, activations are the rest. Bytes.
+    """Split a peak into components as in Eq. 3: tensors are counted, activations are the rest. Bytes.
 
-    The gradients are DDP's buckets (`gradient_as_bucket_view`). With several micro-batches a step the sum so far is
-    beside them until the last one is reduced: a second copy. Of a model in shares it is this rank's, and each micro-batch is
-    reduced by itself.
+    The gradients are DDP's buckets (`gradient_as_bucket_view`). With several micro-batches per step, the accumulated
+    sum is held in addition until the last micro-batch is reduced: a second copy. For a sharded model the gradient is
+    this rank's shard, and each micro-batch is reduced by itself.
     """
     parameters = count_tensor_bytes([*model.parameters(), *model.buffers()])
     gradients = count_tensor_bytes(p.grad if p.grad is not None else p for p in model.parameters() if p.requires_grad)
@@ -45,7 +45,7 @@ def split_memory(
 
 
 def get_memory_capacity(ranks: Ranks, memory_per_gpu: int | None) -> int | None:
-    """Return the bytes one rank may use: the stated limit, else the GPU's memory; None on an unlimited CPU."""
+    """Return the bytes that one rank may use: the configured limit, else the GPU's memory; None on an unlimited CPU."""
     if memory_per_gpu is not None:
         return memory_per_gpu
     if ranks.device.type == "cuda":

@@ -1,7 +1,7 @@
 """The checks of `tula check --on-cluster` on each rank: its node, its clock, and the network.
 
-All of it is told over gloo, so that nodes without a GPU, or with a broken NCCL, can still say so; only the transfers go
-through what a training would use.
+Reports are exchanged over gloo, so that nodes without a GPU, or with a broken NCCL, can still report; only the
+transfers use the backend of a training.
 """
 
 import json
@@ -51,7 +51,7 @@ NCCL_TIMEOUT = timedelta(seconds=60)  # for NCCL to come up; the whole check has
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as one rank sees it; `id` is the same for all ranks that see it."""
+    """A GPU as one rank sees it; `id` is the same on all ranks that see the GPU."""
 
     id: str
     name: str
@@ -93,12 +93,12 @@ def check_nodes(task: CheckTask, run: RunDir, *, attempt: int) -> None:
     """Take part in a check; rank 0 writes its report.
 
     Args:
-        task: what to look at.
-        run: the run directory, which this node may see or not.
+        task: the check to run.
+        run: the run directory, which may be invisible from this node.
         attempt: of the task.
 
     Raises:
-        JobFailed: cluster.interface is none of this node's.
+        JobFailed: this node has no network interface with the name in cluster.interface.
     """
     write_error = _write_own_file(task, run)  # before the ranks meet: who signed is told from who never came
     over_gloo = task.spec.cluster.model_copy(update={"device": "cpu"})
@@ -172,14 +172,14 @@ def read_node_memory(meminfo: Path = Path("/proc/meminfo")) -> int:
 
 
 def is_dataset_readable(spec: JobSpec) -> bool | None:
-    """Return whether the dataset's folder can be read here; None where the dataset has none that is known."""
+    """Return whether the dataset's folder can be read on this node; None if the dataset has no known folder."""
     if spec.script is not None or spec.dataset.name in ("digits", "FakeData") or ":" in spec.dataset.name:
         return None
     return os.access(Path(spec.dataset.root).expanduser(), os.R_OK | os.X_OK)
 
 
 def _make_node_report(number: int, views: Sequence[RankReport], clock: tuple[float, float]) -> NodeReport:
-    """Join what the ranks of one node see: each may see all GPUs or one."""
+    """Combine the reports of one node's ranks, each of which may see all GPUs or one."""
     first_view = views[0]
     gpus = {gpu.id: gpu for view in views for gpu in view.gpus}
     gpu_ids = [view.own for view in views]
@@ -211,9 +211,9 @@ _SAME_IN_BOTH = (
 
 
 def _measure_clock_offset(ranks: Ranks, rank: int) -> tuple[float, float]:
-    """Return, on rank 0, how far the clock of `rank` is ahead of its own, and how wrong that may be. Seconds.
+    """Return, on rank 0, how far the clock of `rank` is ahead of rank 0's, and the error bound. Seconds.
 
-    Of some round trips the shortest counts: the answer was given in the middle of it, give or take half of it.
+    The shortest of several round trips counts: the answer was sent in its middle, give or take half of its length.
     """
     best = (math.inf, 0.0)
     for _ in range(CLOCK_ROUNDS if rank else 0):
@@ -227,7 +227,7 @@ def _measure_clock_offset(ranks: Ranks, rank: int) -> tuple[float, float]:
 
 
 def _round_trip(rank: int) -> tuple[float, float]:
-    """Return its length, and how far the other clock is ahead of ours at the middle of it."""
+    """Return the length of the round trip, and how far the other clock is ahead of this one at its middle. Seconds."""
     answer = torch.zeros(1, dtype=torch.float64)
     start = time.time()
     dist.send(answer, dst=rank)
@@ -237,7 +237,7 @@ def _round_trip(rank: int) -> tuple[float, float]:
 
 
 def _choose_transfer_device(spec: JobSpec, ranks: Ranks, views: Sequence[RankReport]) -> torch.device:
-    """Return where the transfers start and end: on GPUs if every rank of every node has one of its own."""
+    """Return the device of the transfers: a GPU if every rank of every node has a separate one, else the CPU."""
     if spec.cluster.device == "cpu" or not has_gpu_per_rank(views):
         return torch.device("cpu")
     device = torch.device("cuda", ranks.local_rank % count_gpus())
@@ -246,12 +246,12 @@ def _choose_transfer_device(spec: JobSpec, ranks: Ranks, views: Sequence[RankRep
 
 
 def has_gpu_per_rank(views: Sequence[RankReport]) -> bool:
-    """Return whether every rank has a GPU that no other has: NCCL refuses two ranks on one."""
+    """Return whether every rank has a GPU that no other rank uses: NCCL refuses two ranks on one GPU."""
     return len({(view.host, view.own) for view in views if view.own}) == len(views)
 
 
 def _measure_network(ranks: Ranks, first_ranks: Sequence[int], *, backend: str, device: torch.device) -> dict[str, Any]:
-    """Return fields of the report: how fast the ranks exchange tensors, or why they cannot; every rank takes part."""
+    """Return the report's fields on the network's speed, or why it cannot be measured; every rank must call this."""
     fields: dict[str, Any] = {}
     error = ""
     with nccl.record_nccl_output(enabled=backend == "nccl", to="nccl_warnings"):
@@ -278,19 +278,19 @@ def _measure_latency(group: dist.ProcessGroup, device: torch.device) -> float:
 
 
 def _measure_pair(pair: Sequence[int], *, backend: str, device: torch.device) -> list[Transfer]:
-    """Return transfers between two ranks; the other ranks only help to make the group."""
+    """Return transfers between two ranks; the other ranks only take part in creating the group."""
     group = _make_group(pair, backend=backend)
     return [] if group is None else list(_measure_transfers(group, device))
 
 
 def _make_group(members: Sequence[int], *, backend: str) -> dist.ProcessGroup | None:
-    """Make a group, with the help of every rank; None to a rank that is not in it."""
+    """Create a group, which every rank must take part in; return None on a rank that is not a member."""
     group = dist.new_group(list(members), backend=backend, timeout=NCCL_TIMEOUT)
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
 def _measure_transfers(pair: dist.ProcessGroup, device: torch.device) -> Iterator[Transfer]:
-    """Yield transfers of growing sizes until one takes long."""
+    """Yield transfers of increasing sizes until one takes longer than LONG_TRANSFER_SECONDS."""
     for size in TRANSFER_SIZES:
         transfer = _measure_transfer(size, pair, device)
         yield transfer
@@ -299,7 +299,7 @@ def _measure_transfers(pair: dist.ProcessGroup, device: torch.device) -> Iterato
 
 
 def _measure_transfer(size: int, pair: dist.ProcessGroup, device: torch.device) -> Transfer:
-    """Return the fastest of some all-reduces; between two ranks, each sends and receives the tensor once."""
+    """Return the fastest of REPEATS all-reduces; between two ranks, each sends and receives the tensor once."""
     tensor = torch.zeros(size // 4, device=device)
     seconds = min(_time_calls(lambda: dist.all_reduce(tensor, group=pair), REPEATS, device))
     # The slower of the two counts, also because both have to stop at the same size.
@@ -309,7 +309,7 @@ def _measure_transfer(size: int, pair: dist.ProcessGroup, device: torch.device) 
 
 
 def _time_calls(act: Callable[[], object], count: int, device: torch.device) -> list[float]:
-    """Return the seconds that each of `count` calls took, to the end of what they start on the device."""
+    """Return the seconds of each of `count` calls, including the work that they queue on the device."""
     seconds, clock = [], Clock(device)
     for _ in range(count):
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""A probe: the training loop cut short, and everything that is measured on the way."""
+"""A probe: a shortened training loop, and all measurements made during it."""
 
 import itertools
 import json
@@ -52,23 +52,24 @@ from tula_cli.worker.train.step_watch import SynchronisationTimer
 # answer is not the step of a training. Hence a rule says how many steps come until it is asked again.
 
 PRECISION = 0.01
-"""Standard error of the mean, as a share of it, at which a window ends: jobs differ by more when they start again."""
+"""Standard error of the mean, relative to the mean, at which a window ends: jobs differ by more between restarts."""
 UNTIMED_STEPS = 2
-"""Steps that begin a probe: the first, which compiles and chooses kernels, and one that refreshes factors."""
+"""Steps at the start of a probe: the first, which compiles and chooses kernels, and one that refreshes factors."""
 MAX_RELATIVE_DIFFERENCE = 0.1
-"""Share by which the medians of successive steps may differ once they are warm."""
+"""Largest relative difference between the medians of successive groups of steps after warm-up."""
 
 
 def count_warm_up_steps(times: Sequence[float], search: Search, *, prefetched: int = 0) -> int:
-    """Return how many steps come before the next look; 0: the warm-up is over.
+    """Return the number of steps until the next check; 0: the warm-up is over.
 
-    It is when the newest steps are like those before them, both by their medians. However long the first ones took, they
-    bound nothing: compiling is what a warm-up is for.
+    The warm-up is over when the median of the newest steps is close to that of the steps before them. The first steps,
+    however long, do not count towards the time limit: compiling is the purpose of a warm-up.
 
     Args:
-        times: seconds of the steps after the `UNTIMED_STEPS`.
-        search: what bounds it.
-        ahead: steps whose data the loader may have made while the first ones compiled; only later ones wait for it.
+        times: seconds of the steps after the first `UNTIMED_STEPS`.
+        search: sets the limits.
+        prefetched: steps whose data the loader may have made while the first steps compiled; only later ones wait for
+            it.
     """
     missing = max(search.warmup_steps - UNTIMED_STEPS, prefetched and prefetched + LEAST_STEPS) - len(times)
     if sum(times) >= search.max_seconds:
@@ -83,23 +84,23 @@ def count_warm_up_steps(times: Sequence[float], search: Search, *, prefetched: i
 
 
 def count_steps_for_median(times: Sequence[float], search: Search) -> int:
-    """Return how many steps tell a median to `PRECISION`, by the spread of those that were timed; never fewer than those
-    that tell of a spread, or more than search.min_steps.
+    """Return the number of steps that determine a median to within `PRECISION`, given the spread of the timed steps.
 
-    The variance of a median is pi/2 that of a mean, where values are normal.
+    At least LEAST_STEPS, which a spread needs, and at most search.split_steps. The variance of a median is pi/2 times
+    that of a mean for normally distributed values.
     """
     error = compute_standard_error(times) / (PRECISION * compute_trimmed_mean(times))
     return min(search.split_steps, max(LEAST_STEPS, math.ceil(min(math.pi / 2 * len(times) * error**2, 1e9))))
 
 
 def count_steps_to_time(times: Sequence[float], search: Search) -> int:
-    """Return how many steps come before the next look; 0: the window is over.
+    """Return the number of steps until the next check; 0: the window is over.
 
-    Blocks grow with what there is, so that looks are few.
+    Blocks grow with the number of timed steps, so that there are few checks.
 
     Args:
         times: seconds of the timed steps.
-        search: what bounds it.
+        search: sets the limits.
     """
     timed, seconds = len(times), sum(times)
     if timed < LEAST_STEPS:
@@ -118,11 +119,11 @@ def count_steps_to_time(times: Sequence[float], search: Search) -> int:
 # --- States of the GPU
 
 REASONS = {0x04: "power cap", 0x08: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "power brake"}
-"""Reasons for a lowered clock, by NVML's bits; an idle GPU and a clock that is set lower are none."""
+"""Reasons for a lowered clock, by NVML's bits; an idle GPU and a clock that was set lower do not count."""
 
 
 class GpuStateRecorder:
-    """The state of this rank's GPU at the first and at the last look; those of all ranks are put together afterwards."""
+    """The state of this rank's GPU at the first and the last sample; `first_and_last` combines those of all ranks."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -131,12 +132,13 @@ class GpuStateRecorder:
         self._looks: list[GpuState] = []
 
     def sample(self) -> None:
-        """Read the state now: an idle GPU tells nothing of the clocks it had at work, so before it is waited for."""
+        """Read the state now, before waiting for the GPU: the clocks of an idle GPU differ from those under load."""
         if self._device is not None and (state := _read(*self._device)) is not None:
             self._looks = [*self._looks[:1], state]
 
     def first_and_last(self) -> tuple[GpuState, GpuState] | None:
-        """Return what all GPUs were like at the first look and at the last; every rank takes part. None: none told."""
+        """Return the combined state of all GPUs at the first and the last sample, or None if no GPU reports it; every
+        rank must call this."""
         samples_here = [state.model_dump() for state in self._looks]
         ranks_samples = [
             samples for text in self._ranks.gather(json.dumps(samples_here)) if (samples := json.loads(text))
@@ -158,7 +160,7 @@ def _join_states(rank_states: Iterable[dict[str, Any]]) -> GpuState:
 
 
 def _read(nvml: Any, handle: Any) -> GpuState | None:
-    """Return the state of a GPU; None where it does not tell it (any more)."""
+    """Return the state of a GPU; None if it does not report it, or no longer does."""
     try:
         bits = int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
         return GpuState(
@@ -178,10 +180,10 @@ def _read(nvml: Any, handle: Any) -> GpuState | None:
 
 @dataclass
 class GradientNormRecorder:
-    """Listens to DDP's reductions and, while it watches, sums the squares of each bucket before and after.
+    """Listens to DDP's reductions and, while `watching`, sums the squares of each bucket before and after.
 
-    Nothing is read by the host before the window is over: a step never waits. It knows nothing of the trainer: DDP
-    holds it from C++, and a cycle through that is never collected.
+    The host reads no value before the window is over, so no step waits. The recorder has no reference to the trainer:
+    DDP holds it from C++, and a cycle through DDP is never collected.
     """
 
     ranks: Ranks
@@ -192,14 +194,14 @@ class GradientNormRecorder:
 
     @classmethod
     def attach(cls, trainer: Trainer) -> "GradientNormRecorder":
-        """Attach to a trainer between two of its steps; DDP keeps it."""
+        """Attach a recorder to a trainer between two of its steps; DDP keeps a reference to it."""
         assert not isinstance(trainer.parallel, Sharded), "shares are reduced in another way"
         spy = cls(trainer.ranks)
         add_listener(trainer.parallel, spy)
         return spy
 
     def __call__(self, bucket: GradBucket) -> Callable[[], None] | None:
-        """See one bucket (`optim.ddp_hook.Listener`)."""
+        """Record the norms of one bucket (`optim.ddp_hook.Listener`)."""
         if not self.watching:
             return None
         gradient = bucket.buffer()
@@ -207,7 +209,7 @@ class GradientNormRecorder:
         return lambda: self.reduced.append(_compute_squared_bucket_norm(gradient))
 
     def watch(self, steps: Iterator[Step], scaler: torch.amp.GradScaler) -> Iterator[Step]:
-        """Pass the steps on, and keep the norms of each."""
+        """Yield the steps unchanged, and record the gradient norms of each."""
         self.watching = True
         scale = float(scaler.get_scale())  # of the step to come: the scaler may change it after each
         for step in steps:
@@ -222,7 +224,7 @@ class GradientNormRecorder:
         self.local, self.reduced = [], []
 
     def pairs(self) -> list[Pair]:
-        """Return what was seen, the local norms as means over all ranks, which all take part."""
+        """Return the recorded pairs, with local norms averaged over all ranks; every rank must call this."""
         norms = torch.stack(self.steps).double().cpu()
         small = self.ranks.sum(norms[:, 0].tolist())
         return [(total / self.ranks.world, big) for total, big in zip(small, norms[:, 1].tolist(), strict=True)]
@@ -234,9 +236,9 @@ def _compute_squared_bucket_norm(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def measure_half_batch_norms(trainer: Trainer) -> Pair:
-    """Return the squared norms of the gradients of the two halves of the newest micro-batch, and of their mean.
+    """Return the mean squared gradient norm of the newest micro-batch's two halves, and the squared norm of their mean.
 
-    Of a model in shares they are those of the halves of all ranks' micro-batches together; every rank takes part.
+    For a sharded model the halves are those of all ranks' micro-batches together; every rank must call this.
     """
     assert trainer.last_batch is not None
     samples, half = trainer.micro_batch, trainer.micro_batch // 2
@@ -254,29 +256,30 @@ def measure_half_batch_norms(trainer: Trainer) -> Pair:
 
 
 def count_half_batch_bytes(trainer: Trainer) -> int:
-    """Return the bytes of a GPU that `halves` takes beside the training: two gradients of float32."""
+    """Return the additional GPU memory in bytes of `measure_half_batch_norms`: two float32 gradients."""
     return sum(8 * parameter.numel() for parameter in trainer.parallel.parameters() if parameter.requires_grad)
 
 
 # --- Breakdown of a step
 
 _MEMORY_MARGIN = 1.2
-"""Times as much room as a look takes that there has to be."""
+"""Required free memory, as a multiple of the memory that a measurement needs."""
 MIN_BATCHES_LOADED = 4
-"""The fewest batches by which a data loader is timed."""
+"""The fewest batches with which a data loader is timed."""
 
 
 def measure_breakdown(
     trainer: Trainer, stream: Generator[Step, None, None], *, steps: int, norms: int, room: int | None
 ) -> dict[str, Any]:
-    """Return what is found in steps of their own, by the names that it has in a result; the trainer has done its work.
+    """Return the measurements that need additional steps, by their field names in a result; the trainer cannot train on
+    afterwards.
 
     Args:
         trainer: of the probe.
         stream: its steps.
-        steps: of each look at a time.
-        norms: the most steps whose gradient norms are taken.
-        room: bytes of a GPU that the probe has left free; None where nothing bounds them.
+        steps: number of steps of each timing.
+        norms: the most steps whose gradient norms are recorded.
+        room: bytes of GPU memory that the probe has left free; None if there is no limit.
     """
     with use_zero_learning_rate(trainer):
         breakdown: dict[str, Any] = {
@@ -292,9 +295,9 @@ def measure_breakdown(
 
 @contextmanager
 def use_zero_learning_rate(trainer: Trainer) -> Iterator[None]:
-    """Take steps at a learning rate of 0, which take what others do.
+    """Take steps at a learning rate of 0, which take the same time as others.
 
-    Gradient norms belong to the start of training. A window of seconds may hold epochs of a small dataset.
+    Gradient norms are to describe the start of training, and a window of seconds may cover epochs of a small dataset.
     """
     factor, trainer.lr_factor = trainer.lr_factor, lambda _: 0.0
     yield
@@ -308,18 +311,18 @@ def measure_step_seconds(trainer: Trainer, steps: list[Step]) -> list[float]:
 def _measure_cached_batch_time(trainer: Trainer, count: int) -> float:
     """Return the median seconds of a step on data that is on the device already.
 
-    One batch again and again, and none beside those that training holds: a probe near the limit of memory is not ended.
+    One batch is reused, and none is loaded besides those that training holds, so that a probe near the memory limit
+    does not fail.
     """
     steps = itertools.islice(worker_train_loop.run_cached_steps(trainer), count)
     return trainer.ranks.max(statistics.median(measure_step_seconds(trainer, list(steps))))
 
 
 def measure_loader_time(trainer: Trainer) -> tuple[float, Tokens | None]:
-    """Return the seconds in which the data loader makes the data of a step, all ranks at once, while nothing else is done.
+    """Return the seconds in which the data loaders of all ranks alone make the data of a step, and the token counts.
 
-    And what tokens a sample of it has, where it is text.
-
-    From the first batch on two rounds of all workers: their start is not counted, nor is a batch that was ready before.
+    The token counts are means per sample; None if the data is not text. After the first batch, two rounds of all
+    workers are timed: neither their start nor a batch that was ready before is counted.
     """
     batches = max(MIN_BATCHES_LOADED, PREFETCH_FACTOR * trainer.workers)
     stream = worker_train_loop.load_micro_batches(
@@ -339,10 +342,12 @@ def measure_loader_time(trainer: Trainer) -> tuple[float, Tokens | None]:
 
 
 def _measure_gradient_stats(trainer: Trainer, stream: Iterator[Step], *, norms: int, room: int | None) -> GradientStats:
-    """Return the gradient norms of some more steps; where no probe of the search has two ranks, those of half batches.
+    """Return the gradient norms of further steps; of half batches if the model is sharded or no probe of the search has
+    two ranks.
 
-    These are of no steps where a GPU has not the room for them: what trains is no out-of-memory.
-    From here on DDP has a communication hook, with which a step is not a training's any more.
+    No norms of half batches are taken if the GPU has too little free memory for them: a configuration that can train
+    must not be reported as out of memory. From this call on DDP has a communication hook, so steps no longer equal
+    those of a training.
     """
     pairs: list[Pair] = []
     half = trainer.micro_batch // 2
@@ -368,12 +373,12 @@ def _measure_gradient_stats(trainer: Trainer, stream: Iterator[Step], *, norms: 
 
 
 def _compute_max_search_ranks(trainer: Trainer) -> int:
-    """Return the ranks of the largest probe of the search."""
+    """Return the number of ranks of the largest probe of the search."""
     return max(trainer.ranks.world, max(trainer.spec.search.nodes) * trainer.spec.cluster.gpus_per_node)
 
 
 def _measure_synchronisation_time(trainer: Trainer, stream: Iterator[Step], count: int) -> float | None:
-    """Return the exposed synchronisation in seconds; None of shares, which are gathered all along the passes."""
+    """Return the exposed synchronisation in seconds; None for a sharded model, which communicates throughout."""
     if isinstance(trainer.parallel, Sharded):
         return None
     with SynchronisationTimer(trainer.clock, trainer.parallel) as spy:
@@ -384,14 +389,14 @@ def _measure_synchronisation_time(trainer: Trainer, stream: Iterator[Step], coun
 def _measure_local_step_time(
     trainer: Trainer, stream: Iterator[Step], count: int, *, room: int | None
 ) -> tuple[float | None, tuple[RankPace, ...]]:
-    """Return the seconds of a step without synchronisation, the slowest rank's and each one's; None of shares that do not
-    fit a GPU together.
+    """Return the seconds of a step without synchronisation, the slowest rank's and each rank's; (None, ()) for a
+    sharded model that cannot run without communication or does not fit a GPU as a whole.
 
     Args:
         trainer: of the probe.
         stream: its steps.
-        count: how many of them.
-        room: bytes of a GPU that the probe has left free; None where nothing bounds them.
+        count: number of steps.
+        room: bytes of GPU memory that the probe has left free; None if there is no limit.
     """
     trainer.synchronise = False
     independent: AbstractContextManager[None] = nullcontext()
@@ -415,7 +420,7 @@ def _measure_local_step_time(
 def _run_steps(
     trainer: Trainer, stream: Iterator[Step], count: int, on_gradient: Callable[[], None] | None
 ) -> list[Step]:
-    """Run some steps, looking at each finished gradient."""
+    """Run `count` steps, calling `on_gradient` after each finished gradient."""
     trainer.after_backward = on_gradient
     steps = list(itertools.islice(stream, count))
     trainer.after_backward = None
@@ -427,13 +432,14 @@ def _run_steps(
 EVAL_BATCHES = 8
 REFRESHES = 3
 MAX_NORM_STEPS = 50
-"""The most steps whose gradient norms are taken: they tell the start of training, and change the weights."""
+"""The most steps whose gradient norms are recorded: they describe the start of training, and they change the
+weights."""
 NEVER = 10**9
-"""Steps until AGS refreshes by itself: a probe times refreshes apart from steps."""
+"""Steps until AGS refreshes by itself: a probe times refreshes separately from steps."""
 
 
 def run_probes(task: ProbeTask, run: RunDir, ranks: Ranks, datasets: Datasets, *, started_at: float) -> None:
-    """Measure the task's local batches that have no result yet, ascending; each result is written by rank 0.
+    """Measure the task's local batches that have no result yet, ascending; rank 0 writes each result.
 
     Args:
         started_at: Unix time at which the supervisor started this attempt.
@@ -463,7 +469,7 @@ class JobOverheads:
     longest: Any = None  # the largest sample that was looked at, where samples differ in shape
 
     def with_probe(self, trainer: Trainer, *, eval_time: float, refresh_time: float) -> Overheads:
-        """Return them with those of one probe."""
+        """Return these overheads combined with those of one probe."""
         return Overheads(
             startup=self.startup,
             eval_batch=eval_time,
@@ -476,7 +482,7 @@ class JobOverheads:
 def _measure_job_overheads(
     task: ProbeTask, run: RunDir, ranks: Ranks, datasets: Datasets, *, local_batch: int, started_at: float
 ) -> JobOverheads:
-    """Take the first steps of this process, which load libraries and their buffers: no probe shall count those."""
+    """Take the first steps, so that no probe counts the loading of libraries, and measure start-up and saving."""
     trainer = _build_trainer(task, ranks, datasets, local_batch=local_batch)
     stream = repeat_steps(trainer)
     first_step = next(stream)
@@ -508,7 +514,7 @@ def measure_probe(
     """Run one probe.
 
     Raises:
-        Diverged: loss or weights are not finite after its warm-up: at that batch there is no training to choose.
+        Diverged: loss or weights are not finite after the warm-up: no training at that batch can be chosen.
     """
     meter = device.MemoryMeter(ranks.device)
     meter.reset()
@@ -557,7 +563,7 @@ def measure_probe(
 
 
 def _run_warm_up(trainer: Trainer, stream: Iterator[Step]) -> list[float]:
-    """Take steps until they are alike; return their seconds."""
+    """Take steps until their times are stable; return their seconds."""
     first_steps = [next(stream)]
     # With factors in place the timed steps scale as training does.
     first_steps.append(_run_step_with_refresh(trainer, stream))
@@ -568,7 +574,7 @@ def _run_warm_up(trainer: Trainer, stream: Iterator[Step]) -> list[float]:
 
 
 def _run_largest_step(trainer: Trainer, sample: Any) -> None:
-    """Take a step of the largest sample alone, as many times as it has room: what it holds, a training may come to hold."""
+    """Take a step on a batch of copies of the largest sample: a training may come to need its memory."""
     batch = make_batch(trainer.datasets.collate, [sample] * trainer.micro_batch)
     with use_zero_learning_rate(trainer):
         worker_train_loop.run_step_on(trainer, batch)
@@ -576,7 +582,7 @@ def _run_largest_step(trainer: Trainer, sample: Any) -> None:
 
 @dataclass(frozen=True)
 class TimedWindow:
-    """The timed steps, and what the GPUs did meanwhile."""
+    """The timed steps, and the state of the GPUs meanwhile."""
 
     steps: list[float]  # seconds
     waits: list[float]  # for data, seconds
@@ -600,7 +606,7 @@ def _time_steps(trainer: Trainer, stream: Iterator[Step]) -> TimedWindow:
 
 @dataclass
 class StepBlocks:
-    """Steps in blocks, as many as rank 0's clock tells; ranks agree between two of them, outside of any step."""
+    """Runs steps in blocks whose length rank 0 decides by its clock; ranks agree between blocks, outside of steps."""
 
     trainer: Trainer
     more: Callable[[list[float]], int]  # the length of the next block by the seconds so far; 0: none
@@ -623,7 +629,7 @@ def _find_out_of_memory_by_retries(task: ProbeTask, local_batch: int, retries: i
 
 
 def _measure_peak_components(trainer: Trainer, meter: device.MemoryMeter) -> Components:
-    """Return the memory of the steps so far, the most of all ranks."""
+    """Return the memory of the steps so far, the maximum over all ranks."""
     ranks, limit = trainer.ranks, trainer.spec.cluster.memory_per_gpu
     peak, reserved = meter.peak()
     assert trainer.last_batch is not None
@@ -640,14 +646,14 @@ def _measure_peak_components(trainer: Trainer, meter: device.MemoryMeter) -> Com
 
 
 def repeat_steps(trainer: Trainer) -> Generator[Step, None, None]:
-    """Yield the loop's steps, starting over where a small dataset is used up before the probe is done."""
+    """Yield the loop's steps, starting over if a small dataset is used up before the probe has finished."""
     while True:
         yield from worker_train_loop.run_steps(trainer)
         trainer.position = Position()
 
 
 def _measure_refresh_time(trainer: Trainer, stream: Iterator[Step], timed: list[float]) -> float:
-    """Return what a refresh of the AGS factors adds to a step, in seconds."""
+    """Return the additional seconds of a step that refreshes the AGS factors."""
     if trainer.ags is None or trainer.ags.identity or trainer.spec.ags.resolved().each_step:
         return 0.0
     with_refresh = [_run_step_with_refresh(trainer, stream) for _ in range(REFRESHES)]
@@ -656,7 +662,7 @@ def _measure_refresh_time(trainer: Trainer, stream: Iterator[Step], timed: list[
 
 
 def _run_step_with_refresh(trainer: Trainer, stream: Iterator[Step]) -> Step:
-    """Take a step that refreshes the AGS factors; where it overflows, as the first of fp16 may, the next one does."""
+    """Take a step that refreshes the AGS factors; if it overflows, as fp16's first step may, the next one does."""
     if trainer.ags:
         trainer.ags.refresh_soon()
     return next(stream)
@@ -674,7 +680,7 @@ def _measure_eval_time(trainer: Trainer) -> float:
 
 
 def _measure_save_time(trainer: Trainer, run: RunDir) -> float:
-    """Return the seconds it takes to write a checkpoint to the file system that training will write them to."""
+    """Return the seconds taken to write a checkpoint to the file system on which training will write them."""
     if checkpoint.needs_all_ranks(trainer):
         began = time.perf_counter()
         checkpoint.write_sharded(run.path / ".timing.dcp", trainer, best={})

@@ -1,1 +1,1 @@
-"""Training methods, one a file."""
+"""Training methods, one per file."""

@@ -1,4 +1,4 @@
-"""Method adascale: the learning rate times a gain that the gradients' noise allows (Johnson et al. 2020)."""
+"""Method adascale: the learning rate times a gain computed from the noise of the gradients (Johnson et al. 2020)."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from tula_cli.worker.parallel.sharding import Parallel
 
 
 class WithAdaScale(Plain):
-    """Compares the gradients of two sizes of batch, so that one rank alone needs two micro-batches."""
+    """AdaScale; it compares the gradients of two batch sizes, so a single rank needs two micro-batches."""
 
     least_parts_why = "AdaScale's half batches"
 
@@ -39,9 +39,10 @@ class WithAdaScale(Plain):
         _find_adascale(loop).batch = loop.batch  # its averages are of the reference batch
 
     def after_first_backward(self, loop: Loop) -> None:
-        """Show AdaScale the gradient of the first micro-batch, where no other rank has one to compare with.
+        """Pass AdaScale the first micro-batch's gradient, if there is no other rank's gradient to compare with.
 
-        Its parts add up to it, wherever it is cut: AdaScale sees what it would have seen without.
+        After an out-of-memory error a micro-batch is computed in parts, whose gradients add up: AdaScale sees the same
+        gradient.
         """
         if loop.ranks.world > 1:
             return
@@ -56,7 +57,7 @@ class WithAdaScale(Plain):
         return [f"AdaScale has nothing to gain: the batch of {batch} is not above train.reference_batch"]
 
     def report(self, loop: Loop) -> dict[str, Any]:
-        """Return the gain, and how many epochs of the reference batch the steps are worth so far."""
+        """Return the gain, and the number of epochs at the reference batch that the steps so far correspond to."""
         report = _find_adascale(loop).report()
         per_epoch = len(loop.datasets.train) / loop.spec.train.reference_batch
         return {"adascale": {"gain": report["gain"], "epochs": report["iterations"] / per_epoch}}

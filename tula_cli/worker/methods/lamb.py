@@ -1,4 +1,4 @@
-"""Method lamb: every tensor's step in proportion to its norm, in place of Adam or AdamW (You et al. 2020)."""
+"""Method lamb: each tensor's step is proportional to its norm; replaces Adam or AdamW (You et al. 2020)."""
 
 import torch
 
@@ -8,7 +8,7 @@ from tula_cli.worker.methods.plain import Plain
 
 
 class WithLamb(Plain):
-    """The plain large batch with another optimizer."""
+    """The plain large batch with the optimizer Lamb."""
 
     def instead(self, spec: JobSpec) -> type[torch.optim.Optimizer] | None:
         return Lamb

@@ -1,4 +1,4 @@
-"""Method lars: every tensor's step in proportion to its norm, in place of SGD (You et al. 2017)."""
+"""Method lars: each tensor's step is proportional to its norm; replaces SGD (You et al. 2017)."""
 
 import torch
 
@@ -8,7 +8,7 @@ from tula_cli.worker.methods.plain import Plain
 
 
 class WithLars(Plain):
-    """The plain large batch with another optimizer."""
+    """The plain large batch with the optimizer Lars."""
 
     def instead(self, spec: JobSpec) -> type[torch.optim.Optimizer] | None:
         return Lars

@@ -1,4 +1,4 @@
-"""Method ortho: the optimizer's update of each matrix, as long as it is, in the nearest orthogonal direction (as in Muon)."""
+"""Method ortho: each matrix's update, with its norm kept, in the nearest orthogonal direction (as in Muon)."""
 
 from collections.abc import Sequence
 

@@ -38,15 +38,15 @@ class Loop(Protocol):
 
     @property
     def splits(self) -> int:
-        """Parts that each micro-batch is computed in, after an out-of-memory."""
+        """Number of parts in which each micro-batch is computed, after an out-of-memory error."""
 
     @property
     def parts(self) -> int:
-        """Micro-batches an optimizer step, those parts counted."""
+        """Micro-batches per optimizer step, with each part of a split micro-batch counted."""
 
     @property
     def micro_batch(self) -> int:
-        """Samples a GPU takes at a time: one of those parts."""
+        """Samples that a GPU processes at a time: one part of a split micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of a method in a step, in addition to the base optimizer's state."""
+    """The memory that a method needs in a step, in addition to the base optimizer's state."""
 
     factors: bool = False  # an element's, or a tensor's
     small_batch: bool = False  # the gradient of a small batch beside the large one's
@@ -70,14 +70,14 @@ class Memory:
 
 
 class Plain:
-    """A method; each of its own says what it does otherwise."""
+    """The base class of methods; subclasses override what they do differently."""
 
     least_parts_why = "ranks x train.accumulate"
     evaluates_averages = False
-    """Whether `evaluating` puts other weights into the model, at which BatchNorm's statistics are taken anew."""
+    """Whether `evaluating` puts other weights into the model, for which BatchNorm's statistics are recomputed."""
 
     def base(self, spec: JobSpec, parameters: Parameters) -> torch.optim.Optimizer:
-        """Return the base optimizer, the spec's or what takes its place.
+        """Return the base optimizer: that of the spec or the method's replacement.
 
         Raises:
             SpecError: it cannot be built.
@@ -85,102 +85,102 @@ class Plain:
         return zoo.build_optimizer(spec, parameters, instead=self.instead(spec))
 
     def instead(self, spec: JobSpec) -> type[torch.optim.Optimizer] | None:
-        """Return the class that takes the place of the spec's optimizer; None where none does."""
+        """Return the class that replaces the spec's optimizer; None if it is not replaced."""
 
     def wrap(
         self, base: torch.optim.Optimizer, parallel: Parallel, configuration: Configuration
     ) -> torch.optim.Optimizer:
-        """Return what steps: the base optimizer, or a wrapper around it, which clips gradients by itself."""
+        """Return the optimizer that takes the steps: the base optimizer, or a wrapper, which clips gradients itself."""
         return base
 
     def check(self, spec: JobSpec, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an optimizer that only its class, or its parameters, tell apart.
+        """Refuse an optimizer that is unsuitable because of its class or its parameters.
 
         Raises:
-            SpecError: the method cannot do with it.
+            SpecError: the method cannot use it.
         """
 
     def least_parts(self, world: int) -> int:
-        """Return the fewest micro-batches of a step."""
+        """Return the minimum number of micro-batches per step."""
         return 1
 
     def fewest_samples(self, configuration: Configuration) -> int:
-        """Return the samples that a GPU has to take at a time for the method to stay what it is."""
+        """Return the fewest samples that a GPU has to process at a time for the method to work unchanged."""
         return 1
 
     def memory(self, spec: JobSpec, parameters: Sequence[nn.Parameter], *, several: bool) -> Memory:
-        """Return what a step holds beside the optimizer's state.
+        """Return the memory that a step needs in addition to the optimizer's state.
 
         Args:
             spec: the job.
-            parameters: that are trained.
-            several: whether some configuration has more ranks than one.
+            parameters: the trainable parameters.
+            several: whether some configuration has more than one rank.
         """
         return Memory()
 
     def scaling(self, optimizer: torch.optim.Optimizer) -> TulaOptimizer | None:
-        """Return the optimizer as what scales gradients; None where it does not."""
+        """Return the optimizer as a TulaOptimizer, which scales gradients; None if this method does not scale them."""
         return None
 
     def change_batch(self, loop: Loop) -> None:
-        """Called when the coming step has another batch than the one before: `loop.batch`."""
+        """Called when the batch of the coming step (`loop.batch`) differs from that of the step before."""
 
     def before_backward(self, loop: Loop) -> None:
-        """Called once a step, before the first micro-batch."""
+        """Called once per step, before the first micro-batch."""
 
     def after_first_backward(self, loop: Loop) -> None:
-        """Called once a step, when the gradient of the first micro-batch is there, with all of its parts."""
+        """Called once per step, when the gradient of the first micro-batch is complete, with all of its parts."""
 
     def refresh(self, loop: Loop, small_loss: Callable[[int], Tensor]) -> bool:
-        """Called once a step, when the gradient is there; return whether this step did more than others do.
+        """Called once per step, when the gradient is complete; return whether this step did more work than a usual one.
 
         Args:
             loop: the training.
-            small_loss: returns the loss of so many samples of the newest micro-batch.
+            small_loss: returns the loss of the given number of samples of the newest micro-batch.
         """
         return False
 
     def after_step(self, loop: Loop) -> None:
-        """Called when the weights have changed; `loop.position` is still that before the step."""
+        """Called after the weights have changed; `loop.position` is still the position before the step."""
 
     def local_stepper(self, loop: Loop) -> torch.optim.Optimizer:
-        """Return what steps where a step without synchronisation is timed."""
+        """Return the optimizer to step with when a step without synchronisation is timed."""
         return loop.base
 
     def is_local(self, loop: Loop) -> bool:
-        """Return whether the coming step is each rank's own."""
+        """Return whether each rank takes the coming step by itself, without synchronising."""
         return False
 
     def join(self, loop: Loop) -> None:
-        """Make all replicas the same again, where they differ; every rank takes part."""
+        """Make all replicas equal again if they differ; every rank must call this."""
 
     def probe_epochs(self) -> int | None:
-        """Return the epoch before which a probe starts anew; None: the job's last."""
+        """Return the epoch before which a probe starts over; None: the job's last epoch."""
         return None
 
     @contextmanager
     def evaluating(self, loop: Loop) -> Iterator[None]:
-        """Have the weights in the model that are evaluated; those that train are back afterwards."""
+        """Put the weights that are evaluated into the model; the trained weights are restored afterwards."""
         yield
 
     def model_state(self, loop: Loop) -> dict[str, Any]:
-        """Return the model's state for a checkpoint: with the weights that are evaluated."""
+        """Return the model's state for a checkpoint, with the weights that are evaluated."""
         state: dict[str, Any] = loop.parallel.module.state_dict()
         return state
 
     def own_state(self, loop: Loop) -> dict[str, Any]:
-        """Return what a checkpoint holds beside model and optimizer; empty where that is nothing."""
+        """Return the state that a checkpoint holds in addition to model and optimizer; empty if there is none."""
         return {}
 
     def load_own_state(self, loop: Loop, state: dict[str, Any]) -> None:
-        """Put back what `own_state` has returned, after model and optimizer."""
+        """Restore the state that `own_state` returned; called after model and optimizer have been loaded."""
 
     def remarks(self, loop: Loop) -> list[str]:
-        """Return what the user has asked for and what does nothing in this training."""
+        """Return remarks about settings of the user that have no effect in this training."""
         return []
 
     def report(self, loop: Loop) -> dict[str, Any]:
-        """Return what an epoch's row of metrics.jsonl tells of the method."""
+        """Return the method's entries in an epoch's row of metrics.jsonl."""
         return {}
 
 

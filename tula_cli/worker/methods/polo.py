@@ -1,4 +1,5 @@
-"""Method polo: post-local SGD (Lin et al. 2020), synchronous at first, then every rank by itself, with averages between."""
+"""Method polo: post-local SGD (Lin et al. 2020): synchronous steps at first, then local steps of each rank with
+periodic averaging."""
 
 from tula_cli.optim.post_local_sgd import SWITCH_EPOCHS, average_due, average_replicas, synchronise_gradients
 from tula_cli.worker.methods.plain import Loop, Plain
@@ -6,19 +7,19 @@ from tula_cli.worker.parallel.sharding import Sharded
 
 
 class PostLocal(Plain):
-    """The optimizer stays; gradients are no longer averaged after the switch, weights are."""
+    """Post-local SGD: the optimizer is unchanged; after the switch, weights are averaged in place of gradients."""
 
     def is_local(self, loop: Loop) -> bool:
         return loop.ranks.world > 1 and loop.position.epoch >= SWITCH_EPOCHS
 
     def before_backward(self, loop: Loop) -> None:
-        """Average gradients over the ranks, as ever, or not, after the switch."""
+        """Average gradients over the ranks until the switch, and not afterwards."""
         if loop.ranks.world > 1:
             assert not isinstance(loop.parallel, Sharded), "the spec refuses polo on shares"
             synchronise_gradients(loop.parallel, wanted=not self.is_local(loop))
 
     def after_step(self, loop: Loop) -> None:
-        """After a step that was each rank's own the replicas differ, until they are averaged."""
+        """Average the replicas if due; they differ after a local step until they are averaged."""
         if not self.is_local(loop):
             return
         loop.apart = True

@@ -1,7 +1,7 @@
 """Method ramp: a batch that grows over the first epochs, with ortho's orthogonalised steps.
 
-The growing batch and the learning rate at each are of the loop (`train.ramp`), for any method; this one has them by default.
-Muon, which orthogonalises its steps by itself, is left as it is.
+The training loop implements the growing batch and the learning rate at each size (`train.ramp`), for any method; this
+method enables them by default. Muon, which orthogonalises its steps itself, is not wrapped.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from tula_cli.worker.parallel.sharding import Parallel
 
 
 class WithRamp(WithOrtho):
-    """Orthogonalises the update of each matrix, unless the optimizer does."""
+    """Orthogonalises the update of each matrix, unless the optimizer already does."""
 
     def wrap(
         self, base: torch.optim.Optimizer, parallel: Parallel, configuration: Configuration

@@ -19,30 +19,30 @@ from tula_cli.worker.parallel.sharding import Parallel
 
 
 def make_ags_arguments(ags: Ags, **changed: Any) -> Configured:
-    """Return new arguments of one TulaOptimizer; `changed` are settings that differ from the section's."""
+    """Return new arguments for a TulaOptimizer; `changed` overrides settings of the section `ags`."""
     return configured(ags.resolved().model_dump() | changed)
 
 
 def get_small_batch_limit(configuration: Configuration) -> int:
-    """Return the samples that a rank has for AGS's small batch: a micro-batch, of which no more is cut off than it leaves."""
+    """Return the most samples that a rank can use for AGS's small batch: one micro-batch (rounded down)."""
     return configuration.batch // configuration.world // configuration.spec.train.accumulate
 
 
 def list_excluded_parameters(model: nn.Module, ags: Ags) -> Iterable[nn.Parameter]:
-    """Return the parameters that are not scaled: embeddings, unless `ags.parameters` is all, and what `ags.exclude` names.
+    """Return the unscaled parameters: embeddings, unless `ags.parameters` is all, and matches of `ags.exclude`.
 
     Raises:
-        SpecError: a pattern names none of the model's.
+        SpecError: a pattern matches no parameter of the model.
     """
     by_name = find_parameters(model, ags.exclude, path="ags.exclude").values() if ags.exclude else ()
     return {*(embeddings(model) if ags.parameters == "auto" else ()), *by_name}
 
 
 class Scaling(Plain):
-    """Wraps the optimizer in a TulaOptimizer, as the section `ags` says."""
+    """Wraps the optimizer in a TulaOptimizer, configured by the section `ags`."""
 
     def settings(self, ags: Ags, **changed: Any) -> Configured:
-        """Return new arguments of one TulaOptimizer."""
+        """Return new arguments for a TulaOptimizer."""
         return make_ags_arguments(ags, **changed)
 
     def wrap(
@@ -87,7 +87,7 @@ class Scaling(Plain):
             ) from error
 
     def small_batch_shares(self, configuration: Configuration) -> Sequence[int]:
-        """Return the samples that each rank gives to a small batch; empty if none is taken."""
+        """Return the number of samples that each rank contributes to a small batch; empty if none is taken."""
         spec, world = configuration.spec, configuration.world
         if not _needs_small_batch(spec, several=world > 1):
             return ()
@@ -118,7 +118,7 @@ class Scaling(Plain):
         )
 
     def refresh(self, loop: Loop, small_loss: Callable[[int], Tensor]) -> bool:
-        """Compare the gradient of a small batch with the large one's, when Algorithm 1 asks for it (line 10)."""
+        """Compare the gradient of a small batch with that of the large one, when Algorithm 1 requires it (line 10)."""
         ags = self.scaling(loop.optimizer)
         if ags is None or not ags.wants_small_batch:
             return False
@@ -126,7 +126,7 @@ class Scaling(Plain):
         return not loop.spec.ags.resolved().each_step
 
     def remarks(self, loop: Loop) -> list[str]:
-        """Say where AGS is the identity, or takes another small batch than it is given."""
+        """Return a remark if AGS is the identity, or uses a small batch of another size than configured."""
         ags = self.scaling(loop.optimizer)
         assert ags is not None
         if loop.batch < loop.sizes.batch:
@@ -143,7 +143,7 @@ class Scaling(Plain):
 
 
 def _needs_small_batch(spec: JobSpec, *, several: bool) -> bool:
-    """Return whether the gradient of a small batch is taken; several ranks may find their factors without."""
+    """Return whether a small batch's gradient is needed; several ranks can do without it (source local_norms)."""
     return not (several and spec.ags.resolved().source == "local_norms")
 
 

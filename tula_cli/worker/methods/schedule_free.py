@@ -1,9 +1,9 @@
-"""Method schedule_free: averaged weights in place of a learning rate that falls (Defazio et al. 2024).
+"""Method schedule_free: averaged weights in place of a decaying learning rate (Defazio et al. 2024).
 
-The package's optimizers train one point (y) and evaluate another (x), the average of the steps. Going from y to x and
-back rounds: the y that were left are put back as they were, so that an evaluation, or a checkpoint, changes no step.
-BatchNorm's running statistics come of the steps, at y; before an evaluation they are taken anew at x, and stay: no step
-reads them, and a checkpoint that is saved there holds what belongs to its weights.
+The optimizers of the package train one point (y) and evaluate another (x), the average of the steps. Switching from y
+to x and back rounds, so the original y are restored exactly: an evaluation or a checkpoint changes no step. BatchNorm's
+running statistics result from the steps, at y. Before an evaluation they are recomputed at x, and remain so: no step
+reads them, and a checkpoint saved then holds the statistics that belong to its weights.
 """
 
 from collections.abc import Iterator
@@ -17,11 +17,11 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.worker.methods.plain import Loop, Plain
 
 SCHEDULE_FREE_CLASSES = {"SGD": "SGDScheduleFree", "AdamW": "AdamWScheduleFree"}
-"""The package's classes, by the optimizers whose place they take."""
+"""The package's classes, by the optimizers that they replace."""
 
 
 class ScheduleFree(Plain):
-    """SGD or AdamW of the package schedulefree; a checkpoint's model has the averaged weights."""
+    """SGD or AdamW of the package schedulefree; the model in a checkpoint has the averaged weights."""
 
     evaluates_averages = True
 
@@ -69,7 +69,7 @@ class ScheduleFree(Plain):
 
 
 def _switch_weights(optimizer: torch.optim.Optimizer, *, training: bool) -> None:
-    """Put the points that are trained, or those that are evaluated, into the parameters."""
+    """Switch the parameters to the trained or to the evaluated weights."""
     turn: Any = optimizer  # torch's class knows no train and eval
     turn.train() if training else turn.eval()
 

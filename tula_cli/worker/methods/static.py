@@ -14,7 +14,7 @@ from tula_cli.worker.methods.scaling import Scaling, make_ags_arguments
 
 
 class StaticScaling(Scaling):
-    """Adaptive gradient scaling whose factors are known beforehand."""
+    """Gradient scaling with a constant factor that is known in advance."""
 
     def settings(self, ags: Ags, **changed: Any) -> Configured:
         arguments = make_ags_arguments(ags, **changed)

@@ -1,4 +1,4 @@
-"""The object of each training method, found by its row of `spec.methods`, or by the import string of the user's own."""
+"""The object of each training method, found by its row of `spec.methods` or by the import string of a user's method."""
 
 import functools
 import importlib
@@ -10,10 +10,10 @@ from tula_cli.worker.methods.plain import Plain
 
 
 def get_method(spec: JobSpec) -> Plain:
-    """Return the object of the job's method; where arms have not parted yet, auto is plain.
+    """Return the job's method object; for method auto this is the plain one before its arms branch.
 
     Raises:
-        SpecError: one of the user's own is not there, or no method.
+        SpecError: a user's method cannot be imported, or is not a training method.
     """
     file = spec.train.facts.file
     return load_user_method(file) if plugins.is_import_string(file) else load_method(file)
@@ -21,16 +21,16 @@ def get_method(spec: JobSpec) -> Plain:
 
 @functools.cache
 def load_method(file: str) -> Plain:
-    """Return the method of a module of this folder."""
+    """Return the method of a module of this package."""
     method: Plain = importlib.import_module(f"{__package__}.{file}").METHOD
     return method
 
 
 def load_user_method(name: str) -> Plain:
-    """Return the user's own method: an object as it is, or of a class a new one, so that each training has its own.
+    """Return a user's method: an object unchanged, or a new instance of a class, one for each training.
 
     Raises:
-        SpecError: the import string leads to nothing, or to no method.
+        SpecError: the import string cannot be resolved, or does not name a method.
     """
     target = plugins.load(name, {}, kind="training method")
     if isinstance(target, type) and issubclass(target, Plain):

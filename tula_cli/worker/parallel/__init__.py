@@ -1,1 +1,1 @@
-"""How many ranks train one model: each with a copy of it, or each with its share."""
+"""Parallelism of a model over ranks: a copy (DDP) or a shard (FSDP) of it per rank."""

@@ -1,4 +1,4 @@
-"""A checkpoint of a model in shares: a folder of torch.distributed.checkpoint, which any number of ranks can load."""
+"""Checkpoints of sharded models: a folder of torch.distributed.checkpoint, which any number of ranks can load."""
 
 import io
 import json
@@ -29,19 +29,19 @@ _CHUNK = 2**24  # bytes that are summed at a time
 def save_sharded(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, content: dict[str, Any], ranks: Ranks
 ) -> None:
-    """Write a checkpoint, whole or not at all: beside its place, and renamed when all ranks have finished.
+    """Write a checkpoint completely or not at all: into a draft folder, which is renamed when all ranks have finished.
 
-    Every rank takes part, and writes its own shares.
+    Every rank must call this, and writes its own shards.
 
     Args:
-        folder: its place, on a file system that all ranks share; one that is there already is replaced.
-        model: that fully_shard has divided; its buffers become rank 0's.
-        optimizer: of its shares.
-        rest: what else belongs to it; rank 0's.
-        ranks: all of them.
+        folder: of the checkpoint, on a file system that all ranks share; an existing one is replaced.
+        model: sharded by fully_shard; its buffers become rank 0's.
+        optimizer: of its shards.
+        content: the remaining state; rank 0's is written.
+        ranks: the process group.
 
     Raises:
-        TulaError: a rank cannot write; older checkpoints stand.
+        TulaError: a rank cannot write; older checkpoints remain.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -73,12 +73,12 @@ def save_sharded(
 
 
 def get_draft_path(folder: Path) -> Path:
-    """Return where a folder is while it is written."""
+    """Return the path of a checkpoint folder while it is being written."""
     return folder.with_name(f".{folder.name}.draft")
 
 
 def is_complete(folder: Path, ranks: Ranks) -> bool:
-    """Return on every rank whether a folder is what was written; every rank takes part, and reads some of its files."""
+    """Return on every rank whether a folder matches its check sums; every rank must call this, and reads some files."""
     checksums: dict[str, int] = json.loads(
         ranks.gather(json.dumps(_read_checksums(folder) if ranks.is_first else {}))[0]
     )
@@ -86,7 +86,7 @@ def is_complete(folder: Path, ranks: Ranks) -> bool:
 
 
 def _read_checksums(folder: Path) -> dict[str, int]:
-    """Return the check sums that were written; empty where they cannot be read."""
+    """Return the check sums that were written with a checkpoint; empty if they cannot be read."""
     try:
         content = json.loads(files.read_content(folder / SUMS))
     except (OSError, ValueError, TulaError):
@@ -97,10 +97,10 @@ def _read_checksums(folder: Path) -> dict[str, int]:
 
 
 def load_sharded(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Put a checkpoint's state into a model in shares, of any number of ranks, and its optimizer; every rank takes part.
+    """Load a checkpoint into a sharded model, on any number of ranks, and its optimizer; every rank must call this.
 
     Raises:
-        TulaError: it is not of this model.
+        TulaError: the checkpoint does not fit the model.
     """
     from torch.distributed.checkpoint import state_dict_loader
     from torch.distributed.checkpoint.api import CheckpointException
@@ -135,7 +135,7 @@ def load_sharded(folder: Path, model: nn.Module, optimizer: torch.optim.Optimize
 
 
 def _without_state(states: dict[str, Any], saved: Collection[str]) -> set[str]:
-    """Return the parameters of which a checkpoint has no optimizer state: no gradient had reached them (never used)."""
+    """Return the parameters without optimizer state in a checkpoint: unused ones, which never received a gradient."""
     return {name for name in states if not any(key.startswith(f"optimizer.state.{name}.") for key in saved)}
 
 
@@ -146,7 +146,7 @@ def _make_sharded_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> d
 
 
 def _list_file_checksums(folder: Path, names: list[str], ranks: Ranks) -> dict[str, int]:
-    """Return the check sum of each file, -1 of one that cannot be read; each rank reads its share of them."""
+    """Return the check sum of each file, -1 for one that cannot be read; each rank reads its share of the files."""
     own_checksums = {name: _compute_file_checksum(folder / name) for name in names[ranks.rank :: ranks.world]}
     checksums: dict[str, int] = {}
     for text in ranks.gather(json.dumps(own_checksums)):
@@ -166,13 +166,13 @@ def _compute_file_checksum(path: Path) -> int:
 
 
 def _find_first_cause(error: Any) -> BaseException:
-    """Return what went wrong on the first rank where anything did."""
+    """Return the error of the first rank that failed."""
     cause: BaseException = next((failure[0] for failure in error.failures.values()), error)
     return cause
 
 
 def _run_on_first_rank(work: Callable[[], None], folder: Path, ranks: Ranks) -> None:
-    """Let rank 0 do something while the others wait; where it cannot, all ranks say so, and none waits in vain.
+    """Run `work` on rank 0 while the others wait; if it fails, all ranks raise the error, so that none waits forever.
 
     Raises:
         TulaError: rank 0 could not write.
@@ -207,7 +207,7 @@ def _write_checksums(draft: Path, folder: Path, sums: dict[str, int]) -> None:
 
 
 def _replace_folder(draft: Path, folder: Path) -> None:
-    """Rename a finished folder; what stands in its place goes out of the way first."""
+    """Rename a finished folder into place; an existing one is moved aside first and deleted afterwards."""
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():

@@ -1,7 +1,8 @@
 """Fully sharded data parallelism (FSDP2; ZeRO stage 3, Rajbhandari et al. 2020).
 
-Each rank holds 1/N of every parameter, of its gradient and of its optimizer state. A block of the model is gathered just
-before it computes, forward and backward, and let go again; its gradient is averaged and divided in one reduce-scatter.
+Each rank holds 1/N of every parameter, of its gradient and of its optimizer state. A block of the model is gathered
+just before it computes, forward and backward, and released afterwards; its gradient is averaged and divided in one
+reduce-scatter.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,19 +20,19 @@ from tula_cli.worker.build.recompute import list_blocks
 
 
 class Sharded(nn.Module):
-    """A model in shares, called as DistributedDataParallel is.
+    """A sharded model, called as DistributedDataParallel is.
 
-    What reads `parameters()` outside of a forward or backward pass sees DTensors: the whole shape, this rank's values.
-    Every forward pass is one of all ranks.
+    Code that reads `parameters()` outside of a forward or backward pass sees DTensors: the full shape, this rank's
+    values. Every forward pass involves all ranks.
 
     Args:
-        model: on the CPU or the device, the same on all ranks but for its values, which become rank 0's.
-        blocks: class names of the blocks that are gathered one at a time; "auto": the composite members of every Sequential
-            and ModuleList, as activation checkpointing has them. The rest is one block more.
+        model: on the CPU or the device, the same on all ranks except for its values, which become rank 0's.
+        blocks: class names of the blocks that are gathered one at a time; "auto": the composite members of every
+            Sequential and ModuleList, as in activation checkpointing. The rest forms one more block.
         device: of this rank. The model is moved to it block by block, so that the whole need not fit.
 
     Raises:
-        SpecError: the model has no block of a name, or this torch cannot do it on the device.
+        SpecError: the model has no block of a given name, or this torch does not support sharding on the device.
     """
 
     def __init__(self, model: nn.Module, *, blocks: Literal["auto"] | Sequence[str], device: torch.device) -> None:
@@ -55,27 +56,27 @@ class Sharded(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Do nothing: the gradient of each micro-batch is divided, and added to the shares.
+        """Have no effect: the gradient of each micro-batch is reduced, and added to the shards.
 
-        To keep it whole up to the last one would take the memory that shares save.
+        Keeping the full gradient until the last micro-batch would need the memory that sharding saves.
         """
         yield
 
     @property
     def gathered_bytes(self) -> int:
-        """Return the bytes that `alone` needs in addition to the shards: all parameters and their gradients."""
+        """Return the bytes that `without_communication` needs besides the shards: all parameters and gradients."""
         return sum(p.numel() * p.element_size() * (1 + p.requires_grad) for p in self.parameters())
 
     @property
     def can_run_without_communication(self) -> bool:
-        """Whether `alone` can be had: from torch 2.8 on."""
+        """Return whether this torch supports `without_communication`: from 2.8 on."""
         return all(hasattr(block, "set_reshard_after_forward") for block in self.parts)
 
     @contextmanager
     def without_communication(self) -> Iterator[None]:
-        """Compute without the other ranks inside: the whole model stays gathered, and gradients are not averaged.
+        """Compute without communication in this context: the model stays gathered, and gradients are not averaged.
 
-        The rank holds all parameters and their gradients for so long. The weights must not change.
+        Meanwhile the rank holds all parameters and their gradients. The weights must not change.
         """
         root: Any = self.module
         for block in self.parts:
@@ -93,12 +94,12 @@ class Sharded(nn.Module):
             root.set_reshard_after_backward(True)
 
     def reshard(self) -> None:
-        """Leave each rank its shares alone, where forward passes without a backward one have left more gathered."""
+        """Reduce each rank to its own shards, after forward passes without a backward pass have left more gathered."""
         for block in self.parts:
             block.reshard()
 
     def replace_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Drop the whole gradients that passes inside `alone` leave; zeros take their place, for a step that takes as long."""
+        """Replace the full gradients from `without_communication` by zeros, for a step of the usual duration."""
         self.zero_grad()
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -109,7 +110,7 @@ def check_torch(device: str) -> None:
     """Refuse a torch whose FSDP2 cannot run on a kind of device.
 
     Raises:
-        SpecError: it is such; 2.6 has it for GPUs alone.
+        SpecError: this torch cannot; 2.6 supports FSDP2 on GPUs alone.
     """
     if device == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
         raise SpecError(
@@ -119,10 +120,10 @@ def check_torch(device: str) -> None:
 
 
 def _check_average(device: torch.device) -> None:
-    """Refuse a group whose reduce-scatter does not average, as FSDP2 asks it to: gloo's of torch 2.8 adds up, and says nothing.
+    """Refuse a backend whose reduce-scatter does not average, as FSDP2 requires: gloo of torch 2.8 silently sums.
 
     Raises:
-        SpecError: gradients would be as many times too large as there are ranks.
+        SpecError: gradients would be too large by a factor of the number of ranks.
     """
     world = dist.get_world_size()
     mean = torch.zeros(1, device=device)
@@ -138,10 +139,11 @@ def _check_average(device: torch.device) -> None:
 def list_fsdp_blocks(model: nn.Module, names: Literal["auto"] | Sequence[str]) -> list[nn.Module]:
     """Return the blocks of a model that are gathered one at a time, in the order of its modules.
 
-    A block that shares a parameter with what is outside of it (tied embeddings) is none: the rest of the model holds it.
+    A module that shares a parameter with the rest of the model (tied embeddings) is not a block: the rest holds it.
 
     Raises:
-        SpecError: there is no module of a class that is named, or it has no forward pass; or FSDP2 cannot divide a parameter.
+        SpecError: no module has a class of a given name, or only ones without a forward pass; or FSDP2 cannot divide a
+            parameter.
     """
     if undivided := [name for name, parameter in model.named_parameters() if not parameter.ndim]:
         raise SpecError(
@@ -157,7 +159,11 @@ def list_fsdp_blocks(model: nn.Module, names: Literal["auto"] | Sequence[str]) -
 
 
 def _list_modules_of_classes(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    """Return the modules of classes, the inner ones before those that hold them."""
+    """Return the modules of the given classes, inner ones before those that contain them.
+
+    Raises:
+        SpecError: there is no module of a given class.
+    """
     # a list of modules has no forward pass that a block could be gathered for
     modules = [module for module in model.modules() if not isinstance(module, nn.ModuleList | nn.ModuleDict)]
     for name in names:
@@ -182,7 +188,7 @@ def _has_no_shared_parameter(block: nn.Module, model: nn.Module) -> bool:
 
 
 def _broadcast_tensors(tensors: Iterable[Tensor], device: torch.device) -> None:
-    """Give tensors rank 0's values, one at a time over the device."""
+    """Broadcast rank 0's values of tensors, one at a time over the device."""
     for tensor in tensors:
         on_device = tensor.detach().to(device)
         dist.broadcast(on_device, src=0)
@@ -192,19 +198,20 @@ def _broadcast_tensors(tensors: Iterable[Tensor], device: torch.device) -> None:
 # --- Wrapping
 
 Parallel = DistributedDataParallel | Sharded
-"""The model is its `module`; `no_sync()` keeps the gradients of a backward pass on their ranks, where that saves anything."""
+"""Its `module` is the model; inside `no_sync()`, DDP keeps the gradients of a backward pass local, and a sharded model
+does not."""
 
 
 def wrap_model(model: nn.Module, train: Train, device: torch.device) -> Parallel:
-    """Wrap a model for training; every rank takes part.
+    """Wrap a model for training; every rank must call this.
 
     Args:
-        model: the same on all ranks but for its values, which become rank 0's; on the device under ddp.
-        train: says how.
+        model: the same on all ranks except for its values, which become rank 0's; on the device under ddp.
+        train: selects ddp or fsdp, and the blocks.
         device: of this rank.
 
     Raises:
-        SpecError: it has none of the blocks that `train.fsdp_blocks` names.
+        SpecError: the model has none of the blocks that `train.fsdp_blocks` names.
     """
     if train.sharded:
         return Sharded(model, blocks=train.fsdp_blocks, device=device)

@@ -1,10 +1,11 @@
 """Self-tuning (`train.method: auto`), the auto-tuning that the paper leaves to future work.
 
-Beside the training, short branches are trained with different settings on the training set without a held-out part, and
-judged there; `models.halving` says which come next and which arm wins. They begin where a training at the reference batch,
-without that part too, has come to when the arms part: nothing that is judged has seen what it is judged on. A branch leaves nothing but
-its line in tuning.json: the training goes on with the winner's settings from its own checkpoint, on the whole training
-set, as if it had been told them.
+Besides the training, short branches are trained with different settings on the training set without a held-out part,
+and are evaluated on that part; `models.halving` decides which branches come next and which arm wins. The branches start
+from the state of a training at the reference batch, also without the held-out part, at the point where the arms branch,
+so no evaluated weights have seen the samples that they are evaluated on. A branch leaves nothing but its line in
+tuning.json: the training continues with the winner's settings from its own checkpoint, on the whole training set, as if
+it had been configured with them.
 """
 
 import contextlib
@@ -49,14 +50,14 @@ from tula_cli.worker.train.training import TrainContext, Training
 
 # --- Trials
 
-MAX_EPOCH_RATIO = 2
-"""Epochs in a row that end behind after which a chosen arm has broken down."""
+MAX_EPOCHS_BEHIND = 2
+"""Successive epochs that end behind the control after which a chosen arm counts as broken down."""
 
 STEPS_BETWEEN_CHECKS = 20
-"""Steps between two looks whether a branch has diverged; each waits for the device."""
+"""Steps between two checks of whether a branch has diverged; each check waits for the device."""
 
 SETTLING_STEPS = 8
-"""Micro-batches of each rank that BatchNorm's statistics are averaged over before a branch is judged."""
+"""Micro-batches per rank over which BatchNorm's statistics are averaged before a branch is evaluated."""
 
 _HELD_OUT = -1
 """Stands for the epoch in the seed of the split; no epoch has this number."""
@@ -80,15 +81,14 @@ class Choice:
     broken: tuple[str, ...] = ()  # arms that were chosen before
 
     def is_behind(self, loss: float, *, epoch: float) -> bool:
-        """Return whether a training is where it should not be: with a loss above that of the control's longest branch
-        after twice as many epochs. The control itself never is.
-        """
+        """Return whether a training has fallen behind: its loss is above that of the control's longest branch after
+        twice the number of epochs. Always False for the control itself, and if the control's loss is unknown."""
         if self.arm.name == halving.CONTROL_ARM or self.limit is None:
             return False
         return epoch - self.epoch >= 2 * self.longest and not loss <= self.limit
 
     def task(self, task: TrainTask, *, size: int) -> TrainTask:
-        """Return the task as the arm trains it, on so many samples an epoch."""
+        """Return the task as the arm trains it, with `size` samples per epoch."""
         return make_task_of_arm(
             task, self.arm, plan_stages_of_training(task.spec, self.arm, batch=task.batch, size=size)
         )
@@ -99,7 +99,7 @@ class Choice:
 
 
 def make_task_of_arm(task: TrainTask, arm: Arm, stages: Stages) -> TrainTask:
-    """Return a task as an arm trains it, with the stages of its batch."""
+    """Return a task as an arm trains it, with the given stages of its batch."""
     return task.model_copy(update={"spec": halving.make_job_of_arm(task.spec, arm), "stages": stages})
 
 
@@ -135,9 +135,10 @@ class BranchContext:
 
 
 def load_choice(task: TrainTask, run: RunDir, ranks: Ranks) -> Choice | None:
-    """Return what rank 0 finds chosen, on every rank; None where branches are missing.
+    """Return the choice recorded in tuning.json, read by rank 0, on every rank; None if branches are missing.
 
-    A choice made at a larger batch (before an out-of-memory) stays, with no more than linear scaling.
+    A choice made at a larger batch (before an out-of-memory error) is kept, with the learning-rate factor limited to
+    linear scaling.
     """
     stored = run.training(task.signature).tuning() if ranks.is_first else None
     is_chosen = stored is not None and stored.chosen is not None
@@ -155,22 +156,22 @@ def load_choice(task: TrainTask, run: RunDir, ranks: Ranks) -> Choice | None:
 
 
 class BrokenDown(Exception):
-    """The chosen arm has broken down, after so many samples; every rank raises it."""
+    """The chosen arm has broken down, after `samples` samples; raised on every rank."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
 
 
 def choose_next_arm(task: TrainTask, run: RunDir, ranks: Ranks, *, samples: int) -> None:
-    """Go back to where the arms part, and choose the next best arm; the control is the last that is left.
+    """Return to the point where the arms branch, and choose the next best arm; the control is chosen last.
 
-    The checkpoints go first: a training that is broken off in between breaks down again.
+    Later checkpoints are removed first: a training interrupted in between breaks down again.
 
     Args:
         task: with method auto.
-        run: where.
+        run: the run directory.
         ranks: the process group.
-        samples: where the training stood.
+        samples: position of the training at the breakdown.
     """
     if ranks.is_first:
         tuning = run.training(task.signature).tuning()
@@ -187,18 +188,18 @@ def choose_next_arm(task: TrainTask, run: RunDir, ranks: Ranks, *, samples: int)
 def run_tuning(
     task: TrainTask, run: RunDir, ranks: Ranks, datasets: Datasets, *, preemption: PreemptionHandler, log: Log
 ) -> Choice:
-    """Train branches until one arm is left, for a training that stands where they part; what is recorded is kept.
+    """Train branches until one arm is left, for a training at the branching point; recorded branches are reused.
 
     Args:
         task: with method auto.
-        run: where; rank 0 writes its tuning.json after each branch.
-        ranks: the process group; all of them take rank 0's decisions.
-        datasets: `hold_out_samples` of the task's.
-        preemption: who tells when to leave.
-        log: takes a row of kind "branch" for each.
+        run: the run directory; rank 0 writes its tuning.json after each branch.
+        ranks: the process group; all ranks follow rank 0's decisions.
+        datasets: `hold_out_samples` of the task's datasets.
+        preemption: decides when to stop early.
+        log: adds a row of kind "branch" for each branch.
 
     Raises:
-        Preempted: the ranks leave; the branch under way is lost.
+        Preempted: the ranks stop; the current branch is lost.
     """
     newest = checkpoint.load_for_all(run, task.signature, ranks)
     assert newest is not None
@@ -237,10 +238,10 @@ def run_tuning(
 
 
 def hold_out_samples(spec: JobSpec, datasets: Datasets, *, batch: int) -> Datasets:
-    """Return the training set without its held-out part, and that part with the transforms of an evaluation.
+    """Return the training set without its held-out part, and that part with the evaluation transforms.
 
     Raises:
-        SpecError: what is left is smaller than the batch.
+        SpecError: the remaining part is smaller than the batch.
     """
     size = len(datasets.train)
     halving.require_tuning_samples(spec, batch=batch, dataset_size=size)
@@ -259,7 +260,7 @@ def hold_out_samples(spec: JobSpec, datasets: Datasets, *, batch: int) -> Datase
 
 
 def _load_record(context: BranchContext, run: RunDir, position: Position, arms: tuple[Arm, ...]) -> Tuning:
-    """Return what is recorded of this tuning; one of another batch, checkpoint or other arms counts for nothing."""
+    """Return the record of this tuning; one of another batch, checkpoint or set of arms is discarded."""
     task = context.task
     fresh = Tuning(
         signature=task.signature,
@@ -275,7 +276,7 @@ def _load_record(context: BranchContext, run: RunDir, position: Position, arms: 
 
 
 def _count_samples_of_beginning(context: BranchContext) -> int:
-    """Return the samples that the branches' common beginning is trained on."""
+    """Return the number of samples of the training from which all branches start."""
     control = Choice(Arm(name=halving.CONTROL_ARM), 0.0).task(context.task, size=context.size)
     sizes = compute_batch_sizes(control, batch=control.batch, world=context.ranks.world, dataset_size=context.size)
     steps = sizes.ramp.remaining_steps(size=context.size, epochs=context.task.spec.auto.after)
@@ -283,7 +284,7 @@ def _count_samples_of_beginning(context: BranchContext) -> int:
 
 
 def _find_next_turn(tuning: Tuning, ranks: Ranks) -> BranchRequest | None:
-    """Return the branch that rank 0 finds next, on every rank; None where one arm is left."""
+    """Return the next branch, decided by rank 0, on every rank; None if one arm is left."""
     names = [arm.name for arm in tuning.arms]
     turn, _ = halving.find_next_branch_or_winner(names, tuning.branches) if ranks.is_first else (None, None)
     number = ranks.broadcast(-1 if turn is None else turn.rung * len(names) + turn.arm)
@@ -291,13 +292,13 @@ def _find_next_turn(tuning: Tuning, ranks: Ranks) -> BranchRequest | None:
 
 
 def _find_control_branch(tuning: Tuning, turn: BranchRequest) -> Branch | None:
-    """Return the control's branch of the same rung; it is the first there."""
+    """Return the control's branch of the same rung, which is trained first in each rung; None if there is none."""
     same = (branch for branch in tuning.branches if branch.rung == turn.rung)
     return next((branch for branch in same if branch.arm == halving.CONTROL_ARM), None)
 
 
 def _train_branch(context: BranchContext, arm: Arm, turn: BranchRequest, *, control: Branch | None) -> Branch:
-    """Train one branch and judge it."""
+    """Train one branch and evaluate it."""
     began = time.monotonic()
     count = len(halving.list_arms_of_training(context.task.spec, context.task.batch))
     length = halving.count_branch_samples(context.task.spec, turn.rung, count, context.size)
@@ -322,7 +323,7 @@ def _train_branch(context: BranchContext, arm: Arm, turn: BranchRequest, *, cont
 
 
 def _build_branch_trainer(context: BranchContext, arm: Arm, length: int) -> Trainer:
-    """Return a fresh trainer where the arms part, for a branch of so many samples."""
+    """Return a new trainer at the point where the arms branch, for a branch of `length` samples."""
     start, choice, size = context.start, Choice(arm, context.epoch), context.size
     position, batch = Position(**start["position"]), context.task.batch
     passed = position.epoch * size + position.done
@@ -336,7 +337,7 @@ def _build_branch_trainer(context: BranchContext, arm: Arm, length: int) -> Trai
 
 
 def _build_arm_trainer(context: BranchContext, task: TrainTask) -> Trainer:
-    """Return a trainer of an arm's task, without the held-out part, at the very beginning."""
+    """Return a trainer of an arm's task at the start of training, on the samples that are not held out."""
     gc.collect()  # a DDP object and its model hold each other: the branch before is let go before this one is built
     return worker_train_loop.build_trainer(
         task, context.ranks, context.datasets, batch=task.batch, workers=task.workers, refresh=True
@@ -344,7 +345,7 @@ def _build_arm_trainer(context: BranchContext, task: TrainTask) -> Trainer:
 
 
 def _train_samples(context: BranchContext, trainer: Trainer, length: int) -> bool:
-    """Train until so many samples are passed; return whether the loss stayed finite, else at once."""
+    """Train for `length` samples; return False, early, as soon as a loss is found that is not finite, else True."""
     begin = trainer.samples_passed
     with contextlib.closing(worker_train_loop.run_steps(trainer)) as stream:
         for count, step in enumerate(stream, 1):
@@ -360,7 +361,7 @@ def _train_samples(context: BranchContext, trainer: Trainer, length: int) -> boo
 
 
 def _has_diverged(result: Evaluation, classes: int | None, control: Branch | None) -> bool:
-    """Return whether a branch is no better than guessing, and worse than the control (which may be young itself)."""
+    """Return whether a branch is no better than guessing, and worse than the control (which may be early itself)."""
     if not math.isfinite(result.loss):
         return True
     if classes is None or math.isnan(result.top1) or control is None or control.loss is None:
@@ -369,12 +370,12 @@ def _has_diverged(result: Evaluation, classes: int | None, control: Branch | Non
 
 
 def _replace_infinite(value: float) -> float | None:
-    """Return a number as JSON can hold it."""
+    """Return a number that JSON can represent, None if it is not finite."""
     return value if math.isfinite(value) else None
 
 
 def _estimate_seconds_left(context: BranchContext, tuning: Tuning) -> float:
-    """Return the time until the training's end, by the pace of the branches so far."""
+    """Return the estimated seconds until the training's end, from the pace of the branches so far."""
     size, epochs = len(context.datasets.train) + len(context.datasets.eval), context.task.spec.train.epochs
     planned = halving.plan_tuning(context.task.spec, batch=context.task.batch, dataset_size=size)
     trained = sum(branch.samples for branch in tuning.branches)
@@ -389,10 +390,10 @@ def _estimate_seconds_left(context: BranchContext, tuning: Tuning) -> float:
 
 
 def train_with_tuning(task: TrainTask, context: TrainContext) -> None:
-    """Train as tuning chooses; where that breaks down in the training, as it chooses next.
+    """Train with the arm that tuning chooses; if it breaks down, continue with the next choice.
 
     Raises:
-        Preempted: the ranks have saved and leave.
+        Preempted: the ranks have saved and stop.
         Diverged: loss or weights of the control are not finite.
     """
     while True:
@@ -404,10 +405,10 @@ def train_with_tuning(task: TrainTask, context: TrainContext) -> None:
 
 
 def _choose(task: TrainTask, context: TrainContext) -> Choice:
-    """Return what the training goes on with; trains up to there, and the branches, where that is missing.
+    """Return the arm to continue with; if there is none yet, train up to the branching point, and the branches.
 
     Raises:
-        Preempted: the ranks leave.
+        Preempted: the ranks stop.
     """
     run, ranks, datasets = context.run, context.ranks, context.datasets
     if (choice := load_choice(task, run, ranks)) is not None:
@@ -428,7 +429,7 @@ def _choose(task: TrainTask, context: TrainContext) -> Choice:
 
 
 class ArmTraining(Training):
-    """A training that goes on as tuning has chosen, and gives way to the next arm where this one breaks down."""
+    """A training that continues with the chosen arm, and gives way to the next arm if this one breaks down."""
 
     def __init__(self, choice: Choice, task: TrainTask, context: TrainContext) -> None:
         super().__init__(choice.task(task, size=len(context.datasets.train)), context)
@@ -447,18 +448,18 @@ class ArmTraining(Training):
             self.log.warn(f"broke down after the choice: {broken_arms}; goes on as {arm}")
 
     def _divergence_error(self, description: str) -> Exception:
-        """Return BrokenDown, or Diverged where there is no arm left."""
+        """Return BrokenDown, or Diverged if no arm is left."""
         if self._is_control:
             return super()._divergence_error(description)
         return BrokenDown(self.trainer.position.samples)
 
     def _after_evaluation(self, loss: float) -> None:
-        """Raise BrokenDown where the arm has; `loss` is the same on all ranks.
+        """Raise BrokenDown if the arm has broken down; `loss` is the same on all ranks.
 
-        Judged by the loss of training: the evaluation set has no part in what is trained.
+        The criterion is the training loss: the evaluation set must not influence the training.
         """
         if self._is_control:
             return
         self.behind = self.behind + 1 if self.choice.is_behind(loss, epoch=self.trainer.epoch) else 0
-        if self.behind >= MAX_EPOCH_RATIO:
+        if self.behind >= MAX_EPOCHS_BEHIND:
             raise BrokenDown(self.trainer.position.samples)

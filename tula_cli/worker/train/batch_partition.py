@@ -1,4 +1,4 @@
-"""How a batch is divided: among ranks, into micro-batches, and those into parts after an out-of-memory."""
+"""Partition of a batch: among ranks, into micro-batches, and those into parts after an out-of-memory error."""
 
 from collections.abc import Callable, Sequence
 
@@ -22,9 +22,9 @@ def compute_batch_sizes(task: LoopTask, *, batch: int, world: int, dataset_size:
     """Return the batches of a task; only a training has more than one.
 
     Args:
-        task: what to do.
-        batch: its own, global.
-        world: ranks.
+        task: a training, probe or evaluation.
+        batch: the task's batch, global.
+        world: number of ranks.
         dataset_size: training samples.
 
     Raises:
@@ -50,7 +50,7 @@ def compute_batch_sizes(task: LoopTask, *, batch: int, world: int, dataset_size:
 
 
 def _choose_splits_for_stage(spec: JobSpec, stage: int, batch: int, *, world: int, splits: int) -> int:
-    """Return the parts of a stage's micro-batches: the fewest with no more samples than one of the whole batch has."""
+    """Return the parts per micro-batch of a stage: the fewest with at most the samples of a part of the full batch."""
     micro_batches_of_step, method = count_micro_batches_per_rank(spec, world), get_method(spec)
     micro_batch, max_samples = (
         stage // (world * micro_batches_of_step),
@@ -63,7 +63,7 @@ def _choose_splits_for_stage(spec: JobSpec, stage: int, batch: int, *, world: in
 
 
 def build_ramp_from_stages(task: TrainTask, stages: Sequence[Stage], world: int, dataset_size: int) -> Ramp:
-    """Return the batches of a training by stages that were decided, or where there are none by what the job says.
+    """Return the batches of a training from the stages already decided, or if there are none, from the job's settings.
 
     Raises:
         SpecError: as `build_ramp`.
@@ -77,10 +77,10 @@ def build_ramp_from_stages(task: TrainTask, stages: Sequence[Stage], world: int,
 
 
 def _build_ramp_on_nodes(task: TrainTask, stages: Sequence[Stage], micro_batches_in_all: int) -> Ramp:
-    """Return the batches of a training that has fewer nodes at first (`train.ramp_nodes`): of all numbers of ranks the same.
+    """Return the batches of a training that starts on fewer nodes (`train.ramp_nodes`), the same on any of them.
 
-    What ran on fewer nodes need not divide among these: only a checkpoint that cannot be read leads back there, and then the
-    first batch of these nodes is taken.
+    Batches of stages on fewer nodes need not divide among these nodes: only an unreadable checkpoint leads back to such
+    a stage, and then the first batch of these nodes is used.
     """
     every = [*list_stages_below(stages, task.batch)]
     first_batch = next(stage.batch for stage in every if (stage.nodes or 0) >= task.nodes)
@@ -99,17 +99,18 @@ def _check_batch(spec: JobSpec, batch: int, *, world: int, splits: int, dataset_
 
 
 def count_micro_batches_per_rank(spec: JobSpec, world: int) -> int:
-    """Return the micro-batches of a step, uncut."""
+    """Return the micro-batches of a step on each rank, before they are split."""
     return max(spec.train.accumulate, get_method(spec).least_parts(world))
 
 
 def list_possible_splits(loop: Loop, batches: Sequence[int], jobs: Callable[[int], Sequence[JobSpec]]) -> MicroBatches:
-    """Return how far the micro-batches of each batch may be cut after an out-of-memory.
+    """Return the ways in which the micro-batches of each batch may be split after an out-of-memory error.
 
     Args:
-        loop: whose model and ranks these are.
+        loop: the training, with its model and ranks.
         batches: global.
-        jobs: returns what may be trained at a batch; with method auto each arm's, which differ in their method.
+        jobs: returns the jobs that may be trained at a batch; with method auto one per arm, which differ in their
+            method.
     """
     world, model = loop.ranks.world, loop.parallel.module
     norms = list_micro_batch_limits(model, world=world)

@@ -1,6 +1,7 @@
-"""Checkpoints: named by samples seen, written whole by rank 0, read with weights_only.
+"""Checkpoints: named by samples seen, written atomically by rank 0, read with weights_only.
 
-Of a model in shares (`train.parallel: fsdp`) they are folders, which all ranks write and read (`parallel/sharded_checkpoint.py`).
+Checkpoints of sharded models (`train.parallel: fsdp`) are folders, which all ranks write and read
+(`parallel/sharded_checkpoint.py`).
 """
 
 import json
@@ -27,7 +28,7 @@ from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train.loop import Trainer
 
 CHECKPOINTS_KEPT = 2
-"""The newest checkpoints kept beside the best: one more than needed, should the newest be damaged."""
+"""The newest checkpoints kept besides the best one: one more than needed, in case the newest is damaged."""
 
 
 def make_checkpoint_state(
@@ -38,15 +39,15 @@ def make_checkpoint_state(
     Args:
         trainer: model, optimizer and position.
         best: the best metrics so far.
-        owed: the epoch that ends here is not evaluated yet.
-        ended: why the training ends here, before its last epoch; empty where it goes on.
+        owed: whether the epoch that ends here is not yet evaluated.
+        ended: why the training ends here, before its last epoch; empty if it continues.
     """
     model, optimizer = trainer.method.model_state(trainer), trainer.optimizer.state_dict()
     return {"model": model, "optimizer": optimizer, **_make_training_state(trainer, best=best, owed=owed, ended=ended)}
 
 
 def _make_training_state(trainer: Trainer, *, best: dict[str, float], owed: bool, ended: str) -> dict[str, Any]:
-    """Return what a resumed run needs beside model and optimizer."""
+    """Return the state that a resumed run needs in addition to model and optimizer."""
     extra_state = trainer.method.own_state(trainer)
     return {
         "version": 1,
@@ -63,10 +64,10 @@ def _make_training_state(trainer: Trainer, *, best: dict[str, float], owed: bool
 
 
 def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
-    """Write one checkpoint, whole or not at all, tensor by tensor: nothing of it is held in memory a second time.
+    """Write one checkpoint completely or not at all, tensor by tensor: no second copy is held in memory.
 
     Raises:
-        DiskFull: there is no space for it; older checkpoints stand.
+        DiskFull: there is no space for it; older checkpoints remain.
     """
 
     def save(file: BinaryIO) -> None:
@@ -86,7 +87,7 @@ def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
 
 
 def _count_tensor_bytes(content: Any) -> int:
-    """Return the bytes of all tensors in what is to be written: about those of the file."""
+    """Return the bytes of all tensors in the content to be written: approximately the size of the file."""
     if isinstance(content, torch.Tensor):
         return content.nbytes
     inner = content.values() if isinstance(content, dict) else content if isinstance(content, list | tuple) else ()
@@ -94,7 +95,7 @@ def _count_tensor_bytes(content: Any) -> int:
 
 
 class _FileRecorder:
-    """A file that remembers why it could not be written."""
+    """A file that stores the error if it cannot be written."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
@@ -122,10 +123,10 @@ def save_checkpoint(
     ended: str = "",
     keep: Collection[int] = (),
 ) -> Path:
-    """Save the trainer's state, point `last` (and `best`) at it, and drop what is no longer needed.
+    """Save the trainer's state, point `last` (and `best`) at it, and delete checkpoints that are no longer needed.
 
-    Called on rank 0 alone, or on all ranks where the model is in shares (`needs_all_ranks`). `keep` are checkpoints, by their
-    samples, that stay.
+    Called on rank 0 alone, or on all ranks if the model is sharded (`needs_all_ranks`). `keep` are the samples of
+    checkpoints that must not be deleted.
     """
     shares = needs_all_ranks(trainer)
     path = run.training(signature).checkpoint_path(trainer.position.samples, shares=shares)
@@ -139,15 +140,15 @@ def save_checkpoint(
 
 
 def needs_all_ranks(trainer: Trainer) -> bool:
-    """Return whether every rank takes part in a checkpoint."""
+    """Return whether every rank takes part in writing a checkpoint."""
     return isinstance(trainer.parallel, Sharded)
 
 
 def write_sharded(path: Path, trainer: Trainer, *, best: dict[str, float], owed: bool = False, ended: str = "") -> None:
-    """Write one checkpoint of a model in shares, whole or not at all; every rank takes part.
+    """Write one checkpoint of a sharded model completely or not at all; every rank must call this.
 
     Raises:
-        TulaError: the disk is full; older checkpoints stand.
+        TulaError: it cannot be written, for example because the disk is full; older checkpoints remain.
     """
     ags = {} if trainer.ags is None else {"ags": trainer.ags.ags_state_dict()}
     content = _make_training_state(trainer, best=best, owed=owed, ended=ended) | ags
@@ -155,7 +156,7 @@ def write_sharded(path: Path, trainer: Trainer, *, best: dict[str, float], owed:
 
 
 def _remove_outdated(run: RunDir, signature: str, path: Path, *, is_best: bool, keep: Collection[int]) -> None:
-    """Point `last` (and `best`) at a new checkpoint, and drop those that are no longer needed."""
+    """Point `last` (and `best`) at a new checkpoint, and delete those that are no longer needed."""
     folder = run.training(signature).path
     _replace_link(folder / "last", path)
     if is_best:
@@ -169,9 +170,10 @@ def _remove_outdated(run: RunDir, signature: str, path: Path, *, is_best: bool, 
 
 
 def discard_after(run: RunDir, signature: str, samples: int) -> None:
-    """Drop every checkpoint of more samples, so that the training resumes from the newest one left. Rank 0 alone.
+    """Delete every checkpoint with more samples, so that the training resumes from the newest one left. Rank 0 alone.
 
-    `last` points at that, and so does `best` if its own is dropped; without any there are no links.
+    `last` then points at that one, and so does `best` if its checkpoint is deleted; if none is left, both links are
+    removed.
     """
     folder, checkpoints = run.training(signature).path, run.training(signature).checkpoints()
     dropped = [path for path in checkpoints if int(path.stem) > samples]
@@ -188,12 +190,12 @@ def discard_after(run: RunDir, signature: str, samples: int) -> None:
 def load_newest(
     run: RunDir, signature: str, tell: Callable[[str], object] = lambda _: None
 ) -> tuple[Path, dict[str, Any]] | None:
-    """Return the newest checkpoint that can be read; one that is damaged is set aside. None where there is none.
+    """Return the newest readable checkpoint file; damaged ones are renamed. None if there is none.
 
     Args:
         run: the run.
         signature: of the training.
-        tell: takes a word on each one that is set aside.
+        tell: called with a message for each checkpoint that is renamed.
     """
     for path in run.training(signature).checkpoints():
         if path.suffix != ".pt":
@@ -208,9 +210,10 @@ def load_newest(
 def load_for_all(
     run: RunDir, signature: str, ranks: Ranks, tell: Callable[[str], object] = lambda _: None
 ) -> dict[str, Any] | None:
-    """Return the newest checkpoint that can be read, on every rank the one that rank 0 found; None where there is none.
+    """Return the newest readable checkpoint that rank 0 has found, on every rank; None if there is none.
 
-    Of a model in shares that is its `folder`, and what no rank has a share of. Args: as of `load_newest`; rank 0 tells.
+    For a sharded model this is its `folder`, and the state that is not sharded. `tell` as in `load_newest`, called on
+    rank 0.
     """
     training = run.training(signature)
     there = [path.name for path in training.checkpoints() if path.suffix != ".pt"] if ranks.is_first else []
@@ -238,7 +241,7 @@ def load_for_all(
 
 
 def _rename_damaged(path: Path) -> str:
-    """Give a damaged checkpoint a name that is not of tula, so that nothing trips over it again; say so."""
+    """Rename a damaged checkpoint, so that no later start tries to read it; return a message about it."""
     path_aside = path.with_name(f"damaged-{path.name}")
     number = 1
     while path_aside.exists():
@@ -253,7 +256,7 @@ def _rename_damaged(path: Path) -> str:
 
 
 def _read_checkpoint(path: Path) -> dict[str, Any] | None:
-    """Return what a file of torch.save holds; None of one that is none, or that holds more than data."""
+    """Return the content of a torch.save file; None if it is none, no checkpoint, or holds more than plain data."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, EOFError, ValueError, LookupError, AttributeError):
@@ -267,12 +270,13 @@ def _read_checkpoint(path: Path) -> dict[str, Any] | None:
 
 
 def restore_checkpoint(trainer: Trainer, content: dict[str, Any]) -> dict[str, float]:
-    """Put a checkpoint's state into a fresh trainer; return the best metrics so far.
+    """Load a checkpoint's state into a new trainer; return the best metrics so far.
 
-    At another batch (after an out-of-memory) position and base optimizer state carry over, the scaling factors do not.
+    At another batch (after an out-of-memory error) position and base optimizer state are kept, the scaling factors are
+    not.
 
     Raises:
-        TulaError: the checkpoint is not of this model.
+        TulaError: the checkpoint does not fit the model.
     """
     trainer.move_to(Position(**content["position"]))  # whose batch the state is loaded for
     if "folder" in content:
@@ -310,7 +314,7 @@ def _load_whole(trainer: Trainer, content: dict[str, Any]) -> None:
 
 
 def _load_optimizer(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Load the optimizer's state; where AGS begins at this checkpoint (method auto) it is that of the base alone."""
+    """Load the optimizer's state; if AGS starts at this checkpoint (method auto), it is that of the base alone."""
     if trainer.ags is None or "ags" in state:
         trainer.optimizer.load_state_dict(state)
         return
@@ -319,9 +323,9 @@ def _load_optimizer(trainer: Trainer, state: dict[str, Any]) -> None:
 
 
 def _match_parameter_strides(optimizer: torch.optim.Optimizer) -> None:
-    """Give the state the strides of its parameters, should it have been saved with others (channels_last).
+    """Give the state the strides of its parameters, in case it was saved with others (channels_last).
 
-    Fused kernels refuse any other, and foreach ones take them one by one.
+    Fused kernels refuse other strides, and foreach kernels process such tensors one by one.
     """
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
@@ -331,7 +335,7 @@ def _match_parameter_strides(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _replace_link(link: Path, target: Path) -> None:
-    """Make `link` a relative symbolic link to `target`, replaced whole."""
+    """Make `link` a relative symbolic link to `target`, atomically replacing an existing one."""
     draft = link.with_name(f".{link.name}.{os.getpid()}")
     draft.unlink(missing_ok=True)
     draft.symlink_to(os.path.relpath(target, link.parent))

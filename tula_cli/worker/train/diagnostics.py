@@ -1,6 +1,6 @@
-"""Statistics of gradients per step and per epoch: the numbers behind Figures 5 to 8 of the paper.
+"""Statistics of gradients per step and per epoch: the values behind Figures 5 to 8 of the paper.
 
-Norms are gathered as tensors on the device and read where a row of steps is written, so that no step waits for them.
+Norms are collected as tensors on the device and read when a row of steps is written, so that no step waits for them.
 """
 
 import math
@@ -19,14 +19,14 @@ from tula_cli.worker.train.loop import Step, Trainer
 
 QUANTILES = {"q05": 0.05, "q25": 0.25, "q50": 0.5, "q75": 0.75, "q95": 0.95}
 EDGES = tuple(2.0 ** (half / 2) for half in range(-20, 15))
-"""Of the histogram of factors: half octaves from 2^-10 to 2^7. Beyond these there is one bin on each side."""
+"""Edges of the histogram of factors: half octaves from 2^-10 to 2^7. There is one more bin on each side."""
 
 _CHUNK = 2**20  # elements that are sorted into bins at a time: their bins take as much memory again
 
 
 @dataclass(frozen=True)
 class _UnreadStep:
-    """A step, whose numbers are still on the device."""
+    """A step whose values are still on the device."""
 
     samples: int  # at its end
     batch: int
@@ -39,10 +39,10 @@ class _UnreadStep:
 
 @dataclass
 class Diagnostics:
-    """The norms of the averaged gradient, step by step; of post-local SGD after its switch, rank 0's own.
+    """The norms of the averaged gradient, step by step; for post-local SGD after its switch, those of rank 0.
 
-    Of a method that scales gradients they are TulaOptimizer's own, which cost nothing. With `train.diagnostics: [gradient_norms]` they are
-    also taken where the method does not need them: one pass over the gradients, before they are clipped.
+    A method that scales gradients has these norms already, in TulaOptimizer, at no cost. With `train.diagnostics:
+    [gradient_norms]` they are also computed for other methods: one pass over the gradients, before they are clipped.
     """
 
     takes_norms: bool = False  # norms are taken here
@@ -58,7 +58,7 @@ class Diagnostics:
 
     @classmethod
     def attach(cls, trainer: Trainer) -> "Diagnostics | None":
-        """Return the diagnostics of a trainer; None where nothing is to be gathered on this rank."""
+        """Return the diagnostics of a trainer; None if nothing is to be collected on this rank."""
         # The averaged gradient is the same on all ranks; post-local SGD's is not, after its switch. Shares need them all.
         if not trainer.ranks.is_first:
             if (
@@ -78,18 +78,18 @@ class Diagnostics:
         return diagnostics
 
     def resume(self, newest: StepRow | None, samples: int) -> None:
-        """Go on behind a row of an earlier attempt, if it ends where this one begins."""
+        """Continue after a row of an earlier attempt, if it ends where this attempt starts."""
         self.newest = newest if newest is not None and newest.samples == samples else None
 
     def record_norm(self, trainer: Trainer) -> None:
-        """Take the norm of the gradient that a step is about to use: averaged, unless post-local SGD has switched."""
+        """Compute the norm of the gradient of the coming update: averaged, unless post-local SGD has switched."""
         square = _compute_squared_norm(trainer)
         # Divided as a number and not as a gradient: the step stays what it was.
         scale = trainer.scaler.get_scale() if trainer.scaler.is_enabled() else 1.0
         self.square = None if square is None else square / scale**2
 
     def record_step(self, trainer: Trainer, step: Step) -> None:
-        """Take the step that is over; of one that GradScaler skipped TulaOptimizer has seen nothing."""
+        """Record a finished step; TulaOptimizer has no values of a step that GradScaler skipped."""
         samples, batch, lr = trainer.position.samples, step.batch, step.lr
         if self.takes_norms:
             self.waiting.append(_UnreadStep(samples, batch, lr, self.square))
@@ -103,7 +103,7 @@ class Diagnostics:
             self._update_factor_mean(ags)
 
     def _update_factor_mean(self, ags: TulaOptimizer) -> None:
-        """Take the mean of the factors that act from the coming step on, where they are others."""
+        """Update the mean of the factors that act from the coming step on, if the factors have changed."""
         factors = ags.factors
         if not factors.ready:
             self.factor, self.refreshes_seen = None, -1
@@ -111,7 +111,7 @@ class Diagnostics:
             self.factor, self.refreshes_seen = factors.mean, factors.n_refresh
 
     def take_rows(self) -> list[StepRow]:
-        """Return the rows of the steps since the last call; it waits for the device."""
+        """Return the rows of the steps since the last call; waits for the device."""
         self._read_waiting()
         rows, self.rows = self.rows, []
         return rows
@@ -140,23 +140,23 @@ class Diagnostics:
                 self.newest = row
 
     def _relative_change(self, norm: float | None, batch: int) -> float | None:
-        """Return Delta(G), Eq. 5; the first step of all has none, and against another batch nothing is said."""
+        """Return Delta(G), Eq. 5; None for the first step of all, and if the previous step had another batch."""
         previous = self.newest
         if norm is None or previous is None or not previous.last or previous.batch != batch:
             return None
         return float(abs(norm**2 - previous.last**2) / previous.last**2)
 
     def report(self, trainer: Trainer, *, scaled: float | None) -> dict[str, Any]:
-        """Return the numbers of the epoch for its row of metrics.jsonl, and start the next one.
+        """Return the values of the epoch for its row of metrics.jsonl, and start the next epoch.
 
         Args:
             trainer: whose factors are counted.
-            scaled: share of the steps whose gradients were scaled; None where the method scales none.
+            scaled: share of the steps whose gradients were scaled; None if the method scales none.
 
         Returns:
-            "steps"; "norm", the quantiles of |G| over the steps, and "delta", those of Delta(G) (Eq. 5), as far as they
-            are finite; "scaled"; and "factors", the histogram of the factors as they are now: "edges", and "counts" of
-            elements (or tensors), one more, with those below and above all edges at its ends.
+            "steps"; "norm", the quantiles of |G| over the steps, and "delta", those of Delta(G) (Eq. 5), over finite
+            values; "scaled"; and "factors", the histogram of the current factors: "edges", and "counts" of elements (or
+            tensors), one more than edges, with those below and above all edges at its ends.
         """
         self._read_waiting()
         ags = _find_scaling_optimizer(trainer)
@@ -173,14 +173,14 @@ class Diagnostics:
 
 
 def _read_numbers(numbers: Sequence[Tensor | float | None]) -> list[float | None]:
-    """Return numbers that are on the device, all at once."""
+    """Return values that are on the device as numbers, in a single transfer."""
     tensors = [value for value in numbers if isinstance(value, Tensor)]
     read = iter(torch.stack(tensors).double().cpu().tolist() if tensors else ())
     return [next(read) if isinstance(value, Tensor) else value for value in numbers]
 
 
 def _compute_squared_norm(trainer: Trainer) -> Tensor | None:
-    """Return the squared norm of the gradient; every rank takes part where each holds a share of it."""
+    """Return the squared norm of the gradient; if the model is sharded, every rank must call this."""
     gradients = [sharding.local_shard(p.grad) for p in trainer.parallel.parameters() if p.grad is not None]
     if not gradients:
         return None
@@ -203,7 +203,7 @@ def _compute_quantiles(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def count_per_bin(tensors: Sequence[Tensor]) -> list[int]:
-    """Return how many elements lie in each bin: len(EDGES) + 1 counts; an edge belongs to the bin above it."""
+    """Return the number of elements in each bin: len(EDGES) + 1 counts; an edge belongs to the bin above it."""
     total = torch.zeros(len(EDGES) + 1, dtype=torch.int64)
     for tensor in tensors:
         edges = torch.tensor(EDGES, dtype=tensor.dtype, device=tensor.device)

@@ -1,8 +1,9 @@
-"""Detect a training that computes with numbers that are not finite, as all its ranks see it, or whose loss has blown up.
+"""Detection of a training whose loss or weights are not finite on any rank, or whose loss has blown up.
 
-Reading a loss waits for the device, so losses stay there and are looked at together, where the ranks meet anyway. Under
-fp16 a step whose gradient overflows is skipped, as ever: there the loss counts, which is never scaled, and a loss scale
-that has collapsed. A finite loss is judged by rank 0, in a training whose batch grows and its learning rate with it.
+Reading a loss waits for the device, so losses stay there and are checked together, when the ranks communicate anyway.
+Under fp16 a step whose gradient overflows is skipped as usual; there the criteria are the unscaled loss, and a loss
+scale that has collapsed. Finite losses are judged by rank 0, in a training whose batch grows, and with it its learning
+rate.
 """
 
 import math
@@ -19,14 +20,15 @@ from tula_cli.worker.build.data import Position
 from tula_cli.worker.train.loop import Step, Trainer
 
 MIN_LOSS_SCALE = 1e-4
-"""Of fp16's loss, from 65536 on: 30 overflows in a row and no step between them (fairseq's --min-loss-scale)."""
+"""Smallest scale of fp16's loss, which starts at 65536: 30 overflows in a row without a step (fairseq's
+--min-loss-scale)."""
 NO_RISE = (-math.inf, -math.inf)
-"""Levels of a loss that has not blown up; of several ranks the largest counts."""
+"""Levels of a loss that has not blown up; over several ranks the maximum counts."""
 
 
 @dataclass
 class DivergenceDetector:
-    """Looks at the losses, and where something is to be saved at the weights, of one training on this rank."""
+    """Checks the losses, and before a checkpoint is saved also the weights, of one training on this rank."""
 
     trainer: Trainer
     losses: list[tuple[Position, int, torch.Tensor]] = field(
@@ -39,21 +41,21 @@ class DivergenceDetector:
     spoilt: bool = False  # weights that are not finite were seen on this rank
 
     def record_loss(self, step: Step) -> None:
-        """Keep the loss of the step that has just been made."""
+        """Record the loss of the step that has just been made."""
         self.losses.append((self.trainer.position, step.batch, step.loss))
 
     def has_finite_weights(self) -> bool:
-        """Return whether this rank's weights are finite: a gradient that was not is in them, whatever the loss says."""
+        """Return whether this rank's weights are finite: they show a non-finite gradient, whatever the loss is."""
         self.spoilt = self.spoilt or not _are_finite(self.trainer.parallel.parameters())
         return not self.spoilt
 
     @property
     def judges_finite_losses(self) -> bool:
-        """Return whether finite losses are judged: on rank 0, where the batch grows and a lower learning rate may help."""
+        """Return whether finite losses are judged: on rank 0, if the batch grows, so a lower learning rate may help."""
         return self.trainer.ranks.is_first and self.trainer.spec.train.stages is not None
 
     def update_loss_level(self) -> None:
-        """Take the losses since the last time into their level, which tells which checkpoints are from before a rise."""
+        """Add the losses since the last call to the loss level, which determines the checkpoints from before a rise."""
         if not self.judges_finite_losses:
             return
         trainer, steps = self.trainer, self.losses[self.judged :]
@@ -66,12 +68,13 @@ class DivergenceDetector:
         self.judged = len(self.losses)
 
     def describe_divergence(self, *, weights: bool = False) -> str:
-        """Return what is not finite, or has blown up, since when, in the same words on every rank; empty where all is well.
+        """Describe what is not finite or has blown up, and since when, in the same words on every rank; empty if all is
+        well.
 
-        Every rank takes part.
+        Every rank must call this.
 
         Args:
-            weights: look at them too.
+            weights: check the weights too.
         """
         if weights:
             self.has_finite_weights()
@@ -111,14 +114,14 @@ def _list_loss_values(steps: list[tuple[Position, int, torch.Tensor]]) -> list[f
 
 
 def _find_first_non_finite(losses: list[tuple[Position, int, torch.Tensor]]) -> float:
-    """Return the number of the first step whose loss is not finite; infinity where there is none."""
+    """Return the number of the first step whose loss is not finite; infinity if there is none."""
     values = zip(losses, _list_loss_values(losses), strict=True)
     return next((float(at.steps) for (at, *_), loss in values if not math.isfinite(loss)), math.inf)
 
 
 @torch.no_grad()
 def _are_finite(parameters: Iterable[torch.Tensor]) -> bool:
-    """Return whether all that is trained is finite; nothing as large as a parameter is allocated for it."""
+    """Return whether all trainable parameters are finite, without allocating anything as large as a parameter."""
     local_tensors = [local_shard(p) for p in parameters if p.requires_grad]
     trained = [torch.view_as_real(p) if p.is_complex() else p for p in local_tensors if p.numel()]
     bounds = [bound.isfinite() for p in trained for bound in torch.aminmax(p)]

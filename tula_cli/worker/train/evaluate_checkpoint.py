@@ -1,4 +1,4 @@
-"""`tula evaluate` on the nodes: the weights of a training, on a test set or on what the training was evaluated on."""
+"""`tula evaluate` on the nodes: evaluates a training's weights on a test set or on the training's evaluation set."""
 
 import dataclasses
 import math
@@ -19,17 +19,17 @@ from tula_cli.worker.train.evaluation import Evaluator
 
 
 def evaluate_checkpoint(task: EvaluateTask, run: RunDir, ranks: Ranks, datasets: Datasets) -> None:
-    """Evaluate the weights, and write what they come to; nothing is done where that is written already.
+    """Evaluate the weights and write the result; does nothing if it has been written already.
 
     Args:
-        task: what to evaluate.
+        task: the evaluation.
         run: of the training.
-        ranks: each takes its share of the samples.
+        ranks: the process group; each rank evaluates its share of the samples.
         datasets: of the task.
 
     Raises:
         SpecError: the test set cannot be built, or the weights do not fit the model.
-        JobFailed: the checkpoint is gone.
+        JobFailed: the checkpoint no longer exists.
     """
     training = run.training(task.signature)
     if ranks.broadcast(int(training.evaluation(task.key) is not None)):
@@ -62,7 +62,7 @@ def evaluate_checkpoint(task: EvaluateTask, run: RunDir, ranks: Ranks, datasets:
 
 
 def _without_training_state(spec: JobSpec) -> JobSpec:
-    """Return a job whose model is built as ever, and whose method and optimizer hold nothing: no step is taken."""
+    """Return a job with the same model, and a method and optimizer that hold no state, because no step is taken."""
     plain = {"method": "lbt", "lr_scaling": "auto", "accumulate": 1, "compile": False}
     train = spec.train.model_copy(update={**plain, "activation_checkpointing": False})
     return spec.model_copy(update={"train": train, "optimizer": Optimizer(name="SGD", lr=1.0)})

@@ -1,4 +1,4 @@
-"""Evaluation on the held-out samples, and the statistics of BatchNorm that it takes."""
+"""Evaluation on the held-out samples, and the BatchNorm statistics that it needs."""
 
 import contextlib
 import itertools
@@ -58,22 +58,22 @@ def _build_metric(name: str, entry: str | Mapping[str, Mapping[str, Any]]) -> An
 
 
 def is_stateful(metric: Any) -> bool:
-    """Return whether a metric gathers what it is shown and tells of all of it."""
+    """Return whether a metric accumulates over batches, by update, compute and reset."""
     return all(callable(getattr(metric, name, None)) for name in STATEFUL)
 
 
 def has_own_synchronization(metric: Any) -> bool:
-    """Return whether a metric puts what all ranks have seen together by itself."""
+    """Return whether a metric combines the results of all ranks by itself (`sync`)."""
     return callable(getattr(metric, "sync", None))
 
 
 def can_merge_states(metric: Any) -> bool:
-    """Return whether a metric takes in the states of others."""
+    """Return whether a metric can merge the states of other objects (`merge_state`)."""
     return callable(getattr(metric, "merge_state", None))
 
 
 def warn_gathered_metrics(section: Train) -> list[str]:
-    """Warn about metrics whose batches of all ranks must be gathered on rank 0."""
+    """Return warnings about metrics for which the batches of all ranks must be gathered on rank 0."""
     return [
         f"train.metrics.{name} has neither sync nor merge_state: each batch of an evaluation is sent to the first GPU for it, with"
         f" {'its inputs' if takes_batch(metric.update) else 'scores and targets alone'}"
@@ -83,15 +83,16 @@ def warn_gathered_metrics(section: Train) -> list[str]:
 
 
 class UserMetrics:
-    """The metrics of one evaluation; every rank calls the same, in the same order.
+    """The metrics of one evaluation; every rank makes the same calls in the same order.
 
-    A callable's value is the mean of what it returns for each batch, weighted by samples. An object that communicates by
-    itself (torchmetrics: `sync`) is shown each rank's own batches, and so is one that takes in the state of others (torcheval:
-    `merge_state`), which rank 0 does at the end; any other is shown the batches of all ranks, on rank 0 alone.
+    A callable's value is the mean of its values for each batch, weighted by samples. An object that communicates by
+    itself (torchmetrics: `sync`) is updated with each rank's own batches, and so is one that can merge states
+    (torcheval: `merge_state`), which rank 0 does at the end; any other is updated with the batches of all ranks, on
+    rank 0 alone.
 
     Args:
         section: names them.
-        ranks: this process among its peers.
+        ranks: the process group.
     """
 
     def __init__(self, section: Train, ranks: Ranks) -> None:
@@ -101,14 +102,14 @@ class UserMetrics:
                 metric.to(ranks.device)
 
     def reset(self) -> None:
-        """Begin an evaluation."""
+        """Start an evaluation."""
         self.sums = {name: [0.0, 0.0] for name in self.metrics}
         for name, metric in self.metrics.items():
             if is_stateful(metric):
                 self._call_metric(name, metric.reset)
 
     def update(self, shown: "MetricInput | None") -> None:
-        """Take a batch; None where this rank has none left while others have one."""
+        """Add a batch; None if this rank has none left while others have one."""
         for name, metric in self.metrics.items():
             if not is_stateful(metric):
                 if shown is not None:
@@ -129,7 +130,7 @@ class UserMetrics:
         self.sums[name][1] += shown.samples
 
     def _gather_batches(self, arguments: tuple[Any, ...] | None) -> list[tuple[Any, ...]]:
-        """Return what a metric is shown of each rank that has a batch, on rank 0; nothing on the others."""
+        """Return, on rank 0, the arguments of a metric's update from each rank that has a batch; else an empty list."""
         local = None if arguments is None else tree_map(_move_to_cpu, arguments)
         gathered: list[Any] | None = [None] * self.ranks.world if self.ranks.is_first else None
         dist.gather_object(local, gathered, dst=0)
@@ -139,7 +140,7 @@ class UserMetrics:
         return leaf.to(self.ranks.device) if isinstance(leaf, torch.Tensor) else leaf
 
     def compute(self) -> dict[str, float]:
-        """Return each metric over all ranks, the same on all of them; nan where it is no finite number."""
+        """Return each metric over all ranks, the same on all of them; nan if it is not a finite number."""
         values = {}
         for name, metric in self.metrics.items():
             if not is_stateful(metric):
@@ -155,7 +156,7 @@ class UserMetrics:
         return values
 
     def _merge_states(self, name: str, metric: Any) -> None:
-        """Have rank 0's object take in the states of the others, which are sent once an evaluation."""
+        """Merge the states of all ranks into rank 0's object; they are sent once per evaluation."""
         states: list[Any] = [None] * self.ranks.world
         placed = callable(getattr(metric, "to", None))
         if placed:
@@ -187,10 +188,10 @@ class MetricInput:
 
     Args:
         outputs: of the model.
-        scores: the tensor of them that is one; else the outputs.
-        target: of the batch; None where it has none.
-        batch: all of it.
-        samples: how many.
+        scores: the tensor of scores among them if there is one; else the outputs.
+        target: of the batch; None if it has none.
+        batch: the whole batch.
+        samples: number of samples.
     """
 
     def __init__(self, outputs: Any, *, scores: Any, target: Any, batch: Any, samples: int) -> None:
@@ -198,7 +199,7 @@ class MetricInput:
         self.batch, self.samples = batch, samples
 
     def arguments_for(self, update: Callable[..., Any]) -> tuple[Any, ...]:
-        """Return what a metric's update is called with: scores and target, or outputs and batch where it says `batch`."""
+        """Return the arguments of a metric's update: scores and target, or outputs and batch (`takes_batch`)."""
         return (self.outputs, self.batch) if takes_batch(update) else (self.scores, self.target)
 
 
@@ -209,16 +210,16 @@ def _move_to_cpu(leaf: Any) -> Any:
 # --- Evaluation
 
 STATISTICS_SAMPLES = 4096
-"""Training samples of all ranks, a tenth of the training set at most, that statistics of BatchNorm are taken over."""
+"""Training samples over all ranks from which BatchNorm statistics are computed; at most a tenth of the training set."""
 
 _STREAM = 0x4E4F  # parts this module's random numbers from the job's others
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Means over the evaluation set. Accuracies are percentages; nan where the output is not one score a class.
+    """Means over the evaluation set. Accuracies are percentages; nan if the output is not one score per class.
 
-    The loss of a language model is the mean over samples of what each batch's is over its tokens.
+    The loss of a language model is the mean over samples of each batch's mean over its tokens.
     """
 
     loss: float
@@ -255,10 +256,10 @@ class Evaluator:
 
     @torch.no_grad()
     def evaluate(self, max_batches: int | None = None, *, between: Callable[[], None] = lambda: None) -> Evaluation:
-        """Evaluate the whole set, or only some batches of each rank where only the time is wanted.
+        """Evaluate the whole set, or only some batches of each rank to measure the time.
 
         Args:
-            max_batches: at most so many of each rank.
+            max_batches: the most batches of each rank; None: all.
             between: called after each batch that every rank has, so it may communicate; it may raise.
         """
         with self.trainer.method.evaluating(self.trainer):
@@ -303,7 +304,7 @@ class Evaluator:
         )
 
     def _join_extra_batch(self, batch: Any) -> None:
-        """Compute along with ranks that have one batch more, where they need this rank's shares of the model."""
+        """Run the model along with ranks that have one more batch, if they need this rank's shards of the model."""
         trainer = self.trainer
         if not isinstance(trainer.parallel, Sharded):
             return
@@ -313,20 +314,20 @@ class Evaluator:
             trainer.call.compute_outputs(trainer.parallel.module, to_device(trainer, batch))
 
     def _sample_count(self, rank: int) -> int:
-        """Return a rank's samples."""
+        """Return the number of samples of a rank."""
         return len(range(rank, len(self.trainer.datasets.eval), self.trainer.ranks.world))
 
     def batch_count(self, rank: int) -> int:
-        """Return how many batches a rank has: the first ranks may have one more than the last."""
+        """Return the number of batches of a rank: the first ranks may have one more than the last."""
         return math.ceil(self._sample_count(rank) / self.trainer.largest_micro_batch)
 
     def _batch_size(self, index: int) -> int:
-        """Return how many samples this rank's batch of this number has; the last one may have fewer than the others."""
+        """Return the number of samples in this rank's batch number `index`; the last batch may have fewer."""
         size = self.trainer.largest_micro_batch
         return min(size, self._sample_count(self.trainer.ranks.rank) - index * size)
 
     def _score_batch(self, batch: Any, count: int) -> torch.Tensor:
-        """Return (loss, top-1 hits, top-5 hits, samples, samples of language) summed over a batch of `count` samples."""
+        """Return sums over a batch of `count` samples: loss, top-1 hits, top-5 hits, samples, samples of language."""
         trainer = self.trainer
         odd = count != trainer.largest_micro_batch  # the last batch, which is not worth a compilation
         with (
@@ -354,10 +355,10 @@ class Evaluator:
 
 
 def average_batch_norm_statistics(trainer: Trainer, *, between: Callable[[], None] = lambda: None) -> None:
-    """Take BatchNorm's statistics anew at the weights that are in the model, the same on all ranks, which all take part.
+    """Recompute BatchNorm's statistics at the model's current weights, equal on all ranks; every rank must call this.
 
-    They are those of the training batches that come next: a run that has to leave in between, or is resumed, finds the
-    same ones. Random numbers of the training stay as they are.
+    They are computed from the training batches that come next: a run that stops in between, or is resumed, computes the
+    same statistics. The training's random state is unchanged.
     """
     ranks = trainer.ranks
     samples = min(STATISTICS_SAMPLES, len(trainer.datasets.train) // 10)
@@ -376,18 +377,18 @@ def average_batch_norm_statistics(trainer: Trainer, *, between: Callable[[], Non
 
 @torch.no_grad()
 def recompute_batch_norm_statistics(trainer: Trainer, *, batches: int, between: Callable[[], None]) -> list[_BatchNorm]:
-    """Average this rank's statistics of BatchNorm anew over so many of its next training micro-batches.
+    """Recompute this rank's BatchNorm statistics from up to `batches` of its next training micro-batches.
 
-    Means over batches of their means and (unbiased) variances, as torch.optim.swa_utils.update_bn takes them. Nothing
-    else of the model changes.
+    Means over batches of their means and (unbiased) variances, as torch.optim.swa_utils.update_bn computes them.
+    Nothing else of the model changes.
 
     Args:
         trainer: its model is left in training mode.
-        batches: at most; there may be fewer in two epochs.
+        batches: the most micro-batches; two epochs may have fewer.
         between: called after each batch, on every rank; it may raise.
 
     Returns:
-        The modules; none where the model has none, and then no batch is loaded.
+        The BatchNorm modules; if the model has none, an empty list, and no batch is loaded.
     """
     norms = [norm for norm in list_batch_norms(trainer.parallel) if norm.track_running_stats]
     if not norms:
@@ -416,7 +417,7 @@ def recompute_batch_norm_statistics(trainer: Trainer, *, batches: int, between: 
 
 
 def _is_classification(outputs: Any, targets: Any) -> bool:
-    """Return whether the output is one score a class, and the target a class, of each sample."""
+    """Return whether the output is one score per class, and the target one class, for each sample."""
     if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor) or outputs.ndim != 2:
         return False
     return targets.shape == outputs.shape[:1] and not targets.is_floating_point()

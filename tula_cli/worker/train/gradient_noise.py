@@ -1,8 +1,8 @@
-"""The gradient noise scale while a training is under way (`train.diagnostics: [gradient_noise]`), from passes of its own.
+"""The gradient noise scale during a training (`train.diagnostics: [gradient_noise]`), from additional passes.
 
-Squared norms of the gradients of single micro-batches, and of the mean of several (McCandlish et al. 2018, appendix A.1), on
-the samples that are trained next. Nothing of the training changes: weights, buffers and gradients are afterwards as they
-were, and every step draws its random numbers anew.
+It is computed from squared norms of the gradients of single micro-batches, and of the mean of several (McCandlish et
+al. 2018, appendix A.1), on the samples that are trained next. The training is not affected: weights, buffers and
+gradients are restored, and every step reseeds its random numbers.
 """
 
 import contextlib
@@ -27,25 +27,28 @@ from tula_cli.worker.train.loop import Trainer
 _STREAM = 0x4E53  # parts this module's random numbers from the job's others
 
 Gradient = dict[torch.Tensor, torch.Tensor]
-"""Of each parameter that the batch needs."""
+"""Gradients of the parameters that the batch uses."""
 BATCHES_PER_GROUP = 8
-"""Micro-batches whose mean is held against themselves: in that of two, a gradient a tenth of its noise would be lost."""
+"""Micro-batches per group, whose mean is compared with the single ones: with two, a gradient of a tenth of the noise is
+lost."""
 MIN_GROUPS = 4
-"""As many of them at least tell how sure the noise is; of smaller datasets they are smaller."""
+"""Minimum number of groups from which the uncertainty of the noise can be estimated; smaller datasets have smaller
+groups."""
 
 
 def measure_gradient_noise(
     trainer: Trainer, *, batches: int, between: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-    """Measure the noise at the trainer's weights, as a row of metrics.jsonl holds it; every rank takes part.
+    """Measure the noise at the trainer's weights; return a row's fields for metrics.jsonl. Every rank must call this.
 
     Args:
-        trainer: only looked at. Its replicas are taken to be equal.
+        trainer: not changed. Its replicas are assumed to be equal.
         batches: micro-batches of each rank.
-        between: called after each, on every rank at the same time; it may raise.
+        between: called after each micro-batch, on every rank at the same time; it may raise.
 
     Returns:
-        `stats`, the norms as a probe's; `scale`, `low` and `high` of the noise, in samples, where they tell it; `seconds`.
+        `stats`, the norms as in a probe; `scale`, `low` and `high` of the noise, in samples, if they can be estimated;
+        `seconds`.
     """
     began, pairs, position = time.monotonic(), list[Pair](), trainer.position
     # By the position, not by what ran before: stages follow from it, and a training that was interrupted has the same.
@@ -68,7 +71,7 @@ def measure_gradient_noise(
 
 
 def _count_upcoming(trainer: Trainer) -> int:
-    """Return how many micro-batches there are in the rest of this epoch and the next one."""
+    """Return the number of micro-batches in the rest of this epoch and the next one."""
     size, samples_done = len(trainer.datasets.train), trainer.position.done
     return (count_remaining_steps(size, samples_done, trainer.batch) + size // trainer.batch) * trainer.parts
 
@@ -81,7 +84,7 @@ def _average_over_ranks(trainer: Trainer, pairs: Sequence[Pair]) -> list[Pair]:
 
 
 def _measure_group(trainer: Trainer, batches: Iterator[Any], between: Callable[[], None]) -> Pair:
-    """Return the mean of the squared norms of the batches' gradients, and that of their mean."""
+    """Return the mean of the squared norms of the batches' gradients, and the squared norm of their mean."""
     total: Gradient = {}
     squares = []
     for batch in batches:
@@ -96,7 +99,7 @@ def _measure_group(trainer: Trainer, batches: Iterator[Any], between: Callable[[
 
 @contextmanager
 def _restore_buffers(model: nn.Module) -> Iterator[None]:
-    """Outside, what the passes inside have counted into buffers (BatchNorm) is gone again."""
+    """Restore the model's buffers (BatchNorm) on exit."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
         yield
@@ -110,7 +113,8 @@ def _restore_buffers(model: nn.Module) -> Iterator[None]:
 
 
 def compute_gradient(trainer: Trainer, batch: Any) -> Gradient:
-    """Return the gradient of a batch of this rank's, unscaled; of a model in shares this rank's share of that of all ranks'."""
+    """Return the unscaled gradient of this rank's batch; if sharded, this rank's shard of that of all ranks'
+    batches."""
 
     def loss() -> torch.Tensor:
         with without_compilation(trainer.spec.train), worker_train_loop.make_autocast_context(trainer):
@@ -126,7 +130,7 @@ def compute_gradient(trainer: Trainer, batch: Any) -> Gradient:
 
 
 def compute_squared_norm(trainer: Trainer, gradient: Gradient) -> float:
-    """Return the squared norm of the whole gradient; of shares every rank takes part."""
+    """Return the squared norm of the whole gradient; if the model is sharded, every rank must call this."""
     if isinstance(trainer.parallel, Sharded):
         return float(sharding.sharded_squared_norm(list(gradient.values())))
     pieces = (piece for tensor in gradient.values() for piece in tensor.flatten().split(_PIECE))
@@ -134,4 +138,4 @@ def compute_squared_norm(trainer: Trainer, gradient: Gradient) -> float:
 
 
 _PIECE = 2**20
-"""Elements that are held in twice their bytes at a time."""
+"""Elements that are converted to double precision at a time."""

@@ -1,7 +1,7 @@
-"""Ends a rank whose step does not come to an end, with the stack of where it hangs: nobody else would, for half an hour.
+"""Ends a rank whose step hangs, and reports the stack; without it the job would wait for half an hour.
 
-Its peers sit in a reduction until torch gives them up. A thread counts the seconds of a step; the step itself touches no file
-and asks nobody.
+The peers of such a rank wait in a reduction until torch's timeout. A thread counts the seconds of a step; the step
+itself accesses no file and does not communicate for this.
 """
 
 import faulthandler
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from tula_cli.worker.train.loop import Step
 
 MIN_LIMIT = 600.0
-"""The fewest seconds after which a step hangs: a script's too are taken for stuck then."""
+"""Minimum seconds after which a step counts as hung; scripts have the same limit."""
 LIMIT_IN_STEPS = 20
-"""The same in steps, of their median."""
+"""The limit as a multiple of the median step time."""
 POLL_SECONDS = 1.0  # seconds
 MEDIAN_STEPS = 101  # steps that the median is of
 _STACK = 512 * 2**10  # bytes of its thread: the usual 8 MiB count as memory of the job where that is limited
@@ -39,17 +39,17 @@ _WAITS_IN = ("_engine_run_backward", "synchronize")  # the reducer of DDP, and a
 
 @dataclass
 class HangWatch:
-    """Watches the steps of one training on this rank; not its first one, which may compile.
+    """Watches the steps of one training on this rank, except the first one, which may compile.
 
-    A rank that waits for others is not the one that hangs.
+    A rank that waits for others does not count as hung.
 
     Args:
-        run: where the failure is written.
-        task: what is trained.
+        run: the run directory, in which the failure is written.
+        task: the training task.
         attempt: of the task.
-        rank: this one.
-        world: how many there are.
-        end: ends this process.
+        rank: this rank.
+        world: number of ranks.
+        end: exits this process.
     """
 
     run: RunDir
@@ -63,7 +63,7 @@ class HangWatch:
     _over: threading.Event = field(default_factory=threading.Event)
 
     def watch_steps(self, steps: Iterator["Step"]) -> Iterator["Step"]:
-        """Yield the steps; what their caller does between two of them (evaluate, save) may take any time."""
+        """Yield the steps; work of the caller between two steps (evaluating, saving) may take any time."""
         thread = threading.Thread(target=self._watch, args=(threading.get_ident(),), name="hang-watch", daemon=True)
         usual = threading.stack_size(_STACK)
         thread.start()
@@ -83,7 +83,7 @@ class HangWatch:
 
     @property
     def limit(self) -> float:
-        """Seconds that a step may take; without end for the first."""
+        """Seconds that a step may take; infinity for the first."""
         return max(MIN_LIMIT, LIMIT_IN_STEPS * statistics.median(self._took)) if self._took else float("inf")
 
     def _watch(self, main: int) -> None:
@@ -101,7 +101,7 @@ class HangWatch:
                 self.end(1)
 
     def _report_hang(self, frame: FrameType, silent: float) -> None:
-        """Write where it hangs into the log, all threads of it, and the failure for the supervisor."""
+        """Write the stacks of all threads to the log, and the failure for the supervisor."""
         position = describe_position(frame)
         message = (
             f"no end of a step for {silent:.0f} s, where one takes {statistics.median(self._took):.3g} s: {position}"
@@ -126,14 +126,14 @@ class HangWatch:
 
 
 def is_waiting_for_peers(frame: FrameType) -> bool:
-    """Return whether the innermost frame of a thread waits for other ranks, or for a device that may."""
+    """Return whether the innermost frame of a thread waits for other ranks, or for a device that may wait for them."""
     code = frame.f_code
     module = str(frame.f_globals.get("__name__", ""))
     return code.co_name in _WAITS_IN or module.startswith("torch.distributed") or module == "tula_cli.worker.ranks"
 
 
 def describe_position(frame: FrameType) -> str:
-    """Return where a thread stands in words: the innermost line that is neither Python's own nor a library's."""
+    """Describe where a thread is: the innermost line outside of Python's library and of installed packages."""
     frames = traceback.extract_stack(frame)
     user_frames = [
         frame_summary

@@ -1,9 +1,9 @@
-"""The extreme eigenvalues of the loss's Hessian, beside the norm of its gradient (Figure 5b), on demand.
+"""The extreme eigenvalues of the loss's Hessian, and the norm of its gradient (Figure 5b), on demand.
 
 Lanczos' iteration with Hessian-vector products by double backward (Pearlmutter 1994), on a fixed, seeded part of the
-training set. The model is in evaluation mode, so that the loss is a plain mean over samples: it depends neither on how
-many ranks share them nor on which samples sit in one batch, and dropout is off. Nothing of the training changes: modes,
-buffers, gradients and random number generators are afterwards as they were.
+training set. The model is in evaluation mode, so that the loss is a plain mean over samples: it depends neither on the
+number of ranks nor on which samples are in one batch, and dropout is off. The training is not affected: modes, buffers,
+gradients and random number generators are restored.
 """
 
 import itertools
@@ -30,10 +30,10 @@ from tula_cli.worker.seeding import compute_stable_seed, seed_torch
 from tula_cli.worker.train.loop import Trainer
 
 TOLERANCE = 0.05
-"""Bound on the error of an eigenvalue, as a share of the largest magnitude of one, that ends the iteration."""
+"""Bound on the error of an eigenvalue, relative to the largest magnitude, at which the iteration stops."""
 MAX_ITERATIONS = 100
 FAILURE_PROBABILITY = 0.01
-"""Probability, over the random start, that an error is above its bound."""
+"""Probability, over the random start, that an error exceeds its bound."""
 
 _MEMORY_RATIO = 4  # a double backward holds about so many times the memory of a training step with as many samples
 _STREAM = 0x4E55  # parts this module's random numbers from the job's others
@@ -48,11 +48,11 @@ Product = Callable[[Tensor], Tensor]  # v -> H v, both flat
 
 @dataclass(frozen=True)
 class Extremes:
-    """Both ends of a spectrum: what Lanczos' iteration finds lies within them."""
+    """Both ends of a spectrum as found by Lanczos' iteration; they lie within the true ends."""
 
     largest: float  # the most positive one, or less
     smallest: float  # the most negative one, or more
-    error: float  # neither is off by more, with probability 1 - FAILURE; infinity where nothing can be said
+    error: float  # neither is off by more, with probability 1 - FAILURE_PROBABILITY; infinity where nothing can be said
     iterations: int
     converged: bool
 
@@ -63,11 +63,11 @@ class Extremes:
 
 @dataclass(frozen=True)
 class Curvature:
-    """The loss around the weights, as a row of metrics.jsonl holds it."""
+    """The loss around the weights, as in a row of metrics.jsonl."""
 
     eigenvalue: float  # the largest (the most positive one)
     smoothness: float  # the largest magnitude of an eigenvalue: the local L of Lemma 1
-    error: float  # that both may have, by `lanczos`
+    error: float  # that both may have, by `run_lanczos`
     gradient_norm: float  # on the same samples
     loss: float
     iterations: int  # Hessian-vector products
@@ -77,18 +77,18 @@ class Curvature:
 
 
 def compute_step_size_bound(smoothness: float, s_min: float, s_max: float) -> float | None:
-    """Return Lemma 1's bound on the learning rate, 2 s_min / (L s_max^2) (Eq. 11); None where nothing bounds it.
+    """Return Lemma 1's bound on the learning rate, 2 s_min / (L s_max^2) (Eq. 11); None if there is no bound.
 
-    It is that of plain SGD with factors in [s_min, s_max]; both are 1 without scaling. (The paper's text prints the
+    It applies to plain SGD with factors in [s_min, s_max]; both are 1 without scaling. (The paper's text prints the
     inequality the other way round.)
     """
     return 2 * s_min / (smoothness * s_max**2) if smoothness > 0 else None
 
 
 def compute_lemma_1_terms(trainer: Trainer, smoothness: float) -> dict[str, float | None]:
-    """Return what Lemma 1 needs and says, as a row of metrics.jsonl holds it.
+    """Return the quantities of Lemma 1, as in a row of metrics.jsonl.
 
-    `s_min` and `s_max` are the interval of what gradients are multiplied by, unscaled steps included.
+    `s_min` and `s_max` are the interval of the factors applied to gradients, unscaled steps included.
     """
     ags = trainer.ags
     low, high = (1.0, 1.0) if ags is None or ags.identity else (ags.bounds.low, ags.bounds.high)
@@ -96,10 +96,10 @@ def compute_lemma_1_terms(trainer: Trainer, smoothness: float) -> dict[str, floa
 
 
 def measure_curvature(trainer: Trainer, *, samples: int, between: Callable[[], None] = lambda: None) -> Curvature:
-    """Measure the curvature at the trainer's weights; every rank takes its share of the samples, all return the same.
+    """Measure the curvature at the trainer's weights; every rank processes its share of samples and returns the same.
 
     Args:
-        trainer: only looked at. Its replicas are taken to be equal, as DistributedDataParallel keeps them.
+        trainer: not changed. Its replicas are assumed to be equal, as DistributedDataParallel keeps them.
         samples: over all ranks, at most the training set.
         between: called after each product, on every rank at the same time, so it may communicate; it may raise.
 
@@ -141,16 +141,17 @@ def run_lanczos(
 ) -> Extremes:
     """Return both ends of the spectrum of a symmetric operator, with at most `most` products.
 
-    A residual |Hv - rv| does not tell when to end: it is small beside any eigenvalue, an inner one too. So the bound is
-    that for a random start: after k products neither end is missed by more than `compute_missed_share_bound` of the spectrum's width,
-    whatever the spectrum. Fewer products do where they span all that the start is made of. Three vectors are held;
-    nothing is made orthogonal again, which finds eigenvalues more than once and the extreme ones no later (Paige 1980).
+    A residual |Hv - rv| is no stopping criterion: it is small near any eigenvalue, also an inner one. Therefore the
+    bound for a random start is used: after k products neither end is missed by more than `compute_missed_share_bound`
+    of the spectrum's width, whatever the spectrum. Fewer products suffice if they span the whole start vector. Three
+    vectors are held; there is no reorthogonalisation, which repeats eigenvalues but does not delay the extreme ones
+    (Paige 1980).
 
     Args:
         product: v -> H v, flat; its result is changed.
         start: drawn from a normal distribution.
-        tolerance: bound on the error, as a share of the largest magnitude, that ends the iteration.
-        most: products.
+        tolerance: bound on the error, relative to the largest magnitude, at which the iteration stops.
+        most: the maximum number of products.
     """
     rounding = 10 * torch.finfo(start.dtype).eps
     size, vector, previous, beta = len(start), start / torch.linalg.vector_norm(start), torch.zeros_like(start), 0.0
@@ -175,17 +176,18 @@ def run_lanczos(
 
 
 def compute_missed_share_bound(products: int, size: int) -> float:
-    """Return the share of a spectrum's width that so many products miss at each end at most, with probability 1 - FAILURE.
+    """Bound the share of a spectrum's width by which each end is missed, with probability 1 - FAILURE_PROBABILITY.
 
     Kuczynski and Wozniakowski 1992, Theorem 4.2: for a start uniform on the sphere in R^n, the largest eigenvalue of a
     positive operator is missed by more than the share s with probability 1.648 sqrt(n) exp(-sqrt(s) (2k - 1)) at most.
-    A shift makes every operator positive, with the width as its largest eigenvalue; each end has half of FAILURE.
+    A shift makes every operator positive, with the width as its largest eigenvalue; each end has half of
+    FAILURE_PROBABILITY.
     """
     return (math.log(2 * 1.648 * math.sqrt(size) / FAILURE_PROBABILITY) / (2 * products - 1)) ** 2
 
 
 def _compute_error_bound(products: int, size: int, width: float) -> float:
-    """Return the bound on the error of both ends, where they are `width` apart as they were found."""
+    """Return the bound on the error of both ends, given the width between the ends found."""
     share = compute_missed_share_bound(products, size)
     return share * width / (1 - 2 * share) if share < 0.5 else math.inf
 
@@ -210,11 +212,11 @@ class LossSurface:
     """The mean loss over fixed samples, and its derivatives by the trainable parameters as one flat vector.
 
     Args:
-        model: in the mode it is to be looked at in.
-        call: takes the loss of a batch, a mean over its samples.
-        batches: this rank's samples as (how many, batch), each small enough for a double backward.
-        ranks: over all of them the mean is taken.
-        seed: for a model that draws random numbers even so: the same in each pass.
+        model: in the mode (training or evaluation) to measure it in.
+        call: computes the loss of a batch, a mean over its samples.
+        batches: this rank's samples as (number of samples, batch), each small enough for a double backward.
+        ranks: the mean is taken over all of them.
+        seed: for a model that draws random numbers even in that mode: the same in each pass.
     """
 
     def __init__(
@@ -225,7 +227,7 @@ class LossSurface:
         self.samples = round(ranks.sum([float(sum(count for count, _ in batches))])[0])
 
     def direction(self) -> Tensor:
-        """Return a seeded random vector to start from, the same on every rank."""
+        """Return a seeded random start vector, the same on every rank."""
         generator = torch.Generator().manual_seed(compute_stable_seed(self.seed, _STREAM))
         size = sum(p.numel() for p in self.parameters)
         return torch.randn(size, generator=generator, dtype=self._dtype).to(self.ranks.device)
@@ -316,9 +318,9 @@ def _load_batches(trainer: Trainer, samples: int) -> list[tuple[int, Any]]:
 
 
 def _refuse_dead_ends(gradients: Sequence[Tensor | None]) -> None:
-    """Raise SpecError where the gradients' graph holds a backward marked @once_differentiable.
+    """Raise SpecError if the gradients' graph contains a backward marked @once_differentiable.
 
-    Nothing leads from there to the weights, so that autograd would leave that part out without a word.
+    No path leads from there to the weights, so autograd would omit that part without an error.
     """
     waiting = [g.grad_fn for g in gradients if g is not None and g.grad_fn is not None]
     visited = set(waiting)
@@ -332,7 +334,7 @@ def _refuse_dead_ends(gradients: Sequence[Tensor | None]) -> None:
 
 
 def _explain(error: RuntimeError) -> None:
-    """Raise SpecError where the model is the reason; an out-of-memory, for one, stays what it is."""
+    """Raise SpecError if the model is the cause; the caller handles other errors, such as out of memory."""
     if _NO_SECOND_DERIVATIVE.search(str(error)):
         raise _make_no_second_derivative_error(str(error).splitlines()[0]) from error
 
@@ -346,7 +348,7 @@ def _make_no_second_derivative_error(why: str) -> SpecError:
 
 @contextmanager
 def _restore_afterwards(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; outside the modes, buffers and random numbers of before."""
+    """Use evaluation mode inside the context; restore modes, buffers and random states on exit."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
@@ -364,6 +366,6 @@ def _restore_afterwards(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _use_plain_attention() -> Iterator[None]:
-    """Attention by plain products: the fast kernels have no second derivative."""
+    """Compute attention by plain products: the fast kernels have no second derivative."""
     with sdpa_kernel(SDPBackend.MATH):
         yield

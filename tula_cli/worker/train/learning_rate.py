@@ -1,4 +1,4 @@
-"""The learning rate as a function of fractional epochs, so that samples are the clock whatever the batch is."""
+"""The learning rate as a function of fractional epochs, so that schedules depend on samples, whatever the batch."""
 
 import functools
 import json
@@ -16,9 +16,9 @@ def compute_learning_rate(spec: JobSpec, epoch: float, batch: int) -> float:
     """Return the learning rate at a point of training.
 
     Args:
-        spec: `optimizer.lr` belongs to `train.reference_batch` and is scaled from there to the batch.
+        spec: `optimizer.lr` applies to `train.reference_batch` and is scaled from there to the batch.
         epoch: epochs done, with fraction: samples seen / dataset size.
-        batch: global batch, samples an optimizer step.
+        batch: global batch, samples per optimizer step.
     """
     scale, warmup = compute_lr_scale(spec, batch), get_warmup_epochs(spec)
     if spec.train.stages == "decay":  # at every point a multiple of the reference batch's, min_lr and warm-up included
@@ -32,16 +32,17 @@ def compute_learning_rate(spec: JobSpec, epoch: float, batch: int) -> float:
 
 
 def load_user_schedule(spec: JobSpec) -> Callable[[float], float]:
-    """Return the user's own schedule: a factor of the learning rate at epochs done, 0 to those of the training.
+    """Return the user's schedule: a factor of the learning rate as a function of the epochs done, 0 to `train.epochs`.
 
     Raises:
-        SpecError: it cannot be imported or built. JobFailed, when it is called: it fails, or returns no number from 0 on.
+        SpecError: it cannot be imported or built. JobFailed, when it is called: it fails, or returns no number from 0
+            on.
     """
     return _load_user_schedule(spec.schedule.kind, json.dumps(spec.schedule.args), spec.train.epochs)
 
 
 def check_user_schedule(spec: JobSpec) -> None:
-    """Ask a schedule of the user's own for its factors at the beginning, in the middle and at the end; `load_user_schedule`'s errors."""
+    """Evaluate a user's schedule at its start, middle and end; raises the errors of `load_user_schedule`."""
     if is_import_string(spec.schedule.kind):
         for epoch in (0.0, spec.train.epochs / 2, float(spec.train.epochs)):
             load_user_schedule(spec)(epoch)

@@ -1,7 +1,7 @@
-"""The one training loop: probes, the training run and a relaunch all run it.
+"""The training loop, which probes, the training run and a relaunch all use.
 
-`steps` yields after every optimizer step. A probe takes some steps and leaves; the training run takes them all, and
-evaluates and saves when an epoch ends. Nothing else trains.
+`run_steps` yields after every optimizer step. A probe takes some steps and stops; the training run takes them all, and
+evaluates and saves when an epoch ends. There is no other training loop.
 """
 
 import itertools
@@ -39,7 +39,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step, seen from outside."""
+    """One optimizer step, as reported to the caller."""
 
     loss: torch.Tensor  # 0-dim, this rank's mean over the local batch; still on the device
     batch: int  # global
@@ -53,7 +53,7 @@ class Step:
 
 @dataclass
 class Trainer:
-    """Everything a rank trains with."""
+    """All objects with which a rank trains."""
 
     spec: JobSpec
     ranks: Ranks
@@ -86,7 +86,7 @@ class Trainer:
 
     @property
     def samples_passed(self) -> int:
-        """Samples of whole epochs, with what their ends leave out, and those done of the one under way."""
+        """Samples of the completed epochs, including those dropped at their ends, and of the current epoch so far."""
         return self.position.epoch * len(self.datasets.train) + self.position.done
 
     @property
@@ -96,22 +96,22 @@ class Trainer:
 
     @property
     def splits(self) -> int:
-        """Parts that each micro-batch of train.accumulate is computed in."""
+        """Number of parts in which each micro-batch of train.accumulate is computed."""
         return self.sizes.splits[self.batch]
 
     @property
     def beta2s(self) -> Sequence[float]:
-        """The beta2 of each parameter group in the coming step; empty: they stay as they are."""
+        """The beta2 of each parameter group in the coming step; empty: beta2 is not changed."""
         return self.beta2s_at[self.batch]
 
     def move_to(self, position: Position) -> None:
-        """Go to a position; where that has another batch, what depends on it follows."""
+        """Move to a position; if its batch differs from the current one, the method is updated."""
         previous_batch, self.position = self.batch, position
         if self.batch != previous_batch:
             self.method.change_batch(self)
 
     def use_ramp(self, ramp: Ramp) -> None:
-        """Have other stages from here on; the batch in use is the same."""
+        """Use other stages from here on; the current batch must be the same in both."""
         previous_batch, self.sizes = self.batch, replace(self.sizes, ramp=ramp)
         assert self.batch == previous_batch
 
@@ -125,17 +125,17 @@ class Trainer:
 
     @property
     def largest_micro_batch(self) -> int:
-        """Samples a GPU takes at a time of the largest batch that it comes to: what is evaluated at a time."""
+        """Samples that a GPU processes at a time at the largest batch of this attempt, and in evaluations."""
         return self.sizes.largest // (self.ranks.world * self.sizes.parts[self.sizes.largest])
 
     @property
     def parts(self) -> int:
-        """Micro-batches an optimizer step, as they are computed."""
+        """Micro-batches per optimizer step, with each part of a split micro-batch counted."""
         return self.sizes.parts[self.batch]
 
     @property
     def local_sgd(self) -> bool:
-        """Whether the coming step is each rank's own: post-local SGD after its switch."""
+        """Whether each rank takes the coming step by itself: post-local SGD after its switch."""
         return self.method.is_local(self)
 
     @property
@@ -149,7 +149,7 @@ class Trainer:
 
     @property
     def epoch(self) -> float:
-        """Return the fractional epoch: samples are the clock of every schedule."""
+        """Return the fractional epoch, on which every schedule depends."""
         return self.position.epoch + self.position.done / len(self.datasets.train)
 
 
@@ -159,7 +159,7 @@ def build_trainer(
     """Build the trainer of a task at a global batch.
 
     Args:
-        refresh: whether AGS refreshes by itself (a probe times a refresh apart).
+        refresh: whether AGS refreshes by itself (a probe times a refresh separately).
 
     Raises:
         SpecError: the batch does not divide among ranks and micro-batches, or is larger than the dataset.
@@ -203,7 +203,7 @@ def build_trainer(
 
 
 def _build_loss(spec: JobSpec, device: torch.device) -> LossFunction:
-    """Return the loss; one that is a module may hold tensors, such as class weights."""
+    """Return the loss on the device; a loss that is a module may hold tensors, such as class weights."""
     loss = zoo.build_loss(spec)
     return loss.to(device) if isinstance(loss, nn.Module) else loss
 
@@ -211,8 +211,8 @@ def _build_loss(spec: JobSpec, device: torch.device) -> LossFunction:
 def run_steps(trainer: Trainer) -> Generator[Step, None, None]:
     """Train from the trainer's position to the last epoch, yielding after each optimizer step.
 
-    The time between a step's `start` and `end` is whole wall time: waiting for data, forward, backward, synchronisation
-    and update. What the caller does between two steps is not in it.
+    The time between a step's `start` and `end` is the complete wall time: waiting for data, forward, backward,
+    synchronisation and update. Work of the caller between two steps is not included.
     """
     size = len(trainer.datasets.train)
     epochs = trainer.spec.train.epochs if trainer.until is None else trainer.until
@@ -234,7 +234,7 @@ def run_steps(trainer: Trainer) -> Generator[Step, None, None]:
 
 
 def _take_step(trainer: Trainer, stream: Iterator[Any], *, epoch_ends: bool) -> Step:
-    """Take a step, and go on by it."""
+    """Take a step, and advance the trainer's position by it."""
     step = _train_step(trainer, stream, epoch_ends=epoch_ends)
     position = trainer.position.advance(step.batch)
     trainer.move_to(position.next_epoch() if epoch_ends else position)
@@ -242,7 +242,8 @@ def _take_step(trainer: Trainer, stream: Iterator[Any], *, epoch_ends: bool) -> 
 
 
 def load_micro_batches(trainer: Trainer, epochs: int, ramp: Ramp | None = None) -> Iterator[Any]:
-    """Return this rank's micro-batches from the trainer's position to the end of `epochs`; None: of its own batches."""
+    """Return this rank's micro-batches from the trainer's position to the end of `epochs`; `ramp` None: the
+    trainer's."""
     batches = MicroBatchSampler(
         len(trainer.datasets.train),
         ramp=ramp or trainer.sizes.ramp,
@@ -263,25 +264,25 @@ def load_micro_batches(trainer: Trainer, epochs: int, ramp: Ramp | None = None) 
 
 
 def run_cached_steps(trainer: Trainer) -> Iterator[Step]:
-    """Yield steps on the newest micro-batch, which is on the device, again and again: none of them waits for data."""
+    """Yield steps that reuse the newest micro-batch, which is on the device: none of them waits for data."""
     assert trainer.last_batch is not None
     while True:
         yield run_step_on(trainer, trainer.last_batch)
 
 
 def run_step_on(trainer: Trainer, batch: Any) -> Step:
-    """Take a step of which this is each micro-batch."""
+    """Take a step in which every micro-batch is `batch`."""
     return _train_step(trainer, itertools.repeat(batch), epoch_ends=False)
 
 
 def list_upcoming_micro_batches(trainer: Trainer) -> Generator[Any, None, None]:
-    """Yield the micro-batches that would be trained next at the batch in use, over two epochs at most."""
+    """Yield the micro-batches that would be trained next at the current batch size, over two epochs at most."""
     for batch in load_micro_batches(trainer, trainer.position.epoch + 2, Ramp.constant(trainer.batch)):
         yield to_device(trainer, batch)
 
 
 def _train_step(trainer: Trainer, stream: Iterator[Any], *, epoch_ends: bool) -> Step:
-    """One optimizer step: accumulate, refresh the factors if it is time, update."""
+    """Take one optimizer step: accumulate, refresh the factors if due, update."""
     start = trainer.clock.mark()
     lr = trainer.lr
     zoo.set_lr(trainer.optimizer, lr, trainer.lr_ratios)
@@ -323,7 +324,7 @@ def _run_backward(trainer: Trainer, stream: Iterator[Any], start: Mark) -> tuple
 
 
 def _refresh_method(trainer: Trainer) -> bool:
-    """Let the method do what only some steps do, with the finished gradient; return whether it did."""
+    """Run the method's refresh, which only some steps do, on the finished gradient; return whether it was done."""
     assert trainer.last_batch is not None
     samples = trainer.micro_batch
     # Once an epoch is not worth compiling, which ranks would do one after the other.
@@ -368,5 +369,5 @@ def make_autocast_context(trainer: Trainer) -> AbstractContextManager[Any]:
 
 
 def to_device(trainer: Trainer, batch: Any) -> Any:
-    """Return a loader's batch where the model is; a GPU takes it while it still computes what came before."""
+    """Return a loader's batch on the model's device; on a GPU the copy overlaps with earlier computation."""
     return move_to_device(batch, trainer.ranks.device, channels_last=trainer.channels_last)

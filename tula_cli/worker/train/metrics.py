@@ -1,4 +1,4 @@
-"""The rows of metrics.jsonl, and with them those of steps.jsonl."""
+"""The rows of metrics.jsonl and of steps.jsonl."""
 
 import json
 import math
@@ -22,15 +22,15 @@ from tula_cli.worker.build.data import Position
 # sides of it; those beyond the checkpoint that a training resumes from are dropped, since their steps are made again.
 
 ROWS_PER_LINE = 32
-"""Rows that are written at once, so that what a line begins with is little beside them."""
+"""Rows that are written at once, so that the start of a line is short compared with them."""
 
 
 class StepFile:
-    """The file of one training; rank 0's alone.
+    """The file of steps of one training; used on rank 0 alone.
 
     Args:
-        training: whose it is.
-        most: rows from which on neighbours are joined.
+        training: whose steps are written.
+        most: number of rows beyond which neighbouring rows are joined.
     """
 
     def __init__(self, training: TrainingRun, *, most: int = MOST_ROWS) -> None:
@@ -42,7 +42,7 @@ class StepFile:
         self.last: StepRow | None = None  # where a training resumes: the newest row, with the newest norm
 
     def resume(self, samples: int) -> None:
-        """Drop the rows beyond so many samples, and go on behind the others."""
+        """Drop the rows beyond `samples`, and continue after the others."""
         if not self.training.steps_path.exists():
             return
         rows = [row for row in self.training.step_rows() if row.samples <= samples]
@@ -54,11 +54,11 @@ class StepFile:
         self._rewrite(rows)
 
     def add(self, steps: Sequence[StepRow], *, close: bool) -> None:
-        """Take steps, and write the rows that are full where they are enough for a line.
+        """Add steps, and write the full rows if they are enough for a line.
 
         Args:
             steps: the newest ones.
-            close: write them all, the last row although it is not full.
+            close: write all rows, including the last one even if it is not full.
         """
         for step in steps:
             self.held += self._add_to_open_row(step)
@@ -74,7 +74,7 @@ class StepFile:
             self._join_neighbours()
 
     def _add_to_open_row(self, step: StepRow) -> list[StepRow]:
-        """Add a step to the open row; return the rows that are full by that."""
+        """Add a step to the open row; return the rows that become full."""
         full: list[StepRow] = []
         if self.open and not step.follows(self.open[0]):
             full.append(self.open.pop())
@@ -84,7 +84,7 @@ class StepFile:
         return full
 
     def _join_neighbours(self) -> None:
-        """Join neighbours, but none that a checkpoint stands between: a training may resume from that."""
+        """Join neighbouring rows, except those on both sides of a checkpoint: a training may resume from it."""
         marks = sorted(int(path.stem) for path in self.training.checkpoints())
 
         def apart(first: int, after: int) -> bool:
@@ -101,14 +101,14 @@ class StepFile:
 # --- The file of metrics
 
 LOG_SECONDS = 1.0
-"""At most one step row a second: enough for a live view, little enough for a shared file system."""
+"""At most one step row per second: enough for a live view, and a small load on a shared file system."""
 
 
 class MetricsFile:
-    """metrics.jsonl: one JSON object a line, appended by rank 0; other ranks write nothing.
+    """metrics.jsonl: one JSON object per line, appended by rank 0; other ranks write nothing.
 
-    Rows beyond `samples`, where the run resumes, are dropped: those steps are trained again. A damaged row before that is
-    kept: `tula status` names it as long as it is there.
+    Rows beyond `samples`, from which the run resumes, are dropped: those steps are trained again. A damaged row before
+    that is kept: `tula status` reports it as long as it exists.
     """
 
     def __init__(self, run: RunDir, task: TrainTask, *, is_first: bool, samples: int) -> None:
@@ -155,9 +155,9 @@ class MetricsFile:
 
 
 def compute_mean_step_time(rows: Iterable[dict[str, Any]], configuration: tuple[int, int, int]) -> float | None:
-    """Return the step time (s) over all epochs at these nodes, batch and micro-batch, of whatever attempt; None without any.
+    """Return the step time (s) over all epochs of all attempts at these nodes, batch and micro-batch; None without any.
 
-    A late epoch alone may have two steps, and another speed than the training that the prediction is of.
+    A late epoch alone may have only two steps, and a speed that differs from the training that was predicted.
     """
     alike, times = False, []
     _, own_batch, micro_batch = configuration
@@ -176,7 +176,7 @@ def compute_mean_step_time(rows: Iterable[dict[str, Any]], configuration: tuple[
 
 
 def _replace_non_finite(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with nan and infinity as null: JSON has neither."""
+    """Return the values with nan and infinity replaced by null, because JSON cannot represent them."""
     return {
         name: _replace_non_finite(value)
         if isinstance(value, dict)

@@ -1,9 +1,10 @@
-"""The decision about the next stage from the gradient noise of a running training (`train.ramp: noise`).
+"""Decisions on the next stage from the gradient noise of a running training (`train.ramp: noise`).
 
-At an epoch's end it is measured where a stage would begin before the next measurement. The stage then begins as planned, or is put
-off to that measurement, or never comes; the rule is `models/ramp/by_noise.py`'s. A decision is always about steps that are still to
-come, and stands in the training's stages.jsonl before any rank knows it: a start that comes to the same place again takes what
-stands there, so that a training that was interrupted is the same, bit for bit, as one that was not.
+The noise is measured at the end of an epoch if a stage would start before the next measurement. The stage then starts
+as planned, or is postponed to that measurement, or is cancelled; the rule is in `models/ramp/by_noise.py`. A decision
+always concerns future steps, and is written to the training's stages.jsonl before any rank acts on it. A later attempt
+that reaches the same point uses the recorded decision, so that an interrupted training is bit for bit the same as an
+uninterrupted one.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,14 +24,15 @@ from tula_cli.worker.train.loop import Trainer
 from tula_cli.worker.train.training_log import TrainingLog
 
 SHARE, FEWEST = 0.25, 16
-"""Of an epoch's samples that a measurement nobody has asked for takes; and the micro-batches of each rank that tell anything."""
+"""Share of an epoch's samples for a measurement that the job has not requested; and its minimum micro-batches per
+rank."""
 
 
 class StageControl:
     """The stages of one training, on every rank.
 
     Args:
-        run: where its decisions are kept.
+        run: the run directory, which stores the decisions.
         task: with the stages as they were planned.
         trainer: whose ramp follows the decisions.
     """
@@ -42,17 +44,18 @@ class StageControl:
         self.taken: list[StageDecision] = []  # of these, in effect
 
     def _read_decisions(self) -> list[StageDecision]:
-        """Return what rank 0 reads of earlier starts, on every rank."""
+        """Return the decisions of earlier attempts, read by rank 0, on every rank."""
         ranks = self.trainer.ranks
         lines = [row.model_dump_json() for row in self.files.stage_decisions()] if ranks.is_first else []
         return [StageDecision.model_validate_json(line) for line in ranks.gather("\n".join(lines))[0].splitlines()]
 
     def resume(self, position: Position, *, needs_evaluation: bool) -> None:
-        """Take the decisions that were in effect at a checkpoint; called before its state is restored.
+        """Apply the decisions that were in effect at a checkpoint; called before its state is restored.
 
         Args:
             position: of the checkpoint.
-            owed: the epoch that ends there is not evaluated yet, nor its decision taken.
+            needs_evaluation: whether the epoch that ends there is not yet evaluated, so that its decision is not in
+                effect.
         """
         passed = position.epoch * self._size + position.done
         self._apply([decision for decision in self.known if decision.passed < passed + (not needs_evaluation)])
@@ -67,7 +70,7 @@ class StageControl:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """The stages up to the one of the training's own batch, as decisions have left them."""
+        """The stages up to the one with the training's target batch, after all decisions in effect."""
         stages = apply_decisions(self.task.stages, self.taken, total=self._total, size=self._size)
         below = sum(stage.batch < self.trainer.sizes.batch for stage in stages)
         return stages[: below + 1]
@@ -80,14 +83,14 @@ class StageControl:
     # --- at the end of an epoch
 
     def measure_and_decide(self, log: TrainingLog, *, between: Callable[[], None]) -> None:
-        """Write a row with the gradient noise scale, where that is due, and decide by it; every rank takes part."""
+        """If due, write a row with the gradient noise scale, and decide by it; every rank must call this."""
         noise = self.measure(between)
         if noise is not None:
             log.add("noise", batch=self.trainer.batch, **noise)
             log.log_stage_decision(self.decide(noise))
 
     def measure(self, between: Callable[[], None]) -> dict[str, Any] | None:
-        """Return a row of the noise where the job asks for one now, or a stage is to come; every rank takes part."""
+        """Return the noise if the job requests it now, or a stage is to come; else None. Every rank must call this."""
         train, trainer = self.task.spec.train, self.trainer
         if not train.measures_noise:
             return None
@@ -101,12 +104,12 @@ class StageControl:
         )
 
     def _next_stage(self) -> Stage | None:
-        """Return the stage that begins before the next measurement; None where none does."""
+        """Return the stage that starts before the next measurement; None if there is none."""
         passed = self.trainer.samples_passed
         return find_next_stage(self.stages, passed=passed, end=passed + self._size) if self.acts else None
 
     def decide(self, noise: Mapping[str, Any]) -> StageDecision | None:
-        """Decide of the coming stage by a row of the noise, the same on every rank; None where none is to come."""
+        """Decide on the coming stage by the measured noise, equally on every rank; None if no stage is to come."""
         stage = self._next_stage() if self.task.spec.train.measures_noise else None
         if stage is None:
             return None
@@ -117,7 +120,7 @@ class StageControl:
         return row
 
     def _load_or_decide(self, stage: Stage, noise: Mapping[str, Any]) -> StageDecision:
-        """Return what was decided here before, or else is now, which is written down first of all. Rank 0 alone."""
+        """Return the recorded decision for this position, or make one and write it first. Rank 0 alone."""
         passed = self.trainer.samples_passed
         for row in self.known:
             if row.passed == passed and row.batch == stage.batch:

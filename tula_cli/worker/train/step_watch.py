@@ -1,7 +1,8 @@
-"""Watches the steps of a training: what they take on every rank, and when that comes to another level.
+"""Watches the steps of a training: their duration on every rank, and changes of its level.
 
-The ranks look together, where they meet anyway, about once a second: nothing waits for the device between two looks. The
-exposed synchronisation is sampled in the first steps after each look, for its hooks cost time.
+The ranks compare their samples when they communicate anyway, about once a second: nothing waits for the device between
+two samples. The exposed synchronisation is measured in the first steps of each sample only, because its hooks cost
+time.
 """
 
 import statistics
@@ -26,8 +27,8 @@ from tula_cli.worker.train.loop import Step, Trainer
 class SynchronisationTimer:
     """Times the exposed synchronisation of backward passes: last local gradient to the end of the reduction.
 
-    A hook on each parameter fires when its local gradient is there, before DDP reduces it; the last one to fire ends the
-    local work. Used on steps of its own, for the hooks cost time.
+    A hook on each parameter fires when its local gradient is complete, before DDP reduces it; the last one to fire
+    marks the end of the local work. Used on separate steps, because the hooks cost time.
     """
 
     clock: Clock
@@ -47,7 +48,10 @@ class SynchronisationTimer:
         self.last = self.clock.mark()
 
     def reduced(self) -> None:
-        """Call when backward has returned: on the CPU the reduction is over, on a GPU the stream waits for it."""
+        """Record the end of the reduction, to be called when backward has returned.
+
+        On the CPU the reduction is then over; on a GPU the stream waits for it.
+        """
         assert self.last is not None
         self.exposed.append((self.last, self.clock.mark()))
 
@@ -63,14 +67,14 @@ class SynchronisationTimer:
 # --- Samples of steps
 
 SAMPLED_STEPS = 3
-"""Steps after each look in which the synchronisation is timed."""
+"""Steps at the start of each sample in which the synchronisation is timed."""
 
 
 class StepWatch:
     """Follows the steps of one training on this rank.
 
     Args:
-        trainer: whose steps these are.
+        trainer: whose steps are watched.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -82,11 +86,12 @@ class StepWatch:
 
     @property
     def can_separate_parts(self) -> bool:
-        """Whether computing and synchronisation can be told apart; compiled steps would be compiled anew for that."""
+        """Whether computation and synchronisation can be timed separately: with DDP, and uncompiled (hooks
+        recompile)."""
         return isinstance(self.trainer.parallel, DistributedDataParallel) and not self.trainer.spec.train.compile
 
     def _start_sampling(self) -> None:
-        """Begin a look at the trainer's position."""
+        """Start a sample at the trainer's position."""
         trainer = self.trainer
         self.steps, self.began = [], (trainer.position.samples, trainer.epoch, time.time())
         self.spy = SynchronisationTimer(trainer.clock, trainer.parallel)
@@ -96,28 +101,28 @@ class StepWatch:
             trainer.on_backward = self.spy.reduced
 
     def _stop_sampling(self) -> None:
-        """Take the hooks off again."""
+        """Remove the hooks of the synchronisation timer."""
         if self.watching:
             self.watching = False
             self.spy.__exit__()
             self.trainer.on_backward = None
 
     def restart(self) -> None:
-        """Forget the steps so far: those to come have another batch, and take another time for that."""
+        """Discard the steps so far, because the coming steps have another batch and therefore another duration."""
         self._stop_sampling()
         self.levels, self.newest = LevelDetector(), None
         self._start_sampling()
 
     def record_step(self, step: Step) -> None:
-        """Take the step that has just been made."""
+        """Record the step that has just been made."""
         self.steps.append(step)
         if len(self.steps) == SAMPLED_STEPS:
             self._stop_sampling()
 
     def judge_steps(self) -> Level | None:
-        """Judge the steps since the last look; return a change of level, on rank 0 alone.
+        """Judge the steps since the last sample; return a change of level, on rank 0 alone.
 
-        Every rank takes part, after the same step.
+        Every rank must call this, after the same step.
         """
         self._stop_sampling()
         steps, spy, (passed, epoch, at) = self.steps, self.spy, self.began
@@ -130,7 +135,7 @@ class StepWatch:
         return self.levels.add(StepSample(passed, epoch, at, step_parts))
 
     def _slowest_parts(self, steps: Sequence[Step], spy: SynchronisationTimer) -> StepParts | None:
-        """Return what a step takes on the slowest rank; None where all of them did more than steps do."""
+        """Return the times of a step on the slowest rank; None if every step in the sample included a refresh."""
         plain = [step for step in steps if not step.refreshed]
         if not plain:
             return None

@@ -1,4 +1,4 @@
-"""The training run: every step of the loop, with evaluation, checkpoints, and the end."""
+"""The training run: all steps of the loop, with evaluation, checkpoints and the result."""
 
 import contextlib
 import math
@@ -36,7 +36,7 @@ from tula_cli.worker.train.training_log import TrainingLog
 
 @dataclass(frozen=True)
 class TrainContext:
-    """Where and with whom this rank trains."""
+    """The run directory, process group and data of a training on this rank."""
 
     run: RunDir
     ranks: Ranks
@@ -51,24 +51,24 @@ def train(task: TrainTask, context: TrainContext) -> None:
     """Train with the task's method to the end.
 
     Raises:
-        Preempted: the ranks have saved and leave.
+        Preempted: the ranks have saved and stop.
         Diverged: loss or weights are not finite.
     """
     Training(task, context).train()
 
 
 class Training:
-    """One training on this rank, which stands at the newest checkpoint, or at the start.
+    """One training on this rank, positioned at the newest checkpoint, or at the start.
 
     Args:
         task: with the method that trains.
-        context: where.
-        until: epoch at which it ends without a result, because branches begin there; None: the last.
-        ahead: their steps, for the time that is left.
+        context: run directory, process group and data.
+        until: epoch at which it ends without a result, because branches start there; None: the last.
+        ahead: steps of these branches, for the estimate of the remaining time.
     """
 
     keep: tuple[int, ...] = ()
-    """Checkpoints, by their samples, that stay."""
+    """Samples of the checkpoints that must not be deleted."""
 
     def __init__(self, task: TrainTask, context: TrainContext, *, until: int | None = None, ahead: int = 0) -> None:
         self.task, self.context, self.run = task, context, context.run
@@ -98,7 +98,7 @@ class Training:
         return self.context.ranks.is_first
 
     def _record_possible_splits(self) -> None:
-        """Let the supervisor know what it may do after an out-of-memory, before a step can meet one on any rank."""
+        """Write the possible splits for the supervisor, before a step can run out of memory on any rank."""
         if self.first:
             task, tunes = self.context.asked, self.context.asked.spec.train.facts.tunes
             batches = [rung.batch for rung in task.ladder]
@@ -110,7 +110,7 @@ class Training:
             self.run.training(self.task.signature).write_micro_batches(splits)
 
     def _resume(self) -> None:
-        """Load the newest checkpoint, or first weights; every rank loads the one that rank 0 found."""
+        """Load the newest checkpoint, or the initial weights; every rank loads the one that rank 0 found."""
         if self.first:
             self.run.training(self.task.signature).drop_drafts()
         content = checkpoint.load_for_all(self.run, self.task.signature, self.context.ranks, self.damaged.append)
@@ -125,7 +125,7 @@ class Training:
         """Train to the end.
 
         Raises:
-            Preempted: the ranks have saved and leave.
+            Preempted: the ranks have saved and stop.
             Diverged: loss or weights are not finite.
         """
         with self.metrics:
@@ -178,7 +178,7 @@ class Training:
                 self._begin_stage()
 
     def _begin_stage(self) -> None:
-        """Hold the steps to come, whose batch is another, against one another and what is predicted for them alone."""
+        """Start a stage: its steps are compared only with each other and with the prediction at their batch."""
         if self.first:
             self.log.write_steps(overhead=self._overhead)
         self.log.begin_stage()
@@ -186,10 +186,10 @@ class Training:
         self.log.parts = None
 
     def _leave_for_more_nodes(self) -> None:
-        """Leave where the next stage begins, if it has more nodes; every rank is there at the same step.
+        """Stop at the start of the next stage, if it has more nodes; every rank reaches it at the same step.
 
         Raises:
-            Preempted: the ranks leave.
+            Preempted: the ranks stop.
         """
         following, epochs = self.task.next_stage, self.task.spec.train.epochs
         over = self.trainer.position.epoch == epochs  # a batch that never came has its place there
@@ -212,14 +212,14 @@ class Training:
                 self._save_finite()
 
     def _check_step_times(self) -> None:
-        """Say where steps have come to take another time; every rank takes part."""
+        """Report a change of the step time; every rank must call this."""
         level = self.watch.judge_steps()
         self.log.parts = self.watch.newest
         if level:
             self.log.warn_step_time_change(level, overhead=self._overhead)
 
     def _save_and_leave(self, preempted: Preempted) -> None:
-        """Save where the ranks stand; the next start goes on from here."""
+        """Save at the current position, from which the next attempt resumes."""
         self.trainer.method.join(self.trainer)
         self._check_divergence(weights=True)
         if self.first:
@@ -230,10 +230,10 @@ class Training:
             self.run.write_stop(self.task.id, self.context.attempt, preempted.reason)
 
     def _check_divergence(self, *, weights: bool = False) -> None:
-        """End a training that is not finite. Every rank takes part.
+        """Fail if loss or weights are not finite, or the loss has blown up. Every rank must call this.
 
         Raises:
-            Diverged: it is not.
+            Diverged: the training has diverged.
         """
         problem = self.divergence.describe_divergence(weights=weights)
         if not problem:
@@ -243,7 +243,7 @@ class Training:
         raise self._divergence_error(problem)
 
     def _divergence_error(self, description: str) -> Exception:
-        """Return what is raised where `found` is not finite, on every rank; a ramp's checkpoints since the loss rose are dropped."""
+        """Return the error to raise on every rank; a ramp's checkpoints since the loss rose are deleted."""
         if self.divergence.judges_finite_losses:
             losses, factor = self.trainer.losses, compute_lr_scale(self.task.spec, self.trainer.batch)
             self.log.add("diverged", message=description, sound=losses.sound, lr_factor=losses.lr_factor or factor)
@@ -252,17 +252,17 @@ class Training:
         return Diverged(description, failures.advise("diverged"))
 
     def _after_evaluation(self, loss: float) -> None:
-        """Called when an epoch is evaluated, on every rank, with the mean loss of its last step; may raise."""
+        """Called on every rank when an epoch has been evaluated, with the mean loss of its last step; may raise."""
 
     # --- checkpoints
 
     @property
     def takes_part_in_saving(self) -> bool:
-        """Whether this rank takes part in a checkpoint."""
+        """Whether this rank takes part in writing a checkpoint."""
         return self.first or checkpoint.needs_all_ranks(self.trainer)
 
     def _is_due(self) -> bool:
-        """Return whether the newest checkpoint is old enough."""
+        """Return whether the next checkpoint is due, by the time since the newest one."""
         interval = self.task.spec.train.checkpoint_every
         if interval == "auto":
             rate = compute_interruption_rate(self.task.spec.pricing, self.task.nodes)
@@ -270,7 +270,7 @@ class Training:
         return time.monotonic() - self.last_save >= interval
 
     def _save_finite(self) -> None:
-        """Save, unless weights are not finite, here or on another rank that would save its own."""
+        """Save, unless weights are not finite on this rank, or on any rank if all ranks take part in saving."""
         spoilt = not self.divergence.has_finite_weights()
         if checkpoint.needs_all_ranks(self.trainer):
             spoilt = bool(self.context.ranks.max(float(spoilt)))
@@ -296,7 +296,8 @@ class Training:
         self.log.add("save", seconds=self.save_time)
 
     def _newest_checkpoint_before_rise(self) -> list[int]:
-        """Return the samples of the newest checkpoint from before the loss rose, where that is judged."""
+        """Return the samples of the newest checkpoint from before the loss rose; empty if finite losses are not
+        judged."""
         if not self.divergence.judges_finite_losses:
             return []
         known = (int(path.stem) for path in self.run.training(self.task.signature).checkpoints())
@@ -307,7 +308,7 @@ class Training:
     def _end_epoch(self, step: Step | None) -> None:
         """Evaluate, compare the step time with the prediction, log and save.
 
-        `step` is the epoch's last; None where an earlier attempt made it and had to leave before the evaluation.
+        `step` is the epoch's last; None if an earlier attempt made it and had to stop before the evaluation.
         """
         self.log.write_steps(overhead=self._overhead)
         self._check_divergence(weights=True)
@@ -342,7 +343,7 @@ class Training:
             self._write_result(result)
 
     def _decide_to_stop(self, result: Evaluation) -> None:
-        """Find out whether the training ends here; rank 0, which knows the best epoch so far, tells the others."""
+        """Decide whether the training ends here; rank 0, which knows the best epoch so far, decides for all ranks."""
         train, epoch = self.task.spec.train, self.trainer.position.epoch
         if train.early_stopping is None or self.trainer.until is not None:
             return
@@ -352,15 +353,15 @@ class Training:
         self.ended = self.trainer.ranks.gather(why)[0]
 
     def _remember_best(self, result: Evaluation) -> None:
-        """Keep an evaluation as the best so far."""
+        """Store an evaluation as the best so far."""
         self.best = early_stopping.remember_best(
             result.values, self.task.spec.train.best_checkpoint, epoch=self.trainer.position.epoch
         )
 
     def _measure_curvature(self) -> None:
-        """Write a row with the extreme Hessian eigenvalues, if the job asks for it; every rank takes part.
+        """Write a row with the extreme Hessian eigenvalues, if the job requests it; every rank must call this.
 
-        At the end of an epoch that is before its evaluation counts as done: a run that has to leave in between measures
+        At the end of an epoch this happens before its evaluation counts as done: a run that stops in between measures
         again.
         """
         if "hessian" in self.task.spec.train.diagnostics:
@@ -398,7 +399,8 @@ class Training:
         )
 
     def _finish(self) -> None:
-        """A run resumed after its last step, or whose last epoch had less than a batch left, still owes its result."""
+        """Evaluate and write the result if it is missing: of a run resumed after its last step, or whose last epoch had
+        less than a batch left."""
         written = self.first and self.run.training(self.task.signature).result() is not None
         if self.trainer.ranks.broadcast(int(written)):
             return

@@ -35,17 +35,17 @@ from tula_cli.worker.train.loop import Step, Trainer
 from tula_cli.worker.train.metrics import LOG_SECONDS, MetricsFile
 
 MIN_STEPS_JUDGED = 20
-"""Steps over which AGS is said to hardly act."""
+"""Minimum number of steps before a warning that AGS hardly acts."""
 
 
 class TrainingLog:
-    """The rows of one training. Steps and epochs are told to rank 0's alone; what other ranks add goes nowhere.
+    """The rows of one training. Steps and epochs are recorded on rank 0 alone; other ranks write no rows.
 
     Args:
-        metrics: takes the rows.
-        task: what is trained.
-        trainer: how far it is.
-        ahead: steps of branches that are to come before the training goes on.
+        metrics: writes the rows.
+        task: the training task.
+        trainer: provides the position.
+        ahead: steps of branches that are to come before the training continues.
     """
 
     def __init__(self, metrics: MetricsFile, task: TrainTask, trainer: Trainer, *, ahead: int = 0) -> None:
@@ -79,13 +79,13 @@ class TrainingLog:
         self._print(f"warning: {message}")
 
     def _print(self, line: str) -> None:
-        """Write a line into the job's log, which `tula logs` shows; rank 0 alone."""
+        """Print a line to the job's log, which `tula logs` shows; rank 0 alone."""
         if self.trainer.ranks.is_first:
             sys.stdout.write(f"{stamp_line(line)}\n")
             sys.stdout.flush()
 
     def start(self) -> None:
-        """Write the rows of a start, or of going on; every rank takes part."""
+        """Write the rows of a start or a resumption; every rank must call this."""
         task, trainer = self.task, self.trainer
         if self.diagnostics:
             self.diagnostics.resume(self.metrics.steps.last, trainer.position.samples)
@@ -107,36 +107,36 @@ class TrainingLog:
             self.warn(message)
 
     def _environment(self) -> dict[str, Any]:
-        """Return what it trains on; every rank takes part."""
+        """Return the environment of this training; every rank must call this."""
         ranks = self.trainer.ranks
         local_ranks = environment.count_local_ranks(ranks, self.task.spec.cluster)
         description = environment.describe_environment(ranks, workers=self.trainer.workers).model_dump(mode="json")
         return {**description, "oversubscribed": environment.is_oversubscribed(ranks, ranks_here=local_ranks)}
 
     def begin_stage(self) -> None:
-        """Write the row of a batch that the coming step is the first to have; the steps to come are judged by themselves."""
+        """Write the row of a new stage, which starts with the coming step; its steps are judged separately."""
         trainer, stages = self.trainer, self.trainer.sizes.ramp.stages
-        self.batch, number_ = trainer.batch, trainer.sizes.ramp.stage_at(trainer.samples_passed)
+        self.batch, stage_number = trainer.batch, trainer.sizes.ramp.stage_at(trainer.samples_passed)
         self.step_times, self.changed = [], False
         self.window.clear()
         self.drift = StepTimeDrift(self.expected)
         beta2 = {"beta2": trainer.beta2s[0]} if trainer.beta2s else {}
-        noise = stages[number_].noise
+        noise = stages[stage_number].noise
         by = {} if noise is None else {"noise": noise}  # the scale that it was planned by
-        self.add("stage", batch=self.batch, stage=number_ + 1, stages=len(stages), lr=trainer.lr, **by, **beta2)
+        self.add("stage", batch=self.batch, stage=stage_number + 1, stages=len(stages), lr=trainer.lr, **by, **beta2)
         noise_text = "" if noise is None else f", noise scale {format_number(noise)}"
         self._print(
-            f"batch {self.batch} from epoch {trainer.epoch:.3g} on, sample {trainer.position.samples}: stage {number_ + 1} of"
+            f"batch {self.batch} from epoch {trainer.epoch:.3g} on, sample {trainer.position.samples}: stage {stage_number + 1} of"
             f" {len(stages)}, lr {format_number(trainer.lr)}{noise_text}"
         )
 
     def log_stage_decision(self, decision: StageDecision | None) -> None:
-        """Say what the gradient noise has decided of the coming stage; None: nothing."""
+        """Print the decision on the coming stage by the gradient noise; nothing if it is None."""
         if decision is not None:
             self._print(f"stages: {describe_decision(decision)}")
 
     def record_step(self, step: Step) -> None:
-        """Take the step that has just been made."""
+        """Record the step that has just been made."""
         if self.trainer.ranks.is_first:
             self.recent.append(step)
             self.tokens.add(self.trainer.last_batch)
@@ -146,18 +146,18 @@ class TrainingLog:
     # --- steps
 
     def write_steps_when_due(self, *, overhead: float) -> None:
-        """Write a row when the last one is a second old; it reads the loss, so it waits for the device once a second."""
+        """Write a row if the last one is LOG_SECONDS old; this reads the loss, so it waits for the device."""
         if time.monotonic() - self.last_row < LOG_SECONDS:
             return
         self.write_steps(overhead=overhead, aloud=time.monotonic() >= self.next_words)
         self.last_row = time.monotonic()
 
     def write_steps(self, *, overhead: float, aloud: bool = False) -> None:
-        """Turn the steps since the last row into seconds, and write the row.
+        """Compute the times of the steps since the last row, and write the row.
 
         Args:
             overhead: seconds of an epoch's evaluation and checkpoint.
-            aloud: tell of them in the job's log too.
+            aloud: print the steps in the job's log too.
         """
         if not self.recent:
             return
@@ -190,7 +190,7 @@ class TrainingLog:
         self.recent, self.tokens = [], TokenCounter()
 
     def keep_steps(self, *, close: bool) -> None:
-        """Write what is kept of each step; `close`, before a checkpoint, all of it."""
+        """Write the recorded values of each step; with `close`, before a checkpoint, all of them."""
         if self.diagnostics:
             self.metrics.steps.add(self.diagnostics.take_rows(), close=close)
 
@@ -205,11 +205,11 @@ class TrainingLog:
         self._delay_next_print()
 
     def _delay_next_print(self) -> None:
-        """Tell of the steps again a while after a line that has told how far the training is."""
+        """Delay the next line about steps, after a line that has reported the progress."""
         self.next_words = time.monotonic() + compute_log_pause(time.monotonic() - self.began)
 
     def _tokens(self, step_time: float) -> dict[str, float | None]:
-        """Return the tokens of all GPUs a second and the share of padding beside them; None where batches are no text."""
+        """Return the tokens per second over all GPUs and the share of padding; None if batches are not text."""
         means = self.tokens.means_per_sample()
         if means is None or not step_time:
             return {"tokens_per_second": None, "padding": None}
@@ -226,7 +226,8 @@ class TrainingLog:
         return stepping + step_time * self.ahead + overhead * max(0, epochs - position.epoch - 1)
 
     def _step_time_ratio(self, batch: int) -> float:
-        """Return how many times longer a step at a batch takes than at that in use: as predicted, else at most."""
+        """Return the predicted ratio of the step time at a batch to that at the current one, else the batches'
+        ratio."""
         expected_now = self.expected
         expected_then = self.task.prediction and self.task.prediction.of_batch(batch)
         return (
@@ -234,10 +235,10 @@ class TrainingLog:
         )
 
     def warn_step_time_change(self, level: Level, *, overhead: float) -> None:
-        """Say once that steps have come to take another time: since when, which part of them, and what comes of it.
+        """Report a change of the step time: since when, in which part of the step, and its consequences.
 
         Args:
-            level: of rank 0's looks.
+            level: the change of level, on rank 0.
             overhead: seconds of an epoch's evaluation and checkpoint.
         """
         change = describe_level_change(level, self.task, lambda step_time: self._seconds_left(step_time, overhead))
@@ -256,7 +257,7 @@ class TrainingLog:
             result: of its evaluation.
             loss: of its last step, the mean over all ranks.
             lr: of its last step.
-            eval_seconds: that the evaluation took.
+            eval_seconds: duration of the evaluation.
             overhead: seconds of an epoch's evaluation and checkpoint.
         """
         trainer, prediction = self.trainer, self.expected
@@ -317,7 +318,8 @@ class TrainingLog:
         return self.diagnostics.report(self.trainer, scaled=ags["scaled"] if ags else None)
 
     def warn_of_evaluation(self, result: Evaluation) -> None:
-        """Say once that the evaluation is not finite where the training is, and that train.best_checkpoint is not."""
+        """Warn once if the evaluation loss is not finite although the training loss is, and once if the metric of
+        train.best_checkpoint is not finite."""
         metric, epoch = self.task.spec.train.best_checkpoint.metric, self.trainer.position.epoch
         value = result.own.get(metric, 0.0) if result.samples else 0.0
         if not math.isfinite(value) and "best" not in self.said:
@@ -334,7 +336,7 @@ class TrainingLog:
             )
 
     def _warn_inactive_ags(self, ags: Mapping[str, float] | None) -> None:
-        """Say once of each way in which AGS hardly acts that it does, as of enough steps: an epoch may have two."""
+        """Warn once per way in which AGS hardly acts, over at least MIN_STEPS_JUDGED steps: an epoch may have two."""
         if not ags or not ags["factors"]:
             return
         self.unjudged.append(ags)
@@ -354,9 +356,9 @@ class TrainingLog:
     # --- the prediction
 
     def _recent_step_time(self) -> float | None:
-        """Return the step time over the newest steps: an epoch's, and no fewer than a probe's; None until then.
+        """Return the step time over the newest steps, at least as many as in an epoch or probe; None until then.
 
-        The interval is that of a probe's mean; an epoch of five steps would leave it by chance alone.
+        The interval is that of a probe's mean; the mean over an epoch of five steps would leave it by chance.
         """
         prediction = self.expected
         if prediction is None:
@@ -368,7 +370,7 @@ class TrainingLog:
 
 
 def list_ineffective_settings(trainer: Trainer) -> list[str]:
-    """Return what the user has asked for and what does nothing in this training."""
+    """Return warnings about settings that have no effect, or an unexpected one, in this training."""
     train, warnings = trainer.spec.train, []
     if (warmup := get_warmup_epochs(trainer.spec)) >= train.epochs:
         warnings.append(
@@ -386,7 +388,7 @@ def list_ineffective_settings(trainer: Trainer) -> list[str]:
 
 
 def _warn_small_norm_batches(trainer: Trainer) -> list[str]:
-    """Say which stages of the ramp leave BatchNorm few samples."""
+    """Warn about stages of the ramp that leave BatchNorm few samples."""
     sizes, world = trainer.sizes, trainer.ranks.world
     over = count_statistics_batches(trainer.parallel.module, world=world)
     samples = {

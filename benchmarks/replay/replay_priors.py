@@ -26,7 +26,7 @@ from replay_data import MeasuredSet, load
 from replay_score import score
 
 from tula_cli.models.time import steptime
-from tula_cli.models.time.formulas import PRIORS, Prior, Priors, Smooth
+from tula_cli.models.time.formulas import PRIORS, Prior, Priors, SmoothResidual
 from tula_cli.models.time.mixture import Posterior
 
 Floats = NDArray[np.float64]
@@ -101,7 +101,7 @@ def _expected(means: Floats, variances: Floats, apps: Sequence[str]) -> list[Pri
     return [Prior(float(mean), float(sd)) for mean, sd in zip(centres.mean(axis=0), sds, strict=True)]
 
 
-def _scaled(residual: Smooth, squares: Iterable[Floats]) -> Smooth:
+def _scaled(residual: SmoothResidual, squares: Iterable[Floats]) -> SmoothResidual:
     scale = math.sqrt(float(np.mean(np.concatenate(list(squares)))))
     return replace(residual, sd=scale * residual.sd, white=scale * residual.white)
 

@@ -5,12 +5,12 @@ import math
 from collections.abc import Sequence
 
 from tula_cli.services.reporting.document import (
+    Annotation,
     Column,
     Density,
     Document,
     Fact,
     Figure,
-    Mark,
     Section,
     Series,
     Table,
@@ -43,9 +43,9 @@ def of_time(nodes: Sequence[int] = (1, 2, 4, 8)) -> Figure:
         measured = tuple(batch in (64, 4096) for batch in BATCHES)
         series.append(Series(f"{count} nodes", BATCHES, y, low, high, measured=measured))
     marks = (
-        Mark(1024, hours(8, 1024), "chosen: 8 nodes, batch 1024", "choice"),
-        Mark(512, hours(8, 512), "knee of the curve", "knee"),
-        Mark(2048, None, "largest batch whose accuracy was seen to hold", "limit"),
+        Annotation(1024, hours(8, 1024), "chosen: 8 nodes, batch 1024", "choice"),
+        Annotation(512, hours(8, 512), "knee of the curve", "knee"),
+        Annotation(2048, None, "largest batch whose accuracy was seen to hold", "limit"),
     )
     return Figure("time", "Time of a training", "Intervals: 90 %.", "global batch", "time (h)", tuple(series), marks=marks,
                   x_scale="log2", y_scale="log", paper="Figure 4")  # fmt: skip
@@ -53,7 +53,7 @@ def of_time(nodes: Sequence[int] = (1, 2, 4, 8)) -> Figure:
 
 def of_memory() -> Figure:
     y = tuple(8 + 0.021 * batch for batch in BATCHES)
-    limit = Mark(None, 79.15, "capacity of the GPU: 79.2 GiB", "limit")
+    limit = Annotation(None, 79.15, "capacity of the GPU: 79.2 GiB", "limit")
     series = Series("model", BATCHES, y, measured=tuple(batch < 1000 for batch in BATCHES))
     return Figure("memory", "Memory of a GPU", "", "local batch", "memory (GiB)", (series,), marks=(limit,), x_scale="log2")  # fmt: skip
 
@@ -89,7 +89,7 @@ def of_curves() -> Figure:
         y = [best * (1 - math.exp(-place / 9)) for place in range(60)]
         series.append(Series(name, x, tuple(y), tuple(v - 1 for v in y), tuple(v + 1 for v in y), style="line"))
     events = ((350_000, "out of memory: batch 4096 → 2048"), (1_100_000, "preempted"), (1_150_000, "lost node"))
-    marks = tuple(Mark(at, None, text, "event") for at, text in events)
+    marks = tuple(Annotation(at, None, text, "event") for at, text in events)
     return Figure("accuracy", "Top-1 accuracy on the way", "", "samples seen", "top-1 (%)", tuple(series), marks=marks)  # fmt: skip
 
 
@@ -150,8 +150,8 @@ def hostile() -> Document:
         Series(name, x, tuple(float(place + i) for i in x), style="points") for place, name in enumerate(HOSTILE)
     )
     marks = (
-        *(Mark(place, None, name, "event") for place, name in enumerate(HOSTILE)),
-        Mark(2, 3.0, first, "choice"),
+        *(Annotation(place, None, name, "event") for place, name in enumerate(HOSTILE)),
+        Annotation(2, 3.0, first, "choice"),
     )
     figures = (
         Figure(second, first, third, wide, wide, series, marks=marks, paper=control),

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from tula_cli.errors import TrackerError
-from tula_cli.services.exporting.destination import Described, Point, Scalar, State
+from tula_cli.services.exporting.destination import Point, Scalar, State, TrackerRun
 
 
 @dataclass
 class FakeRun:
     id: str
-    described: Described
+    described: TrackerRun
     rewinds: bool = False
     fails_after: list[int] = field(default_factory=list)  # calls of `points` that go well before one fails half way
     given: dict[str, Scalar] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class FakeTracker:
             raise TrackerError("the tracker is down", "wait")
         self.uri, self.project = uri, project
 
-    def open(self, run: Described, *, known: str | None, after: int | None) -> FakeRun:
+    def open(self, run: TrackerRun, *, known: str | None, after: int | None) -> FakeRun:
         there = PLACES[self.uri]
         assert (known is None) == (run.key not in there), "a run is begun once"
         found = there.setdefault(run.key, FakeRun(f"id-{len(there)}", run, rewinds=self.uri.startswith("rewinds")))

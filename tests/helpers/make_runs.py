@@ -14,7 +14,7 @@ from tula_cli.run.records.inspections import ClusterReport, NodeReport, Transfer
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.probes import Failed, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, Recommendation
-from tula_cli.run.records.results import Branch, Evaluated, StepChange, StepParts, Summary, TrainResult, Tuning
+from tula_cli.run.records.results import Branch, EvaluationRecord, StepChange, StepParts, Summary, TrainResult, Tuning
 from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask, Rung, TrainTask, make_probe_id
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.spec.ags import Arm
@@ -92,12 +92,12 @@ def attempt(task: str, *, number: int = 1, start: float = START, end: float | No
     return Attempt(task=task, number=number, started_at=start, ended_at=end, **fields)
 
 
-def evaluated(task: EvaluateTask, **changes: Any) -> Evaluated:
+def evaluated(task: EvaluateTask, **changes: Any) -> EvaluationRecord:
     """Return what a task's weights come to."""
     same = task.model_dump(include={"signature", "key", "weights", "path", "samples", "nodes", "local_batch"})
     fields = {"test": task.spec.dataset.test is not None, "dataset": "digits in data", "size": 360, "seconds": 0.5}
     told = {"metrics": {"top1": 91.5, "loss": 0.31}, "evaluated_at": START + 50}
-    return Evaluated(**{**same, **fields, **told, **changes})
+    return EvaluationRecord(**{**same, **fields, **told, **changes})
 
 
 def add_probes(run: RunDir, nodes: int, local_batches: tuple[int, ...], *, at: float = START) -> str:

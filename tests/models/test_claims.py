@@ -6,7 +6,7 @@ from tula_cli.errors import BadMeasurements
 from tula_cli.models.claims import (
     STREAM,
     Mismatch,
-    RateSeen,
+    ObservedRate,
     clean_steps,
     describe_broken_claims,
     describe_scaling_of_script,
@@ -17,7 +17,7 @@ from tula_cli.models.claims import (
     join_steps,
     list_mismatches,
 )
-from tula_cli.run.records.scripts import Expected, LearningRates, LoaderSeen, RankResult, ScriptStep
+from tula_cli.run.records.scripts import ExpectedValues, LearningRates, LoaderProperties, RankResult, ScriptStep
 
 
 def step(seconds: float = 0.1, **more: object) -> ScriptStep:
@@ -26,10 +26,10 @@ def step(seconds: float = 0.1, **more: object) -> ScriptStep:
 
 
 def result(rank: int = 0, **more: object) -> RankResult:
-    loader = LoaderSeen(dataset=330, batches=20, batch_size=8, workers=0, sampler="", drop_last=True)
+    loader = LoaderProperties(dataset=330, batches=20, batch_size=8, workers=0, sampler="", drop_last=True)
     seen = RankResult(
         version=1, task="t", attempt=1, why="stopped", rank=rank, world=2, host="h", pid=1, python="3.8.1", torch="2.0.1",
-        expected=Expected(world=2, batch=32, accumulate=2), device="cpu", hardware="", startup=1.0, steps=5, samples=80.0,
+        expected=ExpectedValues(world=2, batch=32, accumulate=2), device="cpu", hardware="", startup=1.0, steps=5, samples=80.0,
         optimizer="torch.optim.sgd.SGD", parameters=10, bytes=None, peak={}, warmup=(), timed=(step(),) * 5, split=None,
         lr=LearningRates(base=None, first=0.1, timed=0.1, last=0.1), loader=loader, loaders=(loader,), notes=(),
     )  # fmt: skip
@@ -45,7 +45,7 @@ def figures(found: list[Mismatch]) -> list[tuple[str, str, str]]:
     return [(m.what, m.expected, m.seen) for m in found]
 
 
-def loader(**more: object) -> LoaderSeen:
+def loader(**more: object) -> LoaderProperties:
     seen = result().loader
     assert seen is not None
     return seen.model_copy(update=more)
@@ -96,7 +96,7 @@ def test_what_is_left_of_an_epoch_or_of_a_training_breaks_no_claim() -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        {"expected": Expected()},
+        {"expected": ExpectedValues()},
         {"timed": (step(samples=None, batches=None),) * 5, "loader": None},
         {"loader": loader(dataset=None)},
         {"loader": loader(batches=None)},
@@ -160,7 +160,9 @@ def test_probes_of_two_trainings_are_told_apart() -> None:
 def test_the_power_of_the_batch_by_which_a_script_scales(
     given: tuple[float | None, ...], seen: tuple[float, ...], exponent: float
 ) -> None:
-    rates = [RateSeen(batch, *rate) for batch, rate in zip((64, 128, 256), zip(given, seen, strict=True), strict=True)]
+    rates = [
+        ObservedRate(batch, *rate) for batch, rate in zip((64, 128, 256), zip(given, seen, strict=True), strict=True)
+    ]
     assert fit_lr_exponent(rates) == pytest.approx(exponent, abs=1e-9)
     told = describe_scaling_of_script(rates)
     assert (told is not None) is (exponent != 0)
@@ -169,17 +171,17 @@ def test_the_power_of_the_batch_by_which_a_script_scales(
 
 
 @pytest.mark.parametrize(
-    "rates", [[], [RateSeen(64, None, 0.1)] * 2, [RateSeen(64, None, 0.1), RateSeen(128, None, 0.0)]]
+    "rates", [[], [ObservedRate(64, None, 0.1)] * 2, [ObservedRate(64, None, 0.1), ObservedRate(128, None, 0.0)]]
 )
-def test_too_little_tells_no_power(rates: list[RateSeen]) -> None:
+def test_too_little_tells_no_power(rates: list[ObservedRate]) -> None:
     assert fit_lr_exponent(rates) is None and describe_scaling_of_script(rates) is None
 
 
 def test_the_base_of_a_schedule_is_what_counts() -> None:
     warming_up = LearningRates(base=0.4, first=0.001, timed=0.002, last=0.003)
-    assert RateSeen.of(64, warming_up, 0.4) == RateSeen(64, 0.4, 0.4)
-    assert RateSeen.of(64, result().lr, None) == RateSeen(64, None, 0.1)
-    assert RateSeen.of(64, None, 0.1) is None
+    assert ObservedRate.of(64, warming_up, 0.4) == ObservedRate(64, 0.4, 0.4)
+    assert ObservedRate.of(64, result().lr, None) == ObservedRate(64, None, 0.1)
+    assert ObservedRate.of(64, None, 0.1) is None
 
 
 def shards(
@@ -200,9 +202,9 @@ def shards(
         (shards(sizes=(160, 168)), 328, True),
         (shards(content=("a", "a")), 160, False),  # each goes through all of it
         (shards(content=("", "")), 160, False),
-        (shards(content=("", ""), expected=Expected(world=2, batch=32, dataset=320)), 320, True),
-        (shards(expected=Expected(world=2, batch=32, dataset=330)), 330, True),  # a round figure
-        (shards(expected=Expected(world=2, batch=32, dataset=160)), 160, False),  # what is given wins
+        (shards(content=("", ""), expected=ExpectedValues(world=2, batch=32, dataset=320)), 320, True),
+        (shards(expected=ExpectedValues(world=2, batch=32, dataset=330)), 330, True),  # a round figure
+        (shards(expected=ExpectedValues(world=2, batch=32, dataset=160)), 160, False),  # what is given wins
     ],
 )
 def test_steps_of_an_epoch_go_by_what_the_ranks_hold_together(seen: list[RankResult], size: int, agrees: bool) -> None:
@@ -212,7 +214,7 @@ def test_steps_of_an_epoch_go_by_what_the_ranks_hold_together(seen: list[RankRes
 
 def test_of_a_stream_a_given_size_counts_and_not_what_it_says_of_itself() -> None:
     stream = loader(dataset=1000, sampler=STREAM, batches=60)
-    given = Expected(world=2, batch=32, accumulate=2, dataset=320)
+    given = ExpectedValues(world=2, batch=32, accumulate=2, dataset=320)
     assert list_mismatches(ranks(loader=stream, expected=given)) == []
     assert figures(list_mismatches(ranks(loader=loader(batches=60)))) == [("epoch", "11", "30")]
 

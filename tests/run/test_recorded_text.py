@@ -11,7 +11,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import Record
 from tula_cli.run.records.inspections import ClusterReport, Inspection, NodeReport
 from tula_cli.run.records.jobs import Attempt, Failure
-from tula_cli.run.records.probes import Failed, OutOfMemory, ScriptSeen
+from tula_cli.run.records.probes import Failed, OutOfMemory, ScriptObservation
 from tula_cli.run.records.recommendations import Recommendation, StartEstimate
 from tula_cli.run.records.results import Summary
 from tula_cli.run.records.scripts import RankResult, Rehearsed, ScriptFailure
@@ -22,7 +22,7 @@ from tula_cli.worker.train.metrics import MetricsFile
 SECRET = "s3cr3tXYZ9"
 QUOTED = f"HTTPError: 403 of https://user:{SECRET}@host/x?sig={SECRET} (HF_TOKEN={SECRET}, --password {SECRET})"
 FIELDS: list[tuple[type[Record], str]] = [
-    (Failed, "message"), (OutOfMemory, "message"), (ScriptSeen, "notes"), (Attempt, "message"), (Failure, "message"), (Failure, "detail"),
+    (Failed, "message"), (OutOfMemory, "message"), (ScriptObservation, "notes"), (Attempt, "message"), (Failure, "message"), (Failure, "detail"),
     (Summary, "warnings"), (Summary, "causes"), (Inspection, "estimate_error"), (Inspection, "notes"), (Inspection, "warnings"),
     (Inspection, "script"), (Recommendation, "warnings"), (StartEstimate, "reason"), (NodeReport, "write_error"), (ClusterReport, "network_error"),
     (ScriptFailure, "text"), (RankResult, "notes"), (Rehearsed, "why"),

@@ -47,7 +47,7 @@ def test_nothing_happens_outside_of_tula() -> None:
 
 def test_nothing_but_a_finder_is_there_before_torch(tmp_path: Path) -> None:
     done = python(ASK, plan=tmp_path / "absent.json")
-    assert (done.stdout.strip(), done.returncode) == ("['AfterTorch'] []", 0)
+    assert (done.stdout.strip(), done.returncode) == ("['TorchImportHook'] []", 0)
 
 
 def test_the_sitecustomize_that_is_hidden_runs(tmp_path: Path) -> None:

@@ -6,7 +6,13 @@ from typing import NamedTuple
 
 import pytest
 
-from tula_cli.shim.tula_shim.batches import LENGTH, Delivered, compute_content_digest, count_epoch_samples, find_samples
+from tula_cli.shim.tula_shim.batches import (
+    LENGTH,
+    DeliveredBatches,
+    compute_content_digest,
+    count_epoch_samples,
+    find_samples,
+)
 
 
 class Tensor(NamedTuple):
@@ -39,7 +45,7 @@ def test_where_the_samples_of_a_batch_are_counted(
 
 
 def test_a_last_batch_is_counted_as_the_ones_before() -> None:
-    delivered = Delivered()
+    delivered = DeliveredBatches()
     for samples in (8, 8, 5):
         delivered.add(1, [Tensor((1, 3)), Tensor((samples,))], waited=0.5, size=8)
         assert delivered.take() == {1: [samples, 1, 0.5]}
@@ -52,14 +58,14 @@ def test_a_mapping_that_is_no_dict_is_counted() -> None:
 
 
 def test_a_batch_of_another_shape_is_looked_at_anew() -> None:
-    delivered = Delivered()
+    delivered = DeliveredBatches()
     for batch in ((IMAGES, LABELS), {"image": Tensor((4, 3))}, IMAGES):
         delivered.add(1, batch, waited=0.0, size=None)
     assert delivered.take()[1][:2] == [8 + 4 + 8, 3]
 
 
 def test_the_dataset_of_most_steps_is_what_is_trained_on() -> None:
-    delivered = Delivered()
+    delivered = DeliveredBatches()
     delivered.add(2, IMAGES, waited=0.0, size=8)  # a check before the first step
     for _ in range(3):
         delivered.add(1, LABELS, waited=0.0, size=8)
@@ -68,7 +74,7 @@ def test_the_dataset_of_most_steps_is_what_is_trained_on() -> None:
 
 
 def test_a_dataset_that_is_made_anew_for_each_epoch_is_trained_on_too() -> None:
-    delivered = Delivered()
+    delivered = DeliveredBatches()
     taken = []
     for epoch in (1, 2, 3):
         for _ in range(2):
@@ -79,7 +85,7 @@ def test_a_dataset_that_is_made_anew_for_each_epoch_is_trained_on_too() -> None:
 
 
 def test_what_cannot_be_counted_is_unknown_and_not_zero() -> None:
-    delivered = Delivered()
+    delivered = DeliveredBatches()
     delivered.add(1, "text", waited=0.0, size=None)
     assert delivered.take() == {1: [0, 1, 0.0]}
     assert delivered.samples() is None and not delivered.counts_samples(1)
@@ -94,7 +100,7 @@ class Ragged:
 
 
 def test_a_type_that_cannot_be_asked_is_not_counted_and_does_no_harm() -> None:
-    delivered = Delivered()
+    delivered = DeliveredBatches()
     for batch in (Ragged(), IMAGES):
         delivered.add(1, (batch, LABELS), waited=0.0, size=8)
     assert delivered.take() == {1: [0, 2, 0.0]}
@@ -110,7 +116,7 @@ def play(events: str) -> list[list[float]]:
 
     A capital begins the iterator of that name, its small letter delivers 8 samples of it; | is a backward pass, . a step.
     """
-    delivered, iterators, steps = Delivered(), {}, []
+    delivered, iterators, steps = DeliveredBatches(), {}, []
     for event in events.replace(" ", ""):
         if event.isupper():
             iterators[event.lower()] = Iterator()

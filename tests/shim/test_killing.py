@@ -8,7 +8,7 @@ import pytest
 
 from tula_cli.shim.tula_shim import supervision
 from tula_cli.shim.tula_shim.plan import read_plan
-from tula_cli.shim.tula_shim.supervision import Killing
+from tula_cli.shim.tula_shim.supervision import StepKiller
 
 LATER = 2_000_000_000.0  # Unix time
 
@@ -29,7 +29,7 @@ def killed_at(folder: Path, monkeypatch: pytest.MonkeyPatch, content: dict[int, 
     told.mkdir()
     wanted = {"checkpoint": str(folder / "c*"), "after": 5, "settled": 0.0}
     (told / "plan.json").write_text(json.dumps({"version": 1, "task": "r", "folder": str(told), "rehearsal": wanted}))
-    seen = Killing(read_plan(str(told / "plan.json")))
+    seen = StepKiller(read_plan(str(told / "plan.json")))
     step = 0
     while not ended and step < 100:
         step += 1

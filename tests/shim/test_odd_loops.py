@@ -7,7 +7,7 @@ import pytest
 from script_ranks import ScriptRanks
 
 from tula_cli.models.claims import clean_steps, list_mismatches
-from tula_cli.run.records.scripts import Expected, RankResult, ShimPlan
+from tula_cli.run.records.scripts import ExpectedValues, RankResult, ShimPlan
 
 pytestmark = pytest.mark.torch
 
@@ -37,7 +37,7 @@ def test_what_goes_on_in_every_step_disturbs_none(run: ScriptRanks, tmp_path: Pa
 
 @pytest.mark.parametrize("more", [(), ("--bare",)])
 def test_a_loop_that_tells_its_steps_is_measured(run: ScriptRanks, tmp_path: Path, more: tuple[str, ...]) -> None:
-    ended = run("by_hand.py", 60, *more, plan=probe(tmp_path, expected=Expected(world=1, batch=4)))
+    ended = run("by_hand.py", 60, *more, plan=probe(tmp_path, expected=ExpectedValues(world=1, batch=4)))
     (seen,) = ended.results()
     assert (seen.optimizer, seen.parameters, seen.why, seen.steps) == ("__main__.Engine", 0, "stopped", 7)
     assert [step.samples for step in seen.timed] == [4] * 5
@@ -63,7 +63,7 @@ def test_a_script_that_goes_on_after_it_was_asked_to_exit_is_ended(run: ScriptRa
 
 
 def test_parameters_that_are_sharded_give_totals(run: ScriptRanks, tmp_path: Path) -> None:
-    ranks = run("sharded.py", plan=probe(tmp_path, expected=Expected(world=2, batch=8)), world=2).results()
+    ranks = run("sharded.py", plan=probe(tmp_path, expected=ExpectedValues(world=2, batch=8)), world=2).results()
     assert list_mismatches(ranks) == []
     elements = 64 * 64 + 64
     for rank in ranks:

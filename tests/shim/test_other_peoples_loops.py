@@ -11,7 +11,7 @@ from script_ranks import ScriptRanks
 
 from tula_cli.cluster.scripts.watch import put_aside_probe_files
 from tula_cli.models.claims import count_epoch_samples, list_mismatches
-from tula_cli.run.records.scripts import Expected, ShimPlan
+from tula_cli.run.records.scripts import ExpectedValues, ShimPlan
 from tula_cli.run.script_attempt import ScriptAttempt
 
 pytestmark = pytest.mark.torch
@@ -75,7 +75,7 @@ def test_samples_are_those_that_the_script_counts(run: ScriptRanks, tmp_path: Pa
 def test_ranks_that_share_their_data_themselves(
     run: ScriptRanks, tmp_path: Path, samples: str, given: int | None, agrees: bool, epoch: int | None
 ) -> None:
-    plan = training(tmp_path, expected=Expected(world=2, batch=32, dataset=given))
+    plan = training(tmp_path, expected=ExpectedValues(world=2, batch=32, dataset=given))
     options = ("--samples", samples, "--size", 200, "--epochs", 2, "--batch-size", 16, "--out", tmp_path)
     ranks = run("various.py", *options, plan=plan, world=2).results()
     assert [mismatch.what for mismatch in list_mismatches(ranks)] == ([] if agrees else ["epoch"])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tula_cli.run.records.scripts import Expected, ShimPlan
+from tula_cli.run.records.scripts import ExpectedValues, ShimPlan
 from tula_cli.shim.tula_shim.plan import Plan, PlanError, read_plan
 
 GIVEN = {"version": 1, "task": "probe", "folder": "/run/x"}
@@ -20,7 +20,7 @@ def written(folder: Path, content: object) -> str:
 
 def test_what_tula_writes_is_what_the_shim_reads(tmp_path: Path) -> None:
     plan = ShimPlan(
-        task="t", attempt=2, folder="/run/x", expected=Expected(world=2, batch=64), seconds=3.0, max_steps=40
+        task="t", attempt=2, folder="/run/x", expected=ExpectedValues(world=2, batch=64), seconds=3.0, max_steps=40
     )
     read = dataclasses.asdict(read_plan(written(tmp_path, plan.model_dump_json())))
     assert read | {"folder": str(read["folder"])} == {k: v for k, v in plan.model_dump().items() if k != "version"}

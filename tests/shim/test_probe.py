@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from script_ranks import ScriptRanks
 
-from tula_cli.models.claims import RateSeen, describe_scaling_of_script, join_steps, list_mismatches
-from tula_cli.run.records.scripts import Expected, RankResult, ShimPlan
+from tula_cli.models.claims import ObservedRate, describe_scaling_of_script, join_steps, list_mismatches
+from tula_cli.run.records.scripts import ExpectedValues, RankResult, ShimPlan
 
 pytestmark = pytest.mark.torch
 
@@ -16,8 +16,8 @@ def probe(folder: Path, *, steps: int = 6, **more: object) -> ShimPlan:
     return ShimPlan.model_validate({"task": "probe", "folder": str(folder)} | settings)
 
 
-def expecting(world: int, batch: int, accumulate: int = 1, lr: float | None = None) -> Expected:
-    return Expected(world=world, batch=batch, accumulate=accumulate, lr=lr)
+def expecting(world: int, batch: int, accumulate: int = 1, lr: float | None = None) -> ExpectedValues:
+    return ExpectedValues(world=world, batch=batch, accumulate=accumulate, lr=lr)
 
 
 def test_two_ranks_under_ddp(run: ScriptRanks, tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_script_that_scales_its_learning_rate_is_found_out(run: ScriptRanks, t
     rates = []
     for batch in (8, 16):
         seen = reference(run, tmp_path / str(batch), "-b", batch, "--scale-lr", expected=expecting(1, batch, lr=0.1))
-        rates.append(RateSeen.of(batch, seen.lr, seen.expected.lr))
+        rates.append(ObservedRate.of(batch, seen.lr, seen.expected.lr))
         assert list_mismatches([seen]) == []
     told = describe_scaling_of_script([rate for rate in rates if rate is not None])
     assert told is not None and "batch^1.0 (0.003125 at batch 8, 0.00625 at batch 16)" in told.words

@@ -9,7 +9,7 @@ import pytest
 from script_ranks import ScriptRanks
 
 from tula_cli.models.claims import clean_steps, list_mismatches
-from tula_cli.run.records.scripts import Expected, ShimPlan
+from tula_cli.run.records.scripts import ExpectedValues, ShimPlan
 
 pytestmark = [pytest.mark.torch, pytest.mark.proof]
 
@@ -20,7 +20,7 @@ def plan(folder: Path, **more: object) -> ShimPlan:
 
 
 def test_hugging_face(run: ScriptRanks, tmp_path: Path) -> None:
-    expected = Expected(world=2, batch=16, accumulate=2, lr=0.1)
+    expected = ExpectedValues(world=2, batch=16, accumulate=2, lr=0.1)
     ended = run("trainer.py", tmp_path / "out", 3, plan=plan(tmp_path, expected=expected), world=2)
     ranks = ended.results()
     assert (ended.codes, ended.left, list_mismatches(ranks)) == ([0, 0], 0, [])
@@ -32,7 +32,7 @@ def test_hugging_face(run: ScriptRanks, tmp_path: Path) -> None:
 
 def test_lightning(run: ScriptRanks, tmp_path: Path) -> None:
     ended = run(
-        "lit.py", tmp_path / "out", 1, 3, plan=plan(tmp_path, expected=Expected(world=1, batch=8, accumulate=2))
+        "lit.py", tmp_path / "out", 1, 3, plan=plan(tmp_path, expected=ExpectedValues(world=1, batch=8, accumulate=2))
     )
     ranks = ended.results()
     assert (ended.codes, ended.left, list_mismatches(ranks)) == ([0], 0, [])

@@ -18,9 +18,9 @@ from tula_cli.models.efficiency import Noise
 from tula_cli.models.time import changes
 from tula_cli.run.directory import RunDir
 from tula_cli.run.imports import Source
-from tula_cli.run.records.probes import ScriptSeen
+from tula_cli.run.records.probes import ScriptObservation
 from tula_cli.run.records.recommendations import Stage, StageSteps, StartEstimate, TimeParts
-from tula_cli.run.records.results import Scaled, StageDecision
+from tula_cli.run.records.results import ScalingSummary, StageDecision
 from tula_cli.services import profile, run_list
 from tula_cli.services import status as services_status
 from tula_cli.show import live as show_live
@@ -760,7 +760,7 @@ def test_the_summary_names_no_step_time_where_none_was_timed():
 
 
 def test_what_gradient_scaling_did_is_told_by_status_and_summary(run):
-    did = Scaled(steps=300, scaled=0.997, mean=1.3456, apply_to="update")
+    did = ScalingSummary(steps=300, scaled=0.997, mean=1.3456, apply_to="update")
     text = printed(show_train.render_summary(make.summary(scaled=did)))
     assert "gradient scaling (of each update): factor 1.35 in 99.7 % of the steps" in text
     assert "gradient scaling" not in printed(show_train.render_summary(make.summary()))
@@ -839,7 +839,9 @@ def test_a_probe_of_a_script_has_dashes_for_what_it_does_not_tell():
 
 
 def test_what_probes_of_a_script_do_not_tell_is_told_once(run):
-    seen = ScriptSeen(optimizer="SGD", parameters=9, lr=None, lr_given=None, notes=("no synchronisation: no DDP",))
+    seen = ScriptObservation(
+        optimizer="SGD", parameters=9, lr=None, lr_given=None, notes=("no synchronisation: no DDP",)
+    )
     for nodes, local in ((1, 16), (1, 32), (2, 16)):
         run.write_result(of_a_script(measured(Truth(), nodes, local), script=seen if nodes == 1 else None))
     now = snapshot(run)

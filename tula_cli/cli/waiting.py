@@ -30,11 +30,11 @@ def follow_work(screen: Screen, work: "Work[T]") -> T:
     from tula_cli.services import events
 
     with ExitStack() as drawn:
-        shown = _Shown(screen, drawn)
+        shown = _EventDisplay(screen, drawn)
         return events.follow(work, shown.show)
 
 
-class _Shown:
+class _EventDisplay:
     """Displays events; the live display is removed before other output."""
 
     def __init__(self, screen: Screen, drawn: ExitStack) -> None:

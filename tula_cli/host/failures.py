@@ -675,7 +675,7 @@ _NAMED = ("device_fault", "device_error", "storage", "host_limit", "signal", "hu
 
 
 @dataclass(frozen=True)
-class _Raised:
+class _TracebackException:
     """An exception from a traceback: the first lines of its message, and the frames above them."""
 
     message: str
@@ -770,7 +770,7 @@ def find_telling_line(text: str) -> str:
     return matched_text[matched_text.rfind("\n", 0, at) + 1 :].split("\n", 1)[0].strip()
 
 
-def _find_deciding_chain(text: str, exit_code: int | None = None) -> list[_Raised]:
+def _find_deciding_chain(text: str, exit_code: int | None = None) -> list[_TracebackException]:
     """Return the exceptions that ended the process, first cause first, from its last relevant traceback; empty if none.
 
     Tracebacks that only report a lost peer or the failure of another process are ignored.
@@ -790,14 +790,14 @@ def find_user_exception(text: str) -> str:
     return next((line for line in reversed(lines) if "CalledProcessError:" not in line), (lines or [""])[-1])
 
 
-def _list_exception_chains(text: str) -> Iterator[list[_Raised]]:
+def _list_exception_chains(text: str) -> Iterator[list[_TracebackException]]:
     """Yield the exceptions of each traceback; chained exceptions are yielded together."""
     if _TRACEBACK not in text:
         for match in _BARE_EXCEPTION.finditer(text):
-            yield [_Raised(text[match.start() :].split("\n\n")[0])]
+            yield [_TracebackException(text[match.start() :].split("\n\n")[0])]
         return
     block_before, *blocks = text.split(_TRACEBACK)
-    chain: list[_Raised] = []
+    chain: list[_TracebackException] = []
     for block in blocks:
         linked = any(marker in block_before for marker in _CHAINED)
         if chain and not linked:
@@ -810,13 +810,13 @@ def _list_exception_chains(text: str) -> Iterator[list[_Raised]]:
     yield chain
 
 
-def _parse_exception(block: str) -> list[_Raised]:
+def _parse_exception(block: str) -> list[_TracebackException]:
     """Return the exception at the end of a traceback, with the first lines of its message; empty if it is cut off."""
     lines = block.split("\n")
     for number, line in enumerate(lines):
         if _EXCEPTION.match(line.rstrip()):
             message = "\n".join(lines[number : number + 8]).split("\n\n")[0]
-            return [_Raised(message, "".join(f"{frame}\n" for frame in lines[:number]))]
+            return [_TracebackException(message, "".join(f"{frame}\n" for frame in lines[:number]))]
     return []
 
 

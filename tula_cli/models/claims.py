@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from tula_cli.errors import BadMeasurements
-from tula_cli.run.records.probes import Measured, ScriptSeen
+from tula_cli.run.records.probes import Measured, ScriptObservation
 from tula_cli.run.records.scripts import LearningRates, RankResult, ScriptStep
 from tula_cli.spec.sections import LEAST_STEPS
 
@@ -211,7 +211,7 @@ def find_changed_batch(seen: float | None, *, before: float) -> float | None:
     return None if seen is None or seen <= 0 or abs(seen / before - 1) <= _SAME_BATCH else seen
 
 
-def find_differences(probes: Sequence[RankResult | ScriptSeen]) -> list[Mismatch]:
+def find_differences(probes: Sequence[RankResult | ScriptObservation]) -> list[Mismatch]:
     """Return properties that must be equal in all probes of a script but differ; `probes` holds rank 0 of each."""
     sentences = []
     for what, values in (
@@ -227,7 +227,7 @@ def find_differences(probes: Sequence[RankResult | ScriptSeen]) -> list[Mismatch
 
 
 @dataclass(frozen=True)
-class RateSeen:
+class ObservedRate:
     """The learning rate of one probe."""
 
     batch: int
@@ -235,7 +235,7 @@ class RateSeen:
     seen: float
 
     @classmethod
-    def of(cls, batch: int, rates: LearningRates | None, given: float | None) -> "RateSeen | None":
+    def of(cls, batch: int, rates: LearningRates | None, given: float | None) -> "ObservedRate | None":
         """Return the learning rate of a probe, or None if its optimizer has none.
 
         The base rate of a scheduler is used if there is one: a warm-up counted in epochs is further advanced after the
@@ -246,7 +246,7 @@ class RateSeen:
         return cls(batch, given, rates.first if rates.base is None else rates.base)
 
 
-def fit_lr_exponent(rates: Iterable[RateSeen]) -> float | None:
+def fit_lr_exponent(rates: Iterable[ObservedRate]) -> float | None:
     """Return the power of the batch by which a script itself scales its learning rate, beyond the given rate.
 
     The least-squares slope of log(seen / given) over log(batch); None with fewer than two batches. Rates that are not
@@ -263,7 +263,7 @@ def fit_lr_exponent(rates: Iterable[RateSeen]) -> float | None:
     return sum((x - x0) * (y - y0) for x, y in points) / sum((x - x0) ** 2 for x, _ in points)
 
 
-def describe_scaling_of_script(rates: Sequence[RateSeen]) -> Mismatch | None:
+def describe_scaling_of_script(rates: Sequence[ObservedRate]) -> Mismatch | None:
     """Return a warning if a script itself scales its learning rate with the batch; None if not, or unknown."""
     exponent = fit_lr_exponent(rates)
     if exponent is None or abs(exponent) < _SAME_POWER:
@@ -277,7 +277,7 @@ def describe_scaling_of_script(rates: Sequence[RateSeen]) -> Mismatch | None:
 def describe_doubts(measured: Iterable[Measured]) -> list[str]:
     """Return warnings about differences between the probes of a script, and about scaling of its learning rate."""
     seen = [(probe.batch, probe.script) for probe in measured if probe.script is not None]
-    rates = [rate for batch, script in seen if (rate := RateSeen.of(batch, script.lr, script.lr_given)) is not None]
+    rates = [rate for batch, script in seen if (rate := ObservedRate.of(batch, script.lr, script.lr_given)) is not None]
     has_rates = any(rate.given is not None for rate in rates)  # else it is the script's own matter
     sentences = (
         [*find_differences([script for _, script in seen]), describe_scaling_of_script(rates) if has_rates else None]

@@ -13,7 +13,7 @@ from tula_cli.models import interruptions, power
 from tula_cli.models.choice.columns import Flags, Ints, compute_by_value, convert_to_columns, to_columns, to_configs
 from tula_cli.models.choice.grid import Config, list_places
 from tula_cli.models.choice.offers import Offers
-from tula_cli.models.choice.whole_trainings import Known, Steps, Trainings, index_probes
+from tula_cli.models.choice.whole_trainings import RunModels, Steps, Trainings, index_probes
 from tula_cli.models.memory import memory
 from tula_cli.models.observations import (
     NO_OTHER_SIZES,
@@ -50,7 +50,7 @@ _BLOCK = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
-class Forecast(Known):
+class Forecast(RunModels):
     """The fitted models of one run."""
 
     steps: StepTimeFit

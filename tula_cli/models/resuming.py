@@ -33,7 +33,7 @@ class ResumeJudgement:
 
 
 @dataclass(frozen=True)
-class _Resumed:
+class _ResumedStart:
     """Observations of one start from the checkpoint."""
 
     exact: bool = False  # it was seen to its end, and nothing was wrong
@@ -108,27 +108,27 @@ def _is_at_epoch_end(begin: Rehearsed) -> bool:
     return epochs > 0 and abs(saved - epochs * size) <= epochs * begin.batch
 
 
-def _judge_resumed(begin: Rehearsed, start: Rehearsed, *, lr_ratio: float | None) -> _Resumed:
+def _judge_resumed(begin: Rehearsed, start: Rehearsed, *, lr_ratio: float | None) -> _ResumedStart:
     at = f"at batch {start.batch}"
     if start.ended == "failed":
         message = f"{at} it cannot go on from its own checkpoint: {start.why}"
-        return _Resumed(useless=True, told=(message,), faults=(message,))
+        return _ResumedStart(useless=True, told=(message,), faults=(message,))
     if not start.steps and start.ended == "cut":
-        return _Resumed(told=(f"not rehearsed {at}: no step within {format_duration(start.seconds)}",))
+        return _ResumedStart(told=(f"not rehearsed {at}: no step within {format_duration(start.seconds)}",))
     counted = _judge_samples(begin, start)
     lr = _judge_learning_rate(begin, start, lr_ratio) or (
         _find_lost_schedule(begin, start) if start.batch == begin.batch else ""
     )
     faults = (*([lr] if lr else []), *counted.faults)
     messages = (*([lr] if lr else []), *counted.told)
-    return _Resumed(counted.exact and not faults, counted.useless, messages, faults)
+    return _ResumedStart(counted.exact and not faults, counted.useless, messages, faults)
 
 
-def _judge_samples(begin: Rehearsed, start: Rehearsed) -> _Resumed:
+def _judge_samples(begin: Rehearsed, start: Rehearsed) -> _ResumedStart:
     """Compare the samples trained after a start from the checkpoint with those that remained."""
     at, saved, total = f"at batch {start.batch}", begin.saved_samples or 0, start.whole
     if total is None:
-        return _Resumed(
+        return _ResumedStart(
             told=(f"samples {at} were not compared: nothing tells those of an epoch (script.dataset_size)",)
         )
     remaining, tolerance = total - saved, _compute_sample_tolerance(begin, start, total - saved)
@@ -142,20 +142,20 @@ def _judge_samples(begin: Rehearsed, start: Rehearsed) -> _Resumed:
             f"{at} it does not go on from its checkpoint, but begins anew: all {total} samples are trained again"
         )
         verdict = restart_message if anew else message
-        return _Resumed(useless=anew, told=(verdict,), faults=(verdict,))
+        return _ResumedStart(useless=anew, told=(verdict,), faults=(verdict,))
     if start.ended == "cut":
         reached = f"{start.samples} of {remaining} samples in {format_duration(start.seconds)}"
         message = f"{at} it takes steps, but was not seen to its end ({reached}), so where it goes on is not known: raise search.max_minutes"
-        return _Resumed(told=(message,))
+        return _ResumedStart(told=(message,))
     if beyond < -tolerance:
         message = (
             f"{at} it trains {saved + start.samples} samples in all where {total} were asked for: {-beyond} too few"
         )
-        return _Resumed(told=(message,), faults=(message,))
+        return _ResumedStart(told=(message,), faults=(message,))
     if start.batch < begin.batch and saved * (1 - start.batch / begin.batch) <= tolerance:
         early = f"its checkpoint holds {saved} samples alone: steps counted at the other batch would not show"
-        return _Resumed(told=(f"{at} it goes on, but {early}",))
-    return _Resumed(
+        return _ResumedStart(told=(f"{at} it goes on, but {early}",))
+    return _ResumedStart(
         exact=True, told=(f"{at} it goes on from its checkpoint, to {saved + start.samples} samples of {total}",)
     )
 

@@ -259,7 +259,7 @@ def make_damaged_error(path: Path, why: str) -> BadMeasurements:
     return BadMeasurements(f"{path} is damaged: {why}", f"delete that file and run {advice}")
 
 
-class Reader(Protocol):
+class RecordReader(Protocol):
     """A function that reads records: `read_record`, or one that remembers what it has read."""
 
     def __call__(self, path: Path, adapter: "TypeAdapter[T]", /) -> T | None: ...

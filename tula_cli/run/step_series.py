@@ -20,7 +20,7 @@ _DIGITS = {"lr": 6, "norm": 9, "delta": 4, "scaled": 4, "factor": 5, "last": 9}
 """Significant digits. Norms are single precision, which 9 digits represent exactly."""
 
 
-class Spread(NamedTuple):
+class StepSpread(NamedTuple):
     """Mean, minimum and maximum of a value over the steps of a row that have one."""
 
     mean: float
@@ -35,8 +35,8 @@ class StepRow(NamedTuple):
     steps: int
     batch: int  # global
     lr: float  # of its last step
-    norm: Spread | None = None  # |G|
-    delta: Spread | None = None  # Delta(G)
+    norm: StepSpread | None = None  # |G|
+    delta: StepSpread | None = None  # Delta(G)
     scaled: float | None = None  # share of its steps
     factor: float | None = None  # mean over those
     last: float | None = None  # |G| of its last step: what the next one's change is of
@@ -125,7 +125,7 @@ def to_columns(rows: Iterable[StepRow]) -> StepSeries:
         series.batch.append(row.batch)
         series.lr.append(row.lr)
         for name in ("norm", "delta"):
-            value: Spread | None = getattr(row, name)
+            value: StepSpread | None = getattr(row, name)
             for at, column in enumerate((name, f"{name}_low", f"{name}_high")):
                 getattr(series, column).append(None if value is None else value[at])
         series.scaled.append(row.scaled)
@@ -191,7 +191,7 @@ def _parse_line(rows: Sequence[StepRow]) -> dict[str, Any]:
     }
     line["lr"] = _compact_column([row.lr for row in rows])
     for name in ("norm", "delta"):
-        values: list[Spread | None] = [getattr(row, name) for row in rows]
+        values: list[StepSpread | None] = [getattr(row, name) for row in rows]
         for at, column in enumerate((name, f"{name}_low", f"{name}_high")[: 1 if first_row.steps == 1 else 3]):
             line[column] = _compact_column([None if value is None else value[at] for value in values])
     for name in ("scaled", "factor"):
@@ -238,8 +238,10 @@ def _parse_rows_of_line(line: Mapping[str, Any]) -> Iterator[StepRow]:
             steps=steps,
             batch=batch,
             lr=lr or 0.0,
-            norm=_make_constant_spread(norm) if low is None or high is None else Spread(norm or 0.0, low, high),
-            delta=_make_constant_spread(delta) if least is None or most is None else Spread(delta or 0.0, least, most),
+            norm=_make_constant_spread(norm) if low is None or high is None else StepSpread(norm or 0.0, low, high),
+            delta=_make_constant_spread(delta)
+            if least is None or most is None
+            else StepSpread(delta or 0.0, least, most),
             scaled=scaled,
             factor=factor,
             last=norm if steps == 1 else last_norm,
@@ -262,19 +264,19 @@ def round_value(name: str, value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.{_DIGITS[name]}g}")
 
 
-def _make_constant_spread(value: float | None) -> Spread | None:
-    return None if value is None else Spread(value, value, value)
+def _make_constant_spread(value: float | None) -> StepSpread | None:
+    return None if value is None else StepSpread(value, value, value)
 
 
 def _join_spreads(
-    name: str, first: Spread | None, second: Spread | None, weights: tuple[float, float]
-) -> Spread | None:
+    name: str, first: StepSpread | None, second: StepSpread | None, weights: tuple[float, float]
+) -> StepSpread | None:
     if first is None or second is None:
         return first or second
     mean = round_value(name, _compute_weighted_mean((first.mean, second.mean), weights))
     assert mean is not None
     low, high = min(first.low, second.low), max(first.high, second.high)
-    return Spread(min(max(mean, low), high), low, high)
+    return StepSpread(min(max(mean, low), high), low, high)
 
 
 def _compute_weighted_mean(values: tuple[float | None, float | None], weights: tuple[float, float]) -> float | None:

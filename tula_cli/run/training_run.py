@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from tula_cli.run.files import (
-    Reader,
+    RecordReader,
     list_files,
     list_names,
     open_file,
@@ -28,7 +28,7 @@ from tula_cli.run.records.base import MicroBatches
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.results import (
     CountedEnergy,
-    Evaluated,
+    EvaluationRecord,
     ScriptProgress,
     ScriptSaves,
     StageDecision,
@@ -65,7 +65,7 @@ _PLAIN_STEP = re.compile(
 _ATTEMPT, _RESULT = TypeAdapter(Attempt), TypeAdapter(TrainResult)
 _SUMMARY, _TUNING, _ENERGY = TypeAdapter(Summary), TypeAdapter(Tuning), TypeAdapter(CountedEnergy)
 _SCRIPT, _SAVES = TypeAdapter(ScriptProgress), TypeAdapter(ScriptSaves)
-_MICRO_BATCHES, _EVALUATED = TypeAdapter(MicroBatches), TypeAdapter(Evaluated)
+_MICRO_BATCHES, _EVALUATED = TypeAdapter(MicroBatches), TypeAdapter(EvaluationRecord)
 
 
 class TrainingRun:
@@ -77,7 +77,7 @@ class TrainingRun:
         read: reads its records.
     """
 
-    def __init__(self, run: Path, signature: str, *, read: Reader = read_record) -> None:
+    def __init__(self, run: Path, signature: str, *, read: RecordReader = read_record) -> None:
         self.run = run
         self.signature = signature
         self._read = read
@@ -128,17 +128,17 @@ class TrainingRun:
         best = self.path / "best"
         return best if best.exists() else None
 
-    def evaluations(self) -> list[Evaluated]:
+    def evaluations(self) -> list[EvaluationRecord]:
         """Return the results of `tula evaluate` on its weights, oldest first."""
         evaluations = [
             evaluation for path in list_files(self.path / "evaluations") if (evaluation := self._read(path, _EVALUATED))
         ]
         return sorted(evaluations, key=lambda evaluation: evaluation.evaluated_at)
 
-    def evaluation(self, key: str) -> Evaluated | None:
+    def evaluation(self, key: str) -> EvaluationRecord | None:
         return self._read(self._evaluation_path(key), _EVALUATED)
 
-    def write_evaluation(self, evaluated: Evaluated) -> None:
+    def write_evaluation(self, evaluated: EvaluationRecord) -> None:
         write_record(self._evaluation_path(evaluated.key), evaluated)
 
     def drop_evaluation(self, key: str) -> None:

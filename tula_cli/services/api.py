@@ -30,7 +30,7 @@ from tula_cli.run.jobfile import find_settings_origin, list_parts_with_data, loa
 from tula_cli.run.owner import find_other_owner
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Recommendation
-from tula_cli.run.records.results import Evaluated, JobFile, Summary
+from tula_cli.run.records.results import EvaluationRecord, JobFile, Summary
 from tula_cli.run.step_series import StepSeries
 from tula_cli.services import check as checking
 from tula_cli.services import estimate as estimating
@@ -47,7 +47,7 @@ from tula_cli.services.estimate import EstimateReport
 from tula_cli.services.evaluate import EvaluationRequest, prepare_evaluation, run_evaluation
 from tula_cli.services.events import Event, Note, Planned, WarningEvent, Work, follow
 from tula_cli.services.exporting import export as exporting
-from tula_cli.services.exporting.export import Exported
+from tula_cli.services.exporting.export import ExportResult
 from tula_cli.services.nodes import ClusterCheck
 from tula_cli.services.recommendation.limits import Criteria, Limits
 from tula_cli.services.reporting import formats
@@ -809,7 +809,7 @@ def evaluate(
     fresh: bool = False,
     timeout: float | None = None,
     **settings: "Unpack[Settings]",
-) -> Evaluated | None:
+) -> EvaluationRecord | None:
     """Evaluate the weights of a training on dataset.test; without one on the samples that training is evaluated on.
 
     Args:
@@ -855,7 +855,7 @@ def export(
     every: float | None = None,
     on_event: OnEvent | None = None,
     root: str | Path = ROOT,
-) -> tuple[Exported, ...]:
+) -> tuple[ExportResult, ...]:
     """Send a run's settings, probes, recommendation and trainings to trackers: `tula export`. What was sent is not sent again.
 
     Args:

@@ -25,7 +25,7 @@ from tula_cli.run.records.results import Cell, Comparison
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.services import train
 from tula_cli.services.comparison import rounds
-from tula_cli.services.comparison.rounds import Standing
+from tula_cli.services.comparison.rounds import ComparisonState
 from tula_cli.services.comparison.rows import (
     REFERENCE,
     VARIANTS,
@@ -139,7 +139,7 @@ class ComparePlan:
 
     comparison: Comparison
     spec: JobSpec  # the job that the cells change
-    standing: Standing
+    standing: ComparisonState
     missing: tuple[Cell, ...]  # of what is wanted, in the order of their worth
     hours: Mapping[tuple[str, int], float | None]  # expected for one training of each row; None where nothing tells
     currency: str

@@ -12,7 +12,7 @@ from tula_cli.run import imports
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.files import is_regular
 from tula_cli.run.jobfile import list_parts_with_data
-from tula_cli.run.records.results import Evaluated
+from tula_cli.run.records.results import EvaluationRecord
 from tula_cli.run.records.tasks import EvaluateTask, TrainTask
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.services.events import EvaluationPlanned, Note, Work
@@ -48,7 +48,7 @@ class PreparedEvaluation:
 
     part: Part
     task: EvaluateTask
-    found: Evaluated | None  # what is known of it already
+    found: EvaluationRecord | None  # what is known of it already
 
 
 def prepare_evaluation(
@@ -158,7 +158,7 @@ def _make_evaluation_job(trained: JobSpec, current: JobSpec) -> JobSpec:
 
 def run_evaluation(
     evaluation: PreparedEvaluation, dependencies: Dependencies, wait_policy: WaitPolicy
-) -> Work[Evaluated | DetachedJobs]:
+) -> Work[EvaluationRecord | DetachedJobs]:
     """Evaluate the weights, attach to the job if it is already running, or return the stored result.
 
     Args:
@@ -209,7 +209,7 @@ def _start_job(run: RunDir, task: EvaluateTask, launcher: Launcher) -> None:
         run.write_job(launcher.submit(run, task))
 
 
-def read_evaluation_result(run: RunDir, task: EvaluateTask) -> Evaluated:
+def read_evaluation_result(run: RunDir, task: EvaluateTask) -> EvaluationRecord:
     """Return the result of an evaluation.
 
     Raises:

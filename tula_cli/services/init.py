@@ -24,11 +24,11 @@ from tula_cli.errors import SpecError
 from tula_cli.run.files import MODE_FOR_ALL, write_atomic
 from tula_cli.spec.json_schema import Kind, make_json_schema
 from tula_cli.spec.scripts.command_text import find_training_command
-from tula_cli.spec.scripts.launchers import NODES, Known, Unknown, read_slurm_options
+from tula_cli.spec.scripts.launchers import NODES, KnownFacts, Unknown, read_slurm_options
 from tula_cli.spec.scripts.placeholders import find_placeholders
-from tula_cli.spec.scripts.proposal import Missing, format_yaml_word, list_missing, make_job_name, write_sections
-from tula_cli.spec.scripts.recognition import Recognised, recognise_command, recognise_line
-from tula_cli.spec.scripts.shell import Option, Word
+from tula_cli.spec.scripts.proposal import MissingKey, format_yaml_word, list_missing, make_job_name, write_sections
+from tula_cli.spec.scripts.recognition import RecognisedCommand, recognise_command, recognise_line
+from tula_cli.spec.scripts.shell import Option, ShellWord
 from tula_cli.spec.slurm_options import ROOM
 from tula_cli.words import format_count
 
@@ -116,8 +116,8 @@ class FromCommand:
     """A job file, and the parts of the command that it is made from."""
 
     text: str
-    recognised: Recognised
-    missing: tuple[Missing, ...]  # what the command does not tell, in the order of the file
+    recognised: RecognisedCommand
+    missing: tuple[MissingKey, ...]  # what the command does not tell, in the order of the file
     warnings: tuple[str, ...] = ()
 
     @property
@@ -155,7 +155,7 @@ def make_job_from_command(
     """
     gpus_available = gpus if kind == "local" else _count_gpus(offered)
     recognised = with_length(
-        recognise_line(line, Known(answers or {}, gpus=gpus_available), keeps_setup=kind == "slurm"), answers
+        recognise_line(line, KnownFacts(answers or {}, gpus=gpus_available), keeps_setup=kind == "slurm"), answers
     )
     if kind == "local":
         text = _fit_to_machine(
@@ -171,7 +171,7 @@ def make_job_from_command(
     return FromCommand(text, recognised, list_missing(recognised), tuple(warnings))
 
 
-def with_length(recognised: Recognised, answers: Mapping[str, str] | None) -> Recognised:
+def with_length(recognised: RecognisedCommand, answers: Mapping[str, str] | None) -> RecognisedCommand:
     """Return the recognised command with the number of epochs that the user answered, if any."""
     epochs = (answers or {}).get(LENGTH_QUESTION)
     return (
@@ -179,7 +179,9 @@ def with_length(recognised: Recognised, answers: Mapping[str, str] | None) -> Re
     )
 
 
-def write_job_around(line: str, recognised: Recognised, kind: Literal["local", "slurm"], *, name: str = "") -> str:
+def write_job_around(
+    line: str, recognised: RecognisedCommand, kind: Literal["local", "slurm"], *, name: str = ""
+) -> str:
     """Return the job file around a command, before the properties of the machines are filled in.
 
     Args:
@@ -201,7 +203,7 @@ def write_job_around(line: str, recognised: Recognised, kind: Literal["local", "
     )
 
 
-def list_shell_settings(recognised: Recognised) -> Iterator[TemplateLine]:
+def list_shell_settings(recognised: RecognisedCommand) -> Iterator[TemplateLine]:
     """Yield settings for what surrounds the command in a SLURM job: the wrapper of ranks, and lines before the job."""
     if recognised.wrapper and _is_wrapper_list(recognised.wrapper):
         arguments = ", ".join(format_yaml_word(argument, flow=True) for argument in recognised.wrapper)
@@ -258,7 +260,7 @@ def _fit_to_machine(text: str, *, per_node: int, gpus: int) -> str:
     return _set_key(text, "max_node_hours", f"{cap:g}", comment)
 
 
-def _adapt_site_settings(text: str, recognised: Recognised, offered: Site) -> str:
+def _adapt_site_settings(text: str, recognised: RecognisedCommand, offered: Site) -> str:
     """Correct the site's settings for the command's number of ranks, and workers if the command has no {workers}."""
     if "workers" not in find_placeholders(recognised.script["command"]):
         text = re.sub(
@@ -272,7 +274,7 @@ def _adapt_site_settings(text: str, recognised: Recognised, offered: Site) -> st
     return re.sub(r"^    cpus_per_task: .*$", line, text, count=1, flags=re.MULTILINE)
 
 
-def with_batches(text: str, recognised: Recognised) -> str:
+def with_batches(text: str, recognised: RecognisedCommand) -> str:
     """Set the range of batches to measure around the current batch, and the GPUs per node that the launcher starts."""
     if recognised.gpus_per_node is not None:
         text = _set_key(
@@ -299,7 +301,7 @@ def with_batches(text: str, recognised: Recognised) -> str:
     return re.sub(r"^(  min_batch:.*)$", lambda line: line[0] + above, text, count=1, flags=re.MULTILINE)
 
 
-def choose_batch_range(recognised: Recognised, batch: int, nodes: list[int]) -> tuple[int, int]:
+def choose_batch_range(recognised: RecognisedCommand, batch: int, nodes: list[int]) -> tuple[int, int]:
     """Return the smallest and the largest global batch to measure.
 
     The smallest is half the current batch if that divides among the GPUs of the fewest nodes, else the current batch.
@@ -316,7 +318,7 @@ def choose_batch_range(recognised: Recognised, batch: int, nodes: list[int]) -> 
     return half if divides else batch, batch * max(_BATCH_RANGE_ABOVE, max(nodes))
 
 
-def _list_machine_warnings(recognised: Recognised, offered: Site | None, *, gpus: int) -> list[str]:
+def _list_machine_warnings(recognised: RecognisedCommand, offered: Site | None, *, gpus: int) -> list[str]:
     """Return warnings if the command does not match the machines.
 
     Args:
@@ -437,7 +439,7 @@ def make_job_from_sbatch(
         Unknown: the script leaves something open that the user can answer.
         SpecError: the script cannot be used; the message names the line.
     """
-    known = Known(answers or {})
+    known = KnownFacts(answers or {})
     request = replace(_read_request(text), answered=known.answer(NODES) or 0)
     _check_folder(request)
     gpus, _, _ = request.gpus
@@ -472,7 +474,7 @@ def _read_request(text: str) -> _Request:
         if not (match := re.match(r"#SBATCH\s+(.*)", line)):
             continue
         try:
-            arguments = [Word(argument, argument) for argument in shlex.split(match[1], comments=True)]
+            arguments = [ShellWord(argument, argument) for argument in shlex.split(match[1], comments=True)]
         except ValueError as error:
             raise SpecError(f"line {number}: {line.strip()!r}: {str(error).lower()}") from None
         known, other_words = read_slurm_options(arguments)
@@ -518,7 +520,9 @@ def _list_extra_options(options: Mapping[str, Option]) -> dict[str, str | bool]:
     return {name.replace("_", "-"): option.value.text or True for name, option in options.items() if name in names}
 
 
-def _list_setting_lines(request: _Request, recognised: Recognised, offered: Site | None) -> Iterator[TemplateLine]:
+def _list_setting_lines(
+    request: _Request, recognised: RecognisedCommand, offered: Site | None
+) -> Iterator[TemplateLine]:
     for name, key in _SETTINGS.items():
         if text := request.text(name):
             yield TemplateLine(f"cluster.slurm.{key}", quote_word(text), f"--{name.replace('_', '-')}")
@@ -567,7 +571,7 @@ def _list_measuring_settings(request: _Request, offered: Site | None) -> Iterato
     yield from list_measuring_settings(nodes, minutes, f"around the script's {request.nodes}")
 
 
-def _list_sbatch_warnings(request: _Request, recognised: Recognised) -> Iterator[str]:
+def _list_sbatch_warnings(request: _Request, recognised: RecognisedCommand) -> Iterator[str]:
     gpus, _, _ = request.gpus
     ranks = recognised.gpus_per_node or 1
     if not request.options:

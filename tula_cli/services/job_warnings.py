@@ -197,7 +197,7 @@ def _parse_size(text: str | None) -> int | None:
 
 
 @dataclass(frozen=True)
-class _Job:
+class _JobMemory:
     """The memory on a node that the data of one profiling job needs. Bytes."""
 
     ranks: int  # of a node
@@ -234,7 +234,7 @@ def check_memory(
     )
 
 
-def _make_measuring_job(spec: JobSpec, inspection: Inspection, nodes: int, local_batches: Sequence[int]) -> _Job:
+def _make_measuring_job(spec: JobSpec, inspection: Inspection, nodes: int, local_batches: Sequence[int]) -> _JobMemory:
     cluster = spec.cluster
     ranks = cluster.gpus_per_node * (nodes if cluster.kind == "local" else 1)  # on this machine all are here
     workers = count_loader_processes(spec, inspection, ranks=ranks)[1]
@@ -246,10 +246,10 @@ def _make_measuring_job(spec: JobSpec, inspection: Inspection, nodes: int, local
         )
         for end, size in enumerate(local_batches, 1)
     }
-    return _Job(ranks, workers, ranks * inspection.process, data)
+    return _JobMemory(ranks, workers, ranks * inspection.process, data)
 
 
-def _list_impossible_problems(jobs: Sequence[_Job], room: int | None) -> Iterator[str]:
+def _list_impossible_problems(jobs: Sequence[_JobMemory], room: int | None) -> Iterator[str]:
     """Yield a problem if one batch per rank does not fit in any job: processes that write it are killed (SIGBUS)."""
     job = min(jobs, key=lambda job: min(data.batches for data in job.data.values()))
     size, least = min(job.data.items())
@@ -260,7 +260,7 @@ def _list_impossible_problems(jobs: Sequence[_Job], room: int | None) -> Iterato
         )
 
 
-def _list_shared_memory_warnings(jobs: Sequence[_Job], room: int | None) -> Iterator[str]:
+def _list_shared_memory_warnings(jobs: Sequence[_JobMemory], room: int | None) -> Iterator[str]:
     excess = _find_excess(jobs, lambda _, data: data.shared, room)
     if excess is not None and room is not None:
         yield (
@@ -269,8 +269,8 @@ def _list_shared_memory_warnings(jobs: Sequence[_Job], room: int | None) -> Iter
         )
 
 
-def _list_total_memory_warnings(jobs: Sequence[_Job], room: NodeMemory) -> Iterator[str]:
-    excess = _find_excess(jobs, _Job.total, room.memory)
+def _list_total_memory_warnings(jobs: Sequence[_JobMemory], room: NodeMemory) -> Iterator[str]:
+    excess = _find_excess(jobs, _JobMemory.total, room.memory)
     if excess is not None and room.memory is not None:
         pinned = f", {format_bytes(excess.most.pinned)} pinned for the GPUs" if excess.most.pinned else ""
         yield (
@@ -281,19 +281,21 @@ def _list_total_memory_warnings(jobs: Sequence[_Job], room: NodeMemory) -> Itera
 
 
 @dataclass(frozen=True)
-class _Excess:
+class _MemoryExcess:
     """The jobs and batches that need more memory than there is."""
 
     first: int  # the smallest local batch at which it is
-    job: _Job  # that needs most
+    job: _JobMemory  # that needs most
     size: int  # the local batch at which it does
     most: DataMemory
 
 
-def _find_excess(jobs: Sequence[_Job], need: Callable[[_Job, DataMemory], int], room: int | None) -> _Excess | None:
+def _find_excess(
+    jobs: Sequence[_JobMemory], need: Callable[[_JobMemory, DataMemory], int], room: int | None
+) -> _MemoryExcess | None:
     needs = [(need(job, data), size, job, data) for job in jobs for size, data in job.data.items()]
     beyond = [entry for entry in needs if room is not None and entry[0] > room]
     if not beyond:
         return None
     _, size, job, most = max(beyond, key=lambda entry: entry[0])
-    return _Excess(min(entry[1] for entry in beyond), job, size, most)
+    return _MemoryExcess(min(entry[1] for entry in beyond), job, size, most)

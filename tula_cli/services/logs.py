@@ -72,7 +72,7 @@ class LogQuery:
 
 
 @dataclass(frozen=True)
-class _Log:
+class _AttemptLog:
     """The log of one attempt that contains the requested rank."""
 
     file: Path
@@ -164,7 +164,7 @@ class _LogReader:
     _told: set[tuple[str, int]] = field(default_factory=set)  # attempts whose failure was shown
     _tasks: dict[str, Task | None] = field(default_factory=dict)
 
-    def attempt_logs(self) -> list[_Log]:
+    def attempt_logs(self) -> list[_AttemptLog]:
         """Return the log of each attempt that contains the rank, the last written last."""
         since, attempts = self.wanted.since, _group_logs_by_attempt(_list_log_files(self.run, self.wanted.job))
         selected = [log for logs in attempts if (log := self._with_rank(logs)) is not None]
@@ -172,7 +172,7 @@ class _LogReader:
             raise SpecError(f"--rank {self.wanted.rank}: no log of such a rank in {self.run.path}")
         return selected if since is None else [log for log in selected if log.changed >= since]
 
-    def _with_rank(self, logs: Sequence[_Log]) -> _Log | None:
+    def _with_rank(self, logs: Sequence[_AttemptLog]) -> _AttemptLog | None:
         """Return the log of an attempt that contains the rank's lines; None if there is none."""
         rank, placed = self.wanted.rank or 0, self._with_first_ranks(logs)
         candidates = [log for log in placed if log.first <= rank]
@@ -182,7 +182,7 @@ class _LogReader:
             candidates = placed[:1]
         return replace(candidates[-1], changed=max(log.changed for log in logs))
 
-    def _with_first_ranks(self, logs: Sequence[_Log]) -> list[_Log]:
+    def _with_first_ranks(self, logs: Sequence[_AttemptLog]) -> list[_AttemptLog]:
         """Return an attempt's logs with the lowest rank of each; a log has the ranks up to those of the next log."""
         task = self._task(logs[0])
         if task is None:
@@ -190,25 +190,25 @@ class _LogReader:
         ranks_each, tagged, shared = count_ranks_of_supervisor(task), has_tagged_lines(task), has_shared_node_log(task)
         return [replace(log, first=log.first * ranks_each, tagged=tagged, shared=shared) for log in logs]
 
-    def _rank_count(self, log: _Log) -> int:
+    def _rank_count(self, log: _AttemptLog) -> int:
         task = self._task(log)
         return log.first + 1 if task is None else count_ranks(task)
 
-    def _task(self, log: _Log) -> Task | None:
+    def _task(self, log: _AttemptLog) -> Task | None:
         if log.task not in self._tasks:
             self._tasks[log.task] = self.run.task(log.task) if log.task else None
         return self._tasks[log.task]
 
-    def skip_to_end(self, logs: Iterable[_Log]) -> None:
+    def skip_to_end(self, logs: Iterable[_AttemptLog]) -> None:
         """Mark logs as read to their ends."""
         for log in logs:
             self._set_offset(log, log.file.stat().st_size)
             self._told.add((log.task, log.attempt))
 
-    def _set_offset(self, log: _Log, offset: int) -> None:
+    def _set_offset(self, log: _AttemptLog, offset: int) -> None:
         self._offsets[log.file], self._inodes[log.file] = offset, log.file.stat().st_ino
 
-    def last_lines(self, logs: Sequence[_Log], count: int) -> list[LogLine]:
+    def last_lines(self, logs: Sequence[_AttemptLog], count: int) -> list[LogLine]:
         """Return the last requested lines of logs, read backwards, and mark the logs as read."""
         lines: list[LogLine] = []
         for log in reversed(logs):
@@ -216,7 +216,7 @@ class _LogReader:
             lines[:0] = reversed(list(itertools.islice(self._read_backwards(log), count - len(lines))))
         return lines
 
-    def _read_backwards(self, log: _Log) -> Iterator[LogLine]:
+    def _read_backwards(self, log: _AttemptLog) -> Iterator[LogLine]:
         """Yield the requested lines of a log, last first; a line without a time has that of the line before it."""
         since, untimed = self.wanted.since, list[LogLine]()
         try:
@@ -236,7 +236,7 @@ class _LogReader:
         if since is None or self._attempt_start(log) >= since:
             yield from untimed
 
-    def first_failure(self, log: _Log) -> Iterator[LogLine]:
+    def first_failure(self, log: _AttemptLog) -> Iterator[LogLine]:
         """Yield, once per attempt, the output of the first failing rank, or of the requested rank if it failed."""
         key, requested_rank = (log.task, log.attempt), self.wanted.rank
         failures = self.run.failures(*key) if log.task and key not in self._told else []
@@ -247,7 +247,7 @@ class _LogReader:
         for text in (root_failure.detail.strip() or root_failure.message).splitlines():
             yield LogLine(log.file, text, log.task, log.attempt, root_failure.rank, failure=True)
 
-    def new_lines(self, log: _Log, *, with_incomplete: bool) -> Iterator[LogLine]:
+    def new_lines(self, log: _AttemptLog, *, with_incomplete: bool) -> Iterator[LogLine]:
         """Yield the lines added to a log since it was last read; an incomplete last line only if `with_incomplete`."""
         try:
             with open_file(log.file) as file:
@@ -269,7 +269,7 @@ class _LogReader:
         except OSError as error:
             raise read_error(log.file, error) from error
 
-    def _is_of_rank(self, line: LogLine, log: _Log) -> bool:
+    def _is_of_rank(self, line: LogLine, log: _AttemptLog) -> bool:
         requested_rank = log.first if self.wanted.rank is None and log.shared else self.wanted.rank
         return None in (requested_rank, line.rank) or line.rank == requested_rank
 
@@ -285,7 +285,7 @@ class _LogReader:
             self._at[line.file] = self._attempt_start(line)
         return self._at[line.file] >= since
 
-    def _attempt_start(self, of: _Log | LogLine) -> float:
+    def _attempt_start(self, of: _AttemptLog | LogLine) -> float:
         """Return the start of an attempt (Unix time); for an unknown attempt, the requested time."""
         attempt = self.run.attempt(of.task, of.attempt) if of.task else None
         return attempt.started_at if attempt is not None else self.wanted.since or 0.0
@@ -338,15 +338,15 @@ def _list_log_files(run: RunDir, job: str | None) -> list[Path]:
     )
 
 
-def _group_logs_by_attempt(files: Iterable[Path]) -> list[list[_Log]]:
+def _group_logs_by_attempt(files: Iterable[Path]) -> list[list[_AttemptLog]]:
     """Return the logs of each attempt, lowest ranks first; the attempt that wrote last comes last."""
-    logs_by_attempt: defaultdict[tuple[str, int], list[_Log]] = defaultdict(list)
+    logs_by_attempt: defaultdict[tuple[str, int], list[_AttemptLog]] = defaultdict(list)
     for number, path in enumerate(files):
         name, changed = _NAME.fullmatch(path.name), path.stat().st_mtime
         if name is None:  # the scheduler's, each by itself
-            logs_by_attempt["", -number].append(_Log(path, "", 0, changed))
+            logs_by_attempt["", -number].append(_AttemptLog(path, "", 0, changed))
         else:
             key = name["task"], int(name["attempt"])
-            logs_by_attempt[key].append(_Log(path, *key, changed, first=int(name["index"] or 0)))
+            logs_by_attempt[key].append(_AttemptLog(path, *key, changed, first=int(name["index"] or 0)))
     attempts = [sorted(logs, key=lambda log: log.first) for logs in logs_by_attempt.values()]
     return sorted(attempts, key=lambda logs: max(log.changed for log in logs))

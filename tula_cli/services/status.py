@@ -34,7 +34,15 @@ from tula_cli.run.package import list_upgrades
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Recommendation, Stage
-from tula_cli.run.records.results import Branch, Evaluated, StageDecision, StepChange, Summary, TrainResult, Tuning
+from tula_cli.run.records.results import (
+    Branch,
+    EvaluationRecord,
+    StageDecision,
+    StepChange,
+    Summary,
+    TrainResult,
+    Tuning,
+)
 from tula_cli.run.records.scripts import Rehearsal
 from tula_cli.run.records.tasks import EvaluateTask, JobTask, ProbeTask, RehearsalTask, TrainTask, make_probe_id
 from tula_cli.run.snapshot import Snapshot
@@ -437,7 +445,7 @@ class RunStatus:
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # of an upgrade under a job; what the probes of a script do not tell, and why
     rehearsal: Rehearsal | None = None  # the newest of a script's resume
-    evaluations: tuple[Evaluated, ...] = ()  # of the training's weights (tula evaluate), oldest first
+    evaluations: tuple[EvaluationRecord, ...] = ()  # of the training's weights (tula evaluate), oldest first
     between_rounds: bool = False  # an adaptive search may have a further round to submit
 
     def active(self, job_ids: Iterable[str] | None = None) -> bool:

@@ -9,7 +9,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 HERE = os.path.dirname(os.path.realpath(__file__))  # noqa: PTH120 - pathlib would double what each start costs
 
 
-class AfterTorch:
+class TorchImportHook:
     """A finder that leaves finding torch to other finders, and installs the hooks after torch has been executed."""
 
     def __init__(self) -> None:
@@ -62,5 +62,5 @@ def run_hidden() -> None:
 if os.environ.get("TULA_PLAN"):
     if os.environ.get("TULA_CODE"):
         sys.meta_path.insert(sys.meta_path.index(PathFinder), Submitted)
-    sys.meta_path.insert(0, AfterTorch())
+    sys.meta_path.insert(0, TorchImportHook())
 run_hidden()

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 from tula_cli.words import format_count
 
 if TYPE_CHECKING:
-    from tula_cli.services.exporting.export import Exported
+    from tula_cli.services.exporting.export import ExportResult
 
 
-def describe_exports(exporteds: "Sequence[Exported]") -> "Iterator[str]":
+def describe_exports(exporteds: "Sequence[ExportResult]") -> "Iterator[str]":
     """Yield two lines per tracker: the result of the export and its destination."""
     for exported in exporteds:
         new = [
@@ -27,7 +27,7 @@ def describe_exports(exporteds: "Sequence[Exported]") -> "Iterator[str]":
         yield f"  {_describe_destination(exported)}"
 
 
-def _describe_destination(exported: "Exported") -> str:
+def _describe_destination(exported: "ExportResult") -> str:
     """Return the command or address for viewing the exported data."""
     if exported.to == "tensorboard":
         return f"tensorboard --logdir {exported.uri}"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from tula_cli.run.records.jobs import Attempt
     from tula_cli.run.records.recommendations import Recommendation
-    from tula_cli.run.records.results import Branch, Evaluated, StepChange
+    from tula_cli.run.records.results import Branch, EvaluationRecord, StepChange
     from tula_cli.services.run_list import RunSummary
     from tula_cli.services.site_charges import SiteCharge
     from tula_cli.services.status import JobState, JobStatus, RunStatus, StageStatus, TrainingStatus, TuningStatus
@@ -258,7 +258,7 @@ def describe_links(job_statuses: "Iterable[JobStatus]") -> Iterator[str]:
             yield f"links of {job.id}: {'; '.join(texts)}"
 
 
-def describe_evaluation(evaluated: "Evaluated") -> str:
+def describe_evaluation(evaluated: "EvaluationRecord") -> str:
     """Describe the evaluation of a training's weights in one line."""
     at = "" if evaluated.samples is None else f" at {evaluated.samples} samples"
     name = evaluated.weights if evaluated.samples is not None else make_relative_path(Path(evaluated.weights))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from tula_cli.run.records.recommendations import Prediction
-    from tula_cli.run.records.results import Evaluated, Summary
+    from tula_cli.run.records.results import EvaluationRecord, Summary
     from tula_cli.run.records.tasks import EvaluateTask, TrainTask
     from tula_cli.services.site_charges import SiteCharge
     from tula_cli.services.train import TrainPlan
@@ -169,7 +169,7 @@ def render_evaluation_plan(task: "EvaluateTask") -> Iterator[str]:
     yield f"{format_count(task.nodes)}, local batch {task.local_batch}"
 
 
-def render_evaluation(evaluated: "Evaluated") -> Iterator[str]:
+def render_evaluation(evaluated: "EvaluationRecord") -> Iterator[str]:
     """Yield the evaluation of weights on a set of samples."""
     at = "" if evaluated.samples is None else f" at {evaluated.samples} samples"
     on = f"{_describe_samples(evaluated.test)}, {evaluated.size} samples of {evaluated.dataset}"

@@ -25,7 +25,7 @@ from tula_cli.models.time.changes import ScriptLevelDetector, describe_step_chan
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
 from tula_cli.run.records.results import Save, ScriptProgress, ScriptSaves, StepChange
-from tula_cli.run.records.scripts import Expected, LoaderSeen, RankResult
+from tula_cli.run.records.scripts import ExpectedValues, LoaderProperties, RankResult
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.run.script_attempt import ScriptAttempt
 from tula_cli.spec.load import validate
@@ -538,12 +538,12 @@ def test_a_script_that_loads_nothing_of_its_training_begins_anew(
 
 def begun(run: RunDir, samples: int | None, *, dataset: int = 800) -> None:
     """Write what rank 0 has seen of the first steps of the first attempt."""
-    loader = LoaderSeen(
+    loader = LoaderProperties(
         dataset=dataset, batches=50, batch_size=16, workers=0, sampler="", drop_last=True, epoch_samples=samples
     )
     result = RankResult(
         version=1, task="train-x-1", attempt=1, why="begun", rank=0, world=1, host="h", pid=1, python="3.8.1",
-        torch="2.0.1", expected=Expected(world=1, batch=16), device="cpu", hardware="", startup=1.0, steps=7,
+        torch="2.0.1", expected=ExpectedValues(world=1, batch=16), device="cpu", hardware="", startup=1.0, steps=7,
         samples=112.0, optimizer="SGD", parameters=1, bytes=None, peak={}, lr=None, warmup=(), timed=(), split=None,
         loader=loader, loaders=(loader,), notes=(),
     )  # fmt: skip

@@ -15,7 +15,7 @@ from tula_cli.cluster.slurm import sbatch
 from tula_cli.errors import JobFailed
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import LeaderCommand
-from tula_cli.run.records.results import Scaled
+from tula_cli.run.records.results import ScalingSummary
 from tula_cli.run.records.tasks import ProbeTask, Rung, TrainTask
 from tula_cli.spec.load import validate
 
@@ -169,7 +169,7 @@ def test_what_was_scaled_is_told_over_all_attempts() -> None:
         return {"kind": "row", "ags": {"mean": 9.0, "so_far": so_far}}
 
     found = methods.summarize_scaling([row(10.0, 0.5, 1.0), {}, row(30.0, 1.0, 1.4)])
-    assert found == Scaled(steps=40, scaled=0.875, mean=found.mean if found else 0.0, apply_to="update")
+    assert found == ScalingSummary(steps=40, scaled=0.875, mean=found.mean if found else 0.0, apply_to="update")
     assert found is not None and found.mean == pytest.approx(1.3)
     assert methods.summarize_scaling([{}, {"kind": "row"}]) is None
 

@@ -13,7 +13,7 @@ from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.slurm import sbatch
 from tula_cli.errors import BadMeasurements, DeviceFault, JobFailed, OverBudget, SpecError
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.results import Evaluated
+from tula_cli.run.records.results import EvaluationRecord
 from tula_cli.run.records.tasks import EvaluateTask, Rung, TrainTask
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.services.evaluate import EvaluationRequest, PreparedEvaluation, prepare_evaluation, run_evaluation
@@ -53,7 +53,9 @@ def ready(run: RunDir, spec: JobSpec | None = None, **request: Any) -> PreparedE
     return prepare_evaluation(run, spec or run.spec(), EvaluationRequest(**request))
 
 
-def start(prepared: PreparedEvaluation, launcher: FakeLauncher, *, confirm: bool = True) -> Evaluated | DetachedJobs:
+def start(
+    prepared: PreparedEvaluation, launcher: FakeLauncher, *, confirm: bool = True
+) -> EvaluationRecord | DetachedJobs:
     own = Dependencies(lambda _: launcher, lambda _: inspected(), lambda _: confirm)
     return follow(run_evaluation(prepared, own, DETACHED), lambda _: None)
 

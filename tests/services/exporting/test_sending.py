@@ -32,7 +32,7 @@ from tula_cli.run.step_series import StepSeries
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.services.events import Event, WarningEvent
 from tula_cli.services.exporting import export as service
-from tula_cli.services.exporting.export import Exported, export_run, list_requested_trackers
+from tula_cli.services.exporting.export import ExportResult, export_run, list_requested_trackers
 from tula_cli.services.status import run_status
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import Export
@@ -54,7 +54,7 @@ def run(tmp_path: Path) -> RunDir:
     return RunDir.create(tmp_path, toy_spec())
 
 
-def send(run: RunDir, *places: str, active: bool = False, **how: Any) -> tuple[tuple[Exported, ...], list[Event]]:
+def send(run: RunDir, *places: str, active: bool = False, **how: Any) -> tuple[tuple[ExportResult, ...], list[Event]]:
     """Send a run to places of the fake tracker; return what was sent, and what was told."""
     trackers = [Export(to="fake_tracker:FakeTracker", uri=place) for place in places]
     how = {"reports": lambda _: (), **how}

@@ -13,7 +13,7 @@ from make_runs import spec as toy_spec
 from tula_cli.errors import TrackerError
 from tula_cli.run.directory import RunDir
 from tula_cli.services.events import Event
-from tula_cli.services.exporting.export import Exported, export_run
+from tula_cli.services.exporting.export import ExportResult, export_run
 from tula_cli.spec.sections import Export
 
 KEY = "train-ab12cd34"
@@ -31,8 +31,8 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-def send(run: RunDir, to: str, uri: str | None = None, *, active: bool = False) -> Exported:
-    found: list[tuple[Exported, ...]] = []
+def send(run: RunDir, to: str, uri: str | None = None, *, active: bool = False) -> ExportResult:
+    found: list[tuple[ExportResult, ...]] = []
 
     def work() -> Generator[Event, None, None]:
         found.append((yield from export_run(run, [Export(to=to, uri=uri)], active=lambda _: active)))
@@ -131,10 +131,10 @@ def test_a_server_that_is_down_is_told_and_caught_up_with(run: RunDir, tmp_path:
 
 def test_mlflow_looks_what_it_has_where_the_sender_was_killed(tmp_path: Path) -> None:
     from tula_cli.extras.trackers.mlflow import exporter
-    from tula_cli.services.exporting.destination import Described, Point
+    from tula_cli.services.exporting.destination import Point, TrackerRun
 
     points = [Point(samples, START, {"loss": 1.0}) for samples in (64, 128, 192)]
-    tracker, described = exporter(uri=f"file://{tmp_path}", project="toy"), Described("run", "run", "toy", START)
+    tracker, described = exporter(uri=f"file://{tmp_path}", project="toy"), TrackerRun("run", "run", "toy", START)
     first = tracker.open(described, known=None, after=None)
     first.points(points[:2])
     again = tracker.open(described, known=first.id, after=64)
@@ -183,9 +183,9 @@ def test_wandb_has_what_was_sent_in_its_offline_folder(run: RunDir, tmp_path: Pa
 
 def test_wandb_keeps_what_was_sent_twice_within_a_second(tmp_path: Path) -> None:
     from tula_cli.extras.trackers.wandb import exporter
-    from tula_cli.services.exporting.destination import Described, Point
+    from tula_cli.services.exporting.destination import Point, TrackerRun
 
-    described = Described("train-ab12cd34", "training", "toy", START)
+    described = TrackerRun("train-ab12cd34", "training", "toy", START)
     for samples in (64, 128, 192):
         tracker = exporter(uri=str(tmp_path), project="toy").open(described, known="abc", after=None)
         tracker.points([Point(samples, START, {"loss": 1.0})])

@@ -11,12 +11,12 @@ from make_reports import table
 
 from tula_cli.services.reporting import formats
 from tula_cli.services.reporting.document import (
+    Annotation,
     Column,
     Density,
     Document,
     Fact,
     Figure,
-    Mark,
     Section,
     Series,
     Table,
@@ -38,7 +38,7 @@ FIGURE = Figure(
     "batch",
     "time (s)",
     (Series("a, b", (0.0, 1.0), (2.0, None), (1.5, None), (2.5, None), measured=(True, False)),),
-    marks=(Mark(1.0, None, "knee: 64", "knee"), Mark(None, 9.0, "limit", "limit")),
+    marks=(Annotation(1.0, None, "knee: 64", "knee"), Annotation(None, 9.0, "limit", "limit")),
     x_scale="category",
     categories=("32", "64"),
     paper="Figure 4",

@@ -14,7 +14,7 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextToPath
 
 from tula_cli.errors import SpecError
-from tula_cli.services.reporting.document import Density, Figure, Mark, Series
+from tula_cli.services.reporting.document import Annotation, Density, Figure, Series
 from tula_cli.show.html import figures
 from tula_cli.show.html import figures as show_figures
 from tula_cli.show.html.figures import DARK, LIGHT
@@ -149,7 +149,11 @@ def test_ticks_are_plain_numbers() -> None:
     ids=lambda series: ", ".join(one.name for one in series) or "nothing",
 )  # fmt: skip
 def test_whatever_the_numbers_are_something_is_drawn(series: tuple[Series, ...]) -> None:
-    marks = (Mark(1, 2.0, "here", "choice"), Mark(None, None, "nowhere", "knee"), Mark(None, -1.0, "below", "limit"))
+    marks = (
+        Annotation(1, 2.0, "here", "choice"),
+        Annotation(None, None, "nowhere", "knee"),
+        Annotation(None, -1.0, "below", "limit"),
+    )
     for x_scale, y_scale in (("linear", "linear"), ("log2", "log"), ("log", "log2"), ("category", "linear")):
         root = drawn(simple(*series, x_scale=x_scale, y_scale=y_scale, marks=marks))
         assert texts(root) and not outside(root)
@@ -180,7 +184,7 @@ def test_a_name_is_text_whatever_is_in_it(name: str) -> None:
         figure = simple(
             *series[: 2 if changes else 1], title=name, x_label=name, y_label=name, key=name, caption=name, **changes
         )
-        text = show_figures.render_svg(dataclasses.replace(figure, marks=(Mark(0, None, name, "event"),)))
+        text = show_figures.render_svg(dataclasses.replace(figure, marks=(Annotation(0, None, name, "event"),)))
         root = ElementTree.fromstring(text.encode())
         assert "<script" not in text and not outside(root)
         words = "".join(texts(root)).replace("\N{WORD JOINER}", "").replace(" ", "")
@@ -192,7 +196,8 @@ def test_a_name_is_text_whatever_is_in_it(name: str) -> None:
 
 def test_marks_without_a_place_are_left_out_and_others_have_a_line() -> None:
     figure = simple(
-        Series("a", (1, 2), (1.0, 2.0)), marks=(Mark(None, 5.0, "limit of 5", "limit"), Mark(None, None, "x", "knee"))
+        Series("a", (1, 2), (1.0, 2.0)),
+        marks=(Annotation(None, 5.0, "limit of 5", "limit"), Annotation(None, None, "x", "knee")),
     )
     found = texts(drawn(figure))
     assert "limit of 5" in found and "x" not in found
@@ -202,7 +207,7 @@ def test_marks_without_a_place_are_left_out_and_others_have_a_line() -> None:
 def test_events_have_numbers_and_those_that_are_close_share_them() -> None:
     found = texts(drawn(documents.of_curves()))
     assert "1" in found and "2–3" in found and "2: preempted" in found
-    same = tuple(Mark(x, None, "saved", "event") for x in (1, 2))
+    same = tuple(Annotation(x, None, "saved", "event") for x in (1, 2))
     assert texts(drawn(simple(Series("a", (1, 2), (1.0, 2.0)), marks=same))).count("saved") == 1
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tula_cli.errors import SpecError
 from tula_cli.services.init import make_job_from_command
 from tula_cli.spec.load import validate
-from tula_cli.spec.scripts.launchers import Known, Unknown
+from tula_cli.spec.scripts.launchers import KnownFacts, Unknown
 from tula_cli.spec.scripts.placeholders import PLACEHOLDERS, render
 from tula_cli.spec.scripts.recognition import recognise_line
 from tula_cli.spec.yaml_text import parse_yaml
@@ -78,11 +78,11 @@ def test_an_answer_settles_what_was_asked(line: str, answers: dict[str, str], pe
     asked: list[str] = []
     for _ in range(len(answers)):
         with pytest.raises(Unknown) as unknown:
-            recognise_line(line, Known({key: answers[key] for key in asked}))
+            recognise_line(line, KnownFacts({key: answers[key] for key in asked}))
         assert unknown.value.question and unknown.value.hint
         asked.append(unknown.value.key)
     assert set(asked) == answers.keys()
-    found = recognise_line(line, Known(answers))
+    found = recognise_line(line, KnownFacts(answers))
     assert (found.gpus_per_node, found.script["reference"]["batch"]) == (per_node, batch)
 
 
@@ -124,13 +124,15 @@ def test_only_an_option_that_may_be_a_batch_is_proposed_for_one() -> None:
 )  # fmt: skip
 def test_launch_without_use_env_hands_on_the_rank_as_the_script_takes_it(text: str, flag: str, tmp_path: Path) -> None:
     (tmp_path / "t.py").write_text(text)
-    found = recognise_line("python -m torch.distributed.launch --nproc_per_node 2 t.py -b 4", Known(folder=tmp_path))
+    found = recognise_line(
+        "python -m torch.distributed.launch --nproc_per_node 2 t.py -b 4", KnownFacts(folder=tmp_path)
+    )
     assert found.script["command"] == f"python t.py {flag}-b {{local_batch}}"
 
 
 def test_accelerate_reads_its_own_file(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("num_processes: 8\nnum_machines: 2\n")
-    found = recognise_line("accelerate launch --config_file c.yaml t.py -b 4", Known(folder=tmp_path))
+    found = recognise_line("accelerate launch --config_file c.yaml t.py -b 4", KnownFacts(folder=tmp_path))
     assert (found.gpus_per_node, found.nodes, found.script["reference"]["batch"]) == (4, 2, 32)
 
 

@@ -25,7 +25,7 @@ from tula_cli.worker.measure import fake_tensor_step
 from tula_cli.worker.measure import fake_tensor_step as worker_measure_rehearsal
 from tula_cli.worker.measure import meter as worker_measure_meter
 from tula_cli.worker.measure.fake_tensor_step import (
-    AsOnGpu,
+    GpuMemoryEmulation,
     LiveStorages,
     Recording,
     build_fake_step,
@@ -310,7 +310,7 @@ WIDE = {
 @pytest.mark.parametrize("how", WIDE)
 def test_autocast_on_a_gpu_computes_in_float32_what_torchs_manual_says(how):
     values = torch.ones(4, 4, dtype=torch.bfloat16)
-    with AsOnGpu():
+    with GpuMemoryEmulation():
         assert WIDE[how](values).dtype == torch.bfloat16
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert WIDE[how](values).dtype == torch.float32
@@ -324,7 +324,12 @@ def test_a_norm_that_is_written_out_takes_more_under_autocast_on_a_gpu():
 
     def peak(gpu: bool) -> int:
         storages, narrow = LiveStorages(), torch.bfloat16
-        with FakeTensorMode(), storages, AsOnGpu() if gpu else nullcontext(), torch.autocast("cpu", dtype=narrow):
+        with (
+            FakeTensorMode(),
+            storages,
+            GpuMemoryEmulation() if gpu else nullcontext(),
+            torch.autocast("cpu", dtype=narrow),
+        ):
             x = torch.empty(64, 256, dtype=narrow, requires_grad=True)
             Norm()(x).sum().backward()
         return storages.peak

@@ -9,7 +9,7 @@ from worker_jobs import Blobs, spec, train_task
 
 from tula_cli.errors import JobFailed, SpecError
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.results import Evaluated
+from tula_cli.run.records.results import EvaluationRecord
 from tula_cli.run.records.tasks import EvaluateTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build.data import build_datasets, build_test_dataset
@@ -42,7 +42,7 @@ def trained(run: RunDir, ranks: Ranks, job: JobSpec) -> Path:
     return (run.training(task.signature).path / "last").resolve()
 
 
-def evaluated(run: RunDir, ranks: Ranks, job: JobSpec, path: Path, **changes: Any) -> Evaluated:
+def evaluated(run: RunDir, ranks: Ranks, job: JobSpec, path: Path, **changes: Any) -> EvaluationRecord:
     name = train_task(job).signature
     own = {"key": "k", "weights": "last", "path": str(path), "samples": 192, "local_batch": 16, **changes}
     task = EvaluateTask(id="e", job="e", spec=job, workdir=".", nodes=1, signature=name, **own)

@@ -15,7 +15,7 @@ from tula_cli.presets import AGS_PRESETS
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import publish_folder, write_error
 from tula_cli.run.records.jobs import LeaderCommand
-from tula_cli.run.records.results import Scaled
+from tula_cli.run.records.results import ScalingSummary
 from tula_cli.run.records.scripts import AgsPlan, OrthoPlan
 from tula_cli.run.records.tasks import Task, TrainTask
 
@@ -148,7 +148,7 @@ def _count_steps_per_epoch(task: Task, batch: int, size: int | None) -> int:
     return max(1, size // batch)
 
 
-def summarize_scaling(rows: Iterable[Mapping[str, Any]]) -> Scaled | None:
+def summarize_scaling(rows: Iterable[Mapping[str, Any]]) -> ScalingSummary | None:
     """Return a summary of AGS in a training, from the newest row of each attempt; None if AGS was not used."""
     summaries = [row["ags"]["so_far"] for row in rows if row.get("ags")]
     steps = sum(summary["steps"] for summary in summaries)
@@ -157,4 +157,4 @@ def summarize_scaling(rows: Iterable[Mapping[str, Any]]) -> Scaled | None:
     scaled, mean = (
         sum(summary[name] * summary["steps"] for summary in summaries) / steps for name in ("scaled", "mean")
     )
-    return Scaled(steps=round(steps), scaled=scaled, mean=mean, apply_to=summaries[-1]["apply_to"])
+    return ScalingSummary(steps=round(steps), scaled=scaled, mean=mean, apply_to=summaries[-1]["apply_to"])

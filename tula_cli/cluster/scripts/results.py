@@ -18,7 +18,7 @@ from tula_cli.models.efficiency import Pair, summarise
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import ModelStates, PeakMemory
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
-from tula_cli.run.records.probes import Environment, GradientStats, Host, Measured, Overheads, ScriptSeen
+from tula_cli.run.records.probes import Environment, GradientStats, Host, Measured, Overheads, ScriptObservation
 from tula_cli.run.records.scripts import RankResult
 from tula_cli.run.records.tasks import ProbeTask, RehearsalTask, Task, TrainTask, make_probe_identity
 from tula_cli.run.script_attempt import ResumeTestRecords, ScriptAttempt
@@ -84,7 +84,7 @@ def build_probe_result(
         eval_size=None,
         oversubscribed=_is_oversubscribed(task, ranks, cores),
         measured_at=time.time(),
-        script=ScriptSeen(
+        script=ScriptObservation(
             optimizer=first_rank.optimizer,
             parameters=first_rank.parameters,
             lr=first_rank.lr,

@@ -17,7 +17,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.jobs import LeaderCommand
 from tula_cli.run.records.probes import Measured
-from tula_cli.run.records.scripts import Killing, Phase, Rehearsal, RehearsalStart, Rehearsed, Schedule
+from tula_cli.run.records.scripts import KillPlan, Phase, Rehearsal, RehearsalStart, Rehearsed, Schedule
 from tula_cli.run.records.tasks import RehearsalTask
 from tula_cli.run.script_attempt import ResumeTestRecords, ScriptAttempt
 from tula_cli.spec.job import compute_lr_scale
@@ -239,7 +239,7 @@ class ResumeTest:
             run=self.run.path.absolute(), workers=0,
         )  # fmt: skip
 
-    def kill_plan(self, start: RehearsalStart) -> Killing | None:
+    def kill_plan(self, start: RehearsalStart) -> KillPlan | None:
         """Return how the shim kills a first start after its checkpoint; None for starts that resume."""
         script = get_script(self.task.spec)
         if start.phase != "begin" or script.resume is None:
@@ -249,7 +249,7 @@ class ResumeTest:
         ask = fill(script.save, values) if script.save != "none" else ""
         if ask.startswith("file:"):
             ask = f"file:{Path(self.task.workdir) / ask.removeprefix('file:')}"
-        return Killing(
+        return KillPlan(
             checkpoint=pattern,
             after=STEPS_AFTER_SAVE,
             ask=ask,

@@ -19,7 +19,7 @@ from tula_cli.host.network import make_interface_variables
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import make_folder, write_error
 from tula_cli.run.records.jobs import LeaderCommand
-from tula_cli.run.records.scripts import Expected, ShimPlan
+from tula_cli.run.records.scripts import ExpectedValues, ShimPlan
 from tula_cli.run.records.tasks import ProbeTask, RehearsalTask, Task, TrainTask
 from tula_cli.run.script_attempt import ScriptAttempt
 from tula_cli.run.script_files import list_snapshot_python_path, move_command_to_snapshot
@@ -100,7 +100,7 @@ class ScriptStart:
         """Return the plan for the shim."""
         spec, script, attempt = self.task.spec, get_script(self.task.spec), self.attempt
         counted = script.placeholders & {"accumulate", "accumulate_total", "micro_batch"}
-        expected = Expected(
+        expected = ExpectedValues(
             world=self.command.ranks,
             batch=self.command.batch,
             accumulate=spec.train.accumulate * self._splits if counted else None,

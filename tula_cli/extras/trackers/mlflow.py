@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from tula_cli.errors import TrackerError
-from tula_cli.services.exporting.destination import Described, Point, Scalar, State
+from tula_cli.services.exporting.destination import Point, Scalar, State, TrackerRun
 
 # A tool that only writes has nothing to tell of its use; and a server that is down is tried again by the next look.
 for _name, _value in (
@@ -135,7 +135,7 @@ class MlflowExporter:
         if existing and place is not None:
             _require_unmoved(uri, before=existing.artifact_location, now=place)
 
-    def open(self, run: Described, *, known: str | None, after: int | None) -> MlflowRun:
+    def open(self, run: TrackerRun, *, known: str | None, after: int | None) -> MlflowRun:
         del after  # MLflow is asked for the newest step of each metric
         if known is not None:
             return MlflowRun(self.client, known, new=False)

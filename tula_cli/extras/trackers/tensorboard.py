@@ -13,7 +13,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tensorboard.util import tensor_util
 
 from tula_cli.errors import TrackerError
-from tula_cli.services.exporting.destination import Described, Point, Scalar, State
+from tula_cli.services.exporting.destination import Point, Scalar, State, TrackerRun
 
 _TABLED = 40
 """Maximum number of settings for which a run is shown in the HPARAMS table; a whole job has more and becomes text."""
@@ -22,7 +22,7 @@ _TABLED = 40
 class BoardRun:
     """A folder of event files; points that are trained again are removed by TensorBoard's restart mark."""
 
-    def __init__(self, folder: Path, run: Described, *, known: str | None, after: int | None) -> None:
+    def __init__(self, folder: Path, run: TrackerRun, *, known: str | None, after: int | None) -> None:
         self.folder, self.started = folder, run.started
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ class BoardExporter:
         del project  # a folder has none
         self.folder = Path(uri)
 
-    def open(self, run: Described, *, known: str | None, after: int | None) -> BoardRun:
+    def open(self, run: TrackerRun, *, known: str | None, after: int | None) -> BoardRun:
         # the mark of a restart takes away what was written beyond `after`
         return BoardRun(self.folder / run.group / run.key, run, known=known, after=after)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tula_cli.errors import TrackerError
-from tula_cli.services.exporting.destination import Described, Point, Scalar, State, compute_digest
+from tula_cli.services.exporting.destination import Point, Scalar, State, TrackerRun, compute_digest
 
 os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
 
@@ -69,7 +69,7 @@ class WandbExporter:
             with _convert_errors():
                 self.folder.mkdir(parents=True, exist_ok=True)
 
-    def open(self, run: Described, *, known: str | None, after: int | None) -> WandbRun:
+    def open(self, run: TrackerRun, *, known: str | None, after: int | None) -> WandbRun:
         del after  # the steps tell the server what it has
         settings: dict[str, Any] = {
             "console": "off",

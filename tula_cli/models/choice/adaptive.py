@@ -48,7 +48,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Pick:
+class ProbeChoice:
     """A probe worth running, and the reason in one line."""
 
     candidate: Candidate
@@ -59,7 +59,7 @@ class Pick:
 class Proposal:
     """The next round of probes, best first (run in parallel; those on the same number of nodes in one job)."""
 
-    picks: tuple[Pick, ...]  # none where every decision is settled or everything is probed
+    picks: tuple[ProbeChoice, ...]  # none where every decision is settled or everything is probed
     regrets: dict[str, float]  # expected, of deciding now, by objective: time, cost, knee
     words: str  # how certain the decisions are, in one line
 
@@ -259,7 +259,9 @@ class _Knee:
         return float(np.expm1(curves[:, chosen] - curves.min(axis=-1)).mean())
 
 
-def _round(problem: _Problem, belief: _Belief, open_: Flags, tolerance: float, training: float) -> Iterable[Pick]:
+def _round(
+    problem: _Problem, belief: _Belief, open_: Flags, tolerance: float, training: float
+) -> Iterable[ProbeChoice]:
     """Yield probes one after the other, each chosen as if the previous ones had come out as expected.
 
     Probes that cost more node-seconds than they are expected to save of the training are not chosen.
@@ -277,7 +279,7 @@ def _round(problem: _Problem, belief: _Belief, open_: Flags, tolerance: float, t
             return
         index = remaining.pop(best)
         candidate = problem.candidates[index]
-        yield Pick(candidate, describe_pick(candidate, belief, index, float(worths[best])))
+        yield ProbeChoice(candidate, describe_pick(candidate, belief, index, float(worths[best])))
         started.add((candidate.nodes, candidate.gpus_per_node))
         belief = belief.after(index)
 

@@ -43,7 +43,7 @@ class Steps:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Known:
+class RunModels:
     """The models and measurements of a run, except the model of its step time."""
 
     spec: JobSpec
@@ -61,7 +61,7 @@ class Known:
 class Trainings:
     """The models of whole trainings, given their step times."""
 
-    known: Known
+    known: RunModels
     overheads_model: OverheadModel
     stages: StageTimes  # of a batch that grows
 

@@ -23,7 +23,7 @@ class Prior:
 
 
 @dataclass(frozen=True)
-class Smooth:
+class SmoothResidual:
     """Standard deviation (of a logarithm) and correlation length (of its argument) of a smooth residual."""
 
     sd: float
@@ -32,7 +32,7 @@ class Smooth:
 
 
 @dataclass(frozen=True)
-class Local:
+class LocalResidual:
     """A residual over ln b and ln N together: its standard deviation and its correlation lengths over both."""
 
     sd: float
@@ -54,11 +54,11 @@ class Priors:
     shared: Prior = Prior(0.0, 0.3)  # growth of synchronisation between nodes with the GPUs of each
     inner: Prior = Prior(0.7, 0.4)  # and of that inside a node
     crowded: Prior = Prior(0.1, 0.2)  # growth of the floor with the GPUs of a node, whose processes share its CPU
-    compute: Smooth = Smooth(0.06, 1.2, 0.05)  # residual of ln c over ln b
-    sync: Smooth = Smooth(0.28, 0.25, 0.2)  # residual of ln m over ln R
-    local_step: Local = Local(0.04, 1.0, 0.5)  # residual of ln t over both
-    local_compute: Local = Local(0.04, 1.5, 0.7)  # residual of ln c over both
-    local_sync: Local = Local(
+    compute: SmoothResidual = SmoothResidual(0.06, 1.2, 0.05)  # residual of ln c over ln b
+    sync: SmoothResidual = SmoothResidual(0.28, 0.25, 0.2)  # residual of ln m over ln R
+    local_step: LocalResidual = LocalResidual(0.04, 1.0, 0.5)  # residual of ln t over both
+    local_compute: LocalResidual = LocalResidual(0.04, 1.5, 0.7)  # residual of ln c over both
+    local_sync: LocalResidual = LocalResidual(
         0.2, math.inf, 0.5
     )  # residual of ln m between nodes, where nodes of several sizes were measured
     p: float = 7.5  # how sharply compute and synchronisation take over from each other
@@ -156,7 +156,7 @@ class Process:
     _root: Floats  # lower Cholesky factor of the covariance at the places
 
     @classmethod
-    def over(cls, positions: Floats, residual: Smooth) -> "Process":
+    def over(cls, positions: Floats, residual: SmoothResidual) -> "Process":
         unique = np.unique(positions)
         sd, length, white = residual.sd, residual.length, residual.white
         process = cls(unique, sd, length, white, np.zeros((0, 0)))
@@ -220,7 +220,7 @@ class Rows:
         return np.asarray(np.sum(contributions, axis=0), dtype=float)
 
 
-def _compute_local_covariance(residual: Local, batch: Floats, replicas: Floats, gpus: Floats) -> Floats:
+def _compute_local_covariance(residual: LocalResidual, batch: Floats, replicas: Floats, gpus: Floats) -> Floats:
     off = (batch / residual.batch) ** 2 + (replicas / residual.replicas) ** 2 + (gpus / residual.replicas) ** 2
     return np.asarray(residual.sd**2 * np.exp(-0.5 * off))
 
@@ -336,7 +336,7 @@ class ModelValues:
 
 
 @dataclass(frozen=True)
-class Parts:
+class StepPartArrays:
     """The parts of a step at some points, each of shape (n,)."""
 
     log_compute: Floats
@@ -366,7 +366,7 @@ class Parts:
         return np.asarray(np.logaddexp(self.p * self.log_backward, self.p * self.log_sync) / self.p)
 
 
-def predict_step_parts(z: Floats, at: FeaturePoints) -> Parts:
+def predict_step_parts(z: Floats, at: FeaturePoints) -> StepPartArrays:
     """Return the parts of the steps at points.
 
     Args:
@@ -389,7 +389,7 @@ def predict_step_parts(z: Floats, at: FeaturePoints) -> Parts:
     log_inside = np.clip(log_level + inside + inner * at.log_inner, -60.0, 60.0)
     # Where nodes of one size were measured, what they synchronise inside is part of their level.
     together = at.points.inside if frame.gpus is None else ~at.points.alone & ~at.single
-    return Parts(
+    return StepPartArrays(
         log_compute=log_power / priors.q + u @ at.u.T,
         log_across=np.where(at.across, log_across, -np.inf),
         log_inside=np.where(together, log_inside, -np.inf),

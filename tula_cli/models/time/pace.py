@@ -44,7 +44,7 @@ class PacedResults:
 
 
 @dataclass(frozen=True)
-class _Change:
+class _PaceChange:
     """Change from the probes to the current pace."""
 
     compute: float  # factor
@@ -84,7 +84,7 @@ def scale_results_to_pace(
     return PacedResults(tuple(scaled), tuple(_describe_pace(pace, change, step)))
 
 
-def _estimate_change(pace: TrainingPace, step: float, compute: float) -> _Change:
+def _estimate_change(pace: TrainingPace, step: float, compute: float) -> _PaceChange:
     """Return the change from the given step and compute time to the training's pace."""
     observed, data = pace.parts, pace.parts.data or 0.0
     waits = data >= WAITING_SHARE * pace.step
@@ -92,12 +92,12 @@ def _estimate_change(pace: TrainingPace, step: float, compute: float) -> _Change
     if observed.compute is None or observed.sync is None:
         factor = (pace.step - waits * data) / step
         factor = factor if abs(factor - 1) >= MIN_CHANGE else 1.0
-        return _Change(factor, factor, 0.0, a_sample)
+        return _PaceChange(factor, factor, 0.0, a_sample)
     factor = (observed.compute + (not waits) * data) / compute
     exposed, added_sync = step - compute, observed.sync - (step - compute)
     alone = pace.nodes * pace.gpus_per_node == 1 or abs(added_sync) < MIN_CHANGE * step
     has_synchronisation = exposed >= MIN_CHANGE * step
-    return _Change(
+    return _PaceChange(
         compute=factor if abs(factor - 1) >= MIN_CHANGE else 1.0,
         sync=1.0 if alone or not has_synchronisation else observed.sync / exposed,
         added=0.0 if alone or has_synchronisation else added_sync,
@@ -106,7 +106,7 @@ def _estimate_change(pace: TrainingPace, step: float, compute: float) -> _Change
 
 
 def _scale_probe(
-    probe: Measured, change: _Change, compute_of: Callable[[int, int], float], pace: TrainingPace
+    probe: Measured, change: _PaceChange, compute_of: Callable[[int, int], float], pace: TrainingPace
 ) -> Measured:
     if (probe.nodes, probe.local_batch) == (pace.nodes, pace.local_batch):
         observed = pace.parts
@@ -128,7 +128,7 @@ def _scale_probe(
     )
 
 
-def _describe_pace(pace: TrainingPace, change: _Change, step: float) -> list[str]:
+def _describe_pace(pace: TrainingPace, change: _PaceChange, step: float) -> list[str]:
     """Describe the observed change and what is assumed of all other configurations."""
     observed, where = pace.parts, describe_probe_place(pace.nodes, pace.local_batch)
     sentences = [f"a step takes {pace.step / step:.2f} times what the probes tell"]

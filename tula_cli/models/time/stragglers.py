@@ -13,7 +13,7 @@ from statistics import median, median_low
 
 from tula_cli.models.observations import as_observation
 from tula_cli.models.time import steptime, stretches
-from tula_cli.models.time.formulas import PRIORS, Local, Priors, choose_priors
+from tula_cli.models.time.formulas import PRIORS, LocalResidual, Priors, choose_priors
 from tula_cli.models.time.mixture import StepModel
 from tula_cli.models.time.steptime import Observation, StepTimeFit
 from tula_cli.run.records.base import Components
@@ -30,7 +30,7 @@ _MIN_PROBES = 2  # probes
 GROWTH = 0.5
 """Exposed synchronisation counts as growing with the batch if it grows by more than this share of the largest batch's
 compute."""
-HELD_UP = Local(sd=0.5, batch=1.0, replicas=0.5)
+HELD_UP = LocalResidual(sd=0.5, batch=1.0, replicas=0.5)
 """Local residual of the steps of delayed ranks: a third off the model in the median; how fast it changes over batch and
 replicas."""
 _DIVIDED = 0.75  # of what a rank tells on the fewest, at most: then a script divides its model among the ranks

@@ -57,7 +57,7 @@ class _Start:
 
 
 @dataclass(frozen=True)
-class _Timed:
+class _TimedSteps:
     """Steps without a refresh, from one row."""
 
     row: Row
@@ -199,7 +199,7 @@ def _join_starts(starts: Sequence[tuple[TrainTask, _Start]]) -> TrainedSteps | N
     )
 
 
-def _list_timed_steps(task: TrainTask, start: _Start) -> Iterator[_Timed]:
+def _list_timed_steps(task: TrainTask, start: _Start) -> Iterator[_TimedSteps]:
     """Yield the steps of a start since its pace changed, without the first ones, while caches and loaders warm up.
 
     Older logs do not distinguish refreshes from other steps: of these, steps of a method with separate refreshes are
@@ -215,12 +215,12 @@ def _list_timed_steps(task: TrainTask, start: _Start) -> Iterator[_Timed]:
             continue
         if "plain_time" in row:
             if row["plain_time"] is not None:
-                yield _Timed(row, count - row["refreshed"], row["plain_time"])
+                yield _TimedSteps(row, count - row["refreshed"], row["plain_time"])
         elif not has_refreshes:
-            yield _Timed(row, count, row["step_time"])
+            yield _TimedSteps(row, count, row["step_time"])
 
 
-def _compute_stretch_means(timed: Sequence[_Timed]) -> tuple[float, ...]:
+def _compute_stretch_means(timed: Sequence[_TimedSteps]) -> tuple[float, ...]:
     """Return the mean step times of successive stretches with about the same number of steps. Seconds."""
     if not timed:
         return ()
@@ -231,6 +231,6 @@ def _compute_stretch_means(timed: Sequence[_Timed]) -> tuple[float, ...]:
     return tuple(float(seconds) for seconds in took[steps > 0] / steps[steps > 0])
 
 
-def _compute_median(timed: Iterable[_Timed], name: str) -> float | None:
+def _compute_median(timed: Iterable[_TimedSteps], name: str) -> float | None:
     values = [value for step in timed if (value := step.row.get(name)) is not None]
     return statistics.median(values) if values else None

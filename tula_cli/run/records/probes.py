@@ -91,7 +91,7 @@ class Tokens(Record):
         return 1 - self.real / self.length
 
 
-class ScriptSeen(Record):
+class ScriptObservation(Record):
     """The settings that a script was observed to use, which are equal in all probes of one training."""
 
     optimizer: str | None  # class name; None where its loop tells its steps by hand
@@ -144,7 +144,7 @@ class Measured(Record):
     allocator_retries: Count = 0
     oversubscribed: bool = False  # more ranks than cores, or GPUs: not comparable with anything
     measured_at: float  # Unix time
-    script: ScriptSeen | None = None  # None where tula's own loop was measured
+    script: ScriptObservation | None = None  # None where tula's own loop was measured
 
     @property
     def description(self) -> str:

@@ -296,7 +296,7 @@ class Continuation(Record):
         return self.hours >= self.hours_as_it_is and self.cost >= self.cost_as_it_is
 
 
-class Beside(Record):
+class RampAlternative(Record):
     """Hours, cost (in the pricing's currency) and node-hours of a training with a batch-size ramp, or of an alternative without it."""
 
     what: str
@@ -352,7 +352,7 @@ class Recommendation(Record):
     stages: tuple[Stage, ...] = ()  # of the choice, that of its own batch last; empty where its batch does not grow
     ramp: str = ""  # these, in words
     beside: tuple[
-        Beside, ...
+        RampAlternative, ...
     ] = ()  # the choice, and what it would take without stages; empty where its batch does not grow
     accuracy: Accuracy | None = None  # None where tula compare has trained no such batch with the job's method
     other_market: Prediction | None = None  # the choice on demand where it is on spot nodes, and the other way round

@@ -89,7 +89,7 @@ class Tuning(Record):
         return sum(branch.samples for branch in self.branches) + self.beginning + self.lost
 
 
-class Scaled(Record):
+class ScalingSummary(Record):
     """The effect of adaptive gradient scaling in a training by a script."""
 
     steps: int  # optimizer steps, over all attempts
@@ -98,14 +98,14 @@ class Scaled(Record):
     apply_to: Literal["gradient", "update"]
 
 
-class Reached(Record):
+class BestValue(Record):
     """The best value of the metric set in train.best_checkpoint."""
 
     metric: str
     value: float | None  # None where no evaluation came to a finite one
 
     @classmethod
-    def from_metric(cls, metric: str, value: float | None) -> "Reached | None":
+    def from_metric(cls, metric: str, value: float | None) -> "BestValue | None":
         """Return the record, or None if there is no value because train.best_checkpoint names no metric.
 
         A value that is not finite becomes None.
@@ -126,12 +126,12 @@ class TrainResult(Record):
     best_top1: float | None  # None where there are no classes
     best_loss: float | None = None  # on the evaluation set, of the best epoch
     best_epoch: int  # by train.best_checkpoint: of the highest top-1, or of the least loss where there are no classes
-    best: Reached | None = None  # where train.best_checkpoint names a metric
+    best: BestValue | None = None  # where train.best_checkpoint names a metric
     ended: str = ""  # why before the last epoch (train.early_stopping); empty where it did not
     step_time: float | None  # seconds, over all epochs at the last batch; None where all refreshed AGS
     finished_at: float
     tuning: Tuning | None = None  # of method auto
-    scaled: Scaled | None = None  # of a script, where the method scales
+    scaled: ScalingSummary | None = None  # of a script, where the method scales
 
 
 class ScriptProgress(Record):
@@ -166,7 +166,7 @@ class ScriptSaves(Record):
     resumed_attempt: tuple[str, int] | None = None  # task and number of the attempt in which that was noticed
 
 
-class Evaluated(Record):
+class EvaluationRecord(Record):
     """The evaluation of a training's weights on a set of samples (`tula evaluate`), written by rank 0."""
 
     signature: str  # of the training
@@ -218,13 +218,13 @@ class Summary(Record):
     best_top1: float | None  # None where there are no classes
     best_loss: float | None = None  # on the evaluation set, of the best epoch; None of a script
     best_epoch: int
-    best: Reached | None = None  # where train.best_checkpoint names a metric
+    best: BestValue | None = None  # where train.best_checkpoint names a metric
     ended: str = ""  # why before the last epoch, and how many it was (train.early_stopping)
     currency: str
     causes: tuple[RecordedText, ...]  # why each relaunch happened
     lost: tuple[int, ...] | None = None  # samples of a script that each of them cost; None of tula's own loop
     tuning: Tuning | None = None  # of method auto
-    scaled: Scaled | None = None  # of a script, where the method scales
+    scaled: ScalingSummary | None = None  # of a script, where the method scales
     changes: tuple[StepChange, ...] = ()  # of the step time, while it trained
     warnings: tuple[RecordedText, ...] = ()  # of a script: what was not as its section says, and that it cannot resume
 

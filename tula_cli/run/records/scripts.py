@@ -86,7 +86,7 @@ Positive = Annotated[int, Field(ge=1)]
 Cause = Literal["eval", "epoch", "save"]
 
 
-class Expected(Record):
+class ExpectedValues(Record):
     """The values passed to the command and expected of it; None if nothing is expected."""
 
     world: int | None = None
@@ -117,7 +117,7 @@ class OrthoPlan(Record):
     beta2_power: float  # batch / reference batch
 
 
-class Killing(Record):
+class KillPlan(Record):
     """How the first start of a resume test is ended."""
 
     checkpoint: str  # its absolute path or pattern
@@ -135,7 +135,7 @@ class ShimPlan(Record):
     attempt: Positive = 1
     folder: str
     mode: Literal["probe", "train"] = "probe"
-    expected: Expected = Expected()
+    expected: ExpectedValues = ExpectedValues()
     warmup: Positive = 5
     min_steps: Positive = 15
     max_steps: Positive = 15
@@ -148,7 +148,7 @@ class ShimPlan(Record):
     checkpoint: str = ""
     ags: AgsPlan | None = None
     ortho: OrthoPlan | None = None
-    rehearsal: Killing | None = None
+    rehearsal: KillPlan | None = None
     schedule: bool = False  # rows tell where the scheduler stands
     files: tuple[str, ...] | None = None  # folders to write in; what else is changed is written down; None: nothing is
 
@@ -190,7 +190,7 @@ class LearningRates(Record):
     last: float
 
 
-class LoaderSeen(Record):
+class LoaderProperties(Record):
     """The properties of a data loader."""
 
     dataset: int | None  # samples
@@ -214,7 +214,7 @@ class RankResult(Record):
     world: int  # of the process group; 1 without one
     host: str
     pid: int
-    expected: Expected
+    expected: ExpectedValues
     python: str
     torch: str
     device: Literal["cpu", "cuda"]
@@ -232,8 +232,8 @@ class RankResult(Record):
     warmup: tuple[float, ...]
     timed: tuple[ScriptStep, ...]
     split: DdpSplit | None
-    loader: LoaderSeen | None  # the one that is trained on
-    loaders: tuple[LoaderSeen, ...]
+    loader: LoaderProperties | None  # the one that is trained on
+    loaders: tuple[LoaderProperties, ...]
     notes: tuple[RecordedText, ...]  # what is absent, and why
 
 

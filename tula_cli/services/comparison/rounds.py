@@ -109,7 +109,7 @@ def read_outcome(run: RunDir | Snapshot, cell: Cell, spec: JobSpec) -> Outcome |
 
 
 @dataclass(frozen=True)
-class Standing:
+class ComparisonState:
     """The trainings of a comparison, as far as the results so far determine them."""
 
     wanted: tuple[Cell, ...]  # trained whatever else comes out, ended or not; in the order of their worth
@@ -128,7 +128,7 @@ def decide_standing(
     *,
     failed: Collection[str] = (),
     hours: Mapping[tuple[str, int], float | None] | None = None,
-) -> Standing:
+) -> ComparisonState:
     """Return the trainings to run, those that may follow, and the reasons why rows are dropped.
 
     Args:
@@ -140,7 +140,7 @@ def decide_standing(
     """
     batches = {cell.batch for cell in comparison.cells if cell.short}
     if not batches:
-        return Standing(comparison.cells)
+        return ComparisonState(comparison.cells)
     outcomes = {cell.signature: read_outcome(run, cell, spec) for cell in comparison.cells}
     outcomes_by_signature = {signature: result for signature, result in outcomes.items() if result is not None}
     standings = [
@@ -152,7 +152,7 @@ def decide_standing(
     )
     wanted_signatures |= {cell.signature for cell in comparison.cells if cell.reference or cell.batch not in batches}
     missing = {(cell.method, cell.batch) for cell in comparison.cells if cell.signature not in wanted_signatures}
-    return Standing(
+    return ComparisonState(
         tuple(cell for cell in comparison.cells if cell.signature in wanted_signatures),
         tuple(cell for standing in standings for cell in standing.undecided if cell.signature not in wanted_signatures),
         {row: why for standing in standings for row, why in standing.reasons.items() if row in missing},
@@ -165,7 +165,7 @@ def _decide_batch(
     outcomes_by_signature: Mapping[str, Outcome],
     ended_signatures: Collection[str],
     hours: Mapping[tuple[str, int], float | None],
-) -> Standing:
+) -> ComparisonState:
     """Return the standing at one batch.
 
     Args:
@@ -193,7 +193,7 @@ def _decide_batch(
     sure = [method for method in full if method not in rivals]
     if is_waiting(short):
         dearest = sorted(rivals, key=lambda method: hours.get((method, batch)) or 0.0, reverse=True)
-        return Standing((*short, *list_cells(sure)), tuple(list_cells(dearest[:FULL_ROWS])))
+        return ComparisonState((*short, *list_cells(sure)), tuple(list_cells(dearest[:FULL_ROWS])))
 
     results = rank(short)
     best = [result.cell.method for result in results if not result.diverged][:FULL_ROWS]
@@ -211,7 +211,7 @@ def _decide_batch(
         rivals = [method for method in rivals if method not in sure]
         wanted_cells += list_cells(sure)
     if leader is None or is_waiting(firsts) or is_waiting(list_cells(sure)):
-        return Standing(tuple(wanted_cells), tuple(list_cells(rivals, first_seed=1)), reasons)
+        return ComparisonState(tuple(wanted_cells), tuple(list_cells(rivals, first_seed=1)), reasons)
     deviation = _pool_deviation(rank(list_cells(sure)))
     for method in rivals:
         first = outcomes_by_signature.get(full[method][0].signature)
@@ -220,7 +220,7 @@ def _decide_batch(
             reasons[method, batch] = f"dropped after a seed: {first.describe_gap(leader)}{spread}"
         else:
             wanted_cells += list_cells([method])
-    return Standing(tuple(wanted_cells), (), reasons)
+    return ComparisonState(tuple(wanted_cells), (), reasons)
 
 
 def _pool_deviation(results: Sequence[Outcome]) -> float | None:

@@ -16,7 +16,7 @@ PATIENCE = 60.0
 """Seconds that a command waits at its end for the remaining values to be sent."""
 
 
-class Beside:
+class BackgroundExport:
     """A background process that sends a run to trackers while a command waits for its jobs.
 
     Probes on this machine are timed: there, values are sent after the jobs are over, so that the process does not share
@@ -93,10 +93,10 @@ def send_beside(run: RunDir, jobs: Sequence[str] | None, waiting: Iterable[Event
     """Yield the events of waiting for jobs, and the warnings of sending the run meanwhile.
 
     Args:
-        run, jobs: as in `Beside`.
+        run, jobs: as in `BackgroundExport`.
         waiting: events of waiting for the jobs.
     """
-    trackers = Beside(run, jobs)
+    trackers = BackgroundExport(run, jobs)
     try:
         for event in waiting:
             yield event

@@ -25,7 +25,7 @@ State = Literal["running", "finished", "failed", "killed"]
 
 
 @dataclass(frozen=True)
-class Described:
+class TrackerRun:
     """One run at a tracker: the whole run of tula, one of its probes, or one of its trainings."""
 
     key: str  # within tula's run: "run", "probe-n001-l000032", "train-ab12cd34"
@@ -99,7 +99,7 @@ class TrackedRun(Protocol):
 class Exporter(Protocol):
     """The interface of a tracker."""
 
-    def open(self, run: Described, *, known: str | None, after: int | None) -> TrackedRun:
+    def open(self, run: TrackerRun, *, known: str | None, after: int | None) -> TrackedRun:
         """Start a run, or open an existing one again.
 
         Args:
@@ -119,7 +119,7 @@ class Exporter(Protocol):
 # --- What was sent
 
 
-class SentRun(Record):
+class RunExportRecord(Record):
     """The values of one run that a tracker has received."""
 
     id: str  # the tracker's
@@ -129,20 +129,20 @@ class SentRun(Record):
     samples: int = -1  # of the newest point
 
 
-class Sent(Record):
+class ExportRecord(Record):
     """The destination of a run, and the values that were sent there."""
 
     to: str
     uri: str
     project: str
-    runs: dict[str, SentRun] = {}  # by their keys in tula's run
+    runs: dict[str, RunExportRecord] = {}  # by their keys in tula's run
     problem: str = ""  # why the newest try has failed; empty where it has not
 
 
-_SENT = TypeAdapter(Sent)
+_SENT = TypeAdapter(ExportRecord)
 
 
-def read(path: Path) -> Sent | None:
+def read(path: Path) -> ExportRecord | None:
     """Return the record of what was sent to a tracker; None if there is no such file."""
     return read_record(path, _SENT)
 
@@ -157,7 +157,7 @@ def describe_problems(folder: Path) -> list[str]:
     ]
 
 
-def write(path: Path, sent: Sent) -> None:
+def write(path: Path, sent: ExportRecord) -> None:
     write_record(path, sent)
 
 

@@ -18,7 +18,7 @@ from tula_cli.run.jobfile import list_parts_with_data
 from tula_cli.services import status
 from tula_cli.services.events import Event, Note, WarningEvent, Work
 from tula_cli.services.exporting.destination import Destination, resolve_destination
-from tula_cli.services.exporting.tracker_sync import Counted, Session
+from tula_cli.services.exporting.tracker_sync import SentCounts, Session
 from tula_cli.services.reporting.document import Document
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import Export
@@ -71,7 +71,7 @@ LONGEST_PAUSE = 600.0
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportResult:
     """The values sent to one tracker."""
 
     to: str
@@ -86,13 +86,13 @@ class Exported:
 
 
 @dataclass
-class _Target:
+class _TrackerTarget:
     """A tracker and the parts of the run that are sent there."""
 
     place: Destination
     sessions: list[Session]
     every: float
-    counted: Counted
+    counted: SentCounts
     problem: str = ""
     again: float = 0.0  # moment of the next look
     pause: float = 0.0
@@ -114,10 +114,10 @@ class _Target:
             session.close()
 
     @property
-    def exported(self) -> Exported:
+    def exported(self) -> ExportResult:
         runs = sum(len(session.runs) for session in self.sessions)
         place, counted = self.place, self.counted
-        return Exported(
+        return ExportResult(
             to=place.to,
             uri=place.uri,
             project=place.project,
@@ -130,7 +130,7 @@ class _Target:
         )
 
 
-def require_sent(exporteds: Iterable[Exported]) -> None:
+def require_sent(exporteds: Iterable[ExportResult]) -> None:
     """Raise TrackerError if something could not be sent to a tracker."""
     if failed := [exported for exported in exporteds if exported.problem]:
         raise TrackerError(
@@ -182,7 +182,7 @@ def export_run(
     stop: Callable[[], bool] = lambda: False,
     reports: Callable[[Part], tuple[Path, ...]] = write_report_files,
     sleep: Callable[[float], None] = time.sleep,
-) -> Work[tuple[Exported, ...]]:
+) -> Work[tuple[ExportResult, ...]]:
     """Send new values of a run and its parts to trackers.
 
     Args:
@@ -228,7 +228,7 @@ def _describe_other_process(place: Destination, owner: str) -> str:
 
 
 def _follow_looks(
-    targets: Sequence[_Target],
+    targets: Sequence[_TrackerTarget],
     parts: Sequence[Part],
     asks: Callable[[Part], bool],
     *,
@@ -258,7 +258,7 @@ def _sleep_until(moment: float, stop: Callable[[], bool], sleep: Callable[[float
         sleep(min(1.0, remaining))
 
 
-def _close_targets(targets: Sequence[_Target]) -> Iterator[Event]:
+def _close_targets(targets: Sequence[_TrackerTarget]) -> Iterator[Event]:
     for target in targets:
         try:
             target.close()
@@ -268,7 +268,7 @@ def _close_targets(targets: Sequence[_Target]) -> Iterator[Event]:
                 yield WarningEvent(error.message)
 
 
-def _describe_counts(targets: Sequence[_Target]) -> str:
+def _describe_counts(targets: Sequence[_TrackerTarget]) -> str:
     return "; ".join(
         f"{words.format_count(target.counted.points, 'point')} {'written for' if target.place.offline else 'sent to'} {target.place.to}"
         for target in targets
@@ -282,12 +282,12 @@ def _open_target(
     export: Export,
     every: float | None,
     reports: Callable[[Part], tuple[Path, ...]],
-) -> _Target:
+) -> _TrackerTarget:
     place = resolve_destination(
         export.to, uri=export.uri, project=export.project, run=run.path.absolute(), job=spec.name
     )
     sessions = [Session(part, _make_name(run, part), place, reports) for part in parts]
-    return _Target(place, sessions, every or POLL_INTERVAL, Counted())
+    return _TrackerTarget(place, sessions, every or POLL_INTERVAL, SentCounts())
 
 
 def _make_name(run: RunDir, part: Part) -> str:

@@ -14,13 +14,13 @@ from tula_cli.run.directory import Part
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Environment, Measured
 from tula_cli.run.records.recommendations import Prediction, Recommendation
-from tula_cli.run.records.results import CountedEnergy, Evaluated, Summary, TrainResult, Tuning
+from tula_cli.run.records.results import CountedEnergy, EvaluationRecord, Summary, TrainResult, Tuning
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.secrets import may_be_secret, without_secrets
 from tula_cli.run.snapshot import Result, Snapshot
 from tula_cli.run.step_series import StepSeries
 from tula_cli.run.training_run import TrainingRun
-from tula_cli.services.exporting.destination import Described, Point, Scalar, State, compute_digest
+from tula_cli.services.exporting.destination import Point, Scalar, State, TrackerRun, compute_digest
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.merge import flatten
 from tula_cli.words import describe_configuration, format_count, get_first_line
@@ -30,10 +30,10 @@ from tula_cli.words import format_number as number_word
 
 
 @dataclass(frozen=True)
-class Told:
+class RunPayload:
     """The values of one run that are sent to a tracker, without its curves."""
 
-    run: Described
+    run: TrackerRun
     state: State
     ended: float  # Unix time, of its end so far
     params: Mapping[str, Scalar] = field(default_factory=dict)
@@ -103,7 +103,7 @@ def read_environment(row: Mapping[str, Any]) -> dict[str, Scalar]:
         return {}
 
 
-def make_run_payload(part: Part, look: Snapshot, name: str, *, active: bool, artifacts: tuple[Path, ...]) -> Told:
+def make_run_payload(part: Part, look: Snapshot, name: str, *, active: bool, artifacts: tuple[Path, ...]) -> RunPayload:
     """Return the payload of a whole run: its settings, environment and recommendation.
 
     Args:
@@ -117,8 +117,8 @@ def make_run_payload(part: Part, look: Snapshot, name: str, *, active: bool, art
     measured = [result for result in results if isinstance(result, Measured)]
     moments = [job.submitted_at for job in look.jobs] + [result.measured_at for result in measured]
     ran_on = measured[0].environment if measured else None
-    return Told(
-        Described("run", "run", name, min(moments, default=0.0)),
+    return RunPayload(
+        TrackerRun("run", "run", name, min(moments, default=0.0)),
         "running" if active else "finished",
         max([*moments, *([answer.created_at] if answer else [])], default=0.0),
         {**list_settings(part.spec), **list_environment(ran_on)},
@@ -167,7 +167,7 @@ def _select_numbers(row: Prediction, names: tuple[str, ...]) -> Iterator[tuple[s
             yield name, float(value)
 
 
-def make_probe_payload(result: Result, name: str, parent: str, *, at: float) -> Told:
+def make_probe_payload(result: Result, name: str, parent: str, *, at: float) -> RunPayload:
     """Return the payload of a probe: its configuration and step time.
 
     Args:
@@ -179,13 +179,15 @@ def make_probe_payload(result: Result, name: str, parent: str, *, at: float) -> 
     nodes, gpus, local = result.nodes, result.gpus_per_node, result.local_batch
     sizes = {"nodes": nodes, "gpus_per_node": gpus, "batch": nodes * gpus * local, "local_batch": local}
     if isinstance(result, Measured):
-        run = Described(result.id, "probe", name, result.measured_at - sum(result.step_times), parent)
+        run = TrackerRun(result.id, "probe", name, result.measured_at - sum(result.step_times), parent)
         params = {**sizes, "accumulate": result.accumulate, **list_environment(result.environment)}
-        return Told(run, "finished", result.measured_at, params, {"outcome": result.kind}, list_probe_numbers(result))
-    run = Described(result.id, "probe", name, at, parent)
+        return RunPayload(
+            run, "finished", result.measured_at, params, {"outcome": result.kind}, list_probe_numbers(result)
+        )
+    run = TrackerRun(result.id, "probe", name, at, parent)
     state: State = "failed" if result.kind == "failed" else "finished"
     words = {"outcome": result.kind, "message": without_secrets(get_first_line(result.message))}
-    return Told(run, state, at, sizes, {key: value for key, value in words.items() if value})
+    return RunPayload(run, state, at, sizes, {key: value for key, value in words.items() if value})
 
 
 def list_probe_numbers(probe: Measured) -> dict[str, float]:
@@ -232,7 +234,9 @@ def get_training_state(training: TrainingRun, *, active: bool, cancelled: bool) 
     return "killed" if cancelled or (attempts and attempts[-1].outcome in ("cancelled", "signal")) else "failed"
 
 
-def make_training_payload(look: Snapshot, tasks: Sequence[TrainTask], name: str, parent: str, *, active: bool) -> Told:
+def make_training_payload(
+    look: Snapshot, tasks: Sequence[TrainTask], name: str, parent: str, *, active: bool
+) -> RunPayload:
     """Return the payload of a training, without its curves.
 
     Args:
@@ -248,8 +252,8 @@ def make_training_payload(look: Snapshot, tasks: Sequence[TrainTask], name: str,
     began = min((attempt.started_at for attempt in attempts), default=0.0)
     ended = max([began, *(attempt.ended_at or attempt.started_at for attempt in attempts)])
     sizes = {"nodes": first.nodes, "batch": first.batch, "gpus_per_node": first.spec.cluster.gpus_per_node}
-    return Told(
-        Described(task.job, "training", name, began, parent),
+    return RunPayload(
+        TrackerRun(task.job, "training", name, began, parent),
         get_training_state(training, active=active, cancelled=bool(look.cancelled_by(task.job))),
         ended,
         {**list_settings(first.spec), **sizes, **_list_predicted_values(first)},
@@ -303,7 +307,7 @@ def _list_end_numbers(
     summary: Summary | None,
     result: TrainResult | None,
     energy: CountedEnergy | None,
-    evaluations: Iterable[Evaluated],
+    evaluations: Iterable[EvaluationRecord],
 ) -> dict[str, float | None]:
     numbers: dict[str, float | None] = {}
     if result is not None:

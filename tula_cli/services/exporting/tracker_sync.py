@@ -15,9 +15,17 @@ from tula_cli.run.owner import require_own
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.services.exporting import destination as state
-from tula_cli.services.exporting.destination import Destination, Exporter, Point, Sent, SentRun, State, TrackedRun
+from tula_cli.services.exporting.destination import (
+    Destination,
+    Exporter,
+    ExportRecord,
+    Point,
+    RunExportRecord,
+    State,
+    TrackedRun,
+)
 from tula_cli.services.exporting.payload import (
-    Told,
+    RunPayload,
     collect_points,
     make_probe_payload,
     make_run_payload,
@@ -33,15 +41,15 @@ FILES = ("recommended.yaml", "results.csv")
 
 
 @dataclass
-class Counted:
+class SentCounts:
     """The number of values sent in one update."""
 
     runs: int = 0  # that are new at the tracker
     points: int = 0
     files: int = 0
 
-    def __add__(self, other: "Counted") -> "Counted":
-        return Counted(self.runs + other.runs, self.points + other.points, self.files + other.files)
+    def __add__(self, other: "SentCounts") -> "SentCounts":
+        return SentCounts(self.runs + other.runs, self.points + other.points, self.files + other.files)
 
 
 @dataclass
@@ -62,7 +70,7 @@ class Session:
     reports: Callable[[Part], tuple[Path, ...]] = lambda _: ()
     _exporter: Exporter | None = None
     _open: dict[str, TrackedRun] = field(default_factory=dict)
-    _sent: Sent = field(init=False)
+    _sent: ExportRecord = field(init=False)
     _ended: dict[str, tuple[State, float]] = field(default_factory=dict)
     _lock: SubmissionLock = field(init=False)
 
@@ -75,16 +83,16 @@ class Session:
         return self.destination.record(self.part.run.path)
 
     @property
-    def runs(self) -> dict[str, SentRun]:
+    def runs(self) -> dict[str, RunExportRecord]:
         """Return the sent values, by the keys of the runs at the tracker."""
         return dict(self._sent.runs)
 
-    def _read(self) -> Sent:
+    def _read(self) -> ExportRecord:
         place = self.destination
         parts = (
             None if place.gone else state.read(self.record)
         )  # what was sent to a place that is gone is to be sent again
-        new = Sent(to=place.to, uri=place.uri, project=place.project)
+        new = ExportRecord(to=place.to, uri=place.uri, project=place.project)
         return new if parts is None else parts.model_copy(update={"uri": place.uri})
 
     @contextlib.contextmanager
@@ -108,7 +116,7 @@ class Session:
 
     # --- one look
 
-    def look(self, *, active: bool) -> Counted:
+    def look(self, *, active: bool) -> SentCounts:
         """Send what is new.
 
         Args:
@@ -126,7 +134,7 @@ class Session:
             state.write(self.record, self._sent)
             raise
 
-    def _look(self, look: Snapshot, *, active: bool) -> Counted:
+    def _look(self, look: Snapshot, *, active: bool) -> SentCounts:
         files = tuple(path for name in FILES if (path := look.path / name).is_file())
         if not active:  # a report on what goes on would be another one at each look
             files += self.reports(self.part)
@@ -158,7 +166,7 @@ class Session:
 
     # --- one run at the tracker
 
-    def _opened(self, facts: Told) -> TrackedRun:
+    def _opened(self, facts: RunPayload) -> TrackedRun:
         key = facts.run.key
         if key not in self._open:
             assert self._exporter is not None
@@ -170,17 +178,17 @@ class Session:
                 after=None if newest < 0 else newest,
             )
             if known is None:
-                self._keep(key, SentRun(id=self._open[key].id))
+                self._keep(key, RunExportRecord(id=self._open[key].id))
         return self._open[key]
 
-    def _settle(self, facts: Told) -> Counted:
+    def _settle(self, facts: RunPayload) -> SentCounts:
         """Send parameters, tags, summary numbers and files, if any of them has changed."""
         key = facts.run.key
         known, settled = self._sent.runs.get(key), facts.digests()
         files = {path.name: state.compute_digest(path.read_bytes()) for path in facts.artifacts}
         self._ended[key] = (facts.state, facts.ended)
         if known is not None and known.settled == settled and known.artifacts == files:
-            return Counted()
+            return SentCounts()
         run = self._opened(facts)
         before = self._sent.runs[key]
         changed = {name for name, value in settled.items() if before.settled.get(name) != value}
@@ -194,7 +202,7 @@ class Session:
         for path in new:
             run.artifact(path)
         self._keep(key, before.model_copy(update={"settled": settled, "artifacts": files}))
-        return Counted(runs=int(known is None or not known.settled), files=len(new))
+        return SentCounts(runs=int(known is None or not known.settled), files=len(new))
 
     def _close_ended(self) -> None:
         """Close the runs that have ended, so that the tracker need not keep them open."""
@@ -202,17 +210,17 @@ class Session:
             how, at = self._ended[key]
             self._open.pop(key).close(how, at=at)
 
-    def _curves(self, look: Snapshot, facts: Told, task: TrainTask) -> Counted:
+    def _curves(self, look: Snapshot, facts: RunPayload, task: TrainTask) -> SentCounts:
         """Send the new points of a training."""
         key, files = facts.run.key, look.training(task.signature)
-        known, whole = self._sent.runs.get(key) or SentRun(id=""), facts.state != "running"
+        known, whole = self._sent.runs.get(key) or RunExportRecord(id=""), facts.state != "running"
         self._ended[key] = (facts.state, facts.ended)
         rows = state.list_rows_to_send(files.metrics_path, whole=whole)
         starts = {float(row["time"]): int(row["samples"]) for row in rows if row["kind"] == "start"}
         went_back = min((samples for at, samples in starts.items() if at not in known.starts), default=known.samples)
         points = [item for item in collect_points(rows, batch=task.batch) if isinstance(item, Point)]
         if went_back >= known.samples and not any(point.samples > known.samples for point in points):
-            return Counted()
+            return SentCounts()
         run, newest = self._opened(facts), known.samples
         for row in rows:
             if row["kind"] == "environment":
@@ -228,9 +236,9 @@ class Session:
             run.points(some)
             self._keep(key, self._sent.runs[key].model_copy(update={"samples": some[-1].samples}))
             self._lock.heartbeat()
-        return Counted(points=len(points))
+        return SentCounts(points=len(points))
 
-    def _keep(self, key: str = "", known: SentRun | None = None, **update: str) -> None:
+    def _keep(self, key: str = "", known: RunExportRecord | None = None, **update: str) -> None:
         """Record what was sent."""
         runs = {**self._sent.runs, key: known} if known is not None else self._sent.runs
         self._sent = self._sent.model_copy(update={"runs": runs, **update})

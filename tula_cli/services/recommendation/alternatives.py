@@ -10,12 +10,12 @@ from tula_cli.models.forecast import Forecast
 from tula_cli.models.out_of_memory import MIN_NORMALISED, cannot_accumulate, list_splits
 from tula_cli.models.ramp.stage_nodes import list_nodes_named_by_stages
 from tula_cli.models.ramp.stages import Ramp
-from tula_cli.run.records.recommendations import Beside, Fallback, Prediction
+from tula_cli.run.records.recommendations import Fallback, Prediction, RampAlternative
 from tula_cli.spec.job import JobSpec
 from tula_cli.words import format_count, format_duration, format_number
 
 
-def predict_ramp_alternatives(forecast: Forecast, choice: Prediction) -> tuple[Beside, ...]:
+def predict_ramp_alternatives(forecast: Forecast, choice: Prediction) -> tuple[RampAlternative, ...]:
     """Return the predicted hours and cost of a choice with a batch-size ramp, and of its alternatives without one.
 
     Empty if the batch does not grow. The nodes of the reference batch are those with the least time or cost, whichever
@@ -46,7 +46,7 @@ def predict_ramp_alternatives(forecast: Forecast, choice: Prediction) -> tuple[B
         by_cost = forecast.stages_by == "cost"
         predictions["the reference batch"] = min(reference, key=lambda row: row.cost if by_cost else row.hours)
     return tuple(
-        Beside(
+        RampAlternative(
             what=name,
             nodes=row.nodes,
             batch=row.batch,
@@ -85,7 +85,7 @@ def _predict_batch(forecast: Forecast, choice: Prediction, batch: int) -> Predic
     return row if choice.market == "on_demand" else forecast.on_spot(row)
 
 
-def describe_alternatives(alternatives: tuple[Beside, ...]) -> str:
+def describe_alternatives(alternatives: tuple[RampAlternative, ...]) -> str:
     """Describe the hours and node-hours of each alternative."""
     descriptions = [
         f"{alternative.what} (batch {alternative.batch} on {format_count(alternative.nodes)}) {format_duration(3600 * alternative.hours)}, {format_number(alternative.node_hours)} node-h"
@@ -94,7 +94,7 @@ def describe_alternatives(alternatives: tuple[Beside, ...]) -> str:
     return "; ".join(descriptions)
 
 
-def describe_decay_savings(spec: JobSpec, alternatives: tuple[Beside, ...]) -> str:
+def describe_decay_savings(spec: JobSpec, alternatives: tuple[RampAlternative, ...]) -> str:
     """Describe the steps, hours and cost that `train.ramp: decay` saves over the reference batch throughout."""
     if spec.train.stages != "decay" or not alternatives:
         return ""

@@ -67,7 +67,7 @@ class Density:
 
 
 @dataclass(frozen=True)
-class Mark:
+class Annotation:
     """An annotation of a figure: a point, a vertical line without `y`, or a horizontal line without `x`."""
 
     x: float | None
@@ -87,7 +87,7 @@ class Figure:
     y_label: str
     series: tuple[Series, ...] = ()
     density: Density | None = None
-    marks: tuple[Mark, ...] = ()
+    marks: tuple[Annotation, ...] = ()
     x_scale: Literal["linear", "log", "log2", "category"] = "linear"
     y_scale: Literal["linear", "log", "log2"] = "linear"
     categories: tuple[str, ...] = ()

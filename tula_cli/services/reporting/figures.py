@@ -13,7 +13,7 @@ from tula_cli.run.records.results import Summary
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.step_series import StepSeries
 from tula_cli.run.training_run import TrainingRun
-from tula_cli.services.reporting.document import Density, Figure, Mark, Series
+from tula_cli.services.reporting.document import Annotation, Density, Figure, Series
 from tula_cli.services.reporting.material import Material, PartMaterial
 from tula_cli.words import choose_size_unit, choose_time_unit, format_count, is_cost_in_node_hours
 
@@ -87,9 +87,9 @@ def describe_nodes(row: Prediction) -> str:
     return f"{format_count(row.nodes)}{f' of type {row.type}' if row.type else ''}"
 
 
-def make_chosen_mark(row: Prediction, x: float, y: float | None) -> Mark:
+def make_chosen_mark(row: Prediction, x: float, y: float | None) -> Annotation:
     """Return the mark of the chosen configuration at a point of a figure."""
-    return Mark(x, y, f"chosen: {describe_nodes(row)}, batch {row.batch}", "choice")
+    return Annotation(x, y, f"chosen: {describe_nodes(row)}, batch {row.batch}", "choice")
 
 
 def describe_software(environment: Mapping[str, Any]) -> str:

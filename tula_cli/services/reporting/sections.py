@@ -15,12 +15,12 @@ from tula_cli.models.time import steptime
 from tula_cli.models.time.noise import Z90, compute_standard_error, compute_trimmed_mean
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import HIGHEST_EFFICIENCY, Caveats, Prediction, Recommendation, SameProgress
-from tula_cli.run.records.results import Evaluated, Summary
+from tula_cli.run.records.results import EvaluationRecord, Summary
 from tula_cli.services.comparison import accuracy
 from tula_cli.services.recommendation.measured import TypeMeasurements, find_gradient_noise_of_job
 from tula_cli.services.recommendation.validation import Validation
 from tula_cli.services.reporting import comparison_document
-from tula_cli.services.reporting.document import Cell, Column, Fact, Figure, Mark, Section, Series, Table
+from tula_cli.services.reporting.document import Annotation, Cell, Column, Fact, Figure, Section, Series, Table
 from tula_cli.services.reporting.figures import (
     MAX_CURVES,
     GradientCurve,
@@ -388,7 +388,7 @@ def _build_scaling_figure(
     y: str,
     series: Sequence[Series],
     *,
-    marks: tuple[Mark, ...] = (),
+    marks: tuple[Annotation, ...] = (),
     log: bool = False,
 ) -> Figure:
     scale: Literal["linear", "log2"] = "log2" if log else "linear"
@@ -487,8 +487,12 @@ def _make_value_curve(name: str, rows: Sequence[Prediction], value: Value) -> Se
     )
 
 
-def _list_choice_marks(material: Material, choice: Prediction, y: float) -> tuple[Mark, ...]:
-    knee = () if material.knee is None else (Mark(float(material.knee), None, f"knee: batch {material.knee}", "knee"),)
+def _list_choice_marks(material: Material, choice: Prediction, y: float) -> tuple[Annotation, ...]:
+    knee = (
+        ()
+        if material.knee is None
+        else (Annotation(float(material.knee), None, f"knee: batch {material.knee}", "knee"),)
+    )
     return (*knee, make_chosen_mark(choice, choice.batch, y))
 
 
@@ -782,13 +786,13 @@ def _build_memory_figure(
     positions = tuple(position_by_size[probe.local_batch] for probe in sorted_probes)
     series.append(Series("peak, measured", positions, peaked, style="points", measured=(True,) * len(sorted_probes)))
     marks = (
-        [Mark(position_by_size[chosen], None, f"chosen: local batch {chosen}", "choice")]
+        [Annotation(position_by_size[chosen], None, f"chosen: local batch {chosen}", "choice")]
         if chosen in position_by_size
         else []
     )
     if capacity is not None:
         room = capacity - model.libraries
-        marks.append(Mark(None, room * factor, "memory of a GPU" + " less libraries" * libraries, "limit"))
+        marks.append(Annotation(None, room * factor, "memory of a GPU" + " less libraries" * libraries, "limit"))
     return Figure(
         "memory",
         "Memory of one GPU",
@@ -1069,7 +1073,7 @@ def _build_progress_figures(material: Material, rows: Sequence[Prediction], choi
     )
     fixed = Series("for the job's epochs", xs, tuple(row.hours * factor for row in rows), style="line")
     y = choice.same_progress.hours if choice.same_progress is not None else choice.hours
-    reference = Mark(float(material.spec.train.reference_batch), None, "reference batch", "event")
+    reference = Annotation(float(material.spec.train.reference_batch), None, "reference batch", "event")
     yield Figure(
         "same_progress",
         "Time to the same progress against the batch",
@@ -1172,7 +1176,7 @@ def _list_best_facts(end: Summary) -> Iterator[Fact]:
         yield Fact("least loss", f"{format_number(end.best_loss, 4)}{at}")
 
 
-def _describe_evaluation(evaluation: Evaluated) -> str:
+def _describe_evaluation(evaluation: EvaluationRecord) -> str:
     metrics_text = ", ".join(f"{metric} {format_number(value, 4)}" for metric, value in evaluation.metrics.items())
     return f"on the {'test' if evaluation.test else 'validation'} set: {metrics_text}"
 
@@ -1292,15 +1296,15 @@ class _MetricAxis:
             xs, ys = zip(*points, strict=True)
             yield Series(name, xs, ys, style=style)  # type: ignore[arg-type]
 
-    def starts(self, training_material: TrainingMaterial) -> tuple[Mark, ...]:
+    def starts(self, training_material: TrainingMaterial) -> tuple[Annotation, ...]:
         """Return marks at the starts of attempts after the first one, and at changes of the batch."""
         marks = [
-            Mark(self.place(row), None, f"attempt {number}", "event")
+            Annotation(self.place(row), None, f"attempt {number}", "event")
             for number, row in enumerate(training_material.rows_of_kind("start"), 1)
             if number > 1
         ]
         stages = training_material.rows_of_kind("stage")[1:]
-        return (*marks, *(Mark(self.place(row), None, f"batch {row['batch']}", "event") for row in stages))
+        return (*marks, *(Annotation(self.place(row), None, f"batch {row['batch']}", "event") for row in stages))
 
     def loss(self, training_material: TrainingMaterial) -> Iterator[Figure]:
         steps, epochs = training_material.rows_of_kind("step"), training_material.rows_of_kind("epoch")
@@ -1368,7 +1372,7 @@ class _MetricAxis:
                 )
             )
         changes = tuple(
-            Mark(float(change.samples), None, f"changed: {', '.join(change.parts)}", "event")
+            Annotation(float(change.samples), None, f"changed: {', '.join(change.parts)}", "event")
             for change in training_material.files.changes()
         )
         caption = "Means over the steps between two rows of the log; the band of the prediction is its 90 % interval."

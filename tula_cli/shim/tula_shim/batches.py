@@ -12,7 +12,7 @@ DEPTH = 4  # of containers within a batch
 LENGTH = "its length"  # the last part of a path: the samples are the entries of a list
 
 
-class Pass:
+class LoaderPass:
     """One iterator of a data loader. Batches delivered before the first backward pass may never be trained on."""
 
     def __init__(self, iterator: Any) -> None:
@@ -21,13 +21,13 @@ class Pass:
         self.trained = False
         self.batches = 0
         self.withheld: list[float] = [0, 0, 0.0]  # of the pass before this one
-        self.withheld_from: Pass | None = None
+        self.withheld_from: LoaderPass | None = None
 
     def is_of(self, iterator: Any) -> bool:
         return iterator is None or self._iterator() is iterator
 
 
-class Delivered:
+class DeliveredBatches:
     """Batches delivered since the last step, by dataset; if a script evaluates within a step, it trains on one of
     them."""
 
@@ -39,7 +39,7 @@ class Delivered:
         self.training: int | None = None  # the dataset that delivered in most steps: others are for evaluation
         self.facts: dict[int, dict[str, Any]] = {}
         self._paths: dict[int, tuple[Hashable, ...] | None] = {}
-        self._passes: dict[int, Pass] = {}  # the newest of each dataset
+        self._passes: dict[int, LoaderPass] = {}  # the newest of each dataset
 
     def begin_pass(self, key: int, iterator: Any) -> None:
         """Register a new iterator over the dataset `key`.
@@ -47,7 +47,7 @@ class Delivered:
         Batches of the previous iterator do not count if nothing was trained on (a batch was only inspected), unless the
         new iterator is dropped after one batch as well: some loops make an iterator for each batch.
         """
-        before, current = self._passes.get(key), Pass(iterator)
+        before, current = self._passes.get(key), LoaderPass(iterator)
         self._passes[key] = current
         if before is None:
             return
@@ -63,7 +63,7 @@ class Delivered:
         for newest in self._passes.values():
             newest.trained = newest.trained or newest.batches > 0
 
-    def _give_back(self, key: int, of: Pass) -> None:
+    def _give_back(self, key: int, of: LoaderPass) -> None:
         if of.withheld[1]:
             self._change(key, of.withheld, 1)
             of.withheld = [0, 0, 0.0]
@@ -192,7 +192,7 @@ def _get_at_path(batch: Any, path: tuple[Hashable, ...]) -> int | None:
         return None  # this batch is of another shape than the last: it is looked at anew
 
 
-def listen(delivered: Callable[[], Delivered | None], began: Callable[[], None]) -> None:
+def listen(delivered: Callable[[], DeliveredBatches | None], began: Callable[[], None]) -> None:
     """Hook torch's data loaders, so that they report the batches that they deliver.
 
     Args:

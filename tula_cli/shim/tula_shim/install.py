@@ -12,7 +12,7 @@ from typing import Any, Callable
 
 from . import batches, ddp_split, failing
 from .ags import AgsSteps, hook_steps
-from .batches import Delivered
+from .batches import DeliveredBatches
 from .optimizers import get_learning_rate
 from .plan import PlanError, read_plan
 from .recorder import EPOCH, EVAL, SAVE, Recorder
@@ -67,12 +67,12 @@ def install() -> None:
     ddp_split.listen(lambda: mine.split)
 
 
-def _make_counter(mine: Recorder) -> Callable[[], Delivered | None]:
+def _make_counter(mine: Recorder) -> Callable[[], DeliveredBatches | None]:
     """Return a function that returns the counter of a new batch; None during an evaluation, whose batches are not
     trained on, and once recording is over."""
     from torch import is_grad_enabled
 
-    def counts() -> Delivered | None:
+    def counts() -> DeliveredBatches | None:
         if mine.over:
             return None
         if not is_grad_enabled():

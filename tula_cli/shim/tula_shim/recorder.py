@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from . import clocks
 from .ags import AgsSteps
-from .batches import Delivered
+from .batches import DeliveredBatches
 from .clocks import HostClock, Mark, compute_process_age, make_clock, read_peak_memory, reset_peak
 from .ddp_split import DdpSplit
 from .file_changes import Files
@@ -19,7 +19,7 @@ from .optimizers import Optimizers, Schedule, get_base_learning_rate
 from .ortho import OrthoSteps
 from .plan import Plan
 from .ranks import NoStoreError, count_ranks, get_backend_name, get_rank, share_decision
-from .supervision import Killing, Pulse, Requests
+from .supervision import Pulse, Requests, StepKiller
 
 WARMUP, TIMED, SYNC, NORMS, LOCAL = "warmup", "timed", "sync", "norms", "local"
 
@@ -30,7 +30,7 @@ loader began or ended an epoch, torch.save was called."""
 
 
 class Interval(NamedTuple):
-    """One step. `counts` as in `Delivered`; `gap` is a bit mask of the causes."""
+    """One step. `counts` as in `DeliveredBatches`; `gap` is a bit mask of the causes."""
 
     begin: Mark
     end: Mark
@@ -55,7 +55,7 @@ class Recorder:
     def forget(self) -> None:
         """Reset all records, because this process was forked from the recorded one."""
         self.optimizers = Optimizers()
-        self.delivered = Delivered()
+        self.delivered = DeliveredBatches()
         self.split = DdpSplit()
         self.requests = Requests(self.plan)
         self.ags = AgsSteps(self.plan, self.split) if self.plan.ags is not None else None
@@ -80,7 +80,7 @@ class Recorder:
         self.pulse = Pulse(self.plan)
         self.pulse.more = self._row_extras
         self.schedule = Schedule()
-        self.killing = Killing(self.plan)
+        self.killing = StepKiller(self.plan)
         self._told: float | None = None
         self._trouble: OSError | None = None
         self._clock: HostClock = HostClock()

@@ -173,7 +173,7 @@ PATIENCE = 120.0
 """Longest wait in seconds for a checkpoint to be written: some are written by a thread while training continues."""
 
 
-class Killing:
+class StepKiller:
     """Kills the process a number of steps after its first checkpoint. Done within the process, because a short script
     could finish before an outside observer sees the checkpoint."""
 
@@ -183,7 +183,7 @@ class Killing:
         self._since = 0.0  # Unix time of the first step
         self._found: dict[str, Any] | None = None
         self._last = 0  # step after which it ends
-        self._seen = _Newest()
+        self._seen = _NewestCheckpoint()
 
     def after_step(self, step: int, before: float | None, rank: int, dataset: int | None) -> None:
         """Record a step, this rank's samples before it, and its dataset's size. May kill the process.
@@ -242,7 +242,7 @@ class Killing:
         return _find_newest_checkpoint(str(self.wanted["checkpoint"])).changed
 
 
-class _Newest(NamedTuple):
+class _NewestCheckpoint(NamedTuple):
     """The checkpoint that was written last, judging by its files."""
 
     changed: float = 0.0  # Unix time
@@ -250,22 +250,22 @@ class _Newest(NamedTuple):
     inode: int = 0
     size: int = 0  # bytes
 
-    def replaces(self, before: _Newest) -> bool:
+    def replaces(self, before: _NewestCheckpoint) -> bool:
         """Return whether this is another checkpoint, not the previous one still being written (which grows)."""
         if (self.path, self.inode) != (before.path, before.inode):
             return True
         return self.changed > before.changed and os.path.isfile(self.path) and self.size <= before.size  # noqa: PTH113
 
 
-def _find_newest_checkpoint(pattern: str) -> _Newest:
-    return max((_read_state_of_path(path) for path in glob.iglob(pattern, recursive=True)), default=_Newest())  # noqa: PTH207 - an absolute pattern
+def _find_newest_checkpoint(pattern: str) -> _NewestCheckpoint:
+    return max((_read_state_of_path(path) for path in glob.iglob(pattern, recursive=True)), default=_NewestCheckpoint())  # noqa: PTH207 - an absolute pattern
 
 
-def _read_state_of_path(path: str) -> _Newest:
+def _read_state_of_path(path: str) -> _NewestCheckpoint:
     """Return the state of the file or folder at a path; for a folder, its newest file determines the time."""
     files = [file for file in Path(path).rglob("*") if file.is_file()] if os.path.isdir(path) else [Path(path)]  # noqa: PTH112
     try:
         created, changed = os.stat(path), max((file.stat().st_mtime for file in files), default=0.0)  # noqa: PTH116
     except OSError:
-        return _Newest()  # replaced meanwhile
-    return _Newest(changed, path, created.st_ino, created.st_size)
+        return _NewestCheckpoint()  # replaced meanwhile
+    return _NewestCheckpoint(changed, path, created.st_ino, created.st_size)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 from tula_cli.errors import SpecError
-from tula_cli.services.reporting.document import Density, Figure, Mark, Series
+from tula_cli.services.reporting.document import Annotation, Density, Figure, Series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -675,7 +675,7 @@ _MOST_EVENTS = 9  # that the legend tells one by one
 _ROOM = 0.05  # of the axis, which a number above an event takes
 
 
-def draw_marks(axes: "Axes", marks: Sequence[Mark], places: Positions) -> list[Entry]:
+def draw_marks(axes: "Axes", marks: Sequence[Annotation], places: Positions) -> list[Entry]:
     """Draw the marks that have a position, and return their legend entries."""
     at = [(mark, places.of_x(mark.x)) for mark in marks]
     events = sorted(
@@ -690,7 +690,7 @@ def draw_marks(axes: "Axes", marks: Sequence[Mark], places: Positions) -> list[E
     return [*entries, *_draw_events(axes, events)]
 
 
-def _draw_mark(axes: "Axes", mark: Mark, x: float) -> Entry | None:
+def _draw_mark(axes: "Axes", mark: Annotation, x: float) -> Entry | None:
     from matplotlib.lines import Line2D
 
     y = math.nan if mark.y is None or not math.isfinite(mark.y) else mark.y
@@ -713,7 +713,7 @@ def _draw_mark(axes: "Axes", mark: Mark, x: float) -> Entry | None:
     return Entry(Line2D([], [], **line), mark.text)
 
 
-def _draw_events(axes: "Axes", events: Sequence[tuple[Mark, float]]) -> list[Entry]:
+def _draw_events(axes: "Axes", events: Sequence[tuple[Annotation, float]]) -> list[Entry]:
     """Draw a thin line per event, and return one legend entry for each distinct text."""
     from matplotlib.lines import Line2D
 
@@ -728,7 +728,7 @@ def _draw_events(axes: "Axes", events: Sequence[tuple[Mark, float]]) -> list[Ent
     return [Entry(Line2D([], [], **look), f"{place}: {text}") for place, text in enumerate(shown, 1)]
 
 
-def number_events(axes: "Axes", marks: Sequence[Mark], places: Positions) -> bool:
+def number_events(axes: "Axes", marks: Sequence[Annotation], places: Positions) -> bool:
     """Write the numbers of events above their lines, merging those that are too close to each other.
 
     The axes must have their limits. Return whether there are any numbers.

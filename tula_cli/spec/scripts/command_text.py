@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tula_cli.errors import SpecError
 from tula_cli.spec.scripts.launchers import RANK_VARIABLES, has_launcher, is_program_start
-from tula_cli.spec.scripts.shell import MAY_BE_BATCH, PIPES, Command, Word, split_commands
+from tula_cli.spec.scripts.shell import MAY_BE_BATCH, PIPES, Command, ShellWord, split_commands
 
 _PRINTS = (
     "echo",
@@ -37,7 +37,7 @@ _Pipeline = list[Command]
 class TrainingCommand:
     """The training command found in shell text."""
 
-    words: tuple[Word, ...]
+    words: tuple[ShellWord, ...]
     environment: Mapping[str, str] = field(default_factory=dict)  # that the text sets for it
     setup: tuple[str, ...] = ()  # lines of the shell before it
     left_out: tuple[str, ...] = ()  # what tula does itself, or has no use for
@@ -179,7 +179,7 @@ class _Reader:
 
     def _take_folder(self, pipeline: _Pipeline) -> None:
         words = pipeline[0].program
-        target = words[1] if len(words) > 1 else Word("", "")
+        target = words[1] if len(words) > 1 else ShellWord("", "")
         is_here = not target.unknown and Path(target.text or Path.home()).resolve() == Path.cwd()
         if not is_here and "SLURM_SUBMIT_DIR" not in target.unknown:
             raise SpecError(
@@ -214,7 +214,7 @@ class _Reader:
         return f"line {pipeline[0].line}: " if self.keeps_setup or "\n" in self.text.strip() else ""
 
 
-def refuse_unknown(word: Word) -> None:
+def refuse_unknown(word: ShellWord) -> None:
     """Reject a word that needs expansion by a shell, or that starts with a typographic dash or quote.
 
     Raises:
@@ -246,6 +246,6 @@ def _is_likely(pipeline: _Pipeline) -> bool:
     return has_launcher(words) or any(MAY_BE_BATCH.search(word.text) for word in words)
 
 
-def _shorten_words(words: Sequence[Word]) -> str:
+def _shorten_words(words: Sequence[ShellWord]) -> str:
     text = " ".join(word.raw for word in words)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -10,7 +10,7 @@ from tula_cli.errors import SpecError
 from tula_cli.spec.scripts.placeholders import SCRIPTS
 from tula_cli.spec.scripts.shell import (
     Option,
-    Word,
+    ShellWord,
     fill_options,
     fill_placeholders,
     read_options,
@@ -45,7 +45,7 @@ class Unknown(SpecError):
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownFacts:
     """Facts about a command that it does not state itself."""
 
     answers: Mapping[str, str] = field(default_factory=dict)  # to questions, by their keys
@@ -63,13 +63,13 @@ class Known:
 class Launch:
     """A command without the words that start its processes."""
 
-    program: tuple[Word, ...]  # up to the script
-    arguments: tuple[Word, ...]  # the script's
+    program: tuple[ShellWord, ...]  # up to the script
+    arguments: tuple[ShellWord, ...]  # the script's
     launch: Literal["rank", "node"] = "rank"
     per_node: int | None = None  # processes; None: nothing starts more than one
     nodes: int = 1
     launcher: str = ""  # its name
-    wrapper: tuple[Word, ...] = ()  # words before it
+    wrapper: tuple[ShellWord, ...] = ()  # words before it
     sources: tuple[tuple[str, str], ...] = ()  # words of the command, and what they were taken for
     left_out: tuple[str, ...] = ()  # words that tula has no use for
     slurm: Mapping[str, Option] = field(default_factory=dict)  # what srun was asked for, by long names
@@ -132,7 +132,7 @@ _INSIDE = "give the command inside it that starts the training; or, " + _HOW_TO_
 # --- where it begins
 
 
-def find_launcher(words: Sequence[Word], known: Known) -> Launch:
+def find_launcher(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
     """Separate a command from its launcher, the first one before the script, whatever words precede it.
 
     Raises:
@@ -149,34 +149,34 @@ def find_launcher(words: Sequence[Word], known: Known) -> Launch:
     inner = _find_inner_command(rest) if rest[0].name in _SHELLS else None
     launch = find_launcher(inner, known) if inner is not None else _launch(rest, known)
     if wrapper and launch.program and launch.program[0].text.endswith(".py"):
-        launch = replace(launch, program=(Word("python", "python"), *launch.program))
+        launch = replace(launch, program=(ShellWord("python", "python"), *launch.program))
     return replace(launch, wrapper=(*wrapper, *launch.wrapper), left_out=(*left_out, *launch.left_out))
 
 
-def is_program_start(words: Sequence[Word]) -> bool:
+def is_program_start(words: Sequence[ShellWord]) -> bool:
     """Return whether a command starts a Python program, a launcher or a shell script."""
     rest, _ = _without_prefix(words)
     return bool(rest) and (_is_start(rest[0]) or (rest[0].name in _WRAPPERS and _start(rest) > 0))
 
 
-def has_launcher(words: Sequence[Word]) -> bool:
+def has_launcher(words: Sequence[ShellWord]) -> bool:
     """Return whether the words contain a supported launcher."""
     return any(word.name in _LAUNCHERS or word.text in _LAUNCHERS for word in words)
 
 
-def _without_prefix(words: Sequence[Word]) -> tuple[list[Word], list[str]]:
+def _without_prefix(words: Sequence[ShellWord]) -> tuple[list[ShellWord], list[str]]:
     """Return a command without prefixes such as `time` and `nohup`, and the removed words."""
     size = next((place for place, word in enumerate(words) if word.name not in _LEFT_OUT), len(words))
     return list(words[size:]), [word.raw for word in words[:size]]
 
 
-def _is_start(word: Word) -> bool:
+def _is_start(word: ShellWord) -> bool:
     """Return whether a word is a launcher, Python, a shell or a script."""
     is_name = word.name in _LAUNCHERS or word.name in _FOREIGN or word.name in _SHELLS or _PYTHON.fullmatch(word.name)
     return word.text.endswith(SCRIPTS) or (bool(is_name) and not re.search("[:,=]", word.text))
 
 
-def _start(words: Sequence[Word]) -> int:
+def _start(words: Sequence[ShellWord]) -> int:
     """Return the index at which a program starts, else 0; of two adjacent names the first is an argument."""
     starts = [place for place, word in enumerate(words) if _is_start(word)]
     for place in starts:
@@ -188,7 +188,7 @@ def _start(words: Sequence[Word]) -> int:
     return 0
 
 
-def _find_inner_command(words: Sequence[Word]) -> list[Word] | None:
+def _find_inner_command(words: Sequence[ShellWord]) -> list[ShellWord] | None:
     """Return the words of the single command in `bash -c '...'`; None without -c.
 
     Raises:
@@ -206,7 +206,7 @@ def _find_inner_command(words: Sequence[Word]) -> list[Word] | None:
     return list(commands[0].program)
 
 
-def _launch(words: Sequence[Word], known: Known) -> Launch:
+def _launch(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
     first = words[0]
     if why := _FOREIGN.get(first.name):
         hint = (
@@ -223,7 +223,7 @@ def _launch(words: Sequence[Word], known: Known) -> Launch:
         size = 2 if first.name == "accelerate" else 1
         folder = first.text.rpartition("/")[0]  # its python is the one that runs the ranks
         interpreter = str(Path(folder, "python")) if folder else "python"
-        start = words[:size] if launcher is _ACCELERATE else [Word(interpreter, interpreter, first.unknown)]
+        start = words[:size] if launcher is _ACCELERATE else [ShellWord(interpreter, interpreter, first.unknown)]
         return _take(launcher, start, words[size:], known)
     if _PYTHON.fullmatch(first.name):
         return _launch_by_python(words, known)
@@ -233,7 +233,7 @@ def _launch(words: Sequence[Word], known: Known) -> Launch:
     )
 
 
-def _launch_by_python(words: Sequence[Word], known: Known) -> Launch:
+def _launch_by_python(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
     place = 1
     while place < len(words) and words[place].text.startswith("-") and words[place].text not in ("-m", "-c", "-"):
         place += 2 if words[place].text in ("-W", "-X") else 1
@@ -255,7 +255,7 @@ def _launch_by_python(words: Sequence[Word], known: Known) -> Launch:
 # --- launchers
 
 
-def count(option: Option | None, key: str, known: Known, *, missing: str = "") -> int:
+def count(option: Option | None, key: str, known: KnownFacts, *, missing: str = "") -> int:
     """Return the number of processes or nodes that an option gives.
 
     Raises:
@@ -286,7 +286,7 @@ def _parse_number(option: Option | None) -> int | None:
     return len(re.findall(r"\d+", text)) if re.fullmatch(r"\[?\d+(,\d+)+,?\]?|\[\d+\]", text) else None
 
 
-def _ask_processes(what: str, hint: str, known: Known) -> int:
+def _ask_processes(what: str, hint: str, known: KnownFacts) -> int:
     if (answer := known.answer(PROCESSES)) is not None:
         return answer
     question = f"how many {PROCESSES} does it start by itself ({what})?"
@@ -296,7 +296,7 @@ def _ask_processes(what: str, hint: str, known: Known) -> int:
 
 
 def _count_processes_per_node(
-    each: Option | None, total: Option | None, machines: int, known: Known, *, missing: str
+    each: Option | None, total: Option | None, machines: int, known: KnownFacts, *, missing: str
 ) -> int:
     """Return the processes per node, from an option for them or for the processes of all nodes."""
     world = _parse_number(total) if each is None else None
@@ -318,7 +318,7 @@ def _with_counts(
     return replace(launch, launcher=launcher, nodes=machines, per_node=processes, sources=sources)
 
 
-def _take(launcher: _Launcher, start: Sequence[Word], words: Sequence[Word], known: Known) -> Launch:
+def _take(launcher: _Launcher, start: Sequence[ShellWord], words: Sequence[ShellWord], known: KnownFacts) -> Launch:
     """Return the launch of a launcher's command: each rank's program, or accelerate with tula's numbers filled in."""
     options, rest = _split_options(launcher, words)
     if not rest:
@@ -334,7 +334,7 @@ def _take(launcher: _Launcher, start: Sequence[Word], words: Sequence[Word], kno
     machines = count(nodes, NODES, known, missing=f"--{launcher.nodes}") if nodes or needs_nodes else 1
     if each and each.meaning in ("include", "i"):  # host:0,1@host:0,1
         hosts = [host.partition(":")[2] for host in each.value.text.split("@")]
-        each, machines = replace(each, value=Word(f"[{hosts[0]}]" if len({*hosts}) == 1 else "", "")), len(hosts)
+        each, machines = replace(each, value=ShellWord(f"[{hosts[0]}]" if len({*hosts}) == 1 else "", "")), len(hosts)
     if launcher.one_process and not each:
         processes = 1
     else:
@@ -348,8 +348,12 @@ def _take(launcher: _Launcher, start: Sequence[Word], words: Sequence[Word], kno
         return _with_counts(launch, launcher.name, machines, processes, nodes, each or total)
     if launcher is _COMPOSER:
         machines = max(1, count(total, PROCESSES, known) // processes) if total else 1
-        start = (Word("env", "env"), fill_placeholders("NODE_RANK={node_rank}"), *start)  # which torchrun does not set
-    module = [Word("-m", "-m")] if given.keys() & {"m", "module", "module_mode"} else []
+        start = (
+            ShellWord("env", "env"),
+            fill_placeholders("NODE_RANK={node_rank}"),
+            *start,
+        )  # which torchrun does not set
+    module = [ShellWord("-m", "-m")] if given.keys() & {"m", "module", "module_mode"} else []
     program = (*(() if given.keys() & {"no_python"} else start), *module, rest[0])
     hands_on = launcher.local_rank and not given.keys() & {"use_env", "no_local_rank"}
     flag = _find_local_rank_flag(known.folder / rest[0].text) if hands_on else ""
@@ -357,7 +361,7 @@ def _take(launcher: _Launcher, start: Sequence[Word], words: Sequence[Word], kno
     return _with_counts(Launch(program, (*rank_option, *rest[1:])), launcher.name, machines, processes, nodes, each)
 
 
-def _split_options(launcher: _Launcher, words: Sequence[Word]) -> tuple[list[Option], list[Word]]:
+def _split_options(launcher: _Launcher, words: Sequence[ShellWord]) -> tuple[list[Option], list[ShellWord]]:
     """Return a launcher's options and the words after them; options with a number may be abbreviated."""
     options, rest = split_launcher_options(words, _is_start)
     numbers = f"{launcher.nodes} {launcher.per_node} {launcher.total}".split()
@@ -387,7 +391,7 @@ _ACCELERATE_ON_NODES = (
 )
 
 
-def _read_accelerate_config(path: str, known: Known) -> dict[str, Option]:
+def _read_accelerate_config(path: str, known: KnownFacts) -> dict[str, Option]:
     try:
         text = (known.folder / Path(path).expanduser()).read_text(encoding="utf-8")
     except OSError as error:
@@ -396,12 +400,13 @@ def _read_accelerate_config(path: str, known: Known) -> dict[str, Option]:
     content = parse_yaml(text, source=path)
     pairs = content.items() if isinstance(content, dict) else ()
     words = {
-        name: (Word(f"{name}: {value}", f"{name}: {value}"), Word(str(value), str(value))) for name, value in pairs
+        name: (ShellWord(f"{name}: {value}", f"{name}: {value}"), ShellWord(str(value), str(value)))
+        for name, value in pairs
     }
     return {name: Option((written,), f"{name} ", value) for name, (written, value) in words.items()}
 
 
-def _launch_by_srun(words: Sequence[Word], known: Known) -> Launch:
+def _launch_by_srun(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
     options, rest = read_slurm_options(words)
     if not rest:
         raise SpecError("the command has a launcher but no script", _WHOLE)
@@ -430,7 +435,7 @@ _SLURM_SHORT = {
 }  # fmt: skip
 
 
-def read_slurm_options(words: Sequence[Word]) -> tuple[dict[str, Option], list[Word]]:
+def read_slurm_options(words: Sequence[ShellWord]) -> tuple[dict[str, Option], list[ShellWord]]:
     """Return options of sbatch or srun by their long names with underscores, and the words after them."""
     options, rest = split_launcher_options(words, _is_start)
     return {_SLURM_SHORT.get(option.meaning, option.meaning): option for option in options}, rest
@@ -450,7 +455,7 @@ _TORCHRUN_ON_NODES = (
 )
 
 
-def _make_launch_without_launcher(launch: Launch, known: Known, *, is_script: bool) -> Launch:
+def _make_launch_without_launcher(launch: Launch, known: KnownFacts, *, is_script: bool) -> Launch:
     """Return the launch of a program without a launcher: one process, or as many as its options make it start.
 
     Args:
@@ -499,7 +504,7 @@ def _is_several(option: Option) -> bool:
     return bool(re.fullmatch(r"\[?\d+(,\d+)+\]?", value)) or "{gpus_per_node=" in value
 
 
-def _launch_by_lightning(launch: Launch, options: Mapping[str, Option], known: Known) -> Launch:
+def _launch_by_lightning(launch: Launch, options: Mapping[str, Option], known: KnownFacts) -> Launch:
     """Return the launch of a script with Lightning's trainer, by torchrun on each node.
 
     Without torchrun Lightning would take SLURM's tasks for its ranks.
@@ -517,8 +522,8 @@ def _launch_by_lightning(launch: Launch, options: Mapping[str, Option], known: K
     is_python = bool(_PYTHON.fullmatch(launch.program[0].name))
     size = 2 if [word.text for word in launch.program[-2:-1]] == ["-m"] else 1
     script = launch.program[-size:]
-    start = launch.program[:-size] if is_python else (Word("python", "python"),)
-    bare = () if is_python or script[0].text.endswith(".py") else (Word("--no-python", ""),)
+    start = launch.program[:-size] if is_python else (ShellWord("python", "python"),)
+    bare = () if is_python or script[0].text.endswith(".py") else (ShellWord("--no-python", ""),)
     program = (*start, *map(fill_placeholders, _TORCHRUN_ON_NODES.split()), *bare, *script)
     launch = replace(launch, program=program, arguments=tuple(arguments), launch="node")
     return _with_counts(launch, "lightning", machines, processes, nodes, devices)

@@ -9,13 +9,13 @@ from typing import Any
 import yaml
 
 from tula_cli.spec.scripts.placeholders import BATCHES, find_placeholders, get_program_name
-from tula_cli.spec.scripts.recognition import Recognised
+from tula_cli.spec.scripts.recognition import RecognisedCommand
 from tula_cli.spec.scripts.script import get_default_train
 from tula_cli.words import format_count
 
 
 @dataclass(frozen=True)
-class Missing:
+class MissingKey:
     """A key whose value the command does not determine."""
 
     key: str  # in the job file
@@ -23,52 +23,52 @@ class Missing:
     required: bool = False  # without it the file cannot be used
 
 
-def make_job_name(recognised: Recognised) -> str:
+def make_job_name(recognised: RecognisedCommand) -> str:
     """Return the name of the job: the name of the script, with invalid characters replaced."""
     stem = re.sub(r"\.(py|sh)$", "", get_program_name(recognised.script["command"]))
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("._-")
     return name[:64] or "job"
 
 
-def list_missing(recognised: Recognised) -> tuple[Missing, ...]:
+def list_missing(recognised: RecognisedCommand) -> tuple[MissingKey, ...]:
     """Return the keys that the command does not determine, required and optional ones, in the order of the file."""
     return tuple(_list_missing_parts(recognised.script, set(find_placeholders(recognised.script["command"]))))
 
 
-def _list_missing_parts(script: dict[str, Any], placeholders: set[str]) -> Iterator[Missing]:
+def _list_missing_parts(script: dict[str, Any], placeholders: set[str]) -> Iterator[MissingKey]:
     if "out" not in placeholders:
-        yield Missing(
+        yield MissingKey(
             "script.command", "{out} in place of its output folder, or a probe writes where the training does"
         )
     if "length" not in script:
-        yield Missing("script.length", "how long it trains: {epochs: N}, {samples: N} or {steps: N}", required=True)
+        yield MissingKey("script.length", "how long it trains: {epochs: N}, {samples: N} or {steps: N}", required=True)
     if _needs_a_size(script, placeholders):
-        yield Missing("script.dataset_size", "samples of an epoch, which {steps} follow from", required=True)
+        yield MissingKey("script.dataset_size", "samples of an epoch, which {steps} follow from", required=True)
     else:
-        yield Missing(
+        yield MissingKey(
             "script.dataset_size", "samples of an epoch, where it has no torch DataLoader that could be asked"
         )
     if "batch" not in script["reference"]:
-        yield Missing("script.reference.batch", "the batch of today, over all GPUs", required=True)
+        yield MissingKey("script.reference.batch", "the batch of today, over all GPUs", required=True)
     if "lr" not in script["reference"]:
         if "lr" in placeholders:
-            yield Missing("script.reference.lr", "the learning rate of today", required=True)
+            yield MissingKey("script.reference.lr", "the learning rate of today", required=True)
         else:
             words = "the learning rate of today, with {lr} in the command; nothing where the script scales it itself"
-            yield Missing("script.reference.lr", words)
+            yield MissingKey("script.reference.lr", words)
     if "resume" not in script:
-        yield Missing("script.resume", "how it goes on from a checkpoint; without it a training begins anew")
+        yield MissingKey("script.resume", "how it goes on from a checkpoint; without it a training begins anew")
     elif "out" not in placeholders:
-        yield Missing(
+        yield MissingKey(
             "script.resume.checkpoint", "where it saves; {out} is not in the command, so section resume is a comment"
         )
-    yield Missing("script.metric", "how good it is, from what it prints or a file of JSON lines")
-    yield Missing(
+    yield MissingKey("script.metric", "how good it is, from what it prints or a file of JSON lines")
+    yield MissingKey(
         "script.save", "how it is asked for a checkpoint before it has to leave; without, its own last one counts"
     )
 
 
-def write_sections(recognised: Recognised) -> str:
+def write_sections(recognised: RecognisedCommand) -> str:
     """Return sections `script` and `train` as YAML with comments; missing required keys are comments."""
     script = recognised.script
     lines = [
@@ -118,7 +118,7 @@ def _render_dataset_size(script: dict[str, Any]) -> str:
     return "  # dataset_size: auto # samples of an epoch; auto: as its DataLoader says, in the probes"
 
 
-def _render_reference(recognised: Recognised) -> Iterator[str]:
+def _render_reference(recognised: RecognisedCommand) -> Iterator[str]:
     reference, placeholders = recognised.script["reference"], set(find_placeholders(recognised.script["command"]))
     yield (
         "  reference: # what the script was tuned for"
@@ -137,7 +137,7 @@ def _render_reference(recognised: Recognised) -> Iterator[str]:
         yield f"  {'  # ' if reference else '#   '}lr: 0.1 # with {{lr}} in the command; left out where the script scales it itself"
 
 
-def _describe_batch(recognised: Recognised) -> str:
+def _describe_batch(recognised: RecognisedCommand) -> str:
     """Describe how the reference batch is computed, and what to do if the option means the batch of all GPUs."""
     flag = next((word for word, name in recognised.flags.items() if name in BATCHES), "")
     if "batch" in recognised.values:
@@ -163,7 +163,7 @@ def _resume(script: dict[str, Any]) -> Iterator[str]:
         yield f'  # resume: {{args: {format_yaml_word(args, flow=True)}, checkpoint: "{{out}}/checkpoint*.pth"}} # or it begins anew'
 
 
-def _render_train(recognised: Recognised) -> Iterator[str]:
+def _render_train(recognised: RecognisedCommand) -> Iterator[str]:
     values, placeholders = recognised.values, set(find_placeholders(recognised.script["command"]))
     chosen, reason = get_default_train(recognised.script["command"])
     yield f"  method: {chosen['method']} # {reason}; or lbt, lrs, ags, ortho"

@@ -8,9 +8,9 @@ from typing import Any
 
 from tula_cli.errors import SpecError
 from tula_cli.spec.scripts.command_text import TrainingCommand, find_training_command, refuse_unknown
-from tula_cli.spec.scripts.launchers import Known, Launch, Unknown, find_launcher, make_per_node_words
+from tula_cli.spec.scripts.launchers import KnownFacts, Launch, Unknown, find_launcher, make_per_node_words
 from tula_cli.spec.scripts.placeholders import BATCHES, PLACEHOLDERS
-from tula_cli.spec.scripts.shell import MAY_BE_BATCH, Option, Word, fill_options, read_options
+from tula_cli.spec.scripts.shell import MAY_BE_BATCH, Option, ShellWord, fill_options, read_options
 from tula_cli.words import format_count, parse_number
 
 _DEVICE = r"(?:gpu|device|rank|replica|proc(?:ess)?)"
@@ -50,7 +50,7 @@ _HOW_TO_SAY = (
 
 
 @dataclass(frozen=True)
-class Recognised:
+class RecognisedCommand:
     """The job settings recognised in a command line."""
 
     script: dict[str, Any]  # section `script`, as it is written; without what the command does not tell
@@ -100,7 +100,7 @@ class Recognised:
         ])  # fmt: skip
 
 
-def recognise_line(line: str, known: Known | None = None, *, keeps_setup: bool = False) -> Recognised:
+def recognise_line(line: str, known: KnownFacts | None = None, *, keeps_setup: bool = False) -> RecognisedCommand:
     """Recognise section `script` in a command line.
 
     `--batch-size` under a launcher is taken as the batch of one process, as nearly all scripts mean it; the first probe
@@ -110,22 +110,22 @@ def recognise_line(line: str, known: Known | None = None, *, keeps_setup: bool =
         Unknown: the number of processes, or whose batch an option gives, is unknown.
         SpecError: the line needs a shell, or is not a command.
     """
-    return recognise_command(find_training_command(line, keeps_setup=keeps_setup), known or Known())
+    return recognise_command(find_training_command(line, keeps_setup=keeps_setup), known or KnownFacts())
 
 
-def recognise_command(command: TrainingCommand, known: Known) -> Recognised:
+def recognise_command(command: TrainingCommand, known: KnownFacts) -> RecognisedCommand:
     """Recognise section `script` in an extracted command; raises the errors of `recognise_line`."""
     devices = re.findall(r"[\w-]+", command.environment.get("CUDA_VISIBLE_DEVICES", ""))
     launch = find_launcher(command.words, replace(known, gpus=len(devices) or known.gpus))
     environment = [f"{name}={value}" for name, value in command.environment.items()]
     reader = _Reader(launch, known)
-    arguments = reader.take([*(Word(text, text) for text in environment), *launch.arguments])
+    arguments = reader.take([*(ShellWord(text, text) for text in environment), *launch.arguments])
     words = [*arguments[: len(environment)], *launch.program, *arguments[len(environment) :]]
     if environment:  # a shell's way to set them; the program does the same
-        words = [Word("env", "env"), *words]
+        words = [ShellWord("env", "env"), *words]
     for word in (*launch.wrapper, *words):
         refuse_unknown(word)
-    return Recognised(
+    return RecognisedCommand(
         reader.section(" ".join(_quote_word(_escape_braces(word)) for word in words)),
         launch.per_node,
         reader.flags,
@@ -145,7 +145,7 @@ class _Reader:
     """Replaces the values of a script's options by placeholders."""
 
     launch: Launch
-    known: Known
+    known: KnownFacts
     values: dict[str, str] = field(default_factory=dict)  # that the command had, by placeholder
     flags: dict[str, str] = field(default_factory=dict)
     by_hand: set[str] = field(default_factory=set)  # placeholders that were there
@@ -156,7 +156,7 @@ class _Reader:
     def ranks(self) -> int:
         return (self.launch.per_node or 1) * self.launch.nodes
 
-    def take(self, words: Sequence[Word]) -> list[Word]:
+    def take(self, words: Sequence[ShellWord]) -> list[ShellWord]:
         """Return the words with placeholders, and without an option that resumes from a checkpoint."""
         options = [option for option in read_options(words) if not option.value.filled]
         flags = {option.place + len(option.words) - 1: option.label for option in options}
@@ -175,7 +175,7 @@ class _Reader:
                 del result[option.place : option.place + len(option.words)]
         return result
 
-    def _take_by_hand(self, word: Word, flag: str) -> None:
+    def _take_by_hand(self, word: ShellWord, flag: str) -> None:
         """Record placeholders written by the user, and the values in them: {local_batch=64}."""
         for name, value in _BY_HAND.findall("" if word.filled else word.text):
             if name not in PLACEHOLDERS:
@@ -337,7 +337,7 @@ def _check_count(option: Option, what: str) -> None:
         )
 
 
-def _make_no_batch_error(options: Sequence[Option], words: Sequence[Word]) -> SpecError:
+def _make_no_batch_error(options: Sequence[Option], words: Sequence[ShellWord]) -> SpecError:
     names = list(dict.fromkeys(option.label for option in options))
     line = " ".join(word.raw for word in words if not word.filled)
     known_options = (
@@ -369,7 +369,7 @@ def _fits(placeholder: str, text: str) -> bool:
     return (placeholder == "out" and bool(text)) or (value is not None and (value > 0 or placeholder != "lr"))
 
 
-def _escape_braces(word: Word) -> str:
+def _escape_braces(word: ShellWord) -> str:
     """Return a word with its braces doubled, except those of placeholders."""
     if word.filled:
         return word.text

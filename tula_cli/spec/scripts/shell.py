@@ -37,7 +37,7 @@ _BETWEEN = ("do", "then", "else", "elif", "!")
 
 
 @dataclass(frozen=True)
-class Word:
+class ShellWord:
     """A word of a command."""
 
     text: str  # without its quotes, with the values of variables that are known
@@ -55,7 +55,7 @@ class Word:
 class Command:
     """The words up to an operator; a loop, a branch or a function is one command that contains others."""
 
-    words: tuple[Word, ...]
+    words: tuple[ShellWord, ...]
     redirections: tuple[str, ...]
     operator: str  # that ends it
     line: int  # of its first word, from 1
@@ -69,7 +69,7 @@ class Command:
         return bool(self.words) and self.words[0].raw in _EXPORTS
 
     @property
-    def assignments(self) -> tuple[tuple[str, Word], ...]:
+    def assignments(self) -> tuple[tuple[str, ShellWord], ...]:
         """The variables set by the first words, with or without `export`."""
         pairs = []
         for word in self.words[self.exported :]:
@@ -80,7 +80,7 @@ class Command:
         return tuple(pairs)
 
     @property
-    def program(self) -> tuple[Word, ...]:
+    def program(self) -> tuple[ShellWord, ...]:
         """The words after the variable assignments; empty if the command only sets variables."""
         return () if self.exported else self.words[len(self.assignments) :]
 
@@ -132,7 +132,7 @@ class _Scanner:
 
     text: str
     variables: dict[str, str]
-    arrays: dict[str, list[Word]] = field(default_factory=dict)
+    arrays: dict[str, list[ShellWord]] = field(default_factory=dict)
     position: int = 0
     here_documents: list[str] = field(default_factory=list)  # words that end those of this line
 
@@ -142,7 +142,7 @@ class _Scanner:
         return match
 
     def commands(self) -> Iterator[Command]:
-        words: list[Word] = []
+        words: list[ShellWord] = []
         redirections: list[str] = []
         start = 0
         while True:
@@ -186,7 +186,7 @@ class _Scanner:
             self.position = match.end() if match else len(self.text)
         return bool(ends)
 
-    def _words(self) -> list[Word]:
+    def _words(self) -> list[ShellWord]:
         """Return the word that starts here; several words if an unquoted variable or an array expands to several."""
         start, texts, bare, unknown, is_quoted = self.position, [""], "", "", False
         while piece := self._match(_PIECE):
@@ -216,15 +216,15 @@ class _Scanner:
             if (character := self.text[start]) not in "()<>":
                 raise ValueError("No closing quotation or bracket")
             self.position += 1
-            return [Word(character, character)]
+            return [ShellWord(character, character)]
         if self.text[self.position : self.position + 1] in ("'", "`", "$"):
             raise ValueError("No closing quotation or bracket")
         raw = self.text[start : self.position]
         if bare == "~" or bare.startswith("~/"):
             texts[0] = str(Path.home()) + texts[0][1:]
         if len(texts) > 1:  # each of them has what is not known of it
-            return [Word(text, text, text[text.index("$") :] if "$" in text else "") for text in texts if text]
-        return [Word(text, raw, unknown or _find_shell_pattern(bare, text)) for text in texts if text or is_quoted]
+            return [ShellWord(text, text, text[text.index("$") :] if "$" in text else "") for text in texts if text]
+        return [ShellWord(text, raw, unknown or _find_shell_pattern(bare, text)) for text in texts if text or is_quoted]
 
     def _value(self, expansion: str) -> tuple[str, bool]:
         """Return the value of an expansion, and whether nothing in the value needs a shell."""
@@ -270,9 +270,9 @@ _LISTS = ("opts", "cfg_options", "options", "override", "overrides")
 class Option:
     """An option and its value."""
 
-    words: tuple[Word, ...]
+    words: tuple[ShellWord, ...]
     flag: str  # as it is written, with what stands between it and its value
-    value: Word
+    value: ShellWord
     place: int = 0  # of its first word
     meaning: str = ""  # a launcher's: its name with underscores
 
@@ -294,14 +294,14 @@ class Option:
     def written(self) -> str:
         return " ".join(word.raw for word in self.words)
 
-    def filled(self, value: str) -> tuple[Word, ...]:
+    def filled(self, value: str) -> tuple[ShellWord, ...]:
         """Return the option's words with a text that contains placeholders as its value."""
         if self.flag.endswith(" "):
             return (self.words[0], fill_placeholders(value))
         return (fill_placeholders(f"{self.flag}{value}"),)
 
 
-def read_options(words: Sequence[Word]) -> list[Option]:
+def read_options(words: Sequence[ShellWord]) -> list[Option]:
     """Return the options of a script that have values, in order."""
     options, place = [], 0
     while place < len(words):
@@ -329,12 +329,12 @@ def is_option(text: str) -> bool:
     return text.startswith("-") and parse_number(text) is None
 
 
-def fill_placeholders(text: str) -> Word:
+def fill_placeholders(text: str) -> ShellWord:
     """Return a word that contains placeholders of tula."""
-    return Word(text, text, filled=True)
+    return ShellWord(text, text, filled=True)
 
 
-def fill_options(words: Sequence[Word], values: Sequence[tuple[Option | None, str]]) -> list[Word]:
+def fill_options(words: Sequence[ShellWord], values: Sequence[tuple[Option | None, str]]) -> list[ShellWord]:
     """Return the words with new texts as values of the given options."""
     result = list(words)
     for option, text in sorted(((o, text) for o, text in values if o), key=lambda pair: -pair[0].place):
@@ -349,7 +349,9 @@ _FLAGS = frozenset({
 """Options of launchers that have no value, although the next word could be taken for one."""
 
 
-def split_launcher_options(words: Sequence[Word], starts: Callable[[Word], bool]) -> tuple[list[Option], list[Word]]:
+def split_launcher_options(
+    words: Sequence[ShellWord], starts: Callable[[ShellWord], bool]
+) -> tuple[list[Option], list[ShellWord]]:
     """Return a launcher's options in order, and the words from the script onwards.
 
     Args:
@@ -370,4 +372,4 @@ def split_launcher_options(words: Sequence[Word], starts: Callable[[Word], bool]
         given = behind[0] if size == 2 else replace(word, text=value)
         options.append(Option(tuple(words[place : place + size]), f"{flag}{equals or ' '}", given, place, name))
         place += size
-    return options, list(words[place + (words[place : place + 1] == [Word("--", "--")]) :])
+    return options, list(words[place + (words[place : place + 1] == [ShellWord("--", "--")]) :])

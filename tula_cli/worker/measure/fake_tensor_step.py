@@ -81,7 +81,7 @@ class LiveStorages(TorchDispatchMode):
         self.live -= self.sizes[number]
 
 
-class AsOnGpu(TorchFunctionMode):
+class GpuMemoryEmulation(TorchFunctionMode):
     """Runs operations on fake CPU tensors such that they need the memory that they would need on a GPU.
 
     torch has no backward pass on fake CUDA tensors if CUDA is missing. The differences: CUDA's dropout keeps a mask of
@@ -377,7 +377,7 @@ class FakeStep:
             ):  # by which a batch tells what it has packed
                 stack.enter_context(assume_one_sequence_per_sample())
             if self.gpu:
-                stack.enter_context(AsOnGpu())
+                stack.enter_context(GpuMemoryEmulation())
             yield
 
     def move_to_bucket(self, parameter: nn.Parameter) -> None:

@@ -155,7 +155,7 @@ def load_choice(task: TrainTask, run: RunDir, ranks: Ranks) -> Choice | None:
     return Choice(arm, tuning.epoch, tuning.start, longest, limit, tuning.broken)
 
 
-class BrokenDown(Exception):
+class ArmBrokeDown(Exception):
     """The chosen arm has broken down, after `samples` samples; raised on every rank."""
 
     def __init__(self, samples: int) -> None:
@@ -400,7 +400,7 @@ def train_with_tuning(task: TrainTask, context: TrainContext) -> None:
         choice = _choose(task, context)
         try:
             return ArmTraining(choice, task, context).train()
-        except BrokenDown as broken:
+        except ArmBrokeDown as broken:
             choose_next_arm(task, context.run, context.ranks, samples=broken.samples)
 
 
@@ -451,7 +451,7 @@ class ArmTraining(Training):
         """Return BrokenDown, or Diverged if no arm is left."""
         if self._is_control:
             return super()._divergence_error(description)
-        return BrokenDown(self.trainer.position.samples)
+        return ArmBrokeDown(self.trainer.position.samples)
 
     def _after_evaluation(self, loss: float) -> None:
         """Raise BrokenDown if the arm has broken down; `loss` is the same on all ranks.
@@ -462,4 +462,4 @@ class ArmTraining(Training):
             return
         self.behind = self.behind + 1 if self.choice.is_behind(loss, epoch=self.trainer.epoch) else 0
         if self.behind >= MAX_EPOCHS_BEHIND:
-            raise BrokenDown(self.trainer.position.samples)
+            raise ArmBrokeDown(self.trainer.position.samples)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tula_cli.errors import JobFailed
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.results import Evaluated
+from tula_cli.run.records.results import EvaluationRecord
 from tula_cli.run.records.tasks import EvaluateTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import Dataset, Optimizer
@@ -49,7 +49,7 @@ def evaluate_checkpoint(task: EvaluateTask, run: RunDir, ranks: Ranks, datasets:
     if not ranks.is_first:
         return
     training.write_evaluation(
-        Evaluated(
+        EvaluationRecord(
             **task.model_dump(include={"signature", "key", "weights", "path", "samples", "nodes", "local_batch"}),
             test=task.spec.dataset.test is not None,
             dataset=_describe_dataset(task.spec.dataset),

@@ -12,7 +12,7 @@ from tula_cli.models import halving
 from tula_cli.models.choice import early_stopping
 from tula_cli.models.cost import compute_checkpoint_interval, compute_interruption_rate
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.results import Reached, TrainResult
+from tula_cli.run.records.results import BestValue, TrainResult
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import compute_lr_scale
 from tula_cli.spec.sections import HESSIAN_SAMPLES
@@ -388,7 +388,7 @@ class Training:
                 best_top1=_replace_infinite(self.best["top1"]),
                 best_loss=_replace_infinite(self.best["loss"]),
                 best_epoch=int(self.best["epoch"]),
-                best=Reached.from_metric(metric, self.best.get("value")),
+                best=BestValue.from_metric(metric, self.best.get("value")),
                 ended=self.ended,
                 step_time=compute_mean_step_time(
                     rows, (self.task.nodes, trainer.sizes.batch, trainer.largest_micro_batch)

@@ -14,7 +14,7 @@ import tula_cli as tula
 from tula_cli.errors import SpecError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import GpuState
-from tula_cli.run.records.results import Reached
+from tula_cli.run.records.results import BestValue
 from tula_cli.run.records.tasks import CodeSnapshot, ProbeTask
 from tula_cli.services.diff import RunDifference, compare_runs
 from tula_cli.show.diff import render_difference
@@ -202,7 +202,7 @@ def test_trainings_and_recommendations_are_told(runs):
         add(run)
         make.add_training(run)
     one.write_summary(make.summary(attempts=1, causes=()))
-    other.write_summary(make.summary(actual_hours=0.2, best=Reached(metric="f1", value=0.5)))
+    other.write_summary(make.summary(actual_hours=0.2, best=BestValue(metric="f1", value=0.5)))
     other.write_recommendation(make.recommendation())
     found = compare_runs(one, other)
     (pair,) = found.trainings

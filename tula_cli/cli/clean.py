@@ -28,7 +28,10 @@ def clean(
     ] = None,
     keep: Annotated[
         Literal["best"] | None,
-        typer.Option(help="Of finished trainings keep the best weights alone: to be evaluated, not to be resumed."),
+        typer.Option(
+            metavar="best",
+            help="For finished trainings, keep only the best checkpoint: for evaluation, not for resuming.",
+        ),
     ] = None,
     compared: Annotated[
         bool, typer.Option("--compared", help="Free the weights of tula compare's finished trainings too, all of them.")

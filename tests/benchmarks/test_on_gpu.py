@@ -323,7 +323,7 @@ def test_a_trial_that_dies_of_memory_is_an_answer_and_another_death_is_told(answ
 def test_loaders_have_processes_where_shared_memory_holds_what_they_make(
     monkeypatch: pytest.MonkeyPatch, free: int | None, processes: int
 ) -> None:
-    monkeypatch.setattr(product, "shared_memory", lambda: free)
+    monkeypatch.setattr(product, "read_shared_memory", lambda: free)
     assert product.loader_processes(4, batch=2**19, trainings=2) == processes  # 2 x (2 x 4 + 1) batches each
 
 

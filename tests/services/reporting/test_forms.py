@@ -71,7 +71,7 @@ def test_markdown_has_every_cell_and_takes_none_for_markup() -> None:
     assert "| \\* | x\\_1 \\| y | 1.23 |" in text
     assert "| + | \\*star\\* | - |" in text
     assert "|  | 50 % | 7 |" in text
-    assert "# name\\_of \\# it" in text and "Caption with $ and &lt;b\\>. \\* chosen." in text
+    assert "# name\\_of \\# it" in text and "Caption with $ and &lt;b\\>. \\* chosen, + on the Pareto front." in text
     assert "*Missing: nothing: tula train.*" in text
     assert "Figure `f`: Drawn (Figure 4 of the paper). Its caption. Marked: knee: 64; limit." in text
 

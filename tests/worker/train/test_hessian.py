@@ -242,7 +242,9 @@ def surface_of(model: nn.Module, ranks: Ranks) -> LossSurface:
 
 def test_a_layer_without_a_second_derivative_is_named_in_one_line(alone: Ranks) -> None:
     surface = surface_of(nn.Sequential(nn.Flatten(), nn.Linear(16, 3), Once()), alone)
-    with pytest.raises(SpecError, match=r"train.hessian: a layer of the model has no second derivative: .*@once_diff"):
+    with pytest.raises(
+        SpecError, match=r"train.diagnostics: hessian: a layer of the model has no second derivative: .*@once_diff"
+    ):
         surface.product(surface.direction())
 
 

@@ -267,7 +267,7 @@ def test_the_statistics_of_batchnorm_are_those_of_the_weights_at_the_end(alone: 
 
 def test_a_batch_larger_than_what_is_left_is_refused() -> None:
     subject = job()
-    with pytest.raises(SpecError, match=r"90 of 100 training samples are left .* fewer than the batch of 96"):
+    with pytest.raises(SpecError, match=r"compares settings on 90 of 100 training samples, fewer than the batch of 96"):
         auto_tune.hold_out_samples(subject, build_datasets(subject), batch=96)
 
 

@@ -71,7 +71,7 @@ def test_a_step_without_end_is_told_with_its_place_and_all_stacks(
     assert f"in stands_still, {__file__} line " in failure.message
     log = capfd.readouterr().err
     assert all(line.startswith("[rank1]: ") for line in log.splitlines())
-    assert "in stands_still" in log and "in _thread_stacks" in log, "of both threads"
+    assert "in stands_still" in log and "in _list_thread_stacks" in log, "of both threads"
     assert failure.detail.splitlines()[-1] in log
 
 

@@ -53,8 +53,8 @@ WRITTEN = {
 
 # --- the job file
 
-OLD_KEYS_HEAD = """A renamed key is still read under its old name, with a warning. A removed key is still read where it has the value that tula now
-always uses, as in the runs of older versions; another value is an error."""
+OLD_KEYS_HEAD = """tula still reads a renamed key under its old name, with a warning. It accepts a removed key with the value that tula now always
+uses, as in runs of older versions; any other value is an error. In runs of older versions removed keys are ignored."""
 
 
 def job_spec() -> str:
@@ -66,16 +66,16 @@ def job_spec() -> str:
             seen.add(section)
             parts += [f"## {path}", *_section(section)]
         if path == "script":
-            parts += ["What stands in its texts for what is not known when they are written:", _placeholders()]
+            parts += ["Placeholders in its texts, filled in at the start of each process:", _placeholders()]
         if path == "ags":
-            parts += ["What the presets say where the section does not:", _presets()]
+            parts += ["Defaults of the keys by `preset`:", _presets()]
     parts += ["## Renamed and removed keys", OLD_KEYS_HEAD, _old_keys()]
     return "\n\n".join(parts) + "\n"
 
 
-SPEC_HEAD = """Every key, its type, its default and what it means. A key that is not listed is refused, with the nearest one that is.
-`batch` is global, samples an optimizer step over all GPUs; `local_batch` is one GPU's. `tula init` writes a file with
-comments; [getting started](getting-started.md#the-job-file) has the smallest useful one and where values come from."""
+SPEC_HEAD = """All keys of the job file with type, default and meaning. An unknown key is an error that names the nearest known key.
+`batch` is global: samples per optimizer step over all GPUs; `local_batch` is the batch of one GPU. `tula init` writes a file with
+comments; [getting started](getting-started.md#the-job-file) shows the smallest useful file and how settings are resolved."""
 
 
 def _old_keys() -> str:
@@ -176,7 +176,7 @@ def _cell(text: str) -> str:
 # --- the commands
 
 
-COMMANDS_HEAD = """stdout is the answer, stderr the progress. In the order of the work:"""
+COMMANDS_HEAD = """Commands write their answer to stdout and progress to stderr. In the order of use:"""
 
 
 def commands() -> str:
@@ -250,11 +250,11 @@ def _exit_codes() -> str:
     return "\n".join(["| exit code | `error.code` in `--json` | |", "|---|---|---|", "| 0 | | Done. |", *rows, last])
 
 
-ENDINGS_HEAD = """An attempt at a job that does not end well is of one of these classes: `outcome` of `attempts` in `tula status --json`, with
-the host, and the rank where one is at the root. The exit code is that of the command that waits for the job, once nothing
-follows. What follows is told of a training; a job of probes or an evaluation has new processes twice, where a training has
-them, and any other ending of a probe is its result. What to do is told of tula's own loop on SLURM; a job with a script is
-told what its script and its section have."""
+ENDINGS_HEAD = """An attempt that fails has one of these outcomes. `tula status --json` shows it as `outcome` in `attempts`, with the host and, if
+one rank is the cause, the rank. A command that waits for the job exits with the exit code, unless tula relaunches the job. The
+column "what follows" is about trainings. Profiling jobs and evaluations are relaunched at most twice if a training would be
+relaunched; any other outcome of a probe is its result. The advice is that for tula's own loop on SLURM; for a job with a script
+it names the settings of the script."""
 
 
 AGAIN = f"; twice within {MAX_SECONDS:g} s of a start, without progress, ends it"
@@ -267,7 +267,7 @@ def _endings() -> str:
     ]
     return "\n".join(
         [
-            "| class | what happened | exit code | tells the node | what follows | what to do |",
+            "| outcome | what happened | exit code | names the node | what follows | what to do |",
             "|---|---|---|---|---|---|",
             *rows,
         ]
@@ -284,10 +284,10 @@ def _classes() -> list[type[TulaError]]:
 # --- what happens when
 
 
-FAULTS_HEAD = """Each row is what a test does to a job, and what it then sees: the test beside it fails where that is no longer so. Tests of
-`tests/e2e` kill real processes, those of `tests/slurm` do it on a real SLURM cluster of several nodes; `make chaos` kills ranks,
-supervisors and nodes of trainings again and again at moments that follow from `SEED`, and holds their weights against those of an
-undisturbed training, bit by bit. [How a job ends](commands.md#how-a-job-ends) has every class of death with its exit code."""
+FAULTS_HEAD = """Each row states what a test does to a job and what must happen then; the linked test fails if it does not. The tests in
+`tests/e2e` kill real processes, those in `tests/slurm` do so on a real SLURM cluster of several nodes. `make chaos` repeatedly
+kills ranks, supervisors and nodes of trainings at times derived from `SEED`, and compares the resulting weights bit by bit with
+those of an undisturbed training. [How a job ends](commands.md#how-a-job-ends) lists all outcomes with their exit codes."""
 
 
 def faults() -> str:

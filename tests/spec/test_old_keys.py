@@ -11,7 +11,7 @@ from tula_cli.errors import SpecError
 from tula_cli.services.api import load_job
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import load_spec, validate
-from tula_cli.spec.merge import ENV_PREFIX
+from tula_cli.spec.merge import ENV_PREFIX, merge_sources
 from tula_cli.spec.old_keys import REMOVED, RENAMED, OldKeyWarning
 from tula_cli.spec.signature import (
     compute_cluster_signature,
@@ -160,7 +160,8 @@ def test_several_of_them_are_added_up(tmp_path: Path) -> None:
         ("early_stopping: {metric: top1, at_least: 0.7}, best_checkpoint: {metric: top1}", (), "top1", 0.7),
         ("best_checkpoint: {metric: top5}", ("train.early_stopping.at_least=80",), "top5", 80),
         ("seed: 1", ("train.early_stopping={metric: top1, at_least: 80}",), "top1", 80),
-        ("early_stopping: {patience: 3}", ("train.early_stopping.metric=loss",), "loss", None),
+        ("early_stopping: {patience: 3}", ("train.early_stopping.metric=loss",), "auto", None),
+        ("early_stopping: {target: 0.5, patience: 3}", ("train.early_stopping.metric=loss",), "loss", 0.5),
     ],
 )
 def test_the_metric_of_early_stopping_is_that_of_the_best_checkpoint(
@@ -177,12 +178,89 @@ def test_the_metric_of_early_stopping_is_that_of_the_best_checkpoint(
         "early_stopping: {metric: top1, at_least: 0.7}, best_checkpoint: {metric: loss}",
         "early_stopping: {metric: top1, at_least: 0.7, at_most: 0.9}",
         "early_stopping: {metric: top1, at_least: 0.7, target: 0.8}",
+        "early_stopping: {at_most: 0.7}, best_checkpoint: {metric: top1, mode: max}",
+        "early_stopping: {at_least: 0.7}, best_checkpoint: {metric: loss, mode: min}",
+        "early_stopping: {metric: top1, at_least: 0.7}, best_checkpoint: false",
     ],
 )
-def test_two_metrics_or_targets_are_refused(tmp_path: Path, train: str) -> None:
-    with pytest.raises(SpecError) as caught:
+def test_two_metrics_targets_or_directions_are_refused(tmp_path: Path, train: str) -> None:
+    with pytest.raises(SpecError):
         read(tmp_path, train)
-    assert "one value is read" in str(caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("train", "mode"),
+    [
+        ("metrics: {err: 'a.b:c'}, early_stopping: {metric: err, at_most: 0.5}", "min"),
+        ("metrics: {err: 'a.b:c'}, early_stopping: {metric: err, at_least: 0.5}", "auto"),
+        ("early_stopping: {metric: loss, at_most: 0.5}", "auto"),
+        ("early_stopping: {metric: loss, at_least: 0.5}", "max"),
+        ("early_stopping: {at_most: 0.5}, best_checkpoint: {metric: top5}", "min"),
+    ],
+)
+def test_a_bound_keeps_its_direction(tmp_path: Path, train: str, mode: str) -> None:
+    spec, _ = read(tmp_path, train)
+    assert (spec.train.best_checkpoint.mode, spec.train.early_stopping and spec.train.early_stopping.target) == (
+        mode,
+        0.5,
+    )
+
+
+@pytest.mark.parametrize(
+    ("train", "overrides", "measured"),
+    [
+        ("seed: 1", ("train.hessian=true", "train.gradient_noise=true"), ["gradient_noise", "hessian"]),
+        ("diagnostics: [gradient_norms]", ("train.hessian=true",), ["gradient_norms", "hessian"]),
+        ("hessian: true", ("train.hessian=false",), []),
+        ("diagnostics: [hessian, gradient_norms]", ("train.hessian=null",), ["gradient_norms"]),
+        ("hessian: true", ("train.diagnostics=[gradient_noise]",), ["gradient_noise"]),
+        ("hessian: true", ("train.diagnostics=false", "train.gradient_noise=true"), ["gradient_noise"]),
+        ("diagnostics: hessian", (), ["hessian"]),
+        ("diagnostics: null", (), []),
+    ],
+)
+def test_sources_change_measurements_one_by_one(
+    tmp_path: Path, train: str, overrides: tuple[str, ...], measured: list[str]
+) -> None:
+    spec, _ = read(tmp_path, train, *overrides)
+    assert sorted(spec.train.diagnostics) == sorted(measured)
+
+
+def test_a_later_source_removes_a_bound_and_a_section_of_removed_keys_has_no_origin(tmp_path: Path) -> None:
+    spec, _ = read(
+        tmp_path, "early_stopping: {metric: top1, at_least: 0.7, patience: 3}", "train.early_stopping.at_least=null"
+    )
+    assert spec.train.early_stopping is not None and spec.train.early_stopping.target is None
+    path = tmp_path / "job.yaml"
+    overrides = ["schedule.peak=0.3", "search.packing=jobs", "train.hessian=true"]
+    with pytest.warns(OldKeyWarning):
+        content, origins = merge_sources(path, overrides=overrides, environ={}, site_files=())
+    assert content.keys().isdisjoint({"schedule", "search"}) and "schedule" not in origins
+    assert origins["train.diagnostics"] == "--set" and "train.hessian" not in origins
+
+
+def test_tuples_and_sets_of_python_are_lists() -> None:
+    with pytest.warns(OldKeyWarning):
+        job = load_job({**CONTENT, "train": {"epochs": 3, "diagnostics": ("gradient_norms",), "hessian": True}})
+    assert job.train.diagnostics == ["gradient_norms", "hessian"]
+    assert load_job({**CONTENT, "train": {"epochs": 3, "diagnostics": {"hessian"}}}).train.diagnostics == ["hessian"]
+
+
+def test_old_keys_of_a_node_type_with_a_dot_in_its_name_have_advice() -> None:
+    types = {"a.b": {"search": {"packing": "single"}}}
+    with pytest.raises(SpecError) as caught:
+        load_job({**CONTENT, "train": {"epochs": 3}, "node_types": types})
+    assert "each number of nodes is measured by a job of its own" in str(caught.value.problems)
+    assert load_job({**CONTENT, "train": {"epochs": 3}, "node_types": {"a.b": {"search": {"packing": "jobs"}}}})
+
+
+def test_a_date_of_another_source_is_added_to_the_source_of_a_price(tmp_path: Path) -> None:
+    text = f"{JOB}pricing: {{price: 2, source: a list}}\n"
+    with pytest.warns(OldKeyWarning):
+        assert loaded(tmp_path, text, "pricing.date=2025-11-30").pricing.source == "a list, 2025-11-30"
+    types = "node_types: {a: {pricing: {price: 3, date: 2025-01-01}}}\n"
+    of_type = loaded(tmp_path, text + types).of_node_type("a")
+    assert of_type.pricing.source == "a list, 2025-01-01"
 
 
 def test_the_date_of_a_price_is_part_of_its_source(tmp_path: Path) -> None:

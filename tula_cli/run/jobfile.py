@@ -11,7 +11,6 @@ from tula_cli.run.records.results import JobFile
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import load_spec, validate
 from tula_cli.spec.merge import apply_overrides, flatten
-from tula_cli.spec.old_keys import replace_old_keys
 from tula_cli.spec.signature import compute_measurement_signature
 from tula_cli.spec.stored import without_removed_values
 from tula_cli.spec.yaml_text import read_yaml
@@ -66,7 +65,7 @@ def _load_with_overrides(path: Path, stored: JobSpec, overrides: Sequence[str]) 
 
     The run's file contains every default, and that of `train.ramp_nodes` depends on the ramp: it is derived again.
     """
-    content = without_removed_values(replace_old_keys(read_yaml(path)))
+    content = without_removed_values(read_yaml(path))
     default = "auto" if stored.train.ramp == "decay" else "same"
     if content.get("train", {}).get("ramp_nodes") == default:
         del content["train"]["ramp_nodes"]
@@ -123,7 +122,7 @@ def find_config_drift(run: RunDir, spec: JobSpec, overrides: Sequence[str] = ())
     try:
         current = load_spec(Path(file.path), overrides=file.overrides)
     except SpecError as error:
-        problems = [f"{problem.path}: {problem.message}" for problem in error.problems]
+        problems = [str(problem) for problem in error.problems]
         return ConfigDrift(file, {}, problem="; ".join([error.message, *problems]))
     if current == spec:
         return None

@@ -92,19 +92,19 @@ LENGTH_QUESTION = "epochs"
 _MINUTES = 20  # of a measuring job, in which the script starts once a batch
 _BATCH_RANGE_BELOW, _BATCH_RANGE_ABOVE = 2, 8  # how far below and above the batch of today is measured, at least
 _HEAD = """\
-# A job for tula around a training script as it is. It stands for the command
+# A tula job that runs an unchanged training script. It was made from the command
 #
 #   {line}
 #
-# in which tula puts numbers of its own in place of {{placeholders}} and starts it as often as it takes:
+# tula replaces the {{placeholders}} by its own values and starts the command:
 #
-#   tula check job.yaml        shows what would be measured and what it costs at most
-#   tula profile job.yaml      starts it for some steps at each number of nodes and batch, and measures it from inside
+#   tula check job.yaml        shows what would be measured and the maximum cost
+#   tula profile job.yaml      runs some steps at several numbers of nodes and batch sizes, and measures them in the process
 #   tula recommend             chooses nodes and batch for time, cost or the knee between the two
-#   tula train                 starts it there, and again from its checkpoint after an interruption
+#   tula train                 trains there, and resumes from the script's checkpoint after an interruption
 #
-# `batch` is global (samples an optimizer step over all GPUs), `local_batch` is one GPU's. A value can be given on the
-# command line instead: --set search.nodes=[2,4]. What is commented out is the default, or an example where there is none.
+# `batch` is global (samples per optimizer step over all GPUs), `local_batch` is that of one GPU. Values can also be set on the
+# command line: --set search.nodes=[2,4]. Commented-out lines show the default, or an example if there is none.
 
 name: {name} # the run's directory is tula-runs/<name>-<signature>
 
@@ -251,8 +251,16 @@ def _fit_to_machine(text: str, *, per_node: int, gpus: int) -> str:
         nodes = [2**power for power in range(max(1, gpus // per_node).bit_length())]
         node_comment = f"here a node is {format_count(per_node, 'GPU')} of this machine's {gpus}"
     text = _set_key(text, "nodes", str(nodes), node_comment)
-    text = re.sub(r"^  max_seconds:.*$", "  # max_seconds: 60 # at the latest then", text, count=1, flags=re.MULTILINE)
-    text = _set_key(text, "max_minutes", str(_MINUTES), "of one measuring job, at most; the script starts once a batch")
+    text = re.sub(
+        r"^  max_seconds:.*$",
+        "  # max_seconds: 60 # maximum duration of the timed steps",
+        text,
+        count=1,
+        flags=re.MULTILINE,
+    )
+    text = _set_key(
+        text, "max_minutes", str(_MINUTES), "maximum minutes of one profiling job; it starts the script once per batch"
+    )
     hours = sum(nodes) * _MINUTES / 60
     cap = math.ceil(12 * hours) / 10
     sum_ = f"({' + '.join(map(str, nodes))}) nodes" if len(nodes) > 1 else format_count(nodes[0])
@@ -270,7 +278,7 @@ def _adapt_site_settings(text: str, recognised: RecognisedCommand, offered: Site
     if recognised.gpus_per_node is None or partition is None or not partition.kinds:
         return text
     cpus = partition.kinds[0].cpus
-    line = f"    cpus_per_task: {max(1, cpus // recognised.gpus_per_node)} # a rank; a node has {cpus}"
+    line = f"    cpus_per_task: {max(1, cpus // recognised.gpus_per_node)} # per rank; a node has {cpus}"
     return re.sub(r"^    cpus_per_task: .*$", line, text, count=1, flags=re.MULTILINE)
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Every(Section):
     """Refresh the scaling factors every `every` optimizer steps."""
 
-    every: Positive  # optimizer steps
+    every: Positive  # Number of optimizer steps
 
 
 def _check_threshold(value: object) -> object:
@@ -32,23 +32,30 @@ Threshold = Annotated[
 
 
 class Ags(Section):
-    """Adaptive gradient scaling, Algorithm 1 of the paper. What is not given is taken from the preset."""
+    """Adaptive gradient scaling, Algorithm 1 of the paper. Keys that are not set are taken from the preset."""
 
-    preset: Literal["paper", "robust"] = "paper"  # what the keys have that are not given
-    granularity: Literal["element", "tensor"] | None = None  # a factor for each element, or one for each tensor
-    # scale only where the squared gradient norm changed by less than this share; inf: always
+    # Source of the keys that are not set: paper (Algorithm 1) or robust (the default of scripts)
+    preset: Literal["paper", "robust"] = "paper"
+    # element: one factor per element; tensor: one per parameter tensor; null: from the preset
+    granularity: Literal["element", "tensor"] | None = None
+    # Scale only if the squared gradient norm changed by less than this share; inf: always; null: from the preset
     delta: Threshold | None = None
-    b_small: Literal["auto"] | Positive = "auto"  # auto: reference_batch, at most a quarter of the batch
-    refresh: Literal["epoch"] | Every | None = None  # when factors are taken anew
-    # an extra pass over a part of the batch, or the GPUs' own gradients (granularity tensor)
+    # Samples of the small batch; auto: train.reference_batch, at most a quarter of the batch
+    b_small: Literal["auto"] | Positive = "auto"
+    # When factors are recomputed: every epoch, or every given number of steps; null: from the preset
+    refresh: Literal["epoch"] | Every | None = None
+    # Gradient that factors are computed from. small_batch: an additional pass over part of the batch; local_norms: that
+    # of each GPU (granularity tensor only); null: from the preset
     source: Literal["small_batch", "local_norms"] | None = None
-    # update scales the optimizer's step: what Adam and its like need, and have where nothing is said
+    # What is multiplied by the factors: the gradient, or the optimizer's update. null: update with optimizers that
+    # normalise the gradient (Adam, Muon ...), otherwise from the preset.
     apply_to: Literal["gradient", "update"] | None = None
-    # which are scaled: all, as in the paper; auto: all but embeddings, whose rows are mostly not in a small batch
+    # Which parameters are scaled. all: every one, as in the paper; auto: all but embeddings, because a small batch
+    # contains few of their rows
     parameters: Literal["auto", "all"] = "auto"
-    # patterns of further parameters whose factor is always 1, or of modules; norms, biases, embeddings are those of the whole model
-    exclude: tuple[str, ...] = ()  # for example [norms, biases]
-    factor: Literal["auto"] | PositiveFloat = "auto"  # of method static; auto: sqrt(batch / b_small)
+    # Further parameters that are not scaled: patterns of parameter or module names, or norms, biases, embeddings
+    exclude: tuple[str, ...] = ()
+    factor: Literal["auto"] | PositiveFloat = "auto"  # Method static: the factor; auto: sqrt(batch / b_small)
 
     def resolved(self) -> "ResolvedAgs":
         """Return the section with every field filled, from the preset if not given."""
@@ -86,8 +93,9 @@ class ResolvedAgs(Ags):
     s_min: float  # smallest factor
     eps: float  # added to the denominator of a factor
     source: Literal["small_batch", "local_norms"]
-    norm_ewma: float  # weight of the past in a moving average of the norm that delta is applied to; 0: none
-    scale_ema: float  # the same for the factors, over refreshes
+    # weight of the past in the moving average of the norm that is compared with delta; 0: no averaging
+    norm_ewma: float
+    scale_ema: float  # weight of the past in the moving average of the factors over refreshes; 0: no averaging
     apply_to: Literal["gradient", "update"]
 
     @property
@@ -97,30 +105,32 @@ class ResolvedAgs(Ags):
 
 
 class GivenArm(Section):
-    """One way to go on that a self-tuning training tries; it has the job's section `ags`."""
+    """An arm: settings that a self-tuning training tries in a branch. It uses the job's section `ags`."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,31}$")]  # shown by tula status
-    method: ArmMethod = "lbt"  # how it trains
-    lr_factor: PositiveFloat = 1.0  # of the learning rate that the schedule gives
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,31}$")]  # Name of the arm, shown by tula status
+    method: ArmMethod = "lbt"  # Method that trains the arm
+    lr_factor: PositiveFloat = 1.0  # Factor of the learning rate, throughout the schedule
 
 
 class Arm(GivenArm):
-    """An arm as it is trained and recorded: one of the job, or a default one, which may have more settings."""
+    """An arm as it is trained and recorded: one of the job, or a default one, which may have further settings."""
 
     model_config = ConfigDict(extra="ignore")  # records of older versions have settings that there are no more
 
-    warmup_epochs: NonNegativeFloat = 0.0  # in which the factor of the learning rate grows from 1
-    decay_factor: NonNegativeFloat = 1.0  # of the weight decay
+    warmup_epochs: NonNegativeFloat = 0.0  # epochs over which the factor of the learning rate grows from 1
+    decay_factor: NonNegativeFloat = 1.0  # factor of the weight decay
 
 
 class Auto(Section):
-    """Self-tuning (train.method: auto): short branches from a checkpoint, judged on held-out training samples."""
+    """Self-tuning (train.method: auto): short branches with different settings, compared on held-out training samples."""
 
-    after: Positive = 1  # epochs, trained at train.reference_batch, after which the arms part
-    # epochs of a branch in the first rung, each further one trains twice as long; auto: as many as let all of them together take
-    # a quarter of the training, but one step at least
+    after: Positive = 1  # Epochs at train.reference_batch before the arms branch off
+    # Epochs of a branch in the first round; each later round doubles them. auto: the branches and the epochs before
+    # them together train a quarter of the samples of the training.
     branch_epochs: Literal["auto"] | PositiveFloat = "auto"
-    arms: list[GivenArm] = []  # beside lbt, which is always one; empty: the default ones
+    # Arms to compare with lbt, which always takes part; empty: the ramp, the ramp with half the learning rate, and the
+    # ramp with 4 times the weight decay
+    arms: list[GivenArm] = []
 
     @model_validator(mode="after")
     def _arms_differ(self) -> "Auto":

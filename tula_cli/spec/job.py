@@ -21,7 +21,7 @@ from tula_cli.spec.ags import Ags, Auto, divide_section
 from tula_cli.spec.kinds import Section
 from tula_cli.spec.merge import merge
 from tula_cli.spec.methods import DEFAULT_METHOD, REASON, describe_method
-from tula_cli.spec.old_keys import replace_old_keys
+from tula_cli.spec.old_keys import merge_old_keys, replace_old_keys
 from tula_cli.spec.resources import UNPRICED, Cluster, NodeType, Pricing, TypeName
 from tula_cli.spec.schedules import ROUNDING, compute_decayed_share, compute_scheduled_lr, compute_warmup_factor
 from tula_cli.spec.scripts import script as script_section
@@ -59,11 +59,11 @@ SectionType = TypeVar("SectionType", bound=Section)
 
 
 class JobSpec(Section):
-    """A whole job. Everything has a default but the model, the dataset, the learning rate and the epochs; or the script."""
+    """A job. Required are model, dataset, optimizer.lr and train.epochs, or a script; other sections are optional."""
 
-    # the run's directory is tula-runs/<name>-<signature>
+    # Name of the job; the run's directory is tula-runs/<name>-<signature>
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "job"
-    script: Script | None = None  # a training script as it is, in place of the sections up to schedule
+    script: Script | None = None  # A training script that runs unchanged, in place of the sections model to schedule
     model: Model
     dataset: Dataset
     transforms: Transforms = Transforms()
@@ -75,15 +75,18 @@ class JobSpec(Section):
     auto: Auto = Auto()
     search: Search = Search()
     cluster: Cluster = Cluster()
-    pricing: Pricing = UNPRICED  # without it cost is a number of node-hours
-    node_types: dict[TypeName, NodeType] = {}  # each is measured for itself; the choice is made over all
-    export: list[Export] = []  # trackers that a run is sent to while jobs run; tula export sends by hand
+    pricing: Pricing = UNPRICED  # Price of the nodes; if not set, costs are node-hours
+    # Types of nodes by name; each is measured separately, and tula recommend chooses among all
+    node_types: dict[TypeName, NodeType] = {}
+    export: list[Export] = []  # Trackers to which a run is sent while jobs run; tula export sends on request
     _measured_in_addition: Literal["gpus", "length"] | None = PrivateAttr(default=None)
 
     @model_validator(mode="before")
     @classmethod
     def _keys_are_current_and_script_replaces_the_loop(cls, content: Any) -> Any:
         content = replace_old_keys(content)
+        if isinstance(content, dict):
+            merge_old_keys(content)
         if not isinstance(content, Mapping) or content.get("script") is None:
             return content
         return script_section.fill_script_defaults(content)

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tula_cli.errors import SpecError
+
 RENAMED: Mapping[str, str] = {
     "auto.epochs": "branch_epochs",
     "pricing.told": "slurm_billing",
@@ -32,6 +34,15 @@ MOVED: Mapping[str, str] = {
     "train.early_stopping.metric": "train.best_checkpoint.metric",
 }
 """Keys whose value moved to another path."""
+ADVICE_ABOUT_MOVED: Mapping[str, str] = {
+    "train.early_stopping.at_least": "set early_stopping.target; values rise to it unless best_checkpoint.mode is min",
+    "train.early_stopping.at_most": "set early_stopping.target; values fall to it if best_checkpoint.mode is min",
+    "train.early_stopping.metric": "early_stopping.target is a value of best_checkpoint.metric: give both the same metric",
+}
+NODE_TYPE_SECTIONS = ("cluster", "pricing", "search")
+"""Sections of a job that a node type may have."""
+FALLING_METRICS = ("loss", "perplexity")
+"""Metrics of which less is better."""
 
 
 @dataclass(frozen=True)
@@ -95,115 +106,223 @@ class OldKeyWarning(FutureWarning):
 def replace_old_keys(content: Any, *, prefix: str = "", source: str | None = None) -> Any:
     """Return part of a job with the new names of its keys, and without removed keys that have an accepted value.
 
+    Keys whose value is read at another path stay: `merge_old_keys` moves them, once the sources of a job are merged.
+
     Args:
         content: a mapping, a list or a single value; not modified.
         prefix: path of `content` in the job, ending in a dot; empty for the whole job.
         source: where a user has written `content`; renamed keys are reported by an `OldKeyWarning`. None: no warnings.
     """
-    if isinstance(content, list):
-        return [
-            replace_old_keys(item, prefix=prefix, source=source) if isinstance(item, Mapping) else item
-            for item in content
-        ]
+    return _replace(content, prefix, _get_path_in_tables(prefix), source)
+
+
+def _replace(content: Any, prefix: str, table_prefix: str, source: str | None) -> Any:
+    """Do the same; `table_prefix` is the path without node_types.NAME, below which keys are the same as in the job."""
+    if isinstance(content, list | tuple):
+        return [_replace(item, prefix, table_prefix, source) if isinstance(item, Mapping) else item for item in content]
     if not isinstance(content, Mapping):
         return content
     replaced = {}
     for key, value in content.items():
-        path = f"{prefix}{key}"
-        table_path, removed = _get_path_in_tables(path), REMOVED.get(_get_path_in_tables(path))
-        if removed is not None and value in removed.accepted:
+        removed = REMOVED.get(f"{table_prefix}{key}")
+        if removed is not None and _is_accepted(value, removed):
             continue
-        name = RENAMED.get(table_path, key)
+        name = RENAMED.get(f"{table_prefix}{key}", key)
         if name != key and name in content:  # both are given: validation refuses the old one
             name = key
         elif name != key and source is not None:
-            _warn_of_old_key(path, f"{prefix}{name}", source)
+            _warn_of_old_key(f"{prefix}{key}", f"{prefix}{name}", source)
+        inner = f"{table_prefix}{name}."
+        if table_prefix == "node_types.":
+            inner = ""
         # Nothing else is looked into: the user's own values may hold far more than memory, by anchors that refer to each other.
-        is_parent = _is_parent(f"{prefix}{name}")
-        replaced[name] = replace_old_keys(value, prefix=f"{prefix}{name}.", source=source) if is_parent else value
-    if _get_path_in_tables(prefix) == "pricing.":
-        _join_date_to_source(replaced, source)
-    if _get_path_in_tables(prefix) == "train.":
-        _list_measurements(replaced, source)
-        _move_keys(replaced, source)
+        elif inner[:-1] not in _PARENTS and inner != "node_types.":
+            replaced[name] = value
+            continue
+        section = _replace(value, f"{prefix}{name}.", inner, source)
+        # A section of removed keys alone goes; of a measurement they were its default settings.
+        if section != {} or value == {} or inner[:-1] in MEASUREMENTS:
+            replaced[name] = section
+    if table_prefix == "train.early_stopping." and source is not None:
+        _require_one_target(replaced, source)
     return replaced
 
 
-def _join_date_to_source(pricing: dict[str, Any], source: str | None) -> None:
+def _require_one_target(stopping: Mapping[str, Any], source: str) -> None:
+    """Refuse a bound of an older version beside a target in one source.
+
+    Raises:
+        SpecError: both are given.
+    """
+    bounds = [key for key in ("at_least", "at_most") if stopping.get(key) is not None]
+    if bounds and stopping.get("target") is not None:
+        raise SpecError(
+            f"{source}: train.early_stopping has target and {bounds[0]}, its old name", f"remove {bounds[0]}"
+        )
+
+
+def _is_accepted(value: Any, removed: Removed) -> bool:
+    """Return whether a removed key may have a value; true is not 1 here."""
+    if not isinstance(value, str | int | float | None):
+        return False
+    return any(value == each and isinstance(value, bool) is isinstance(each, bool) for each in removed.accepted)
+
+
+def merge_old_keys(job: dict[str, Any], *, source: str | None = None) -> list[tuple[str, str]]:
+    """Move the values of old keys that are read at another path, in a job whose sources are merged so far.
+
+    It is called after each source, so that a later source changes what an earlier one has set, whichever keys they use. What
+    cannot be moved, because both keys have different values, stays and is refused by validation.
+
+    Args:
+        job: sections of a job, as `replace_old_keys` returns them; modified.
+        source: of the old keys, which are reported by an `OldKeyWarning`. None: no warnings.
+
+    Returns:
+        The path of each old key that was moved or dropped, and the path that its value has now.
+    """
+    moved: list[tuple[str, str]] = []
+    if isinstance(pricing := job.get("pricing"), Mapping):
+        job["pricing"] = pricing = dict(pricing)
+        moved += _join_date_to_source(pricing, source)
+    if isinstance(types := job.get("node_types"), Mapping):
+        job["node_types"] = {name: _with_dated_source(node_type) for name, node_type in types.items()}
+    if isinstance(train := job.get("train"), Mapping):
+        job["train"] = train = dict(train)
+        moved += _list_measurements(train, source)
+        moved += _move_stopping(train, source)
+    return moved
+
+
+def _join_date_to_source(pricing: dict[str, Any], source: str | None) -> list[tuple[str, str]]:
     """Append the date of a price to its source."""
     date, price_source = pricing.get("date"), pricing.get("source", "")
     if not isinstance(date, str) or not isinstance(price_source, str):
-        return
+        return []
     del pricing["date"]
-    if date:
+    if not date:
+        return [("pricing.date", "")]
+    if not price_source.endswith(date):
         pricing["source"] = ", ".join(text for text in (price_source, date) if text)
-        if source is not None:
-            _warn_of_old_key("pricing.date", "part of pricing.source", source)
+    if source is not None:
+        _warn_of_old_key("pricing.date", "part of pricing.source", source)
+    return [("pricing.date", "pricing.source")]
 
 
-def _list_measurements(train: dict[str, Any], source: str | None) -> None:
-    """Convert measurements that had separate keys to entries of `diagnostics` in section train."""
-    listed, given = train.get("diagnostics"), []
+def _with_dated_source(node_type: Any) -> Any:
+    """Return a node type with the date of its price in the source, if it gives both; else the date joins the job's source."""
+    pricing = node_type.get("pricing") if isinstance(node_type, Mapping) else None
+    if not isinstance(pricing, Mapping) or not {"source", "date"} <= pricing.keys():
+        return node_type
+    pricing = dict(pricing)
+    _join_date_to_source(pricing, None)
+    return {**node_type, "pricing": pricing}
+
+
+def _list_measurements(train: dict[str, Any], source: str | None) -> list[tuple[str, str]]:
+    """Add measurements that had separate keys to `diagnostics` of section train, or remove them from it."""
+    listed, moved = train.get("diagnostics"), []
     if isinstance(listed, bool):
-        train["diagnostics"], given = [], ["diagnostics"] if listed else []
-    for path in MEASUREMENTS:
+        listed = train["diagnostics"] = ["gradient_norms"] if listed else []
+        if listed and source is not None:
+            _warn_of_old_key("train.diagnostics", "train.diagnostics: [gradient_norms]", source)
+    for path, name in MEASUREMENTS.items():
         key = path.rpartition(".")[2]
         value = train.get(key)
-        if value in (False, None):
-            train.pop(key, None)
-        elif value is True or value == {}:  # {}: with settings, which were the default ones
-            given.append(key)
-            del train[key]
-    names = ["gradient_norms" if key == "diagnostics" else MEASUREMENTS[f"train.{key}"] for key in given]
-    if names and isinstance(current := train.get("diagnostics") or [], list):
-        train["diagnostics"] = [*current, *(name for name in names if name not in current)]
-    if source is not None:
-        for key, name in zip(given, names, strict=True):
-            _warn_of_old_key(f"train.{key}", f"train.diagnostics: [{name}]", source)
+        is_switch = key in train and (
+            value is None or isinstance(value, bool) or value == {}
+        )  # {}: of default settings
+        if not is_switch or not isinstance(listed, list | tuple | set | None):
+            continue
+        del train[key]
+        others = [entry for entry in listed or () if entry != name]
+        is_on = value is True or value == {}
+        if listed is not None or is_on:
+            listed = train["diagnostics"] = [*others, name] if is_on else others
+        moved.append((path, "train.diagnostics" if listed is not None else ""))
+        if is_on and source is not None:
+            _warn_of_old_key(path, f"train.diagnostics: [{name}]", source)
+    return moved
 
 
-def _move_keys(train: dict[str, Any], source: str | None) -> None:
-    """Move the metric settings of `early_stopping` to their new paths.
+def _move_stopping(train: dict[str, Any], source: str | None) -> list[tuple[str, str]]:
+    """Move the metric and the bounds of `early_stopping` to `best_checkpoint.metric`, its `mode`, and `target`.
 
-    Nothing is moved if `best_checkpoint` has another metric, or if more than one target is given.
+    A metric without a bound had no effect, and is dropped. A bound that the direction of `best_checkpoint` contradicts stays.
     """
-    stopping, best = train.get("early_stopping"), train.get("best_checkpoint") or {}
-    if not isinstance(stopping, Mapping) or not isinstance(best, Mapping):
-        return
-    metric, bounds = stopping.get("metric"), [stopping.get(key) for key in ("at_least", "at_most")]
-    targets = [bound for bound in (*bounds, stopping.get("target")) if bound is not None]
-    current = best.get("metric", "auto")
-    if (metric not in (None, "auto", current) and current != "auto") or len(targets) > 1:
-        return
-    moved = {path: path.rpartition(".")[2] for path in MOVED}
-    kept = {key: value for key, value in stopping.items() if key not in moved.values()}
-    train["early_stopping"] = {**kept, "target": targets[0]} if targets else kept
-    if metric not in (None, "auto"):
-        train["best_checkpoint"] = {**best, "metric": metric}
+    stopping, best = train.get("early_stopping"), train.get("best_checkpoint")
+    if not isinstance(stopping, Mapping) or not isinstance(best, Mapping | None):
+        return []
+    old = {key: stopping[key] for key in ("metric", "at_least", "at_most") if key in stopping}
+    if not old:
+        return []
+    stopping, best = dict(stopping), dict(best or {})
+    bounds = {key: old[key] for key in ("at_least", "at_most") if old.get(key) is not None}
+    if len(bounds) > 1:
+        return []
+    moved = [(f"train.early_stopping.{key}", "train.early_stopping.target") for key in bounds]
+    if bounds:
+        (bound,) = bounds
+        stopping["target"] = bounds[bound]
+    elif old.keys() & {"at_least", "at_most"}:
+        stopping.pop("target", None)
+    metric = old.get("metric")
+    has_target = stopping.get("target") is not None
+    if has_target and metric not in (None, "auto"):
+        if best.get("metric", "auto") not in ("auto", metric):
+            return []
+        best["metric"] = metric
+        moved.append(("train.early_stopping.metric", "train.best_checkpoint.metric"))
+    if bounds:
+        mode = "min" if "at_most" in bounds else "max"
+        by_metric = "min" if best.get("metric") in FALLING_METRICS else "max"
+        current = best.get("mode", "auto")
+        if current not in ("auto", mode):
+            return []
+        if current == "auto" and by_metric != mode:
+            best["mode"] = mode
+            moved.append((f"train.early_stopping.{bound}", "train.best_checkpoint.mode"))
+    train["early_stopping"] = {key: value for key, value in stopping.items() if key not in old}
+    if best:
+        train["best_checkpoint"] = best
     if source is not None:
-        for path, key in moved.items():
-            if stopping.get(key) not in (None, "auto"):
-                _warn_of_old_key(path, MOVED[path], source)
+        for path, target in moved:
+            _warn_of_old_key(path, target, source)
+        if metric not in (None, "auto") and not has_target:
+            text = (
+                "train.early_stopping.metric has no effect without a target; patience is about best_checkpoint.metric"
+            )
+            warnings.warn(f"{source}: {text}", OldKeyWarning, stacklevel=2)
+    known = {path for path, _ in moved}
+    return [*moved, *((f"train.early_stopping.{key}", "") for key in old if f"train.early_stopping.{key}" not in known)]
 
 
-def remove_old_keys(content: Any, *, prefix: str = "") -> Any:
+def remove_old_keys(content: Any, *, table_prefix: str = "") -> Any:
     """Return part of a stored job without removed keys, whatever their value.
 
     Args:
-        content: result of `replace_old_keys`.
-        prefix: as for `replace_old_keys`.
+        content: result of `replace_old_keys` and `merge_old_keys`.
+        table_prefix: path of `content` in the job without node_types.NAME, ending in a dot; empty for the whole job.
     """
     if isinstance(content, list):
-        return [remove_old_keys(item, prefix=prefix) for item in content]
+        return [remove_old_keys(item, table_prefix=table_prefix) for item in content]
     if not isinstance(content, Mapping):
         return content
-    gone = {key for key in content if _get_path_in_tables(f"{prefix}{key}") in (*REMOVED, *MOVED)}
-    remaining = {
-        key: remove_old_keys(value, prefix=f"{prefix}{key}.") if _is_parent(f"{prefix}{key}") else value
-        for key, value in content.items()
-        if key not in gone
-    }
-    return _without_incomplete_parts(remaining) if _get_path_in_tables(prefix) == "train." else remaining
+    remaining = {}
+    for key, value in content.items():
+        path = f"{table_prefix}{key}"
+        if (
+            path in REMOVED or path in MOVED
+        ) and path != "pricing.date":  # of a node type: joined with the job's source
+            continue
+        inner = "" if table_prefix == "node_types." else f"{path}."
+        is_parent = inner in ("", "node_types.") or path in _PARENTS
+        remaining[key] = remove_old_keys(value, table_prefix=inner) if is_parent else value
+    if table_prefix == "train.":
+        return _without_incomplete_parts(remaining)
+    if table_prefix == "train.early_stopping." and content.get("metric") is not None:
+        remaining.pop("target", None)  # of another metric than that of the best checkpoint
+    return remaining
 
 
 def _without_incomplete_parts(train: dict[str, Any]) -> dict[str, Any]:
@@ -214,12 +333,6 @@ def _without_incomplete_parts(train: dict[str, Any]) -> dict[str, Any]:
     if isinstance(ramp, list) and any(isinstance(stage, Mapping) and stage.get("epochs") is None for stage in ramp):
         train = {**train, "ramp": "auto"}
     return train
-
-
-def _is_parent(path: str) -> bool:
-    """Return whether an old key may exist somewhere below a path."""
-    is_node_types = path.partition(".")[0] == "node_types" and path.count(".") < 2
-    return is_node_types or _get_path_in_tables(path) in _PARENTS
 
 
 def replace_old_path(path: str) -> str:
@@ -239,16 +352,17 @@ def advise_key(path: str) -> str:
     if table_path in RENAMED:
         return f"it is now {RENAMED[table_path]}, which is given too"
     if table_path in MEASUREMENTS:
-        return f"it is now diagnostics: [{MEASUREMENTS[table_path]}]"
-    if table_path in MOVED:
-        return f"it is now {MOVED[table_path]}, the same for the best checkpoint and the end; one value is read"
-    return ""
+        return f"write diagnostics: [{MEASUREMENTS[table_path]}]; it has no settings any more"
+    return ADVICE_ABOUT_MOVED.get(table_path, "")
 
 
 def _get_path_in_tables(path: str) -> str:
-    """Return a path without node_types.NAME, below which keys are the same as in the job."""
+    """Return a path without node_types.NAME, below which keys are the same as in the job; a name may have dots."""
     parts = path.split(".")
-    return ".".join(parts[2:] if parts[0] == "node_types" and len(parts) > 2 else parts)
+    if parts[0] != "node_types":
+        return path
+    start = next((at for at, part in enumerate(parts) if at > 1 and part in NODE_TYPE_SECTIONS), 2)
+    return ".".join(parts[start:]) if len(parts) > start else path
 
 
 def _warn_of_old_key(old: str, new: str, source: str) -> None:

@@ -36,26 +36,28 @@ _WRITTEN_KIND = WithJsonSchema({"anyOf": [{"enum": list(KINDS)}, {"type": "strin
 
 
 class OwnScheduler(Section):
-    """Settings of a scheduler of your own: `cluster.kind` is its import string."""
+    """Settings of a user-defined scheduler, whose import string is `cluster.kind`."""
 
-    options: Arguments = {}  # passed to it when it is made
-    minutes: Minutes = 120  # time limit of a training job
-    python: Command | None = None  # how python is started in the job: a command of the shell
-    setup: list[Line] = []  # shell lines before the job
+    options: Arguments = {}  # Arguments of the scheduler class
+    minutes: Minutes = 120  # Time limit of a training job
+    python: Command | None = None  # Shell command that starts Python in jobs; null: the current interpreter
+    setup: list[Line] = []  # Shell lines that run before the job
 
 
 class Cluster(Section):
-    """Where jobs run, and what one of its nodes is."""
+    """Where jobs run, and the properties of a node."""
 
-    # this machine, SLURM, or a scheduler of your own by its import string: package.module:attribute
+    # local (this machine), slurm, or package.module:attribute of a user-defined scheduler
     kind: Annotated[str, AfterValidator(_check_kind), _WRITTEN_KIND] = "local"
-    gpus_per_node: Positive = 1  # ranks of one node (also where the ranks run on the CPU)
-    device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: a GPU where there is one
-    memory_per_gpu: Size | None = None  # bytes that a rank may use; enforced
-    collective: Literal["ring", "tree", "reduce_scatter_allgather", "parameter_server"] = "ring"  # of the time model
-    interface: str | None = None  # network interface of gloo and NCCL
-    slurm: Slurm | None = None  # with kind slurm
-    scheduler: OwnScheduler | None = None  # with a scheduler of your own
+    gpus_per_node: Positive = 1  # Ranks per node: one per GPU, or processes on the CPU
+    device: Literal["auto", "cuda", "cpu"] = "auto"  # Device of the ranks; auto: the GPU if there is one, else the CPU
+    memory_per_gpu: Size | None = None  # Limit of a rank's memory, enforced; null: what the device has
+    # Communication pattern that the time model assumes; it does not change how trainings synchronise
+    collective: Literal["ring", "tree", "reduce_scatter_allgather", "parameter_server"] = "ring"
+    # Network interface of gloo and NCCL, for example ib0; null: lo on one machine, otherwise detected
+    interface: str | None = None
+    slurm: Slurm | None = None  # Options of sbatch and srun, with kind: slurm
+    scheduler: OwnScheduler | None = None  # Settings of a user-defined scheduler
 
     @model_validator(mode="after")
     def _settings_belong_to_their_scheduler(self) -> "Cluster":
@@ -114,30 +116,30 @@ class Cluster(Section):
 
 
 class Spot(Section):
-    """The same nodes for less money, but they may be taken away (spot, preemptible).
+    """Spot (preemptible) nodes: cheaper, but the provider may reclaim them.
 
-    The rate is that of one node, as providers state it: a job loses its first node N times as often on N nodes, so that
-    one number holds for the whole search.
+    The rate is that of one node, as providers state it. A job on N nodes is interrupted N times as often, so that
+    one number applies to the whole search.
     """
 
-    discount: Annotated[float, Field(ge=0, lt=1)]  # share of the price that is saved
-    interruptions_per_day: NonNegativeFloat  # of one node
-    wait_minutes: NonNegativeFloat = 0.0  # until a lost node is replaced; nothing is paid meanwhile
+    discount: Annotated[float, Field(ge=0, lt=1)]  # Share of the price that is saved, for example 0.6
+    interruptions_per_day: NonNegativeFloat  # Interruptions per day of one node
+    wait_minutes: NonNegativeFloat = 0.0  # Minutes until a reclaimed node is replaced; waiting is not paid
 
 
 @dataclass(frozen=True)
 class SiteBill:
     """Charge of a job to the account's allocation, as SLURM reports it: the billing of its TRES, and its factors."""
 
-    node: NonNegativeFloat  # billing of each of its nodes
-    job: NonNegativeFloat = 0.0  # billing of the job beside them (licenses)
-    usage_factor: NonNegativeFloat = 1.0  # of its QOS, by which SLURM multiplies what it counts
-    charge_factor: NonNegativeFloat = 1.0  # of its QOS and partition, as the site multiplies beside SLURM
-    qos: str = ""  # of the job; empty where nothing tells
-    tres: dict[str, float] = field(
-        default_factory=dict
-    )  # what each node is allocated: cpu, mem (MB), node, gres/gpu ...
-    words: str = ""  # what it follows from
+    node: NonNegativeFloat  # billing of each node
+    job: NonNegativeFloat = 0.0  # billing of the job in addition to its nodes (licenses)
+    usage_factor: NonNegativeFloat = 1.0  # UsageFactor of the QOS, which SLURM applies
+    # factors of the QOS and partition that the site applies in addition to SLURM's
+    charge_factor: NonNegativeFloat = 1.0
+    qos: str = ""  # QOS of the job; empty if unknown
+    # resources allocated per node: cpu, mem (MB), node, gres/gpu ...
+    tres: dict[str, float] = field(default_factory=dict)
+    words: str = ""  # explanation of the values
 
 
 _NO_MONEY = ("node-h", "SU")
@@ -145,22 +147,24 @@ _NO_MONEY = ("node-h", "SU")
 
 
 class Pricing(Section):
-    """Price per node-hour, GPU-hour, GB-hour of reserved GPU memory, or billing-hour as the site's SLURM counts it."""
+    """Price per node-hour, GPU-hour, GB-hour of reserved GPU memory, or billing-hour as counted by the site's SLURM."""
 
-    kind: Literal["node_hour", "gpu_hour", "gb_hour", "billing"] = "node_hour"  # what the price is for
-    price: Annotated[PositiveFloat, BeforeValidator(no_free_price)] = (
-        1.0  # in currency; kind billing alone can do without one
-    )
-    currency: Annotated[Line, Field(min_length=1)] = "USD"  # shown with every cost; without a price it is the unit
-    source: Line = ""  # where the price comes from and when it was looked up, shown beside it
-    spot: Spot | None = None  # where the nodes may be taken away
-    unit: Annotated[Line, Field(min_length=1)] = (
-        "SU"  # of kind billing: how the site calls a billing-hour, as core-hours
-    )
-    per_node: PositiveFloat | None = None  # of kind billing: billing of a whole node; null: SLURM is asked
-    qos_factors: dict[str, NonNegativeFloat] = {}  # of kind billing: charge factors that SLURM does not know, by QOS
-    partition_factors: dict[str, NonNegativeFloat] = {}  # likewise, by partition
-    # of kind billing: what SLURM reported, as tula records it in a run; leave it out
+    # Unit of the price; billing: what SLURM bills
+    kind: Literal["node_hour", "gpu_hour", "gb_hour", "billing"] = "node_hour"
+    # Price per unit, in currency; may be omitted only with kind: billing
+    price: Annotated[PositiveFloat, BeforeValidator(no_free_price)] = 1.0
+    # Shown with every cost; with kind: billing and no price, costs are in unit instead
+    currency: Annotated[Line, Field(min_length=1)] = "USD"
+    source: Line = ""  # Origin and date of the price, shown beside it
+    spot: Spot | None = None  # Discount and interruptions of spot nodes; null: on demand only
+    # kind: billing: the site's name of a billing-hour, for example core-hours
+    unit: Annotated[Line, Field(min_length=1)] = "SU"
+    per_node: PositiveFloat | None = None  # kind: billing: billing of a whole node; null: queried from SLURM
+    # kind: billing: the site's charge factors by QOS, which SLURM does not know
+    qos_factors: dict[str, NonNegativeFloat] = {}
+    # kind: billing: the site's charge factors by partition, which SLURM does not know
+    partition_factors: dict[str, NonNegativeFloat] = {}
+    # kind: billing: values reported by SLURM, recorded by tula in a run; do not set
     slurm_billing: Annotated[SiteBill | None, WithJsonSchema({"type": ["object", "null"]})] = None
 
     @model_validator(mode="after")
@@ -189,11 +193,11 @@ UNPRICED = Pricing(price=1.0, currency="node-h")
 
 
 class NodeType(Section):
-    """Settings of one type of node: laid over those sections of the job, level by level."""
+    """Settings of one node type, which override those sections of the job key by key."""
 
-    cluster: Arguments = {}  # laid over section cluster
-    pricing: Arguments = {}  # laid over section pricing
-    search: Arguments = {}  # laid over section search
+    cluster: Arguments = {}  # Keys that override section cluster
+    pricing: Arguments = {}  # Keys that override section pricing
+    search: Arguments = {}  # Keys that override section search, except max_node_hours
 
     @model_validator(mode="after")
     def _one_cap_for_all(self) -> "NodeType":

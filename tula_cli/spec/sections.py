@@ -4,13 +4,14 @@ import difflib
 import math
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
 from tula_cli.plugins import is_import_string, suggest_nearest
 from tula_cli.spec.kinds import Arguments, Line, Method, NonNegativeFloat, Positive, PositiveFloat, Section
 from tula_cli.spec.methods import DEFAULT_METHOD, Facts, get_facts
+from tula_cli.spec.old_keys import FALLING_METRICS
 
 # --- Parts of `train`
 
@@ -19,11 +20,11 @@ MIN_STAGE_SHARE = 0.02
 
 
 class RampStage(Section):
-    """A smaller batch for a while, at the beginning of a training."""
+    """One stage of a batch-size ramp (`train.ramp`): a smaller batch at the beginning of a training."""
 
-    epochs: PositiveFloat  # how long it lasts; fractions count
-    batch: Positive  # global
-    nodes: Positive | None = None  # that it runs on, fewer than the training; null: as train.ramp_nodes says
+    epochs: PositiveFloat  # Duration of the stage in epochs; may be fractional
+    batch: Positive  # Global batch size of the stage
+    nodes: Positive | None = None  # Number of nodes, at most that of the training; null: set by train.ramp_nodes
 
 
 Stages = Literal["auto", "noise", "decay"] | Annotated[list[RampStage], Field(min_length=1)]
@@ -37,10 +38,18 @@ NOISE_BATCHES = 32
 
 Measurement = Literal["gradient_norms", "gradient_noise", "hessian"]
 """A quantity that a training measures in addition to the loss and its metrics."""
+_ANY_MEASUREMENT = {"enum": list(get_args(Measurement))}
+_WRITTEN_MEASUREMENTS = {
+    "anyOf": [_ANY_MEASUREMENT, {"type": "array", "items": _ANY_MEASUREMENT, "uniqueItems": True}, {"type": "null"}]
+}
 
 
-def _require_different(value: object) -> object:
-    """Reject a list with duplicate entries."""
+def _read_measurements(value: object) -> object:
+    """Read the name of one measurement, null and other collections as a list; refuse a list that has an entry twice."""
+    if value is None or isinstance(value, str):
+        return [] if value is None else [value]
+    if isinstance(value, tuple | set | frozenset):
+        value = list(value)
     if isinstance(value, list):
         for entry in value:
             if value.count(entry) > 1:
@@ -51,22 +60,26 @@ def _require_different(value: object) -> object:
 class BestCheckpoint(Section):
     """The metric by which the best checkpoint is chosen."""
 
-    metric: str = "auto"  # top1, top5, loss, perplexity or one of train.metrics; auto: top1, loss without classes
-    mode: Literal["auto", "max", "min"] = "auto"  # auto: min of loss and perplexity, max of all others
+    # top1, top5, loss, perplexity or a name in train.metrics; auto: top1, or loss if there are no classes
+    metric: str = "auto"
+    # Whether larger or smaller values are better; auto: min for loss and perplexity, else max
+    mode: Literal["auto", "max", "min"] = "auto"
 
     @property
     def falls(self) -> bool:
         """Whether lower values are better."""
-        return self.mode == "min" or (self.mode == "auto" and self.metric in ("loss", "perplexity"))
+        return self.mode == "min" or (self.mode == "auto" and self.metric in FALLING_METRICS)
 
 
 class EarlyStopping(Section):
     """Conditions that end a training before its last epoch, checked after the evaluation of each epoch."""
 
-    # of train.best_checkpoint.metric, reached or passed; of top1 and top5 in percent, or up to 1 as a share: 0.76 is 76 %
+    # Stop when train.best_checkpoint.metric reaches this value. For top1 and top5: percent, or a share if at most 1
+    # (0.76 is 76 %).
     target: float | None = None
-    patience: Positive | None = None  # epochs in a row without a better value of train.best_checkpoint.metric
-    epochs: Positive | None = None  # that are done; schedules stay those of train.epochs
+    # Stop after this many epochs in a row without a better value of train.best_checkpoint.metric
+    patience: Positive | None = None
+    epochs: Positive | None = None  # Stop after this many epochs; schedules still use train.epochs
 
     @property
     def by_metric(self) -> bool:
@@ -88,15 +101,19 @@ _POSITIONS = ("n_positions", "max_position_embeddings")
 
 
 class Model(Section):
-    """A torchvision model name, `transformers:CLASS`, or `package.module:callable` that returns a torch.nn.Module."""
+    """A torchvision or tula model, `transformers:CLASS`, or `package.module:callable` that returns a torch.nn.Module."""
 
-    name: str  # of torchvision, of tula, transformers:CLASS, or package.module:callable
-    args: Arguments = {}  # to the constructor, or the configuration; num_classes comes from the dataset
-    # file of the weights to start from: a state_dict or checkpoint by torch.save (a tula one too), or .safetensors
+    name: str  # A torchvision or tula model, transformers:CLASS, or package.module:callable
+    # Arguments of the constructor or configuration; num_classes defaults to the classes of the dataset
+    args: Arguments = {}
+    # File with initial weights: a state_dict or checkpoint written by torch.save, .safetensors, or a checkpoint of
+    # tula; null: the model's own initialisation
     weights: str | None = None
-    strict: bool = True  # false: of that file what fits by name and shape is taken, and the rest is told
-    # patterns of parameters that are not trained, or modules; norms, biases, embeddings are those of the whole model
-    frozen: list[str] = []  # for example [features.*], or ["*", "!head"]: all but the head
+    # false: load only weights whose name and shape match, and report the others; true: a mismatch is an error
+    strict: bool = True
+    # Parameters that are not trained: patterns of parameter or module names, or norms, biases, embeddings (of the whole
+    # model). A pattern after ! is excluded: ["*", "!head"] trains only the head.
+    frozen: list[str] = []
 
     @property
     def longest_text(self) -> dict[str, int]:
@@ -112,12 +129,12 @@ class Model(Section):
 
 
 class SequenceLengths(Section):
-    """Lengths of text at which memory and time are measured, beside the length that the job trains with."""
+    """Further sequence lengths at which memory and time are measured, in addition to the job's own length."""
 
-    lengths: Annotated[
-        list[Positive], Field(min_length=1)
-    ]  # for example [128, 256, 512]; the job's own is always measured
-    # the arguments that each length is written into; the first one holds the job's own, for example add model.args.n_positions
+    # Sequence lengths, for example [128, 256, 512]; the job's own length is always measured
+    lengths: Annotated[list[Positive], Field(min_length=1)]
+    # Arguments that are set to each length: dataset.args.X or model.args.X. The first one holds the job's own length;
+    # add model.args.n_positions or the like if the model limits the length.
     lengths_map_to: Annotated[list[LengthOption], Field(min_length=1)] = ["dataset.args.length"]
 
     @model_validator(mode="after")
@@ -129,34 +146,41 @@ class SequenceLengths(Section):
 
 
 class SeparateTest(Section):
-    """A test set that no training and no choice of the best epoch sees: `tula evaluate` takes it."""
+    """A test set for `tula evaluate`, used neither for training nor for choosing the best epoch."""
 
-    name: str | None = None  # ImageFolder, or package.module:callable, called with train=False; null: the dataset's own
-    root: str | None = None  # of ImageFolder, a folder with one sub-folder a class; null: the dataset's
-    args: Arguments = {}  # to the callable; where it is the dataset's own, laid over dataset.args
-    length: Positive | None = None  # samples of an iterable one that does not tell it
+    # ImageFolder, or package.module:callable, called with train=False; null: the name of the dataset
+    name: str | None = None
+    # Folder of an ImageFolder test set, with one sub-folder per class; required for ImageFolder, otherwise unused
+    root: str | None = None
+    args: Arguments = {}  # Arguments of the test set; if it has the name of the dataset, they override dataset.args
+    length: Positive | None = None  # Number of samples of an iterable test set; null: its len()
 
 
 class Dataset(Section):
     """CIFAR10, CIFAR100, Caltech101, Caltech256, ImageNet, ImageFolder, FakeData, digits, python_source, python_packages, or an import string.
 
-    An import string names a callable `(train: bool, transform, **args) -> torch.utils.data.Dataset`; `transform` is given
-    where it takes it.
+    An import string names a callable `(train: bool, transform, **args) -> torch.utils.data.Dataset`. A callable
+    without a parameter `transform` is called without it.
     """
 
-    name: str  # one of these, or package.module:callable
-    root: str = "data"  # folder of its files
-    args: Arguments = {}  # to the dataset
-    download: bool = False  # let torchvision download it
-    eval_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2  # held out, stratified, where there is no official split
-    # import string of a callable (list of samples) -> batch, or {import string: {arguments}}
+    name: str  # A built-in dataset (CIFAR10, ImageNet, ImageFolder, digits ...), or package.module:callable
+    root: str = "data"  # Folder with the files of a built-in dataset
+    args: Arguments = {}  # Arguments of the dataset
+    download: bool = False  # Let torchvision download the dataset
+    # Share of samples held out for evaluation, stratified by class, if there is no official split
+    eval_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    # Callable (list of samples) -> batch: an import string, or {import string: {arguments}}; null: the default of the
+    # dataset or of torch
     collate_fn: str | dict[str, Arguments] | None = None
-    # import string of a callable (dataset, and epoch, seed where it takes them) -> indices of an epoch, of all GPUs
+    # Callable (dataset) -> indices of one epoch for all GPUs: an import string, or {import string: {arguments}}. It
+    # also receives epoch and seed if it has such parameters; null: a random order.
     sampler: str | dict[str, Arguments] | None = None
-    length: Positive | None = None  # samples of an epoch of an iterable dataset that does not tell it
-    eval_length: Positive | None = None  # of the evaluation's
-    sharded: bool = False  # an iterable dataset gives each GPU its own samples by itself
-    test: SeparateTest | None = None  # for tula evaluate; null: it takes the samples that training is evaluated on
+    length: Positive | None = None  # Samples per epoch of an iterable dataset; null: its len()
+    eval_length: Positive | None = None  # Samples of an iterable evaluation set; null: its len()
+    # true: an iterable dataset gives each GPU different samples itself; false: tula distributes its samples
+    sharded: bool = False
+    # Test set for tula evaluate; null: tula evaluate uses the evaluation samples of the training
+    test: SeparateTest | None = None
 
     @property
     def tested(self) -> "Dataset":
@@ -215,41 +239,42 @@ def import_string_of(entry: str | dict[str, dict[str, Any]] | None, key: str) ->
 
 
 class Transforms(Section):
-    """Names of torchvision.transforms.v2 classes, {Name: {arguments}}, or import strings; empty means to tensor only."""
+    """Names of torchvision.transforms.v2 classes, {Name: {arguments}}, or import strings; empty: ToTensor only."""
 
-    train: list[str | dict[str, Arguments]] = []  # of the training samples
-    eval: list[str | dict[str, Arguments]] = []  # of the samples that are evaluated
+    train: list[str | dict[str, Arguments]] = []  # Transforms of training samples
+    eval: list[str | dict[str, Arguments]] = []  # Transforms of evaluation and test samples
 
 
 class Loss(Section):
-    """A name of tula's (cross_entropy), a class of torch.nn, or an import string of a callable(output, target) or (outputs, batch)."""
+    """cross_entropy, a class of torch.nn, or an import string of a callable(output, target) or (outputs, batch)."""
 
-    name: str = "cross_entropy"  # one of these
-    args: Arguments = {}  # to the loss
+    name: str = "cross_entropy"  # cross_entropy, a class of torch.nn, or package.module:callable
+    args: Arguments = {}  # Arguments of the loss
 
 
 class ParameterGroup(Section):
-    """Parameters that are trained otherwise than the rest."""
+    """Parameters with a different learning rate or weight decay."""
 
-    parameters: Annotated[list[str], Field(min_length=1)]  # patterns as in model.frozen, for example [norms, biases]
-    lr_factor: PositiveFloat = 1.0  # of the learning rate, at every point of the schedule
-    weight_decay: NonNegativeFloat | None = None  # in place of optimizer.weight_decay
+    parameters: Annotated[list[str], Field(min_length=1)]  # Patterns as in model.frozen, for example [norms, biases]
+    lr_factor: PositiveFloat = 1.0  # Factor of the learning rate, throughout the schedule
+    weight_decay: NonNegativeFloat | None = None  # Weight decay of these parameters; null: optimizer.weight_decay
 
 
 class Optimizer(Section):
     """Any class of torch.optim, or an import string."""
 
-    name: str = "SGD"  # one of these
-    lr: PositiveFloat  # tuned for train.reference_batch
-    momentum: Annotated[float, Field(ge=0, lt=1)] | None = None  # to the optimizer, where given
-    weight_decay: NonNegativeFloat = 0.0  # to the optimizer
-    # to the optimizer, for example {nesterov: true}; with method ramp and Adam and its like the first of betas is 0.8 above 8
-    # times train.reference_batch if betas are not given
+    name: str = "SGD"  # A class of torch.optim, or package.module:callable
+    lr: PositiveFloat  # Learning rate, tuned for train.reference_batch
+    momentum: Annotated[float, Field(ge=0, lt=1)] | None = None  # Passed to the optimizer; null: not passed
+    weight_decay: NonNegativeFloat = 0.0  # Passed to the optimizer
+    # Further arguments of the optimizer, for example {nesterov: true}. Method ramp with Adam-like optimizers uses a
+    # beta1 of 0.8 above 8 times train.reference_batch unless betas is set.
     args: Arguments = {}
-    # samples in which the second moment of Adam and its like forgets half, whatever the batch; auto: those of its beta2 at
-    # train.reference_batch; null: beta2 stays, as a share a step
+    # Samples after which Adam's second moment has decayed by half, at any batch; auto: as with beta2 at
+    # train.reference_batch. null: auto with methods ramp and ortho, otherwise beta2 per step is constant.
     beta2_half_life: Literal["auto"] | Annotated[float, Field(gt=0, le=1e12)] | None = None
-    groups: list[ParameterGroup] = []  # of several that name a parameter the last one counts
+    # Parameter groups with different settings; if several match a parameter, the last one applies
+    groups: list[ParameterGroup] = []
 
 
 FALLING = ("cosine", "linear", "one-cycle")
@@ -259,20 +284,22 @@ PEAK = 0.3
 
 
 class Schedule(Section):
-    """Learning rate over epochs (fractional epochs count): warm-up from near zero, then one of the kinds."""
+    """Learning-rate schedule over (fractional) epochs: a linear warm-up, then one of the kinds."""
 
-    # after the warm-up: constant, multistep, cosine, linear, one-cycle, or an import string of a callable (epochs done, with
-    # fraction) -> factor of the learning rate; with method ramp and Adam and its like linear with decay_from 0.7 if not given
+    # Shape after the warm-up: constant, multistep, cosine, linear, one-cycle, or package.module:callable that maps
+    # (fractional) epochs done to a factor of the learning rate. If not set, method ramp with Adam-like optimizers uses
+    # linear with decay_from 0.7.
     kind: str = "constant"
-    milestones: list[NonNegativeFloat] = []  # epochs
-    gamma: PositiveFloat = 0.1  # multistep: the factor at each milestone
-    # null: what the method needs, for lrs, lars, lamb, polo, ortho and schedule_free 5 and at most 5 % of train.epochs, else 0;
-    # with train.ramp 0
+    milestones: list[NonNegativeFloat] = []  # multistep: epochs at which the learning rate is multiplied by gamma
+    gamma: PositiveFloat = 0.1  # multistep: factor of the learning rate at each milestone
+    # Epochs of warm-up, not for one-cycle. null: 5, but at most 5 % of train.epochs, with methods lrs, lars, lamb,
+    # polo, ortho and schedule_free; 0 with other methods and with any train.ramp other than decay.
     warmup_epochs: NonNegativeFloat | None = None
-    min_lr: NonNegativeFloat = 0.0  # cosine, linear and one-cycle end here
-    # linear: share of the epochs at which it starts to fall; before, after the warm-up, the rate is constant
+    min_lr: NonNegativeFloat = 0.0  # cosine, linear, one-cycle: final learning rate
+    # linear: share of train.epochs after which the rate falls; from the warm-up until then it is constant
     decay_from: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    args: Arguments = {}  # to an import string; epochs, those of the training, is given where it takes it
+    # Arguments of an import string; it also receives epochs (train.epochs) if it has such a parameter
+    args: Arguments = {}
 
     @model_validator(mode="after")
     def _settings_belong_to_the_kind(self) -> "Schedule":
@@ -315,61 +342,68 @@ _RESERVED = {"auto", "eval_loss", *BUILT_IN}
 
 
 class Train(Section):
-    """The training run itself."""
+    """Settings of the training."""
 
-    epochs: Annotated[int, Field(ge=1, le=1_000_000)]  # the job's, whatever the batch and the method
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0  # of weights, data order and augmentation
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # of forward and backward pass; parameters stay fp32
-    workers: Workers = "auto"  # data-loader processes a GPU; auto: the cores that its rank has, less one, from 2 to 8
-    tf32: bool = True  # NVIDIA GPUs round what float32 products and convolutions multiply to 10 bits of mantissa
-    # images' memory ordered by pixels; auto: networks with 2-d convolutions, where NVIDIA GPUs use their tensor cores
+    epochs: Annotated[int, Field(ge=1, le=1_000_000)]  # Number of epochs, independent of batch and method
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0  # Seed of weights, data order and augmentation
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # Precision of forward and backward pass; parameters stay fp32
+    workers: Workers = "auto"  # Data-loader processes per GPU; auto: the CPU cores of the rank minus one, from 2 to 8
+    tf32: bool = True  # Use TF32 (10-bit mantissa) for float32 products and convolutions on NVIDIA GPUs
+    # Channels-last memory format of images; auto: for models with 2-d convolutions on NVIDIA GPUs that use tensor cores
     channels_last: Literal["auto"] | bool = "auto"
-    compile: bool | Literal["default", "max-autotune-no-cudagraphs"] = False  # torch.compile; true or a mode of it
-    # operations that repeat bit for bit, or an error where there is none; else cuDNN takes the fastest (NVIDIA GPUs)
+    # Compile with torch.compile: true, or one of its modes
+    compile: bool | Literal["default", "max-autotune-no-cudagraphs"] = False
+    # Use only bitwise reproducible operations; an operation without such a form is an error. false: cuDNN selects the
+    # fastest algorithms (NVIDIA GPUs).
     deterministic: bool = False
-    # a copy of the model on each GPU (DistributedDataParallel), or parameters, gradients and optimizer states divided among
-    # them (FSDP2): memory falls with the GPUs, traffic is half as much again
+    # ddp: each GPU holds a copy of the model (DistributedDataParallel). fsdp: parameters, gradients and optimizer
+    # states are sharded over the GPUs (FSDP2); needs less memory, and 1.5 times the network traffic.
     parallel: Literal["ddp", "fsdp"] = "ddp"
-    # of fsdp: class names of what is gathered at a time; auto: the members of every nn.ModuleList and nn.Sequential
+    # fsdp: class names of the modules that are gathered one at a time; auto: the members of every nn.ModuleList and
+    # nn.Sequential
     fsdp_blocks: Literal["auto"] | Annotated[list[str], Field(min_length=1)] = "auto"
-    accumulate: Positive = 1  # micro-batches an optimizer step
-    # gradients are clipped to this norm; if not given 1 with methods ramp and auto, SGD and a cross-entropy; null: not clipped
+    accumulate: Positive = 1  # Micro-batches per optimizer step
+    # Norm to which gradients are clipped; null: no clipping. If not set, 1 with methods ramp and auto, SGD and a
+    # cross-entropy; otherwise no clipping.
     max_grad_norm: PositiveFloat | None = None
-    activation_checkpointing: bool = False  # less memory, more computing
-    checkpoint_every: Literal["auto"] | PositiveFloat = (
-        "auto"  # seconds; auto is Young/Daly from the measured save time
-    )
-    reference_batch: Positive = 128  # the batch that optimizer.lr was tuned for
-    # how the large batch is trained; or package.module:attribute of one of your own. A script without a method has lrs with
-    # lr_scaling: sqrt if its command takes a learning rate, else lbt
+    activation_checkpointing: bool = False  # Recompute activations in the backward pass: less memory, more computation
+    # Seconds between checkpoints; auto: interval by Young and Daly from the measured save time
+    checkpoint_every: Literal["auto"] | PositiveFloat = "auto"
+    reference_batch: Positive = 128  # Global batch for which optimizer.lr was tuned
+    # How the large batch is trained: a built-in method, or package.module:attribute of a user-defined one. Default for
+    # scripts: lrs with lr_scaling: sqrt if the command takes a learning rate, else lbt.
     method: Method = DEFAULT_METHOD
-    lr_scaling: Literal["auto", "none", "linear", "sqrt"] = "auto"  # in batch / reference_batch; auto: the method's
-    # the most that the learning rate is multiplied by; auto: with method ramp, and in the ramps of method auto, 8, with a
-    # cross-entropy 16, else no limit; null: no limit
+    # Rule by which the learning rate follows batch / reference_batch. auto: linear with methods lrs, lars, ortho and
+    # ramp (sqrt with Adam-like optimizers and the last two), sqrt with lamb, otherwise none
+    lr_scaling: Literal["auto", "none", "linear", "sqrt"] = "auto"
+    # Upper limit of the factor on the learning rate; null: no limit. auto: with method ramp (also as a branch of method
+    # auto) 8, or 16 with a cross-entropy; no limit with other methods.
     max_lr_factor: Literal["auto"] | Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = "auto"
-    # the batch grows over the first epochs: auto: from reference_batch, doubled every 5 % of the training, up to its own; noise:
-    # doubled as the gradient noise scale that was measured grows; decay: doubled where the schedule halves the learning rate,
-    # which then falls by the root of 2, with SGD not at all; or stages such as [{epochs: 1, batch: 128},
-    # {epochs: 0.5, batch: 256}]; null: it does not, but for method ramp
+    # How the batch grows during training. auto: doubled from reference_batch every 5 % of the training; noise: as the
+    # measured gradient noise scale grows; decay: doubled where the schedule halves the learning rate, which then falls
+    # by sqrt(2), or not at all with SGD; or a list of stages such as [{epochs: 1, batch: 128}, {epochs: 0.5, batch:
+    # 256}]. null: auto with method ramp, else a constant batch.
     ramp: Stages | None = None
-    ramp_noise: PositiveFloat | None = (
-        None  # of ramp: noise: the batch is at most so many times the noise scale; null: 1
-    )
-    # the nodes of the stages: same: the training's; auto, which ramp: decay has where nothing is given: as many of search.nodes
-    # as each is worth, by what was measured
+    ramp_noise: PositiveFloat | None = None  # ramp: noise: largest batch as a multiple of the noise scale; null: 1
+    # Number of nodes of the ramp's stages. same: that of the training; auto (the default of ramp: decay): chosen per
+    # stage from search.nodes, based on the measurements
     ramp_nodes: Literal["same", "auto"] = "same"
-    # after an out-of-memory: first the same batch in smaller micro-batches and more of them; or the next smaller batch
+    # After an out-of-memory error: accumulate: keep the batch and use smaller micro-batches, if possible; shrink: use
+    # the next smaller batch
     oom_policy: Literal["accumulate", "shrink"] = "accumulate"
-    max_attempts: Positive = 8  # starts, or allocations, in a row that save nothing new
-    # what else is measured. gradient_norms: of every step, which methods that scale gradients log anyway; gradient_noise: the
-    # noise scale at epoch ends, by 32 micro-batches of each GPU; hessian: its largest eigenvalue at epoch ends, on 128 samples
-    # (costs some dozen steps)
-    diagnostics: Annotated[list[Measurement], BeforeValidator(_require_different)] = []
-    # of the evaluation, by a name of yours: an import string, or {import string: {arguments}}, of a callable(outputs, batch),
-    # whose mean over samples it is, or of a class with update, compute and reset, as torchmetrics has them
+    max_attempts: Positive = 8  # Starts in a row without a newer checkpoint after which a failing training is given up
+    # Additional measurements. gradient_norms: at every step (methods that scale gradients log them anyway);
+    # gradient_noise: noise scale at epoch ends, from 32 micro-batches per GPU; hessian: its largest eigenvalue at epoch
+    # ends, on 128 samples, at the cost of some dozen steps.
+    diagnostics: Annotated[
+        list[Measurement], BeforeValidator(_read_measurements), WithJsonSchema(_WRITTEN_MEASUREMENTS)
+    ] = []
+    # Additional evaluation metrics by name: a callable(outputs, batch), averaged over samples, or a class with update,
+    # compute and reset, as in torchmetrics. Given as an import string, for a class also as {import string:
+    # {arguments}}.
     metrics: dict[MetricName, str | dict[str, Arguments]] = {}
-    best_checkpoint: BestCheckpoint = BestCheckpoint()  # which epoch's checkpoint is `best`
-    early_stopping: EarlyStopping | None = None  # what ends the training before its last epoch
+    best_checkpoint: BestCheckpoint = BestCheckpoint()  # Which epoch's checkpoint is kept as `best`
+    early_stopping: EarlyStopping | None = None  # Conditions that end the training before its last epoch; null: none
 
     @model_validator(mode="after")
     def _metrics_are_known(self) -> "Train":
@@ -497,27 +531,33 @@ REMOVED_STRATEGIES: Mapping[str, str] = {
 
 
 class Search(Section):
-    """The configurations that are measured, and how."""
+    """Which configurations are measured, and how."""
 
-    nodes: Annotated[list[Positive], Field(min_length=1)] = [2, 4, 8, 16]  # numbers of nodes
-    gpus_per_node: Annotated[list[Positive], Field(min_length=1)] | None = (
-        None  # to use of each, searched too; none: all that it has
-    )
-    min_batch: Positive = 32  # smallest global batch; candidates are min_batch x 2^k
-    max_batch: Positive | None = None  # besides memory and the dataset's size
-    # auto: adaptive, or sweep for a long training; sweep: all batches on the fewest nodes, the smallest elsewhere, the middle
-    # and the largest on the most; partial: the four corners; full: all; adaptive: in rounds
+    nodes: Annotated[list[Positive], Field(min_length=1)] = [2, 4, 8, 16]  # Numbers of nodes to search
+    # Numbers of GPUs per node to search; null: only cluster.gpus_per_node
+    gpus_per_node: Annotated[list[Positive], Field(min_length=1)] | None = None
+    min_batch: Positive = 32  # Smallest global batch; candidates are min_batch x 2^k
+    max_batch: Positive | None = None  # Largest global batch; null: limited by memory and dataset size only
+    # Which configurations are measured. full: all; partial: the four corners (fewest and most nodes, smallest and
+    # largest batch); sweep: all batches on the fewest nodes, the smallest on all others, also the middle and the
+    # largest on the most; adaptive: chosen in rounds from earlier results; auto: adaptive, or sweep for a long training
     strategy: Literal["auto", "sweep", "partial", "full", "adaptive"] = "auto"
-    sequence: SequenceLengths | None = None  # lengths of text to measure too, a few batches of each on the fewest nodes
-    # a probe times steps until it has as many, they have taken min_seconds, and the standard error of their mean is below 1 %
+    # Further sequence lengths to measure, with a few batches each on the fewest nodes; null: none
+    sequence: SequenceLengths | None = None
+    # Minimum number of timed steps per probe. A probe stops timing after min_steps and min_seconds, once the standard
+    # error of the mean step time is below 1 %.
     min_steps: Annotated[int, Field(ge=5)] = 10
-    min_seconds: NonNegativeFloat = 2.0  # clocks and power have settled by then
-    max_seconds: PositiveFloat = 60.0  # it ends then in any case, if it has 5; so does the warm-up
-    warmup_steps: Annotated[int, Field(ge=2)] = (
-        10  # at least, before those that are timed; it lasts until they are alike
-    )
-    max_node_hours: PositiveFloat | None = None  # the most that probes, and rehearsals of a script, may cost
-    max_minutes: PositiveFloat = 20.0  # the most one profiling job may last; SLURM is asked for 2 more, to end it first and write why, and prices count them
+    # Minimum duration of the timed steps in seconds, so that clocks and power settle
+    min_seconds: NonNegativeFloat = 2.0
+    # Maximum duration of the timed steps in seconds (at least 5 steps are timed), and of the warm-up
+    max_seconds: PositiveFloat = 60.0
+    # Minimum number of steps before timing; the warm-up lasts until step times are stable
+    warmup_steps: Annotated[int, Field(ge=2)] = 10
+    # Maximum node-hours of all probes, and of the resume tests of a script, together; null: no limit
+    max_node_hours: PositiveFloat | None = None
+    # Maximum duration of one profiling job in minutes. Schedulers are asked for 2 more minutes, which prices include,
+    # so that tula can stop the job first and record why.
+    max_minutes: PositiveFloat = 20.0
 
     @model_validator(mode="after")
     def _bounds_are_ordered(self) -> "Search":
@@ -575,15 +615,15 @@ def without_password(uri: str) -> str:
 
 
 class Export(Section):
-    """A tracker that what is recorded is sent to while jobs run. It reads the run's files: the training knows nothing of it."""
+    """A tracker that receives results while jobs run. It reads the run's files; the training does not depend on it."""
 
     to: Line  # mlflow, wandb, tensorboard, or package.module:callable that returns an exporter
-    # mlflow: a tracking URI; null: $MLFLOW_TRACKING_URI, else a database in the run. tensorboard, wandb: a folder; null: one in
-    # the run. wandb: https://... sends to that server, a folder is its offline mode
+    # mlflow: tracking URI; null: $MLFLOW_TRACKING_URI, else a database in the run. tensorboard, wandb: a folder; null:
+    # one in the run. wandb writes offline into a folder, and sends to a server given as https://...
     uri: Annotated[Line, AfterValidator(without_password)] | None = None
-    project: Line | None = None  # MLflow's experiment, W&B's project; null: the job's name
-    # who sends: command: a command that waits for jobs, while it waits; job: the first node of a training, also where no command
-    # waits
+    project: Line | None = None  # Experiment of MLflow or project of W&B; null: the job's name
+    # command: a command that waits for jobs sends while it waits; job: the first node of a training sends, even if no
+    # command waits
     by: Literal["command", "job"] = "command"
 
     @model_validator(mode="after")

@@ -132,7 +132,14 @@ def compute_train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str 
 def _list_stopping_fields(stopping: EarlyStopping, best: BestCheckpoint) -> dict[str, Any]:
     """Return the conditions for the end of a training, under the keys of older versions."""
     target, bound = stopping.target, "at_most" if best.falls else "at_least"
-    fields = {"metric": best.metric, "at_least": None, "at_most": None, "patience": stopping.patience, bound: target}
+    has_metric = target is not None  # only then does a metric end it
+    fields = {
+        "metric": best.metric if has_metric else "auto",
+        "at_least": None,
+        "at_most": None,
+        "patience": stopping.patience,
+        bound: target,
+    }
     return fields if stopping.epochs is None else {**fields, "epochs": stopping.epochs}
 
 

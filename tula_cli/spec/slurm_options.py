@@ -129,10 +129,10 @@ ROOM = 2
 
 
 class WallTime(Section):
-    """For how long a site lets a job run that has at most so many nodes, and more than the next smaller bin."""
+    """Wall-time limit of a site for jobs with at most `nodes` nodes, and more than the next smaller entry."""
 
-    nodes: Positive  # at most
-    hours: PositiveFloat  # that a job of theirs may last
+    nodes: Positive  # Maximum number of nodes of such a job
+    hours: PositiveFloat  # Maximum duration of such a job in hours
 
 
 def _sort_bins(bins: list[WallTime]) -> list[WallTime]:
@@ -143,32 +143,40 @@ def _sort_bins(bins: list[WallTime]) -> list[WallTime]:
 
 
 class Slurm(Section):
-    """Options of sbatch and srun; an option that is not set here is not passed."""
+    """Options of sbatch and srun; an option that is null is not passed."""
 
-    launcher: Literal["srun", "torchrun"] = "srun"  # one task a GPU; or one a node, which starts the node's ranks
-    partition: Line | None = None  # sbatch's --partition
-    account: Line | None = None  # sbatch's --account
-    qos: Line | None = None  # sbatch's --qos
-    constraint: Line | None = None  # sbatch's --constraint
-    reservation: Line | None = None  # sbatch's --reservation
-    exclude: Line | None = None  # sbatch's --exclude
-    minutes: Minutes = 120  # time limit of a training job
-    memory: Annotated[Line, AfterValidator(_check_slurm_memory), _WRITTEN_MEMORY] | None = (
-        None  # a node, as sbatch's --mem
-    )
-    cpus_per_task: Positive | None = None  # a rank, with either launcher
-    gpus: Literal["gpus_per_node", "gres", "gpus_per_task", "none"] = "gpus_per_node"  # how GPUs are asked for
-    gpu_type: Annotated[Line, AfterValidator(_check_gpu_type)] | None = None  # as the site calls it: a100
-    exclusive: bool = True  # whole nodes: neighbours would spoil the times
-    # the site's bins of wall time, for its site.yaml: [{nodes: 91, hours: 2}, {nodes: 183, hours: 6}]; [] is none
+    # srun: one task of SLURM per GPU; torchrun: one task per node, which starts the ranks of the node
+    launcher: Literal["srun", "torchrun"] = "srun"
+    partition: Line | None = None  # sbatch --partition
+    account: Line | None = None  # sbatch --account
+    qos: Line | None = None  # sbatch --qos
+    constraint: Line | None = None  # sbatch --constraint
+    reservation: Line | None = None  # sbatch --reservation
+    exclude: Line | None = None  # sbatch --exclude
+    minutes: Minutes = 120  # Time limit of a training job
+    # Memory per node, as in sbatch --mem; 0: all memory of the node
+    memory: Annotated[Line, AfterValidator(_check_slurm_memory), _WRITTEN_MEMORY] | None = None
+    cpus_per_task: Positive | None = None  # CPU cores per rank, with either launcher
+    # Form in which GPUs are requested; none: they are not requested
+    gpus: Literal["gpus_per_node", "gres", "gpus_per_task", "none"] = "gpus_per_node"
+    # Type of GPU to request, as the site names it, for example a100
+    gpu_type: Annotated[Line, AfterValidator(_check_gpu_type)] | None = None
+    exclusive: bool = True  # Request whole nodes; on shared nodes other jobs distort the step times
+    # Wall-time limits of the site by job size, normally in site.yaml, as [{nodes: 91, hours: 2}, {nodes: 183, hours:
+    # 6}]; empty: none
     limits: Annotated[list[WallTime], AfterValidator(_sort_bins)] = []
-    extra: dict[Annotated[str, AfterValidator(_check_sbatch_option)], OptionValue] = {}  # any other option of sbatch
-    srun_extra: dict[Annotated[str, AfterValidator(_check_srun_option)], OptionValue] = {}  # any other option of srun
-    setup: list[str] | Line | None = None  # shell lines before the job, or a file of them; null: the site's, if any
-    # variables, exported after the set-up; null leaves one out
+    # Any other options of sbatch by long name; true: an option without a value; false: omitted
+    extra: dict[Annotated[str, AfterValidator(_check_sbatch_option)], OptionValue] = {}
+    # Any other options of srun, in the same form
+    srun_extra: dict[Annotated[str, AfterValidator(_check_srun_option)], OptionValue] = {}
+    # Shell lines run before the job, or the path of a file with them; null: slurm-setup.sh of the user or the site
+    setup: list[str] | Line | None = None
+    # Environment variables, exported after setup; a variable set to null is not exported
     environment: dict[Annotated[str, AfterValidator(_check_variable)], str | None] = {}
-    python: Command | None = None  # how python is started in the job: a command of the shell
-    # words before the command of every rank, or a script (a file) around it; null: the site's, if any
+    # Shell command that starts Python in jobs, for example in a container; null: the current interpreter
+    python: Command | None = None
+    # Words put before the command of every rank, or the path of a script that runs it; null: slurm-wrapper.sh of the
+    # user or the site
     wrapper: list[Annotated[Line, AfterValidator(check_word)]] | Line | None = None
 
     def longest(self, nodes: int) -> float:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.old_keys import remove_old_keys, replace_old_keys
+from tula_cli.spec.old_keys import merge_old_keys, remove_old_keys, replace_old_keys
 from tula_cli.spec.sections import REMOVED_STRATEGIES
 
 
@@ -17,7 +17,9 @@ def without_removed_values(content: Any) -> Any:
     """
     if not isinstance(content, Mapping):
         return content
-    updated = remove_old_keys(replace_old_keys(content))
+    updated = replace_old_keys(content)
+    merge_old_keys(updated)
+    updated = remove_old_keys(updated)
     search, node_types = updated.get("search"), updated.get("node_types")
     if isinstance(search, Mapping) and str(search.get("strategy")) in REMOVED_STRATEGIES:
         updated["search"] = {**search, "strategy": "auto"}

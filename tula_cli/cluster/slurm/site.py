@@ -388,12 +388,14 @@ def list_measuring_settings(nodes: Sequence[int], minutes: int, why: str = "") -
     """Yield the settings for the numbers of nodes to measure, minutes per measuring job, and total node-hours."""
     yield TemplateLine("search.nodes", f"[{', '.join(map(str, nodes))}]", why)
     yield TemplateLine(
-        "search.max_minutes", str(minutes), f"of one measuring job, at most; SLURM is asked for {minutes + ROOM}"
+        "search.max_minutes",
+        str(minutes),
+        f"maximum minutes of one profiling job; the job requests {minutes + ROOM}",
     )
     hours = sum(nodes) * (minutes + ROOM) / 60
     cap = math.ceil(12 * hours) / 10 if hours < 5 else math.ceil(1.2 * hours)
     sum_ = f"({' + '.join(map(str, nodes))}) nodes" if len(nodes) > 1 else format_count(nodes[0])
-    comment = f"of all measuring jobs together: {sum_} x {minutes + ROOM} minutes = {hours:.3g}"
+    comment = f"maximum node-hours of all profiling jobs: {sum_} x {minutes + ROOM} minutes = {hours:.3g}"
     yield TemplateLine("search.max_node_hours", f"{cap:g}", comment)
 
 
@@ -431,7 +433,7 @@ def _list_node_settings(kind: NodeKind) -> Iterator[TemplateLine]:
         yield TemplateLine("cluster.device", "cpu", "the partition's nodes have no GPUs")
     if gpus.type:
         yield TemplateLine("cluster.slurm.gpu_type", quote_word(gpus.type))
-    yield TemplateLine("cluster.slurm.cpus_per_task", str(cpus), f"a rank; a node has {kind.cpus}")
+    yield TemplateLine("cluster.slurm.cpus_per_task", str(cpus), f"per rank; a node has {kind.cpus}")
     if cpus <= FEWEST_WORKERS:
         yield TemplateLine(
             "train.workers", str(cpus - 1), "data-loader processes a GPU; the ranks share the node's CPUs"

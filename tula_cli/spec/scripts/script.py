@@ -58,11 +58,12 @@ Pattern = Annotated[str, AfterValidator(_require_pattern)]
 
 
 class Length(Section):
-    """How long the script trains. Exactly one of the three."""
+    """Length of the training: exactly one of the three keys."""
 
-    epochs: Positive | None = None  # over dataset_size samples each
-    samples: Positive | None = None  # in all
-    steps: Positive | None = None  # at reference.batch: another batch takes as many samples
+    epochs: Positive | None = None  # Number of epochs, of dataset_size samples each
+    samples: Positive | None = None  # Number of samples in total
+    # Number of optimizer steps at reference.batch; another batch trains on the same number of samples
+    steps: Positive | None = None
 
     @model_validator(mode="after")
     def _is_one(self) -> "Length":
@@ -73,61 +74,68 @@ class Length(Section):
 
 
 class Reference(Section):
-    """The batch and the learning rate that the script was tuned for."""
+    """The batch and learning rate for which the script was tuned."""
 
-    batch: Positive  # global
-    lr: PositiveFloat | None = None  # left out where the command has no {lr}
+    batch: Positive  # Global batch size
+    lr: PositiveFloat | None = None  # Learning rate at this batch; required if the command has {lr}
 
 
 class Resume(Section):
-    """How the script goes on from a checkpoint of its own."""
+    """How the script resumes from its own checkpoint."""
 
-    args: Filled = ""  # appended where there is a checkpoint, for example --resume {checkpoint}
-    checkpoint: Filled  # its path, or a pattern with *, of which the newest is taken: {out}/checkpoint*.pth
-    # with which batch it may go on: the same, another from an epoch's end on, any; rehearse: as a rehearsal finds
+    args: Filled = ""  # Arguments appended to the command if there is a checkpoint, for example --resume {checkpoint}
+    # Path of the checkpoint, or a pattern with * whose newest match is used, for example {out}/checkpoint*.pth
+    checkpoint: Filled
+    # Batch with which the script can resume: same; epoch: another one, from the end of an epoch; any; rehearse: as
+    # found by the resume test
     batch: Literal["rehearse", "same", "epoch", "any"] = "rehearse"
-    checkpoint_interval: Literal["epoch"] | Positive | None = (
-        None  # how often it saves (epoch, or so many steps), while no training has shown it
-    )
+    # How often the script saves: epoch, or a number of steps; used until a training has shown it
+    checkpoint_interval: Literal["epoch"] | Positive | None = None
 
 
 class Rows(Section):
-    """A metric in a file of one JSON object a line."""
+    """A metric in a file with one JSON object per line."""
 
-    jsonl: Filled  # the file
-    key: str  # of the number in each line
+    jsonl: Filled  # Path of the file
+    key: str  # Key of the number in each object
 
 
 class ProbeScript(Section):
-    """Settings that differ while the script is measured, not trained."""
+    """Settings of the script in probes, which measure it; trainings do not use them."""
 
-    args: Filled = ""  # appended, for example --epochs 1
-    stop: Literal["exit", "raise"] = "exit"  # raise: SystemExit in the loop, which runs what the script does at its end
-    environment: dict[str, str] = {"WANDB_MODE": "disabled"}  # what a probe must not publish
+    args: Filled = ""  # Arguments appended to the command in probes, for example --epochs 1
+    # How a probe ends after its last step. exit: at once; raise: by SystemExit in the loop, so that the script can
+    # clean up.
+    stop: Literal["exit", "raise"] = "exit"
+    # Environment variables set in probes; the default keeps W&B from publishing them
+    environment: dict[str, str] = {"WANDB_MODE": "disabled"}
 
 
 class Script(Section):
-    """A training script as it is: its command line, and what tula cannot see from inside."""
+    """A training script that runs unchanged: its command line, and properties that tula cannot detect."""
 
+    # Command line with placeholders, for example train.py -b {local_batch} --lr {lr}
     command: Annotated[
         str,
         AfterValidator(require_shell_words),
         AfterValidator(_require_known_placeholders),
         AfterValidator(_require_no_shell),
-    ]  # with placeholders, for example train.py -b {local_batch} --lr {lr}
-    # rank: tula starts a process a GPU with RANK, WORLD_SIZE ...; node: one a node, which starts its ranks itself
+    ]
+    # rank: tula starts one process per GPU, with RANK, WORLD_SIZE ...; node: one per node, which starts the ranks
     launch: Literal["rank", "node"] = "rank"
-    code: Literal["snapshot", "none"] = "snapshot"  # none: what runs is what the files are by then
+    # snapshot: jobs run a copy of the code made at submission; none: jobs run the files as they are when the job starts
+    code: Literal["snapshot", "none"] = "snapshot"
     length: Length
-    dataset_size: Literal["auto"] | Positive = "auto"  # samples of an epoch; auto: as the loader says
+    # Samples per epoch; auto: read from the script's DataLoader in the probes
+    dataset_size: Literal["auto"] | Positive = "auto"
     reference: Reference
-    resume: Resume | None = None  # without it a training that is interrupted begins anew
-    save: Annotated[str, AfterValidator(_require_save_request)] = (
-        "none"  # how it is asked to save before it has to leave
-    )
-    metric: dict[
-        str, Pattern | Rows
-    ] = {}  # name: a pattern on what it prints, or {jsonl: file, key: name}; the last one
+    # How the script resumes from a checkpoint; null: an interrupted training restarts from the beginning
+    resume: Resume | None = None
+    # How tula requests a checkpoint before a job has to stop: none, hooks, SIGUSR1, SIGUSR2, SIGTERM or file:PATH
+    save: Annotated[str, AfterValidator(_require_save_request)] = "none"
+    # Metrics by name: a regular expression for the output, with one group around the number, or {jsonl: file, key:
+    # name}. The last and the best value are kept.
+    metric: dict[str, Pattern | Rows] = {}
     probe: ProbeScript = ProbeScript()
 
     @property

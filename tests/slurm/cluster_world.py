@@ -5,6 +5,7 @@ done here is seen outside, and the kernel ends all of it with this process.
 """
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -93,13 +94,26 @@ def start_munge(folder: Path) -> None:
     )  # fmt: skip
 
 
+def install_database() -> None:
+    """Make MariaDB's own tables; again if that fails, as it does at times beside tests that take the machine's memory."""
+    for attempts_left in (2, 1, 0):
+        try:
+            call(
+                "mariadb-install-db", "--no-defaults", "--datadir=/run/database", "--user=root", "--skip-test-db",
+                "--auth-root-authentication-method=normal", "--skip-name-resolve",
+            )  # fmt: skip
+            return
+        except RuntimeError:
+            if not attempts_left:
+                raise
+            shutil.rmtree("/run/database", ignore_errors=True)
+            time.sleep(5)
+
+
 def start_accounting(folder: Path) -> None:
     """Start MariaDB and slurmdbd, and enter the one account and its user."""
     log = folder / "log" / "mariadb.log"
-    call(
-        "mariadb-install-db", "--no-defaults", "--datadir=/run/database", "--user=root", "--skip-test-db",
-        "--auth-root-authentication-method=normal", "--skip-name-resolve",
-    )  # fmt: skip
+    install_database()
     command = [
         "mariadbd", "--no-defaults", "--datadir=/run/database", "--user=root", "--skip-networking",
         f"--socket={_DATABASE}", "--innodb-buffer-pool-size=32M", "--performance-schema=OFF",

@@ -112,33 +112,20 @@ def add_measured(run: RunDir, nodes: int, local: int, *, at: float = START + 10)
     run.write_result(measured(Truth(), nodes, local, measured_at=at))
 
 
+def probe_identity(nodes: int, local: int) -> dict[str, Any]:
+    """Return what every result of a probe with one GPU per node begins with."""
+    return {"id": make_probe_id(nodes, local), "nodes": nodes, "gpus_per_node": 1, "local_batch": local}
+
+
 def add_out_of_memory(run: RunDir, nodes: int, local: int, *, assumed: bool = False) -> None:
     words = "CUDA out of memory"
-    run.write_result(
-        OutOfMemory(
-            id=make_probe_id(nodes, local),
-            nodes=nodes,
-            gpus_per_node=1,
-            local_batch=local,
-            assumed=assumed,
-            message=words,
-        )
-    )
+    run.write_result(OutOfMemory(**probe_identity(nodes, local), assumed=assumed, message=words))
 
 
 def add_failed(
     run: RunDir, nodes: int, local: int, message: str = "ValueError: bad", outcome: OutcomeClass = "user"
 ) -> None:
-    run.write_result(
-        Failed(
-            id=make_probe_id(nodes, local),
-            nodes=nodes,
-            gpus_per_node=1,
-            local_batch=local,
-            outcome=outcome,
-            message=message,
-        )
-    )
+    run.write_result(Failed(**probe_identity(nodes, local), outcome=outcome, message=message))
 
 
 def prediction(nodes: int, batch: int, **changes: Any) -> Prediction:

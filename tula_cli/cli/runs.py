@@ -163,8 +163,8 @@ def confirm_unedited(
     from tula_cli.run.jobfile import find_config_drift
 
     def confirm(planned: "Planned") -> bool:
-        if named is None and (found := find_config_drift(run, spec, overrides or ())) is not None and found.trains:
-            raise _make_edited_error(screen, run, found)
+        if named is None and (drift := find_config_drift(run, spec, overrides or ())) is not None and drift.trains:
+            raise _make_edited_error(screen, run, drift)
         return then(planned)
 
     return confirm

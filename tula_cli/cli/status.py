@@ -25,27 +25,27 @@ def status(screen: Screen, target: RunArgument = None, named: MaybeRun = None, r
 
     run = find_run(screen, target or named, root)
     spec = run.spec()
-    found = {
+    statuses = {
         part.name: services_status.run_status(
             part.run, launcher.make_launcher(part.spec, submits=False), now=time.time()
         )
         for part in list_parts_with_data(run, spec)
     }
-    screen.status = "pending" if any(now.active() for now in found.values()) else "done"
+    screen.status = "pending" if any(now.active() for now in statuses.values()) else "done"
     look = run.read(skip_damaged=True)
     chosen = look.recommendation
     charges = {
         name: charge
-        for name, now in found.items()
+        for name, now in statuses.items()
         if now.training is not None
         and (charge := find_site_charge(RunDir(now.path), now.training.signature)) is not None
     }
-    data = tables.list_data_by_type(found, recommendation=chosen)
+    data = tables.list_data_by_type(statuses, recommendation=chosen)
     if charges:  # a job without types has one
         attributes = data if isinstance(data, dict) else vars(data)
         data = {**attributes, **({"site_charge": charges[None]} if None in charges else {"site_charges": charges})}
-    screen.answer(data, show_status.render_status_by_type(run.path, found, chosen, charges))
-    for now in found.values():
+    screen.answer(data, show_status.render_status_by_type(run.path, statuses, chosen, charges))
+    for now in statuses.values():
         warn_all(screen, now.warnings)
     warn_all(screen, look.record_warnings)
 

@@ -21,6 +21,7 @@ from pydantic_core.core_schema import StringSchema
 from tula_cli.errors import TulaError
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.kinds import Section
+from tula_cli.spec.old_keys import NODE_TYPE_SECTIONS
 from tula_cli.version import __version__
 
 # --- Descriptions of keys
@@ -93,8 +94,6 @@ Schema = dict[str, Any]
 Kind = Literal["job", "site"]
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-LAID_OVER = ("cluster", "pricing", "search")
-"""Sections of which a site file or node type may give a part, so that required keys may be given elsewhere."""
 _WORDS = {
     "job": "A job of tula: what to train, what to measure first, where to run.",
     "site": "Settings for all jobs of a site or a user: any part of a job, which wins over it.",
@@ -123,14 +122,14 @@ def make_json_schema(kind: Kind) -> Schema:
     for name, part in parts.items():
         _add_descriptions(part, classes[name])
     _add_descriptions(made, JobSpec)
-    for key in LAID_OVER:
+    for key in NODE_TYPE_SECTIONS:
         inside = parts["NodeType"]["properties"][key]
         parts["NodeType"]["properties"][key] = {
             "description": inside["description"],
             "allOf": [{"$ref": f"#/$defs/{key.title()}"}],
         }
     required = made.pop("required")
-    for name in _merge_sections(made if kind == "site" else _remove_requirements(made, LAID_OVER), parts):
+    for name in _merge_sections(made if kind == "site" else _remove_requirements(made, NODE_TYPE_SECTIONS), parts):
         parts[name].pop("required", None)
     if kind == "job":
         made |= _require_keys(required, parts)

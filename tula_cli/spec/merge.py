@@ -82,8 +82,7 @@ def _assign_value(into: dict[str, Any], key: str, text: str, origins: dict[str, 
 def move_old_keys(merged: dict[str, Any], origins: dict[str, str], *, source: str) -> None:
     """Move the values of old keys of a source to their new paths, which then have that source."""
     for old, new in merge_old_keys(merged, source=source):
-        for leaf in [known for known in origins if known == old or known.startswith(f"{old}.")]:
-            del origins[leaf]
+        _forget_origins(origins, old)
         if new:
             origins[new] = source
 
@@ -97,6 +96,11 @@ def _remove_path(content: dict[str, Any], path: str, origins: dict[str, str]) ->
             return
         content = inner
     content.pop(last, None)
+    _forget_origins(origins, path)
+
+
+def _forget_origins(origins: dict[str, str], path: str) -> None:
+    """Remove the sources of the value at `a.b.c` and of everything below it."""
     for leaf in [known for known in origins if known == path or known.startswith(f"{path}.")]:
         del origins[leaf]
 

@@ -40,7 +40,7 @@ ADVICE_ABOUT_MOVED: Mapping[str, str] = {
     "train.early_stopping.metric": "early_stopping.target is a value of best_checkpoint.metric: give both the same metric",
 }
 NODE_TYPE_SECTIONS = ("cluster", "pricing", "search")
-"""Sections of a job that a node type may have."""
+"""Sections of which a node type, or a site file, may give a part. Kept here because the command line imports it without pydantic."""
 FALLING_METRICS = ("loss", "perplexity")
 """Metrics of which less is better."""
 
@@ -113,13 +113,19 @@ def replace_old_keys(content: Any, *, prefix: str = "", source: str | None = Non
         prefix: path of `content` in the job, ending in a dot; empty for the whole job.
         source: where a user has written `content`; renamed keys are reported by an `OldKeyWarning`. None: no warnings.
     """
-    return _replace(content, prefix, _get_path_in_tables(prefix), source)
+    return _replace_in_section(content, prefix, _get_path_in_tables(prefix), source)
 
 
-def _replace(content: Any, prefix: str, table_prefix: str, source: str | None) -> Any:
-    """Do the same; `table_prefix` is the path without node_types.NAME, below which keys are the same as in the job."""
+def _replace_in_section(content: Any, prefix: str, table_prefix: str, source: str | None) -> Any:
+    """Replace the old keys of one section, as `replace_old_keys` does.
+
+    `table_prefix` is `prefix` without node_types.NAME, below which keys are the same as in the job.
+    """
     if isinstance(content, list | tuple):
-        return [_replace(item, prefix, table_prefix, source) if isinstance(item, Mapping) else item for item in content]
+        return [
+            _replace_in_section(item, prefix, table_prefix, source) if isinstance(item, Mapping) else item
+            for item in content
+        ]
     if not isinstance(content, Mapping):
         return content
     replaced = {}
@@ -139,7 +145,7 @@ def _replace(content: Any, prefix: str, table_prefix: str, source: str | None) -
         elif inner[:-1] not in _PARENTS and inner != "node_types.":
             replaced[name] = value
             continue
-        section = _replace(value, f"{prefix}{name}.", inner, source)
+        section = _replace_in_section(value, f"{prefix}{name}.", inner, source)
         # A section of removed keys alone goes; of a measurement they were its default settings.
         if section != {} or value == {} or inner[:-1] in MEASUREMENTS:
             replaced[name] = section
@@ -229,14 +235,13 @@ def _list_measurements(train: dict[str, Any], source: str | None) -> list[tuple[
     for path, name in MEASUREMENTS.items():
         key = path.rpartition(".")[2]
         value = train.get(key)
-        is_switch = key in train and (
-            value is None or isinstance(value, bool) or value == {}
-        )  # {}: of default settings
+        had_default_settings = value == {}
+        is_switch = key in train and (value is None or isinstance(value, bool) or had_default_settings)
         if not is_switch or not isinstance(listed, list | tuple | set | None):
             continue
         del train[key]
         others = [entry for entry in listed or () if entry != name]
-        is_on = value is True or value == {}
+        is_on = value is True or had_default_settings
         if listed is not None or is_on:
             listed = train["diagnostics"] = [*others, name] if is_on else others
         moved.append((path, "train.diagnostics" if listed is not None else ""))
@@ -311,9 +316,8 @@ def remove_old_keys(content: Any, *, table_prefix: str = "") -> Any:
     remaining = {}
     for key, value in content.items():
         path = f"{table_prefix}{key}"
-        if (
-            path in REMOVED or path in MOVED
-        ) and path != "pricing.date":  # of a node type: joined with the job's source
+        is_joined_later = path == "pricing.date"  # of a node type, with the source of the job
+        if (path in REMOVED or path in MOVED) and not is_joined_later:
             continue
         inner = "" if table_prefix == "node_types." else f"{path}."
         is_parent = inner in ("", "node_types.") or path in _PARENTS

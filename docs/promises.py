@@ -1,4 +1,4 @@
-"""What tests promise of faults: the table of docs/what-happens-when.md, from their marks `promise`.
+"""What tests promise of faults: the table of docs/reference/what-happens-when.md, from their marks `promise`.
 
 The tests are read, not imported: that would take torch and a cluster.
 """

@@ -1,4 +1,4 @@
-"""Writes the pages of reference from what they are about: job-spec.md and commands.md from the code, what-happens-when.md from tests.
+"""Writes the pages of reference/ from what they are about: job-file.md and commands.md from the code, what-happens-when.md from tests.
 
     python docs/reference.py        # `make docs` runs it; a test compares what is committed with what it would write
 
@@ -32,7 +32,7 @@ from tula_cli.spec.old_keys import MEASUREMENTS, MOVED, REMOVED, RENAMED
 from tula_cli.spec.resources import Cluster, SiteBill
 from tula_cli.spec.scripts.placeholders import PLACEHOLDERS
 
-HERE = Path(__file__).parent
+REFERENCE = Path(__file__).parent / "reference"
 NOTE = "<!-- Written by docs/reference.py from the code; edit that instead. -->"
 PLAIN = {
     int: "integer",
@@ -75,7 +75,7 @@ def job_spec() -> str:
 
 SPEC_HEAD = """All keys of the job file with type, default and meaning. An unknown key is an error that names the nearest known key.
 `batch` is global: samples per optimizer step over all GPUs; `local_batch` is the batch of one GPU. `tula init` writes a file with
-comments; [getting started](getting-started.md#the-job-file) shows the smallest useful file and how settings are resolved."""
+comments; [getting started](../tutorial/quickstart.md#the-job-file) shows the smallest useful file and how settings are resolved."""
 
 
 def _old_keys() -> str:
@@ -309,9 +309,9 @@ def _link(test: str) -> str:
     return f"`{module}`: {name.removeprefix('test_').replace('_', ' ')}"
 
 
-PAGES = {"job-spec.md": job_spec, "commands.md": commands, "what-happens-when.md": faults}
+PAGES = {"job-file.md": job_spec, "commands.md": commands, "what-happens-when.md": faults}
 
 
 if __name__ == "__main__":
     for name, page in PAGES.items():
-        (HERE / name).write_text(page(), encoding="utf-8")
+        (REFERENCE / name).write_text(page(), encoding="utf-8")

@@ -18,7 +18,7 @@ from tula_cli.spec.methods import METHODS
 from tula_cli.spec.yaml_text import parse_yaml
 
 ROOT = Path(__file__).parents[1]
-PAGES = {str(path.relative_to(ROOT)): path for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]}
+PAGES = {str(path.relative_to(ROOT)): path for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]}
 each_page = pytest.mark.parametrize("page", PAGES)
 
 
@@ -52,7 +52,7 @@ def test_readme_is_short() -> None:
 
 @pytest.mark.parametrize("page", reference.PAGES)
 def test_a_page_of_reference_is_what_the_code_says(page: str) -> None:
-    assert (ROOT / "docs" / page).read_text(encoding="utf-8") == reference.PAGES[page](), "run `make docs`"
+    assert (reference.REFERENCE / page).read_text(encoding="utf-8") == reference.PAGES[page](), "run `make docs`"
 
 
 def test_what_happens_when_tells_of_every_kind_of_fault_by_marks_of_tests(tmp_path: Path) -> None:
@@ -69,14 +69,14 @@ def test_what_happens_when_tells_of_every_kind_of_fault_by_marks_of_tests(tmp_pa
 
 
 def test_the_job_file_s_page_has_every_key() -> None:
-    page = text("docs/job-spec.md")
+    page = text("docs/reference/job-file.md")
     for section in {JobSpec, *(section for _, section in reference.walk_sections(JobSpec))}:
         assert all(f"| `{key}` |" in page for key in section.model_fields), section
     assert not re.findall(r"^\| `.*\|  \|$", page, re.MULTILINE), "say in a comment beside the key what it is"
 
 
 def test_every_training_method_has_its_words() -> None:
-    table = text("docs/accuracy.md").partition("## Methods")[2].partition("\n## ")[0]
+    table = text("docs/explanation/accuracy.md").partition("## Methods")[2].partition("\n## ")[0]
     assert set(METHODS) <= set(re.findall(r"`(\w+)`", table))
 
 

@@ -7,7 +7,7 @@ tula's model says, fitted to all that was measured:
 - the reference batch, the smallest that was measured, on the nodes on which it takes the fewest node-hours, or the least time;
 - every larger batch that was measured, fixed for the whole training: faster, and at a loss of accuracy that nothing here tells;
 - a batch that grows from the reference up to that (`train.ramp: auto`, which kept the small batch's accuracy in the trainings of
-  docs/accuracy.md), with the same nodes throughout, and with those that each stage is worth (`train.ramp_nodes: auto`).
+  docs/explanation/accuracy.md), with the same nodes throughout, and with those that each stage is worth (`train.ramp_nodes: auto`).
 
 The saving is that of the last by node-hours against the best reference batch, and against the same ramp with the same nodes; the
 speed-up is against the reference batch at its fastest. A change of nodes takes a start (--start), and none waits for nodes. The

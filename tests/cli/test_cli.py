@@ -926,7 +926,7 @@ def test_init_writes_a_job_around_a_command_and_tells_what_it_recognised():
 
 
 def test_the_page_of_scripts_shows_what_init_tells():
-    page = (ROOT / "docs/your-own-script.md").read_text()
+    page = (ROOT / "docs/how-to/own-script.md").read_text()
     first, _, shown = page.partition("```console\n$ tula ")[2].partition("```")[0].partition("\n")
     assert tula(*shlex.split(first), "-o", "job.yaml", "--force").out == shown
 

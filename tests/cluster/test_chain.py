@@ -1188,7 +1188,7 @@ DEATHS = [
 
 def table_of_endings() -> dict[str, list[str]]:
     """Return the rows of the table of endings in the documents, by class."""
-    page = (Path(__file__).parents[2] / "docs/commands.md").read_text().partition("## How a job ends")[2]
+    page = (Path(__file__).parents[2] / "docs/reference/commands.md").read_text().partition("## How a job ends")[2]
     rows = [
         [cell.strip() for cell in line.strip("|").split(" | ")] for line in page.splitlines() if line.startswith("| `")
     ]

@@ -1,4 +1,4 @@
-"""The scheduler of a small batch queue, written by what docs/schedulers.md says: `cluster.kind: tiny_queue:TinyQueue`."""
+"""The scheduler of a small batch queue, written by what docs/how-to/schedulers.md says: `cluster.kind: tiny_queue:TinyQueue`."""
 
 import json
 import shlex

@@ -15,7 +15,7 @@ from tula_cli.spec.resources import Cluster
 
 # --- The table of failure kinds
 #
-# Relaunches, chains, the commands that wait for a job and the table in docs/commands.md use it. The texts by which a failure is
+# Relaunches, chains, the commands that wait for a job and the table in docs/reference/commands.md use it. The texts by which a failure is
 # classified are in `FAILURE_PATTERNS`: several rows per class, in an order that decides.
 
 Next = Literal[
@@ -54,7 +54,7 @@ NEXT_WORDS: dict[Next, str] = {
     " before the first step, ends it, and the other jobs of the chain are taken out of the queue",
     "nothing": "it ends, and the other jobs of the chain are taken out of the queue",
 }
-"""Descriptions of these actions for docs/commands.md."""
+"""Descriptions of these actions for docs/reference/commands.md."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from tula_cli.version import __version__
 
 # --- Descriptions of keys
 #
-# The page of reference (docs/job-spec.md) and the JSON Schema are both made of them.
+# The page of reference (docs/reference/job-file.md) and the JSON Schema are both made of them.
 
 
 def walk_sections(section: type[Section], path: str = "") -> Iterator[tuple[str, type[Section]]]:

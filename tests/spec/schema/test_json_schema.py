@@ -29,7 +29,7 @@ def written() -> Iterator[tuple[str, str]]:
     """Yield every job or part of one that the project shows, with its place."""
     for folder in ("configs", "templates", "examples"):
         yield from ((str(path.relative_to(ROOT)), path.read_text()) for path in sorted((ROOT / folder).rglob("*.yaml")))
-    for page in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]:
+    for page in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]:
         for number, block in enumerate(re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)):
             yield f"{page.name}, {number}", block
     yield "from a command", make_job_from_command("torchrun train.py --batch-size 64 --lr 0.1 --epochs 9", "slurm").text

@@ -99,7 +99,7 @@ class Priors:
 PRIORS = Priors()
 """Fitted to public measurements; `benchmarks/replay/replay_priors.py` evaluates them on data to which they were not
 fitted. `additive` comes from step times whose synchronisation was hidden from the fit, and from the same times
-recomposed without any overlap, leaving out each application and each cluster once (docs/how-it-measures.md)."""
+recomposed without any overlap, leaving out each application and each cluster once (docs/explanation/how-it-measures.md)."""
 
 SHARDED = replace(PRIORS, level=Prior(PRIORS.level.mean + math.log(1.5), PRIORS.level.sd), forward=Prior(-3.0, 1.0))
 """Priors for a sharded model. Two all-gathers and a reduce-scatter move half as much again as an all-reduce, which is

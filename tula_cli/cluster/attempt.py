@@ -36,7 +36,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.files import is_run_gone
 from tula_cli.run.package import describe_upgrade
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
-from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask, RehearsalTask, Task, TrainTask
+from tula_cli.run.records.tasks import Task, TrainTask
 from tula_cli.spec.signature import compute_cluster_signature
 from tula_cli.version import __version__
 
@@ -89,23 +89,6 @@ def close_record(attempt: Attempt, reason: ExitReason) -> Attempt:
 def close_attempt(run: RunDir, attempt: Attempt, reason: ExitReason) -> None:
     """Record the outcome of an attempt."""
     run.write_attempt(close_record(attempt, reason))
-
-
-def compute_job_deadline(task: Task) -> float:
-    """Return the deadline (monotonic clock) of a job that starts now, over all attempts; infinite for a training."""
-    match task:
-        case TrainTask() | EvaluateTask():
-            return float("inf")
-        case ProbeTask() | RehearsalTask():
-            return time.monotonic() + 60 * task.spec.search.max_minutes
-        case CheckTask():
-            return time.monotonic() + 60 * CheckTask.MINUTES
-
-
-def _describe_overdue(task: Task) -> str:
-    if isinstance(task, CheckTask):
-        return f"stopped after {CheckTask.MINUTES:g} minutes"
-    return f"stopped after search.max_minutes: {task.spec.search.max_minutes:g}"
 
 
 @dataclass
@@ -337,7 +320,7 @@ class RunningAttempt:
             return None
         unseen = self._script is not None and not self._script.has_stepped
         why = f", and {describe_missing_step(self.run.log_path(self.task.id, self.attempt.number))}" if unseen else ""
-        return ExitReason("cancelled", _describe_overdue(self.task) + why)
+        return ExitReason("cancelled", self.task.timeout_message + why)
 
     def _judge_exit(self, exited: RankExit) -> ExitReason:
         if self._script is not None:

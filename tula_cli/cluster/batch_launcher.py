@@ -13,8 +13,6 @@ from pathlib import Path
 from tula_cli.cluster.chains import (
     YOUNG_WORDS,
     get_chain_state,
-    get_folder_patience,
-    get_time_limit,
     list_chain_tasks,
     list_nodes_of_links,
 )
@@ -159,12 +157,12 @@ class BatchLauncher:
             nodes=task.nodes,
             tasks_per_node=1 if task.spec.task_per_node else cluster.gpus_per_node,
             gpus_per_node=0 if cluster.device == "cpu" else cluster.gpus_per_node,
-            minutes=get_time_limit(task),
+            minutes=task.time_limit,
             after=tuple(after),
             folder=Path(task.workdir),
             logs=run.submitit_dir.absolute(),
             setup=(*scheduler_section.setup, *package.make_shell_lines(run.path)),
-            patience=get_folder_patience(task),
+            patience=task.folder_patience,
         )
 
     def script_text(self, run: RunDir, job: JobRequest, task: Task) -> str:
@@ -274,7 +272,7 @@ def _count_submitted_links(names: Sequence[str], queued: Mapping[str, Queued]) -
 
 def _resume_test_jobs(run: RunDir, task: Task) -> Sequence[str]:
     """Return the ids of the jobs that the first job of a training waits for."""
-    job = run.job(task.after) if isinstance(task, TrainTask) and task.after else None
+    job = run.job(task.predecessor) if task.predecessor else None
     return () if job is None else job.ids
 
 

@@ -7,17 +7,12 @@ from dataclasses import replace
 
 from tula_cli.cluster.scheduler import SchedulerState
 from tula_cli.run.records.jobs import Job
-from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask, RehearsalTask, Task, TrainTask
-from tula_cli.spec.slurm_options import ROOM
+from tula_cli.run.records.tasks import Task, TrainTask
 
 SPARE_LINKS = 2
 """Jobs of a chain beyond the predicted number, for preemptions, lost nodes and slow hardware."""
 MAX_LINKS = 50
 """Maximum jobs of one chain, as queues limit the jobs of a user; the same command resumes after the last one."""
-FOLDER_PATIENCE = 30
-"""Seconds for which a job waits for a folder that is unavailable."""
-TRAINING_PATIENCE = 600
-"""Maximum of the same for a job of a training, which waits for at most half of its time limit."""
 FIRST_DELAY, LONGEST_DELAY = 10, 30
 """Minimum and maximum minutes by which a job is delayed after one that did not start tula."""
 YOUNG_SECONDS = 30.0
@@ -71,28 +66,6 @@ def _count_links_needed(task: TrainTask, hours: float | None, limit: int, *, spa
 def list_nodes_of_links(task: Task) -> tuple[int, ...]:
     """Return the number of nodes that each job of a task requests."""
     return tuple(link.nodes for link in list_chain_tasks(task))
-
-
-def get_time_limit(task: Task) -> int:
-    """Return the time limit of a job in minutes, within the site's limit for its nodes (cluster.slurm.limits)."""
-    match task:
-        case ProbeTask() | RehearsalTask():
-            needed = math.ceil(task.spec.measuring_minutes())
-        case TrainTask() | EvaluateTask():
-            needed = task.spec.cluster.minutes
-        case CheckTask():
-            needed = math.ceil(CheckTask.MINUTES) + ROOM
-    longest = math.inf if task.spec.cluster.slurm is None else task.spec.cluster.slurm.longest(task.nodes)
-    return max(1, math.floor(min(needed, longest or needed)))
-
-
-def get_folder_patience(task: Task) -> int:
-    """Return the seconds for which a job waits for its folders.
-
-    Long for a job of a training, which should survive a file-system outage; short for other jobs, whose result a user
-    waits for and before which no job of the run has seen the folders.
-    """
-    return min(TRAINING_PATIENCE, 30 * get_time_limit(task)) if isinstance(task, TrainTask) else FOLDER_PATIENCE
 
 
 def start_delay(number: int) -> int:

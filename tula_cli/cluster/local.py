@@ -19,7 +19,7 @@ from tula_cli.host.processes import start_time
 from tula_cli.run import package
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, Job
-from tula_cli.run.records.tasks import ProbeTask, Task
+from tula_cli.run.records.tasks import Task
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.version import __version__
 from tula_cli.words import format_count, format_moment
@@ -42,7 +42,7 @@ class LocalLauncher:
         """Return a description of the processes that a job on this machine starts."""
         from tula_cli.cluster.scripts.start import preview_command  # for a dry run alone, not for each look at the jobs
 
-        world = task.nodes * task.spec.cluster.gpus_per_node
+        world = task.ranks
         description = f"{task.job} in {run.path.name}: {format_count(world, 'rank')} on this machine"
         return f"{description}\n{command}" if (command := preview_command(run, task)) else description
 
@@ -172,7 +172,7 @@ def draw_machine_ticket(run: RunDir, task: Task) -> Iterator[machine_lock.Ticket
         run: the run.
         task: task of the job.
     """
-    measures, ranks = isinstance(task, ProbeTask), task.nodes * task.spec.cluster.gpus_per_node
+    measures, ranks = task.is_timed, task.ranks
     gpus = [] if task.spec.cluster.device == "cpu" else [f"gpu {name}" for name in devices.list_lock_names(ranks)]
     cores = (
         machine_lock.list_core_devices() if not (gpus and measures) else []

@@ -20,7 +20,7 @@ from tula_cli.host import network
 from tula_cli.host.processes import adopt_orphans, become_child
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import LeaderCommand
-from tula_cli.run.records.tasks import CheckTask, Task
+from tula_cli.run.records.tasks import Task
 
 # --- The fork server
 #
@@ -173,10 +173,6 @@ class ForkServer:
 # --- Command, environment and folder of each rank
 
 
-def count_ranks(task: Task) -> int:
-    return task.nodes * task.spec.cluster.gpus_per_node
-
-
 def get_first_rank(allocation: Allocation, task: Task) -> int:
     """Return the lowest rank that a supervisor starts."""
     return allocation.index * count_ranks_of_supervisor(task)
@@ -214,7 +210,7 @@ def find_rendezvous_address(task: Task) -> str:
 
 def runs_script(task: Task) -> bool:
     """Return whether a task starts a script of the user; a check of nodes does not, even in a script's job."""
-    return task.spec.script is not None and not isinstance(task, CheckTask)
+    return task.spec.script is not None and task.runs_user_code
 
 
 def _uses_torchrun(task: Task) -> bool:
@@ -279,7 +275,7 @@ class RankStart:
             return [variables]
         # A rendezvous of the site's set-up lines, or of a shell, is not ours.
         variables = {name: value for name, value in variables.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
-        world = count_ranks(self.task)
+        world = self.task.ranks
         ranks = [(rank, rank) for rank in range(world)]
         if not allocation.is_local:
             ranks = [(allocation.index, allocation.local_index)]

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tula_cli.cluster.allocation import POLL, Allocation
-from tula_cli.cluster.attempt import RunningAttempt, close_attempt, close_record, compute_job_deadline, open_attempt
+from tula_cli.cluster.attempt import RunningAttempt, close_attempt, close_record, open_attempt
 from tula_cli.cluster.chains import start_delay
 from tula_cli.cluster.directory_watcher import ChangeWatcher
 from tula_cli.cluster.exit_reason import (
@@ -35,7 +35,6 @@ from tula_cli.cluster.local import draw_machine_ticket
 from tula_cli.cluster.node_log import RankOutput
 from tula_cli.cluster.rank_processes import (
     RankSpawner,
-    count_ranks,
     find_rendezvous_address,
     get_first_rank,
     runs_script,
@@ -311,7 +310,7 @@ class Supervisor:
 
     def _await_resume_test(self, task: Task) -> None:
         """Wait for the resume test that precedes a training on this machine; on a scheduler, job dependencies do so."""
-        job = self.run.job(task.after) if isinstance(task, TrainTask) and task.after else None
+        job = self.run.job(task.predecessor) if task.predecessor else None
         while job is not None and start_time(int(job.scheduler_id)) == job.process_started:
             if self.run.is_cancelled(task.job):
                 return
@@ -334,7 +333,7 @@ class Supervisor:
 
     def _lead_task(self, first_task: Task) -> None:
         self._end_delay(self._later_links(first_task))
-        ends = compute_job_deadline(first_task)
+        ends = time.monotonic() + first_task.timeout
         task = self._resume_from_links(first_task)
         while task is not None and not is_over(self.run, task):
             if isinstance(task, TrainTask) and task.stages and not self.allocation.has_nodes(task.nodes):
@@ -346,7 +345,7 @@ class Supervisor:
             self._under_way = (task, attempt)
             try:
                 require_resumable(self.run, task)
-                ranks, meeting = count_ranks(task), find_rendezvous_address(task)
+                ranks, meeting = task.ranks, find_rendezvous_address(task)
             except JobFailed as error:
                 reason = ExitReason("user", f"{error.message}; {error.hint}", host=get_node_name())
                 make_next_task(self.run, task, reason, 0)
@@ -553,7 +552,7 @@ class Supervisor:
             task, attempt = self._read_subject(command.task, command.attempt)
             if get_first_rank(self.allocation, task) >= command.ranks:
                 continue  # a smaller number of nodes is being measured
-            ends = deadlines.setdefault(task.id, compute_job_deadline(task))
+            ends = deadlines.setdefault(task.id, time.monotonic() + task.timeout)
             self._under_way = (task, attempt)
             self._running_attempt(task, attempt, command, ends).run_to_exit()
             self._under_way = None
@@ -646,8 +645,7 @@ class Supervisor:
     def _close_lost(self, task: Task) -> None:
         """Close attempts whose supervisor was killed: at the last change of their log, with the scheduler's reason."""
         run = self.run
-        attempts = run.training(task.signature).attempts() if isinstance(task, TrainTask) else run.attempts(task.id)
-        for lost in attempts:
+        for lost in run.attempts_of(task):
             if lost.ended_at is not None:
                 continue
             recover_lost_attempt(run, lost)

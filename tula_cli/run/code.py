@@ -28,7 +28,7 @@ from tula_cli.run.imports import (
     list_files_of_imports,
     with_weights,
 )
-from tula_cli.run.records.tasks import CodeSnapshot, ProbeTask
+from tula_cli.run.records.tasks import CodeSnapshot
 from tula_cli.run.script_files import (
     NoCommandFile,
     describe_command,
@@ -139,7 +139,7 @@ def describe_user_code(spec: JobSpec) -> str:
 
 def find_measured_snapshot(run: RunDir) -> CodeSnapshot | None:
     """Return the newest snapshot with which the run's probes were submitted, or None if they ran no user code."""
-    names = {task.code for task in run.tasks() if isinstance(task, ProbeTask) and task.code}
+    names = {task.code for task in run.read().probe_tasks if task.code}
     snapshots = [snapshot for name in names if run.code_dir(name).is_dir() and (snapshot := run.code(name))]
     return max(snapshots, key=lambda snapshot: snapshot.taken_at, default=None)
 

@@ -296,6 +296,12 @@ class RunDir:
         attempts = [attempt for path in paths if (attempt := read_record(path, TypeAdapter(Attempt)))]
         return sorted(attempts, key=lambda attempt: (attempt.started_at, attempt.number))
 
+    def attempts_of(self, task: Task) -> list[Attempt]:
+        """Return the attempts of a task, oldest first; of a training, those of all its relaunches."""
+        paths = list_files(self.path / "attempts", task.attempt_files)
+        attempts = [attempt for path in paths if (attempt := read_record(path, TypeAdapter(Attempt)))]
+        return sorted(attempts, key=lambda attempt: (attempt.started_at, attempt.task, attempt.number))
+
     def write_failure(self, failure: Failure) -> None:
         write_with_news(self.path, f"failures/{failure.task}.{failure.attempt:03d}.{failure.rank:04d}.json", failure)
 

@@ -17,7 +17,7 @@ from tula_cli.run.records.probes import RESULT, Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import Comparison
 from tula_cli.run.records.scripts import Rehearsal
-from tula_cli.run.records.tasks import TASK, CheckTask, JobTask, Task, TrainTask
+from tula_cli.run.records.tasks import TASK, CheckTask, JobTask, ProbeTask, Task, TrainTask
 from tula_cli.run.training_run import TrainingRun
 
 Result = Measured | OutOfMemory | Failed
@@ -82,6 +82,16 @@ class Snapshot:
     def check_tasks(self) -> list[CheckTask]:
         """The tasks of `tula check --on-cluster`."""
         return [task for task in self._all_tasks if isinstance(task, CheckTask)]
+
+    @cached_property
+    def probe_tasks(self) -> list[ProbeTask]:
+        """The tasks that measure, by their ids."""
+        return [task for task in self._all_tasks if isinstance(task, ProbeTask)]
+
+    @cached_property
+    def train_tasks(self) -> list[TrainTask]:
+        """The tasks of all attempts of all trainings, by their ids."""
+        return [task for task in self._all_tasks if isinstance(task, TrainTask)]
 
     @cached_property
     def _tasks_by_job(self) -> Mapping[str, list[JobTask]]:
@@ -222,7 +232,7 @@ class Snapshot:
     def training_warnings(self) -> list[str]:
         """Warnings about trainings whose rows, weights or records are damaged; the remaining ones are shown."""
         snapshot = self if self.skip_damaged else Snapshot(self.path, skip_damaged=True)
-        signatures = dict.fromkeys(task.signature for task in snapshot.tasks if isinstance(task, TrainTask))
+        signatures = dict.fromkeys(task.signature for task in snapshot.train_tasks)
         begun_trainings = set(list_names(snapshot.path / "train")) if signatures else ()
         trainings = [snapshot.training(signature) for signature in signatures if signature in begun_trainings]
         for training in trainings:

@@ -21,7 +21,7 @@ from tula_cli.run.jobfile import compare_jobs, list_parts_with_data
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import JobFile, StepPart, StepParts
-from tula_cli.run.records.tasks import CodeSnapshot, ProbeTask
+from tula_cli.run.records.tasks import CodeSnapshot
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.spec.job import JobSpec
@@ -114,9 +114,8 @@ def compare_code(before: RunDir, after: RunDir) -> CodeDifference:
 
 def find_snapshot(run: RunDir) -> CodeSnapshot | None:
     """Return the newest code snapshot of a run's tasks, or None if there is none."""
-    tasks = run.tasks()
-    names = [task.code for task in tasks if isinstance(task, ProbeTask) and task.code]
-    names += [task.code for task in tasks if task.code]
+    tasks = run.read()
+    names = [task.code for task in (*tasks.probe_tasks, *tasks.tasks) if task.code]
     snapshots = [snapshot for name in dict.fromkeys(names) if (snapshot := run.code(name)) is not None]
     return max(snapshots, key=lambda snapshot: snapshot.taken_at, default=None)
 

@@ -102,8 +102,7 @@ def _find_training(run: RunDir, spec: JobSpec, signature: str | None, node_type:
     for number, part in enumerate(parts):
         snapshot = part.run.read()
         submitted = {job.id: job.submitted_at for job in snapshot.jobs}
-        tasks = [task for task in snapshot.tasks if isinstance(task, TrainTask)]
-        trainings += [(submitted.get(task.job, 0.0), number, part, task) for task in tasks]
+        trainings += [(submitted.get(task.job, 0.0), number, part, task) for task in snapshot.train_tasks]
     signatures = list(dict.fromkeys(task.signature for *_, task in trainings))
     if not signatures:
         raise BadMeasurements(

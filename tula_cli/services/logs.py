@@ -11,7 +11,6 @@ from pathlib import Path
 
 from tula_cli import words
 from tula_cli.cluster.rank_processes import (
-    count_ranks,
     count_ranks_of_supervisor,
     has_shared_node_log,
     has_tagged_lines,
@@ -192,7 +191,7 @@ class _LogReader:
 
     def _rank_count(self, log: _AttemptLog) -> int:
         task = self._task(log)
-        return log.first + 1 if task is None else count_ranks(task)
+        return log.first + 1 if task is None else task.ranks
 
     def _task(self, log: _AttemptLog) -> Task | None:
         if log.task not in self._tasks:

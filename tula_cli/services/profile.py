@@ -16,7 +16,7 @@ from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.imports import Source
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
-from tula_cli.run.records.tasks import ProbeTask, RehearsalTask, make_probe_id
+from tula_cli.run.records.tasks import MeasuringTask, ProbeTask, make_probe_id
 from tula_cli.services.allowed_nodes import warn_too_short
 from tula_cli.services.search import (
     Round,
@@ -186,15 +186,13 @@ def _collect_adaptive_inputs(
 
 def _list_begun_probes(run: RunDir) -> set[tuple[int, int]]:
     """Return all probes that were requested or have a result, as (nodes, local batch)."""
-    requested = {
-        (task.nodes, size) for task in run.tasks() if isinstance(task, ProbeTask) for size in task.local_batches
-    }
+    requested = {(task.nodes, size) for task in run.read().probe_tasks for size in task.local_batches}
     return requested | {(result.nodes, result.local_batch) for result in run.results() if _is_settled(result)}
 
 
 def count_measured_node_hours(run: RunDir) -> float:
     """Return the node-hours used by profiling so far, including resume tests and the first job that built the model."""
-    tasks = [task for task in run.tasks() if isinstance(task, ProbeTask | RehearsalTask)]
+    tasks = [task for task in run.tasks() if isinstance(task, MeasuringTask)]
     nodes = {task.id: task.nodes for task in tasks}
     return first_job.count_node_hours(run) + sum(
         nodes[attempt.task] * (attempt.ended_at - attempt.started_at) / 3600

@@ -9,7 +9,6 @@ from tula_cli.models.choice.grid import Limit
 from tula_cli.models.cost import count_work
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Measured
-from tula_cli.run.records.tasks import ProbeTask
 from tula_cli.services.search import choose_probes
 from tula_cli.spec.job import JobSpec
 from tula_cli.words import format_count
@@ -153,8 +152,8 @@ def choose_strategy(spec: JobSpec, *, dataset_size: int, largest: Limit, run: Ru
     """
     if spec.search.strategy != "auto":
         return spec
-    tasks = run.tasks() if run is not None and run.exists else []
-    begun_strategies = [task.spec.search.strategy for task in tasks if isinstance(task, ProbeTask)]
+    tasks = run.read().probe_tasks if run is not None and run.exists else []
+    begun_strategies = [task.spec.search.strategy for task in tasks]
     begun_strategies = [name for name in begun_strategies if name in ("sweep", "adaptive")]
     if begun_strategies:
         return _with_search_strategy(spec, begun_strategies[-1])

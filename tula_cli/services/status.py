@@ -263,7 +263,7 @@ def _list_planned_probes(tasks: Iterable[JobTask]) -> list[_PlannedProbe]:
     for task in tasks:
         if isinstance(task, ProbeTask):
             for local in task.local_batches:
-                batch = local * task.nodes * task.spec.cluster.gpus_per_node
+                batch = local * task.ranks
                 probes_by_id[task.nodes, local] = _PlannedProbe(
                     make_probe_id(task.nodes, local), ProbeConfiguration(task.nodes, local, batch)
                 )
@@ -511,12 +511,8 @@ def run_status(run: RunDir, launcher: Launcher, *, now: float, only: Set[str] | 
 
 def _is_between_rounds(files_snapshot: Snapshot) -> bool:
     """Return whether an adaptive search has results, and neither a training nor a recommendation has followed yet."""
-    adaptive_tasks = [
-        task for task in files_snapshot.tasks if isinstance(task, ProbeTask) and task.spec.search.strategy == "adaptive"
-    ]
-    has_begun = (
-        any(isinstance(task, TrainTask) for task in files_snapshot.tasks) or files_snapshot.recommendation is not None
-    )
+    adaptive_tasks = [task for task in files_snapshot.probe_tasks if task.spec.search.strategy == "adaptive"]
+    has_begun = bool(files_snapshot.train_tasks) or files_snapshot.recommendation is not None
     return bool(adaptive_tasks and files_snapshot.results) and not has_begun
 
 
@@ -817,7 +813,7 @@ CANCELLED = "the same command resumes from the newest checkpoint"
 
 def compute_micro_batch(task: TrainTask) -> int:
     """Return the number of samples that a GPU processes at a time."""
-    world = task.nodes * task.spec.cluster.gpus_per_node
+    world = task.ranks
     return task.batch // (world * task.spec.train.accumulate * task.splits)
 
 

@@ -74,7 +74,7 @@ def _render_settled_plan(plan: "ProfilePlan") -> Iterator["RenderableType"]:
         return
     made = make_table(("job", "nodes", "probes", "global batches", "local batches"), left=(0, 3, 4))
     for task in plan.tasks:
-        world = task.nodes * task.spec.cluster.gpus_per_node
+        world = task.ranks
         batches = list_numbers(local * world for local in task.local_batches)
         made.add_row(task.job, str(task.nodes), str(len(task.local_batches)), batches, list_numbers(task.local_batches))
     yield made

@@ -87,9 +87,7 @@ def run_task(task: Task, run: RunDir, attempt: int) -> None:
         check_nodes(task, run, attempt=attempt)
         return
     handover = run.handover_path(task.id, attempt)
-    with worker_ranks.join_process_group(
-        task.spec.cluster, handover=handover, listen=isinstance(task, ProbeTask)
-    ) as ranks:
+    with worker_ranks.join_process_group(task.spec.cluster, handover=handover, listen=task.is_timed) as ranks:
         device.configure_device(task.spec.train, ranks.device)
         datasets = build_datasets(task.spec)
         limit = task.spec.cluster.memory_per_gpu
@@ -166,7 +164,7 @@ def _find_current_local_batch(task: Task, run: RunDir) -> int | None:
     if isinstance(task, CheckTask | RehearsalTask):
         return None  # none, or that of a script
     if isinstance(task, TrainTask):
-        return task.batch // (task.nodes * task.spec.cluster.gpus_per_node)
+        return task.batch // task.ranks
     if isinstance(task, EvaluateTask):
         return task.local_batch
     return run.current_probe(task) or task.local_batches[-1]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from make_results import Truth, inspected, probe_all, spec
 
-from tula_cli.cluster.chains import get_time_limit, list_chain_tasks
+from tula_cli.cluster.chains import list_chain_tasks
 from tula_cli.errors import Infeasible, SpecError
 from tula_cli.run.directory import RunDir
 from tula_cli.services import profile, train
@@ -74,9 +74,9 @@ def test_a_chain_of_too_many_jobs_is_left_out(tmp_path):
 def test_jobs_ask_for_no_more_than_their_bin(tmp_path):
     run = measured(tmp_path, job(FRONTIER))
     planned = train.plan_training(run, run.spec(), nodes=2, batch=256, inspect=lambda _: inspected())
-    assert get_time_limit(planned.task) == 30
+    assert planned.task.time_limit == 30
     longer = train.plan_training(run, run.spec(), nodes=8, batch=256, inspect=lambda _: inspected())
-    assert get_time_limit(longer.task) == 720
+    assert longer.task.time_limit == 720
     assert len(list_chain_tasks(planned.task)) > len(list_chain_tasks(longer.task))
     with pytest.raises(
         SpecError, match=r"16 nodes: the site lets no job have so many \(cluster.slurm.limits: up to 2 nodes 0.5 h"

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 
 from tula_cli.cluster.exit_reason import ExitReason
-from tula_cli.cluster.rank_processes import count_ranks, runs_script
+from tula_cli.cluster.rank_processes import runs_script
 from tula_cli.cluster.scripts.placeholders import get_learning_rate, get_script
 from tula_cli.cluster.scripts.resume_test import ResumeTest
 from tula_cli.cluster.scripts.training import ScriptTraining, describe_missing_step
@@ -49,7 +49,7 @@ def build_probe_result(
     Raises:
         NotMeasured: the results of the ranks are insufficient, or contradict the settings.
     """
-    world = count_ranks(task)
+    world = task.ranks
     steps = _select_counted_steps(ranks, log)
     first_rank = ranks[0]
     waits = [step.wait for step in steps if step.wait is not None]
@@ -244,7 +244,7 @@ def make_leader_command(run: RunDir, task: Task, *, attempt: int, ranks: int, me
     update: dict[str, object]
     match task:
         case ProbeTask():
-            update = {"batch": (run.current_probe(task) or 0) * count_ranks(task)}
+            update = {"batch": (run.current_probe(task) or 0) * task.ranks}
         case RehearsalTask():
             start = ResumeTest(run, task).first_start()
             update = {"batch": start.batch, "checkpoint": start.checkpoint, "rehearsal": start}
@@ -260,9 +260,9 @@ def require_resumable(run: RunDir, task: Task) -> None:
     Raises:
         JobFailed: the script cannot resume from its checkpoint.
     """
-    if not (isinstance(task, TrainTask) and task.after):
+    if not task.predecessor:
         return
-    resume_test = ResumeTestRecords(run.path).read(task.after)
+    resume_test = ResumeTestRecords(run.path).read(task.predecessor)
     if resume_test is not None and resume_test.verdict == "none":
         raise JobFailed(
             f"not started: its script cannot go on after an interruption: {'; '.join(resume_test.faults)}",

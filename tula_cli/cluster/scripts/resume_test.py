@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from tula_cli.cluster.exit_reason import ExitReason
-from tula_cli.cluster.rank_processes import count_ranks
 from tula_cli.cluster.scripts import training
 from tula_cli.cluster.scripts.placeholders import ScriptProcess, get_script, list_placeholder_values
 from tula_cli.models.resuming import judge_resume_test
@@ -168,7 +167,7 @@ class ResumeTest:
             )
         can_halve = last_start.phase == "same" and last_start.ended == "ended" and last_start.steps
         half = last_start.batch // 2
-        if not can_halve or last_start.batch % 2 or half % (count_ranks(self.task) * self.task.spec.train.accumulate):
+        if not can_halve or last_start.batch % 2 or half % (self.task.ranks * self.task.spec.train.accumulate):
             return None
         return self._resuming_start("half", begins[-1], half, remaining)
 
@@ -216,7 +215,7 @@ class ResumeTest:
         """Return length and batch of another first start (shorter, longer, or with less memory), or None."""
         last_begin, full_length = begins[-1], get_script(self.task.spec).length
         if last_begin.ended == "failed":
-            half, micro_batches = last_begin.batch // 2, count_ranks(self.task) * self.task.spec.train.accumulate
+            half, micro_batches = last_begin.batch // 2, self.task.ranks * self.task.spec.train.accumulate
             fits = last_begin.outcome == "device_oom" and half >= micro_batches and half % micro_batches == 0
             return (last_begin.length, half) if fits else None
         if last_begin.ended == "ended" and not _is_usable(last_begin) and last_begin.length != full_length:
@@ -289,8 +288,8 @@ class ResumeTest:
         size = size or (killed.dataset if killed is not None else None) or self._measured_size
         if start.phase != "begin":
             size = self.record.starts[-1].dataset_size
-        steps, samples = count_trained(rows, start.batch // count_ranks(self.task))
-        world = count_ranks(self.task)
+        steps, samples = count_trained(rows, start.batch // self.task.ranks)
+        world = self.task.ranks
         observation = Rehearsed(
             phase=start.phase, batch=start.batch, length=start.length, whole=_count_samples_of_length(self.task, start.length, size),
             ended="ended", seconds=time.time() - attempt.plan_path.stat().st_mtime, steps=steps, samples=samples * world,

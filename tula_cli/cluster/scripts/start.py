@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tula_cli.cluster.allocation import Allocation
-from tula_cli.cluster.rank_processes import RankCommand, count_ranks, runs_script
+from tula_cli.cluster.rank_processes import RankCommand, runs_script
 from tula_cli.cluster.scripts import methods, placeholders
 from tula_cli.cluster.scripts.methods import copy_shim
 from tula_cli.cluster.scripts.placeholders import ScriptProcess, get_script
@@ -241,7 +241,7 @@ def preview_command(run: RunDir, task: Task) -> str:
     """
     if not isinstance(task, ProbeTask | TrainTask) or not runs_script(task):
         return ""
-    world = count_ranks(task)
+    world = task.ranks
     batch = task.batch if isinstance(task, TrainTask) else task.local_batches[0] * world
     command = LeaderCommand(task=task.id, attempt=1, ranks=world, meeting="127.0.0.1:0", batch=batch)
     start = ScriptStart(run, Allocation(0, 1, environ={}), task, command)

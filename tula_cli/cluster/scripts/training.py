@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tula_cli.cluster.exit_reason import ExitReason
-from tula_cli.cluster.rank_processes import count_ranks, has_tagged_lines
+from tula_cli.cluster.rank_processes import has_tagged_lines
 from tula_cli.cluster.scripts.methods import summarize_scaling
 from tula_cli.cluster.scripts.placeholders import ScriptProcess, get_learning_rate, get_script, list_placeholder_values
 from tula_cli.errors import BadMeasurements
@@ -290,7 +290,7 @@ class ScriptTraining:
 
     @property
     def world(self) -> int:
-        return count_ranks(self.task)
+        return self.task.ranks
 
     # --- where it goes on
 
@@ -800,7 +800,7 @@ def list_possible_micro_batches(run: RunDir, task: TrainTask) -> MicroBatches:
     number = attempts[-1].number if attempts else 1
     batch_norms = [failure.batch_norm for failure in ScriptAttempt(run.path, task.id, number).failures()]
     norms = {norm for norm in batch_norms if norm is not None} or {"batch"}
-    world, micro_batches = count_ranks(task), task.spec.train.accumulate
+    world, micro_batches = task.ranks, task.spec.train.accumulate
     over = [1] * ("batch" in norms) or [world] * ("sync" in norms)
     limits = [make_batch_norm_limit(ranks=ranks) for ranks in over]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from tula_cli.cluster.batch_launcher import find_queued, submit_script
-from tula_cli.cluster.chains import YOUNG_SECONDS, get_folder_patience
+from tula_cli.cluster.chains import YOUNG_SECONDS
 from tula_cli.cluster.inspection import (
     INSPECTION_TIMEOUT,
     PROGRAM,
@@ -123,7 +123,7 @@ def render_inspection_script(run: RunDir, spec: JobSpec) -> str:
 
     task = CheckTask(id="inspection", job="inspection", spec=spec, workdir=str(Path.cwd()), nodes=1)
     require_plain_path(run.path)
-    writer = ScriptWriter(run.submitit_dir, patience=get_folder_patience(task))
+    writer = ScriptWriter(run.submitit_dir, patience=task.folder_patience)
     options = {"job_name": _make_job_name(run), "ntasks_per_node": 1, "time": MINUTES}
     writer.update_parameters(**{**make_submitit_parameters(run, task), **options})
     return writer.text(f"{get_interpreter_command(spec)} -m {PROGRAM} {shlex.quote(str(_get_spec_path(run)))}")

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from tula_cli.assets import find_site_asset
-from tula_cli.cluster.chains import get_time_limit
 from tula_cli.errors import SpecError
 from tula_cli.run import package
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.tasks import CheckTask, Task, TrainTask
+from tula_cli.run.records.tasks import CheckTask, Task
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import FEWEST_WORKERS
 from tula_cli.spec.signature import compute_cluster_signature
@@ -51,7 +50,7 @@ def make_submitit_parameters(
         SpecError: a file that the spec names cannot be read.
     """
     slurm = _get_slurm_section(task.spec)
-    minutes = get_time_limit(task)
+    minutes = task.time_limit
     names = ("partition", "account", "qos", "constraint")
     options = {key: value for key in names if (value := getattr(slurm, key))}
     if nodes := list_excluded_nodes(run, task):
@@ -82,8 +81,7 @@ def list_excluded_nodes(run: RunDir, task: Task, *, also: str = "") -> str:
         task: the first task of the job.
         also: a faulty node that is not recorded yet.
     """
-    attempts = run.training(task.signature).attempts() if isinstance(task, TrainTask) else run.attempts(task.id)
-    recent = [attempt for attempt in attempts if attempt.started_at > time.time() - FAULT_SECONDS]
+    recent = [attempt for attempt in run.attempts_of(task) if attempt.started_at > time.time() - FAULT_SECONDS]
     section = compute_cluster_signature(task.spec.cluster)
     faulty = [attempt.host for attempt in recent if attempt.outcome == "device_fault" and attempt.cluster == section]
     return ",".join(dict.fromkeys(filter(None, [_get_slurm_section(task.spec).exclude, *faulty, also])))

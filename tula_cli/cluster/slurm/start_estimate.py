@@ -4,7 +4,6 @@ import re
 import tempfile
 from pathlib import Path
 
-from tula_cli.cluster.chains import get_time_limit
 from tula_cli.cluster.slurm.command import call_slurm
 from tula_cli.cluster.slurm.queue import parse_time
 from tula_cli.cluster.slurm.scheduler import make_sbatch_environment
@@ -40,7 +39,7 @@ def estimate_start(run: RunDir, spec: JobSpec, *, nodes: int, batch: int, now: f
         id=_JOB, job=_JOB, spec=spec, workdir=str(Path.cwd()), nodes=nodes, signature=_JOB, attempt=1,
         ladder=(Rung(batch=batch),), workers=spec.train.workers,
     )  # fmt: skip
-    minutes = get_time_limit(task)
+    minutes = task.time_limit
     try:
         script_text = render_job_script(run, task)
         with tempfile.TemporaryDirectory(prefix="tula-") as folder:

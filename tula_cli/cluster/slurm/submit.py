@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tula_cli.cluster.batch_launcher import BatchLauncher
-from tula_cli.cluster.chains import count_links, get_folder_patience, start_delay
+from tula_cli.cluster.chains import count_links, start_delay
 from tula_cli.cluster.local import run_supervisor
 from tula_cli.cluster.scheduler import JobRequest, Queued
 from tula_cli.cluster.slurm.sbatch import get_job_python, make_submitit_parameters
@@ -86,7 +86,7 @@ def render_job_script(run: RunDir, task: Task, *, name: str | None = None, depen
     from tula_cli.cluster.slurm.script import ScriptWriter  # submitit: of use to those who submit alone
 
     require_plain_path(run.path)
-    writer = ScriptWriter(run.submitit_dir, patience=get_folder_patience(task), python=get_job_python(task))
+    writer = ScriptWriter(run.submitit_dir, patience=task.folder_patience, python=get_job_python(task))
     writer.update_parameters(**make_submitit_parameters(run, task, name=name, dependency=dependency))
     return writer.text()
 

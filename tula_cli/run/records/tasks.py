@@ -1,5 +1,6 @@
 """Tasks: the parameters of what a job measures, trains, evaluates or checks."""
 
+import math
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter
@@ -7,7 +8,13 @@ from pydantic import Field, TypeAdapter
 from tula_cli.run.records.base import Record
 from tula_cli.run.records.recommendations import Prediction, Stage
 from tula_cli.spec.sections import Workers
+from tula_cli.spec.slurm_options import ROOM
 from tula_cli.spec.stored import StoredSpec
+
+FOLDER_PATIENCE = 30
+"""Seconds for which a job waits for a folder that is unavailable."""
+TRAINING_PATIENCE = 600
+"""Maximum of the same for a job of a training, which waits for at most half of its time limit."""
 
 
 class Rung(Record):
@@ -20,18 +27,95 @@ class Rung(Record):
     ] = {}  # with each micro-batch in so many parts, of the first rung, where that is predicted
 
 
-class ProbeTask(Record):
-    """A job that measures local batches, ascending, on one number of nodes."""
+class BaseTask(Record):
+    """The fields of every task, and the answers of most: a task overrides those in which it differs."""
 
-    kind: Literal["probe"] = "probe"
     id: str
     job: str
     spec: StoredSpec
     workdir: str
     nodes: int
+    code: str = ""  # the snapshot of the user's code that runs; empty where the spec names none
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.spec.cluster.gpus_per_node
+
+    @property
+    def attempt_files(self) -> str:
+        """Pattern of the file names of its attempts; of a training, those of all its relaunches."""
+        return f"{self.id}.*.json"
+
+    @property
+    def predecessor(self) -> str:
+        """The job that must be over before this one starts; empty if there is none."""
+        return ""
+
+    @property
+    def micro_batch_splits(self) -> int:
+        """Parts in which each micro-batch is computed."""
+        return 1
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether its step times are measurements, which other programs on the machine would falsify."""
+        return False
+
+    @property
+    def runs_user_code(self) -> bool:
+        """Whether it runs code of the user; if not, it runs tula's worker even for a job with a script."""
+        return True
+
+    # --- how long it may take
+
+    @property
+    def timeout(self) -> float:
+        """Seconds after which its supervisor stops it, over all attempts; infinite if only the job's limit applies."""
+        return math.inf
+
+    @property
+    def timeout_message(self) -> str:
+        return f"stopped after search.max_minutes: {self.spec.search.max_minutes:g}"
+
+    @property
+    def time_limit(self) -> int:
+        """Time limit of its job in minutes, within the site's limit for its nodes (cluster.slurm.limits)."""
+        needed, slurm = self._minutes_needed, self.spec.cluster.slurm
+        longest = math.inf if slurm is None else slurm.longest(self.nodes)
+        return max(1, math.floor(min(needed, longest or needed)))
+
+    @property
+    def _minutes_needed(self) -> int:
+        return self.spec.cluster.minutes
+
+    @property
+    def folder_patience(self) -> int:
+        """Seconds for which its job waits for unavailable folders: few, as a user waits for the result."""
+        return FOLDER_PATIENCE
+
+
+class MeasuringTask(BaseTask):
+    """A task that may take `search.max_minutes`: a probe or a resume test."""
+
+    @property
+    def timeout(self) -> float:
+        return 60 * self.spec.search.max_minutes
+
+    @property
+    def _minutes_needed(self) -> int:
+        return math.ceil(self.spec.measuring_minutes())
+
+
+class ProbeTask(MeasuringTask):
+    """A job that measures local batches, ascending, on one number of nodes."""
+
+    kind: Literal["probe"] = "probe"
     local_batches: tuple[int, ...]
     skip: tuple[int, ...] = ()  # those that failed in this job already; the supervisor goes on with the others
-    code: str = ""  # the snapshot of the user's code that runs; empty where the spec names none
+
+    @property
+    def is_timed(self) -> bool:
+        return True
 
 
 def make_probe_id(nodes: int, local_batch: int) -> str:
@@ -48,15 +132,13 @@ def make_probe_identity(task: ProbeTask, local_batch: int) -> dict[str, Any]:
     }
 
 
-class TrainTask(Record):
-    """A job that trains: the first rung is this attempt's batch, the others are its OOM fallbacks."""
+class TrainTask(BaseTask):
+    """A job that trains: the first rung is this attempt's batch, the others are its OOM fallbacks.
+
+    Its id is train-<signature>-<attempt>, its job train-<signature>; `nodes` are those of this attempt.
+    """
 
     kind: Literal["train"] = "train"
-    id: str  # train-<signature>-<attempt>
-    job: str  # train-<signature>
-    spec: StoredSpec
-    workdir: str
-    nodes: int  # of this attempt
     signature: str
     attempt: int  # from 1
     ladder: tuple[Rung, ...]  # descending batches
@@ -67,11 +149,27 @@ class TrainTask(Record):
     max_lr_factor: float | None = None  # after a growing batch diverged, in place of the job's; None: the job's
     cause: str = ""  # why this is a relaunch
     after: str = ""  # the job of a rehearsal that comes first: what that finds may forbid this
-    code: str = ""  # the snapshot of the user's code that runs; empty where the spec names none
 
     @property
     def batch(self) -> int:
         return self.ladder[0].batch
+
+    @property
+    def attempt_files(self) -> str:
+        return f"{self.job}-*.json"
+
+    @property
+    def predecessor(self) -> str:
+        return self.after
+
+    @property
+    def micro_batch_splits(self) -> int:
+        return self.splits
+
+    @property
+    def folder_patience(self) -> int:
+        """Many seconds, because a training should survive an outage of the file system."""
+        return min(TRAINING_PATIENCE, 30 * self.time_limit)
 
     @property
     def own_nodes(self) -> int:
@@ -90,50 +188,55 @@ class TrainTask(Record):
         return rung.prediction if self.splits == 1 else rung.cut.get(self.splits)
 
 
-class RehearsalTask(Record):
-    """A job that tests how a script resumes: steps, a save, kill -9, then resumes at this batch and at half of it."""
+class RehearsalTask(MeasuringTask):
+    """A job that tests how a script resumes: steps, a save, kill -9, then resumes at this batch and at half of it.
+
+    Its id is rehearse-<key>-<number>.
+    """
 
     kind: Literal["rehearse"] = "rehearse"
-    id: str  # rehearse-<key>-<number>
-    job: str
-    spec: StoredSpec
-    workdir: str
-    nodes: int
     key: str  # rehearsal_signature
     batch: int
-    code: str = ""  # as in the others
 
 
-class EvaluateTask(Record):
-    """A job that evaluates the weights of a training: `tula evaluate`."""
+class EvaluateTask(BaseTask):
+    """A job that evaluates the weights of a training: `tula evaluate`.
+
+    Its id is evaluate-<signature>-<key>. `spec` is the training's, with the test set, the metrics and the cluster of
+    now, and `code` that of the training.
+    """
 
     kind: Literal["evaluate"] = "evaluate"
-    id: str  # evaluate-<signature>-<key>
-    job: str
-    spec: StoredSpec  # the training's, with the test set, the metrics and the cluster of now
-    workdir: str
-    nodes: int
     signature: str  # of the training
     key: str  # of the evaluation among those of the training
     weights: str  # best, last, or the path of a file
     path: str  # of the file, absolute
     samples: int | None  # that it was trained on; None of a file of the user's own
     local_batch: int  # one GPU's
-    code: str = ""  # as in the others: that of the training
 
 
-class CheckTask(Record):
+class CheckTask(BaseTask):
     """A short job that examines the nodes of a site: `tula check --on-cluster`."""
 
     MINUTES: ClassVar[float] = 3.0  # the most it may take
 
     kind: Literal["check"] = "check"
-    id: str
-    job: str
-    spec: StoredSpec
-    workdir: str
-    nodes: int
-    code: str = ""  # as in the others; a check runs none of the user's code
+
+    @property
+    def runs_user_code(self) -> bool:
+        return False
+
+    @property
+    def timeout(self) -> float:
+        return 60 * self.MINUTES
+
+    @property
+    def timeout_message(self) -> str:
+        return f"stopped after {self.MINUTES:g} minutes"
+
+    @property
+    def _minutes_needed(self) -> int:
+        return math.ceil(self.MINUTES) + ROOM
 
 
 class CodeSnapshot(Record):

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import open_to_append
-from tula_cli.run.records.tasks import TrainTask
 from tula_cli.services.events import Event, WarningEvent
 from tula_cli.services.exporting.destination import FOLDER
 
@@ -86,7 +85,7 @@ class BackgroundExport:
 
 def _has_training(run: RunDir, jobs: Sequence[str] | None) -> bool:
     """Return whether one of the jobs trains."""
-    return jobs is None or any(isinstance(task, TrainTask) and task.job in jobs for task in run.tasks())
+    return jobs is None or any(task.job in jobs for task in run.read().train_tasks)
 
 
 def send_beside(run: RunDir, jobs: Sequence[str] | None, waiting: Iterable[Event]) -> Iterator[Event]:

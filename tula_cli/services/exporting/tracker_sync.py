@@ -248,9 +248,8 @@ class Session:
 def _list_trainings(look: Snapshot) -> list[list[TrainTask]]:
     """Return the tasks of each training, first attempt first."""
     tasks_by_signature = defaultdict[str, list[TrainTask]](list)
-    for task in look.tasks:
-        if isinstance(task, TrainTask):
-            tasks_by_signature[task.signature].append(task)
+    for task in look.train_tasks:
+        tasks_by_signature[task.signature].append(task)
     return [sorted(tasks, key=lambda task: task.attempt) for tasks in tasks_by_signature.values()]
 
 

@@ -194,7 +194,7 @@ def list_newest_trainings(material: Material) -> list[TrainingMaterial]:
 def _find_newest_training(part_material: PartMaterial) -> Iterator[TrainingMaterial]:
     comparison = part_material.part.run.comparison()
     compared = {cell.signature for cell in comparison.cells} if comparison is not None else set()
-    tasks = [task for task in part_material.look.tasks if isinstance(task, TrainTask)]
+    tasks = part_material.look.train_tasks
     own_tasks = [task for task in tasks if task.signature not in compared] or tasks
     submitted = {job.id: job.submitted_at for job in part_material.look.jobs}
     newest = max(own_tasks, key=lambda task: (submitted.get(task.job, 0.0), task.attempt), default=None)

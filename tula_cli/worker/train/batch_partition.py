@@ -31,7 +31,7 @@ def compute_batch_sizes(task: LoopTask, *, batch: int, world: int, dataset_size:
         SpecError: a batch does not divide among ranks and micro-batches, or is larger than the dataset.
     """
     spec = task.spec
-    splits = task.splits if isinstance(task, TrainTask) else 1
+    splits = task.micro_batch_splits
     _check_batch(spec, batch, world=world, splits=splits, dataset_size=dataset_size)
     micro_batches_of_step = count_micro_batches_per_rank(spec, world)
     ramp = None

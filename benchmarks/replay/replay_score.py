@@ -14,6 +14,7 @@ from replay_data import MeasuredSet, Offer, Where
 from tula_cli.models.choice import adaptive, objective
 from tula_cli.models.time import steptime
 from tula_cli.models.time.steptime import Estimate, Observation
+from tula_cli.query import Curve
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.services import search
 from tula_cli.spec.sections import Search
@@ -218,7 +219,7 @@ class Choices:
     measured: MeasuredSet
     believed: Mapping[Where, Estimate] = field(repr=False)
 
-    def regrets(self, wanted: objective.Curve) -> Regrets:
+    def regrets(self, wanted: Curve) -> Regrets:
         believed, true = predictions(self.measured, self.believed), truth(self.measured)
         regrets = []
         for cap in sorted({row.batch for row in true}):
@@ -239,7 +240,7 @@ class Choices:
         return KneeMissed(round(math.log2(found / true)), max(0.0, times[found] / times[true] - 1))
 
 
-def _value(row: Prediction, wanted: objective.Curve) -> float:
+def _value(row: Prediction, wanted: Curve) -> float:
     return row.hours if wanted == "time" else row.cost
 
 

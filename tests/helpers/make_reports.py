@@ -9,6 +9,7 @@ import make_runs as make
 from make_results import Truth, measured, of_a_script, out_of_memory, with_noise
 from make_results import spec as job_spec
 
+from tula_cli.query import Query
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import Cell, Comparison
 from tula_cli.services import recommend as recommending
@@ -47,7 +48,9 @@ def script_job() -> Any:
 
 def answered(run: RunDir, objective: Any = "time") -> RunDir:
     """Return the run with an answer that training takes."""
-    recommending.store_answer(run, run.spec(), recommending.recommend(run, run.spec(), objective=objective, now=1.0))
+    recommending.store_answer(
+        run, run.spec(), recommending.recommend(run, run.spec(), Query(objective=objective), now=1.0)
+    )
     return run
 
 

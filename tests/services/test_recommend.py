@@ -17,6 +17,7 @@ from make_results import MIB, Truth, measured, of_a_script, out_of_memory, probe
 
 from tula_cli.errors import BadMeasurements, Infeasible, Pending, SpecError
 from tula_cli.models.forecast import Forecast
+from tula_cli.query import Query
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import PeakMemory
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
@@ -50,9 +51,11 @@ def run(tmp_path: Path) -> RunDir:
     return run_with(tmp_path, [*probe_all(Truth(noise=0.01), SWEEP), out_of_memory(2, 512)])
 
 
-def ask(run: RunDir, objective: str = "time", **rest: object) -> Recommendation:
+def ask(
+    run: RunDir, objective: Any = "time", *, pending: int | dict[str | None, int] = 0, **limits: Any
+) -> Recommendation:
     """Ask, and keep the answer."""
-    answer = recommend(run, run.spec(), objective=objective, now=1.0, **rest)  # type: ignore[arg-type]
+    answer = recommend(run, run.spec(), Query(objective=objective, **limits), pending=pending, now=1.0)
     store_answer(run, run.spec(), answer)
     return answer.recommendation
 
@@ -98,15 +101,16 @@ def test_more_nodes_than_any_probe_had_are_told_to_be_extrapolated(run: RunDir) 
 
 def test_an_answer_alone_writes_nothing(run: RunDir) -> None:
     before = sorted(run.path.iterdir())
-    recommend(run, run.spec(), objective="time", now=1.0)
+    recommend(run, run.spec(), Query(objective="time"), now=1.0)
     assert sorted(run.path.iterdir()) == before
 
 
 def test_only_the_first_answer_and_those_to_the_same_question_are_kept_unasked(run: RunDir) -> None:
-    def answer(objective: str = "time", **rest: object) -> Recommendation:
-        return recommend(run, run.spec(), objective=objective, now=1.0, **rest).recommendation  # type: ignore[arg-type]
+    def answer(objective: Any = "time", *, overrides: tuple[str, ...] = (), **limits: Any) -> Recommendation:
+        query = Query(objective=objective, **limits)
+        return recommend(run, run.spec(), query, overrides=overrides, now=1.0).recommendation
 
-    assumed, limited = answer(overrides=["pricing.price=9"]), answer(options=["--max-nodes 2"], max_nodes=2)
+    assumed, limited = answer(overrides=("pricing.price=9",)), answer(max_nodes=2)
     assert should_replace(answer(), None) and should_replace(limited, None) and not should_replace(assumed, None)
     assert should_replace(answer(), answer()) and should_replace(limited, limited) and should_replace(assumed, assumed)
     assert not any(should_replace(found, answer()) for found in (answer("cost"), limited, assumed))
@@ -115,7 +119,7 @@ def test_only_the_first_answer_and_those_to_the_same_question_are_kept_unasked(r
 
 def test_what_an_answer_assumes_is_not_written_as_the_jobs_own(run: RunDir) -> None:
     dear = spec(search={"max_batch": 4096}, pricing={"price": 9.0, "currency": "EUR"})
-    answer = recommend(run, dear, objective="time", overrides=["pricing={price: 9.0, currency: EUR}"], now=1.0)
+    answer = recommend(run, dear, Query(objective="time"), overrides=["pricing={price: 9.0, currency: EUR}"], now=1.0)
     store_answer(run, run.spec(), answer)
     path = run.path / "recommended.yaml"
     assert load_spec(path, environ={}, site_files=()) == run.spec()
@@ -270,8 +274,8 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
 def test_neither_torch_nor_plotting_is_imported(run: RunDir) -> None:
     program = (
         "import sys; from pathlib import Path; from tula_cli.run.directory import RunDir\n"
-        "from tula_cli.services.recommend import recommend\n"
-        "run = RunDir(Path(sys.argv[1])); recommend(run, run.spec(), objective='cost', now=0.0)\n"
+        "from tula_cli.query import Query; from tula_cli.services.recommend import recommend\n"
+        "run = RunDir(Path(sys.argv[1])); recommend(run, run.spec(), Query(objective='cost'), now=0.0)\n"
         "print([m for m in ('torch', 'matplotlib', 'kneed', 'rich', 'submitit', 'statsmodels.api') if m in sys.modules])"
     )
     done = subprocess.run(
@@ -379,7 +383,7 @@ def test_a_higher_price_never_changes_the_fastest_choice(run: RunDir, factor: fl
     dear = run.spec().pricing.model_copy(update={"price": 2.0 * factor})
     usual = ask(run)
     dearer = run.spec().model_copy(update={"pricing": dear})
-    answer = recommend(run, dearer, objective="time", now=1.0).recommendation
+    answer = recommend(run, dearer, Query(objective="time"), now=1.0).recommendation
     assert (answer.choice.nodes, answer.choice.batch) == (usual.choice.nodes, usual.choice.batch)
     assert answer.choice.cost == pytest.approx(factor * usual.choice.cost)
 
@@ -388,11 +392,11 @@ def test_a_higher_price_never_changes_the_fastest_choice(run: RunDir, factor: fl
 
 
 def on_spot(
-    run: RunDir, objective: str = "cost", *, limits: dict[str, Any] | None = None, **spot: float
+    run: RunDir, objective: Any = "cost", *, limits: dict[str, Any] | None = None, **spot: float
 ) -> Recommendation:
     pricing = {"price": 2.0, "spot": {"discount": 0.6, "interruptions_per_day": 2.0, **spot}}
     job = spec(search={"max_batch": 4096}, pricing=pricing)
-    answer = recommend(run, job, objective=objective, now=1.0, **(limits or {}))  # type: ignore[arg-type]
+    answer = recommend(run, job, Query(objective=objective, **(limits or {})), now=1.0)
     store_answer(run, job, answer)
     return answer.recommendation
 
@@ -501,9 +505,9 @@ def test_the_choice_is_made_over_all_types(tmp_path: Path) -> None:
 
 def test_each_type_is_fitted_alone(tmp_path: Path) -> None:
     run = two_types(tmp_path)
-    together = recommend(run, run.spec(), objective="time", now=1.0).with_all_rows()
+    together = recommend(run, run.spec(), Query(objective="time"), now=1.0).with_all_rows()
     for name, part in zip(("fast", "slow"), run.parts(run.spec()), strict=True):
-        alone = recommend(part.run, part.spec, objective="time", now=1.0).recommendation
+        alone = recommend(part.run, part.spec, Query(objective="time"), now=1.0).recommendation
         merged = [row for row in together.rows if row.type == name]
         assert [(row.step_time, row.hours, row.cost) for row in merged] == [
             (row.step_time, row.hours, row.cost) for row in alone.rows
@@ -645,7 +649,7 @@ def test_the_other_market_is_that_of_the_chosen_type(tmp_path: Path) -> None:
     run = two_types(tmp_path)
     spot = {"price": 1.0, "spot": {"discount": 0.6, "interruptions_per_day": 2.0}}
     job = spec(search={"max_batch": 4096}, node_types=TYPES, pricing=spot)
-    answer = recommend(run, job, objective="cost", now=1.0).recommendation
+    answer = recommend(run, job, Query(objective="cost"), now=1.0).recommendation
     other = answer.other_market
     assert (answer.choice.type, answer.choice.market) == ("slow", "spot") and other is not None
     same = [row for row in answer.rows if (row.type, row.nodes, row.batch) == ("slow", other.nodes, other.batch)]

@@ -70,15 +70,24 @@ def recommend(
     commands.
     """
     from tula_cli.cluster import launcher
+    from tula_cli.query import Query
     from tula_cli.services import recommend as service
-    from tula_cli.services.recommendation.limits import Criteria, Limits
     from tula_cli.spec.job import describe_training_method
 
     run, spec = _find_measured_run(screen, job, named, root, overrides)
-    limits = Limits(nodes, max_nodes, max_batch, deadline, budget)
-    criteria = Criteria(objective, limits, curve, node_type, from_training)
+    query = Query(
+        objective=objective,
+        curve=curve,
+        nodes=nodes,
+        max_nodes=max_nodes,
+        max_batch=max_batch,
+        deadline_hours=deadline,
+        budget=budget,
+        node_type=node_type,
+        from_training=from_training,
+    )
     make_launcher = functools.partial(launcher.make_launcher, submits=False)
-    answer = service.answer_query(run, spec, criteria, launcher_for=make_launcher, overrides=overrides or ())
+    answer = service.answer_query(run, spec, query, launcher_for=make_launcher, overrides=overrides or ())
     recommendation = answer.recommendation
     saved = (save or _replaces_kept_answer(screen, run, recommendation)) and _save_answer(
         screen, run, spec, answer, overrides or (), job, is_required=save, every=every

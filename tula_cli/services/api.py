@@ -20,9 +20,9 @@ from tula_cli.errors import (
     require_list,
     require_number,
 )
-from tula_cli.models.choice.objective import Curve, Objective
 from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.plugins import suggest_nearest
+from tula_cli.query import Curve, Objective, Query
 from tula_cli.run.code import run_of_job
 from tula_cli.run.directory import RunDir
 from tula_cli.run.frames import make_frame
@@ -49,7 +49,6 @@ from tula_cli.services.events import Event, Note, Planned, WarningEvent, Work, f
 from tula_cli.services.exporting import export as exporting
 from tula_cli.services.exporting.export import ExportResult
 from tula_cli.services.nodes import ClusterCheck
-from tula_cli.services.recommendation.limits import Criteria, Limits
 from tula_cli.services.reporting import formats
 from tula_cli.services.reporting.document import Document
 from tula_cli.services.resume_test import ResumeFinding, run_resume_test
@@ -512,10 +511,19 @@ def recommend(
         >>> tula.recommend(run, objective="cost", deadline_hours=24).choice.nodes
     """
     call = Call.from_target(run, root=root, overrides=overrides).measured()
-    limits = Limits(nodes, max_nodes, max_batch, deadline_hours, budget, same_progress=objective == "accuracy-time")
-    criteria = Criteria(objective, limits, curve, node_type, from_training)
+    query = Query(
+        objective=objective,
+        curve=curve,
+        nodes=nodes,
+        max_nodes=max_nodes,
+        max_batch=max_batch,
+        deadline_hours=deadline_hours,
+        budget=budget,
+        node_type=node_type,
+        from_training=from_training,
+    )
     make_launcher = partial(launcher.make_launcher, submits=False)
-    answer = recommending.answer_query(call.run, call.spec, criteria, launcher_for=make_launcher, overrides=overrides)
+    answer = recommending.answer_query(call.run, call.spec, query, launcher_for=make_launcher, overrides=overrides)
     recommendation = answer.recommendation
     renews = recommending.should_replace(recommendation, call.run.recommendation()) and not find_other_owner(
         call.run.path

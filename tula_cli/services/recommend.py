@@ -11,13 +11,14 @@ import numpy as np
 from tula_cli.cluster.launcher import Launcher
 from tula_cli.models import cost
 from tula_cli.models.choice.grid import Config
-from tula_cli.models.choice.objective import Curve, Objective, choose, describe_open_knees, mark_pareto
+from tula_cli.models.choice.objective import choose, describe_open_knees, mark_pareto
 from tula_cli.models.choice.offers import Offers
 from tula_cli.models.efficiency import Noise
 from tula_cli.models.overheads import compute_median_queue_wait
 from tula_cli.models.ramp.by_noise import describe_stages, with_epochs
-from tula_cli.models.ramp.stage_nodes import Worth, choose_stage_objective, describe_stage_nodes
+from tula_cli.models.ramp.stage_nodes import choose_stage_objective, describe_stage_nodes
 from tula_cli.models.summaries import RegressionSummary, list_regression_summaries
+from tula_cli.query import Query
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.jobfile import find_settings_origin, list_parts_with_data, save_job
 from tula_cli.run.owner import require_own
@@ -39,7 +40,6 @@ from tula_cli.services.recommendation.from_training import (
     with_continuation,
 )
 from tula_cli.services.recommendation.lengths import predict_lengths
-from tula_cli.services.recommendation.limits import Criteria, Limits
 from tula_cli.services.recommendation.listed import describe_chain, select_offers_within_limits, select_rows
 from tula_cli.services.recommendation.measured import (
     TypeMeasurements,
@@ -59,19 +59,10 @@ from tula_cli.spec.job import JobSpec
 def recommend(
     run: RunDir,
     spec: JobSpec,
+    query: Query,
     *,
-    objective: Objective,
-    curve: Curve = "time",
-    nodes: int | None = None,
-    max_batch: int | None = None,
-    max_nodes: int | None = None,
-    deadline_hours: float | None = None,
-    budget: float | None = None,
-    node_type: str | None = None,
-    options: Sequence[str] = (),
     overrides: Sequence[str] = (),
     pending: int | Mapping[str | None, int] = 0,
-    from_training: bool = False,
     now: float,
 ) -> Answer:
     """Choose a configuration; nothing is written.
@@ -81,18 +72,9 @@ def recommend(
     Args:
         run: the run with the results.
         spec: the job.
-        objective: time, cost, knee, accuracy-time or energy.
-        curve: the curve on which the knee is searched.
-        nodes: consider this number of nodes only.
-        max_batch: largest global batch.
-        max_nodes: largest number of nodes.
-        deadline_hours: longest training time; on spot nodes the expected one.
-        budget: highest cost, in the currency of the pricing; on spot nodes the expected one.
-        node_type: consider this node type only.
-        options: all command-line options except the objective, as typed; for the record.
+        query: objective and limits.
         overrides: settings of `spec` that override the job; for the record.
         pending: number of probes that are queued or running; by node type if the job names any.
-        from_training: use the step times of the unfinished training, and scale the probes to its pace.
         now: Unix time.
 
     Raises:
@@ -102,24 +84,18 @@ def recommend(
             the closest configuration.
         SpecError: the job names no such node type.
     """
-    limits = Limits(nodes, max_nodes, max_batch, deadline_hours, budget, same_progress=objective == "accuracy-time")
     training, parts = _select_parts_of_query(
-        run.parts(with_site_billing(spec, run.path.parent), node_type), from_training=from_training
+        run.parts(with_site_billing(spec, run.path.parent), query.node_type), query
     )
-    all_measurements, all_warnings = _gather_by_type(
-        parts, limits, pending, training, choose_stage_objective(objective, curve)
-    )
-    all_measurements, all_warnings = (
-        require_energy(all_measurements, all_warnings) if objective == "energy" else (all_measurements, all_warnings)
-    )
-    noise = find_gradient_noise_of_job(all_measurements, needed=objective == "accuracy-time")
-    allowed, untold = select_offers_within_limits(all_measurements, limits, noise), warn_no_gradients(all_measurements)
+    all_measurements, all_warnings = _gather_by_type(parts, query, pending, training)
+    if query.objective == "energy":
+        all_measurements, all_warnings = require_energy(all_measurements, all_warnings)
+    noise = find_gradient_noise_of_job(all_measurements, needed=query.objective == "accuracy-time")
+    allowed, untold = select_offers_within_limits(all_measurements, query, noise), warn_no_gradients(all_measurements)
 
     def answer(all_measurements: Sequence[TypeMeasurements], rows: Offers, warnings: Sequence[str]) -> Recommendation:
-        recommendation = _build_recommendation(
-            all_measurements, rows, limits, warnings, noise, objective=objective, curve=curve, now=now
-        )
-        query_fields = {"options": tuple(options), "overrides": tuple(overrides)}
+        recommendation = _build_recommendation(all_measurements, rows, query, warnings, noise, now=now)
+        query_fields = {"options": tuple(query.options), "overrides": tuple(overrides)}
         return recommendation.model_copy(update={**query_fields, **_list_training_fields(all_measurements)})
 
     by_type = {
@@ -141,22 +117,22 @@ def _list_training_fields(all_measurements: Sequence[TypeMeasurements]) -> dict[
 
 def _gather_by_type(
     parts: Sequence[Part],
-    limits: Limits,
+    query: Query,
     pending: int | Mapping[str | None, int],
     training: UnfinishedTraining | None,
-    worth: Worth,
 ) -> tuple[list[TypeMeasurements], list[str]]:
     """Return the measurements of each node type, and explanations and warnings about them."""
     waiting = pending if isinstance(pending, Mapping) else {part.type: pending for part in parts}
     results, explanations = list_results_by_type(parts, training)
     at_a_pace = training is not None
-    measurements_found, left_out = gather_measurements(parts, limits, waiting, results, at_a_pace=at_a_pace)
+    measurements_found, left_out = gather_measurements(parts, query, waiting, results, at_a_pace=at_a_pace)
     waits = [
         compute_median_queue_wait(measurements.part.run.jobs(), measurements.part.run.attempts())
         for measurements in measurements_found
     ]
+    stage_objective = choose_stage_objective(query.objective, query.curve)
     forecasts = [
-        replace(measurements.forecast, stages_by=worth, queue=wait)
+        replace(measurements.forecast, stages_by=stage_objective, queue=wait)
         for measurements, wait in zip(measurements_found, waits, strict=True)
     ]
     return [
@@ -165,14 +141,12 @@ def _gather_by_type(
     ], [*explanations, *left_out]
 
 
-def _select_parts_of_query(
-    parts: Sequence[Part], *, from_training: bool
-) -> tuple[UnfinishedTraining | None, Sequence[Part]]:
-    """Return the unfinished training and its part with `from_training`, else None and all parts.
+def _select_parts_of_query(parts: Sequence[Part], query: Query) -> tuple[UnfinishedTraining | None, Sequence[Part]]:
+    """Return the unfinished training and its part if the query is `from_training`, else None and all parts.
 
     A training stays on its node type.
     """
-    training = find_unfinished_training(parts) if from_training else None
+    training = find_unfinished_training(parts) if query.from_training else None
     return training, parts if training is None else (training.part,)
 
 
@@ -193,7 +167,7 @@ def _count_pending_of_part(part: Part, launcher_for: Callable[[JobSpec], Launche
 def answer_query(
     run: RunDir,
     spec: JobSpec,
-    criteria: Criteria,
+    query: Query,
     *,
     launcher_for: Callable[[JobSpec], Launcher],
     overrides: Sequence[str] = (),
@@ -205,29 +179,20 @@ def answer_query(
     Args:
         run: the run with the results.
         spec: the job.
-        criteria: objective, limits, curve and node type.
+        query: objective and limits.
         launcher_for: returns the launcher that reports whether probes are running.
         overrides: settings that override those of the job; the answer records them as assumptions.
 
     Raises:
         Pending, BadMeasurements, Infeasible, SpecError: as in `recommend`.
     """
-    limits, now = criteria.limits, time.time()
+    now = time.time()
     answer = recommend(
         run,
         spec,
-        objective=criteria.objective,
-        curve=criteria.curve,
-        nodes=limits.nodes,
-        max_batch=limits.max_batch,
-        max_nodes=limits.max_nodes,
-        deadline_hours=limits.deadline_hours,
-        budget=limits.budget,
-        node_type=criteria.node_type,
-        options=criteria.options,
+        query,
         overrides=tuple(overrides) if overrides and spec != run.spec() else (),
         pending=count_pending_probes(run, spec, launcher_for),
-        from_training=criteria.from_training,
         now=now,
     )
     return _with_start_estimate(answer, now=now)
@@ -329,17 +294,15 @@ def save_answer(
 def _build_recommendation(
     all_measurements: Sequence[TypeMeasurements],
     rows: Offers,
-    limits: Limits,
+    query: Query,
     warnings: Sequence[str],
     noise: Noise | None,
     *,
-    objective: Objective,
-    curve: Curve,
     now: float,
 ) -> Recommendation:
     choosable = _select_choosable_offers(rows, all_measurements)
     among = "feasible" if choosable is rows else "measured"
-    choice = choose(choosable, objective=objective, curve=curve, among=among)
+    choice = choose(choosable, objective=query.objective, curve=query.curve, among=among)
     choice_measurements = next(
         measurements for measurements in all_measurements if measurements.type == choice.prediction.type
     )
@@ -350,18 +313,18 @@ def _build_recommendation(
         for text in _list_measurement_warnings(measurements)
     ]
     return Recommendation(
-        objective=objective,
-        curve=curve,
+        objective=query.objective,
+        curve=query.curve,
         choice=choice.prediction,
-        reason=f"{choice.reason}{_describe_knees(choice_measurements, rows, objective, curve)}; {describe_epochs(choice.prediction, choice_measurements, objective)}"
+        reason=f"{choice.reason}{_describe_knees(choice_measurements, rows, query)}; {describe_epochs(choice.prediction, choice_measurements, query.objective)}"
         f"{describe_chain(choice.prediction, choice_measurements)}",
         rows=rows.take(
-            select_rows(rows, choice, "accuracy-time" if objective == "accuracy-time" else "time")
+            select_rows(rows, choice, "accuracy-time" if query.objective == "accuracy-time" else "time")
         ).records(),
         candidates=int(rows.configurations().max()) + 1,
         beaten_by_none=int(rows.pareto.sum()),
         runners_up=choice.runners_up,
-        warnings=(*warnings, *warnings_told, *list_choice_warnings(choice_measurements.forecast, choice, limits)),
+        warnings=(*warnings, *warnings_told, *list_choice_warnings(choice_measurements.forecast, choice, query)),
         currency=spec.pricing.currency,
         price=_join_by_type(all_measurements, lambda measurements: cost.describe_price(measurements.part.spec.pricing)),
         fit_error=choice_measurements.forecast.steps.error,
@@ -397,12 +360,12 @@ def _list_growth_fields(measurements: TypeMeasurements, choice: Prediction) -> d
     return {**fields, "accuracy": accuracy}
 
 
-def _describe_knees(measurements: TypeMeasurements, rows: Offers, objective: Objective, curve: Curve) -> str:
+def _describe_knees(measurements: TypeMeasurements, rows: Offers, query: Query) -> str:
     line = rows.take((rows.type == measurements.type) & (rows.market == "on_demand"))
     gpus = measurements.forecast.spec.cluster.gpus_per_node
     return (
-        describe_open_knees(measurements.forecast.steps, line, gpus_per_node=gpus, curve=curve)
-        if objective == "knee"
+        describe_open_knees(measurements.forecast.steps, line, gpus_per_node=gpus, curve=query.curve)
+        if query.objective == "knee"
         else ""
     )
 

@@ -9,10 +9,10 @@ from make_results import Truth, probe_all, spec
 
 from tula_cli.cluster.slurm.scheduler import make_sbatch_environment
 from tula_cli.cluster.slurm.start_estimate import estimate_start
+from tula_cli.query import Query
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.recommendations import StartEstimate
 from tula_cli.services import recommend as services_recommend
-from tula_cli.services.recommendation.limits import Criteria, Limits
 
 NOW = 1_700_000_000.0
 
@@ -78,10 +78,10 @@ def test_without_sbatch_there_is_no_estimate(slurm, run):
 def test_a_recommendation_has_the_estimate_of_its_choice_which_has_no_part_in_it(slurm, run):
     slurm.fault(starts=local(NOW + 1800))
     answer = services_recommend.answer_query(
-        run, run.spec(), Criteria("time", Limits(max_nodes=2)), launcher_for=lambda _: make_runs.FakeLauncher({})
+        run, run.spec(), Query(objective="time", max_nodes=2), launcher_for=lambda _: make_runs.FakeLauncher({})
     )
     found = answer.recommendation
-    plain = services_recommend.recommend(run, run.spec(), objective="time", max_nodes=2, now=NOW).recommendation
+    plain = services_recommend.recommend(run, run.spec(), Query(objective="time", max_nodes=2), now=NOW).recommendation
     assert plain.start_estimate is None and plain.choice == found.choice
     assert found.start_estimate is not None and found.start_estimate.nodes == found.choice.nodes
     assert found.start_estimate.minutes == 240

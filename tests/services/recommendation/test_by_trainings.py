@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from make_results import Truth, measured, probe_all, spec
 
+from tula_cli.query import Query
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.tasks import Rung, TrainTask
@@ -58,7 +59,7 @@ def train(run: RunDir, seconds: float, *, own: JobSpec | None = None, name: str 
 
 
 def ask(run: RunDir) -> Recommendation:
-    return recommend(run, run.spec(), objective="time", now=1.0).recommendation
+    return recommend(run, run.spec(), Query(objective="time"), now=1.0).recommendation
 
 
 def step_time(found: Recommendation, nodes: int, batch: int) -> float:
@@ -163,5 +164,5 @@ def test_asked_by_a_training_under_way_its_steps_count_once(run: RunDir) -> None
     rows = [json.loads(line) for line in run.training("ab12cd34").metrics_path.read_text().splitlines()]
     text = "".join(json.dumps({"epoch": 1.0, **row}) + "\n" for row in rows)
     run.training("ab12cd34").metrics_path.write_text(text)
-    found = recommend(run, run.spec(), objective="time", now=1.0, from_training=True).recommendation
+    found = recommend(run, run.spec(), Query(objective="time", from_training=True), now=1.0).recommendation
     assert not found.trainings and "training" not in found.fit

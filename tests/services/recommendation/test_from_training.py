@@ -9,6 +9,7 @@ import pytest
 from make_results import Truth, probe_all, spec
 
 from tula_cli.errors import BadMeasurements
+from tula_cli.query import Query
 from tula_cli.run.directory import RunDir
 from tula_cli.services.recommend import Answer, recommend, save_answer, should_replace
 from tula_cli.show import recommend as show_recommend
@@ -43,13 +44,13 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-def ask(run: RunDir, **changes: Any) -> Answer:
-    return recommend(run, run.spec(), objective="time", now=1.0, from_training=True, **changes)
+def ask(run: RunDir, **limits: Any) -> Answer:
+    return recommend(run, run.spec(), Query(objective="time", from_training=True, **limits), now=1.0)
 
 
 def test_a_slower_network_makes_one_node_the_better_choice(run: RunDir) -> None:
     make.add_training(run, rows=rows(SLOWER))
-    assert recommend(run, run.spec(), objective="time", now=1.0).recommendation.choice.nodes == 4
+    assert recommend(run, run.spec(), Query(objective="time"), now=1.0).recommendation.choice.nodes == 4
     found = ask(run).recommendation
     rest = found.continuation
     assert rest is not None and found.choice.nodes == 1 and rest.moves

@@ -9,6 +9,7 @@ import pytest
 from make_results import Truth, inspected, probe_all, with_noise
 
 from tula_cli.errors import BadMeasurements
+from tula_cli.query import Query
 from tula_cli.run import training_run
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import read_json_lines
@@ -81,7 +82,7 @@ def test_what_trainings_have_logged_is_read_once(run: RunDir, monkeypatch: pytes
 
     monkeypatch.setattr(training_run, "read_json_lines", counted)
     for objective in ("accuracy-time", "time"):
-        recommend.recommend(run, run.spec(), objective=objective, now=1.0)  # type: ignore[arg-type]
+        recommend.recommend(run, run.spec(), Query(objective=objective), now=1.0)  # type: ignore[arg-type]
     assert sorted(read) == [run.training(name * 8).metrics_path for name in "ab"]
     trained(run, "a" * 8, batch=64, factor=2.0)
     assert find_noise_near_tenth(list_trainings_with_noise(run), reference=64, epochs=20).scale == pytest.approx(600)
@@ -140,7 +141,7 @@ def test_a_recommendation_tells_the_stages_of_its_choice(tmp_path: Path) -> None
     for result in with_noise(probe_all(Truth(dataset_size=12_800), {2: (32, 256), 4: (32, 256)}), 50.0):
         run.write_result(result)
     trained(run, "b" * 8, batch=64)
-    found = recommend.recommend(run, run.spec(), objective="time", now=1.0).recommendation
+    found = recommend.recommend(run, run.spec(), Query(objective="time"), now=1.0).recommendation
     assert found.stages[-1].batch == found.choice.batch and found.stages[0].batch == 64
     assert found.ramp.startswith("batch 64 from epoch 0: noise scale 50.0; batch 128 from epoch ")
     assert [stage.batch for stage in found.choice.stages] == [stage.batch for stage in found.stages[:-1]]

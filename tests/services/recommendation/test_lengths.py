@@ -7,6 +7,7 @@ import pytest
 from make_results import MIB, Truth, inspected, measured, out_of_memory
 
 from tula_cli.errors import BadMeasurements, Infeasible
+from tula_cli.query import Query
 from tula_cli.run.directory import RunDir
 from tula_cli.run.jobfile import list_all_parts, list_parts_with_data
 from tula_cli.run.records.base import Components, Footprint
@@ -59,7 +60,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def ask(run: RunDir) -> Recommendation:
-    return recommend(run, run.spec(), objective="time", now=1.0).recommendation
+    return recommend(run, run.spec(), Query(objective="time"), now=1.0).recommendation
 
 
 # --- what a job at another length is

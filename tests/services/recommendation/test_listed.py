@@ -13,6 +13,7 @@ from tula_cli.cli import app
 from tula_cli.models.choice import offers
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.forecast import Forecast
+from tula_cli.query import Query
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.services import search
@@ -39,8 +40,8 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-def ask(run: RunDir, objective: Any = "knee", **rest: Any) -> Answer:
-    return recommend(run, run.spec(), objective=objective, now=1.0, **rest)
+def ask(run: RunDir, objective: Any = "knee", **limits: Any) -> Answer:
+    return recommend(run, run.spec(), Query(objective=objective, **limits), now=1.0)
 
 
 def places(rows: Any) -> set[tuple[int, int]]:
@@ -105,7 +106,9 @@ def test_reasons_beyond_some_are_told_together(run: RunDir) -> None:
         if probe not in small:
             (run.path / f"results/{probe.id}.json").unlink()
     told = [
-        text for text in recommend(run, far, objective="time", now=1.0).recommendation.warnings if "left out" in text
+        text
+        for text in recommend(run, far, Query(objective="time"), now=1.0).recommendation.warnings
+        if "left out" in text
     ]
     assert len(told) == 6 and "more than 8 times the 3" in told[0]
     assert "other numbers of nodes (3360 to 5040)" in told[-1]

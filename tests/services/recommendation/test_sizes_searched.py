@@ -3,11 +3,13 @@
 import math
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 from make_results import Truth, measured, spec
 
 from tula_cli.errors import BadMeasurements
+from tula_cli.query import Query
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.services import train
 from tula_cli.services.recommend import recommend, store_answer
@@ -54,8 +56,8 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-def ask(run: RunDir, **rest: object) -> Answer:
-    return recommend(run, run.spec(), objective="time", now=1.0, **rest)  # type: ignore[arg-type]
+def ask(run: RunDir, **limits: Any) -> Answer:
+    return recommend(run, run.spec(), Query(objective="time", **limits), now=1.0)
 
 
 def test_fewer_gpus_than_the_most_are_probed_twice_on_the_fewest_nodes(run: RunDir) -> None:
@@ -80,7 +82,7 @@ def test_what_was_measured_at_one_number_of_gpus_tells_of_the_others(run: RunDir
 
 
 def test_each_counts_with_its_own_price_and_the_cheapest_is_chosen_among_all(run: RunDir) -> None:
-    answer = recommend(run, run.spec(), objective="cost", now=1.0)
+    answer = recommend(run, run.spec(), Query(objective="cost"), now=1.0)
     found, every = answer.recommendation, answer.with_all_rows().rows
     rows = {(row.type, row.nodes, row.batch): row for row in every}
     for kind, gpus in (("gpus-1", 1), ("gpus-4", 4)):

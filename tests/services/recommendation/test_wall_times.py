@@ -7,6 +7,7 @@ from make_results import Truth, inspected, probe_all, spec
 
 from tula_cli.cluster.chains import list_chain_tasks
 from tula_cli.errors import Infeasible, SpecError
+from tula_cli.query import Query
 from tula_cli.run.directory import RunDir
 from tula_cli.services import profile, train
 from tula_cli.services.check import check
@@ -31,9 +32,9 @@ def measured(root: Path, found) -> RunDir:
     return run
 
 
-def asked(root: Path, limits, **named):
+def asked(root: Path, limits):
     run = measured(root, job(limits))
-    return recommend(run, run.spec(), objective=named.pop("objective", "cost"), now=NOW, **named).recommendation
+    return recommend(run, run.spec(), Query(objective="cost"), now=NOW).recommendation
 
 
 @pytest.mark.parametrize(("nodes", "minutes"), [(1, 30), (2, 30), (3, 60), (4, 60), (8, 720), (9, 0)])

@@ -12,6 +12,7 @@ from make_results import MIB, Truth, measured
 
 from tula_cli.errors import SpecError
 from tula_cli.models.time.noise import compute_trimmed_mean
+from tula_cli.query import Query
 from tula_cli.run.directory import RunDir
 from tula_cli.run.jobfile import list_all_parts
 from tula_cli.run.step_series import StepRow, format_rows
@@ -74,7 +75,7 @@ def test_the_answer_is_the_one_that_recommend_has_kept(whole: RunDir, told: Docu
 
 
 def test_the_table_of_configurations_has_the_rows_of_recommend(whole: RunDir, told: Document) -> None:
-    now = recommending.recommend(whole, whole.spec(), objective="time", now=1.0).recommendation
+    now = recommending.recommend(whole, whole.spec(), Query(objective="time"), now=1.0).recommendation
     found = table(told, "configurations")
     assert [column(found, name) for name in ("nodes", "batch", "local batch")] == [
         [getattr(row, name) for row in now.rows] for name in ("nodes", "batch", "local_batch")
@@ -104,7 +105,7 @@ def test_an_answer_that_would_be_another_now_is_told(tmp_path: Path) -> None:
 def test_without_an_answer_the_knee_is_told(tmp_path: Path) -> None:
     run = reports.probed(tmp_path)
     document = report(run)
-    now = recommending.recommend(run, run.spec(), objective="knee", now=1.0).recommendation
+    now = recommending.recommend(run, run.spec(), Query(objective="knee"), now=1.0).recommendation
     assert document.answer.startswith(f"{now.choice.nodes} nodes, batch {now.choice.batch} ") or now.choice.nodes == 1
     assert run.recommendation() is None, "a report keeps no answer"
     assert section(document, "training").missing == "nothing was trained yet: tula train trains what is recommended"

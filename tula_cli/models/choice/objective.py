@@ -19,6 +19,7 @@ from tula_cli.models.choice.columns import Flags, Floats, Ints
 from tula_cli.models.choice.offers import Offers
 from tula_cli.models.time.noise import Z90
 from tula_cli.models.time.steptime import StepTimeFit
+from tula_cli.query import Curve, Objective
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.words import format_count
 
@@ -188,8 +189,6 @@ def mark_pareto(rows: Offers) -> Offers:
 
 # --- Objectives
 
-Curve = Literal["time", "cost"]
-Objective = Literal["time", "cost", "knee", "accuracy-time", "energy"]
 Quantity = Literal["time", "cost", "accuracy-time", "energy"]
 """A quantity to minimise."""
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import field_validator
 
+from tula_cli.query import Curve, Objective
 from tula_cli.run.records.base import Market, Record, RecordedText
 from tula_cli.words import is_too_wide
 
@@ -326,8 +327,8 @@ class Accuracy(Record):
 class Recommendation(Record):
     """The answer of `tula recommend`."""
 
-    objective: Literal["time", "cost", "knee", "accuracy-time", "energy"]
-    curve: Literal["time", "cost"]
+    objective: Objective
+    curve: Curve
     choice: Prediction
     reason: str
     rows: tuple[

@@ -18,8 +18,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Caveats, Prediction, Recommendation
 from tula_cli.run.records.tasks import ProbeTask
-from tula_cli.services.recommendation.limits import describe_limits
-from tula_cli.services.recommendation.listed import MAX_ROWS_LISTED
+from tula_cli.services.recommendation.listed import MAX_ROWS_LISTED, describe_configuration
 from tula_cli.services.recommendation.measured import TypeMeasurements
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import dump_yaml
@@ -109,7 +108,7 @@ def _render_recommended_yaml(spec: JobSpec, recommendation: Recommendation, *, t
     """
     choice = recommendation.choice
     return (
-        f"# tula recommends {describe_limits(choice, recommendation.currency)}.\n"
+        f"# tula recommends {describe_configuration(choice, recommendation.currency)}.\n"
         f"# Asked by: {recommendation.criteria}.\n"
         f"# Why: {recommendation.reason}.\n"
         f"# Train it: {train}\n"

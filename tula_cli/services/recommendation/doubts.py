@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from tula_cli.models.choice.objective import Choice
 from tula_cli.models.forecast import Forecast
+from tula_cli.query import Query
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction
-from tula_cli.services.recommendation.limits import Limits
 from tula_cli.spec.sections import MEMORY_MARGIN
 from tula_cli.words import format_count, format_duration, is_too_wide
 
@@ -65,7 +65,7 @@ def warn_disturbed_probes(attempts: Sequence[Attempt]) -> list[str]:
     ]
 
 
-def list_choice_warnings(forecast: Forecast, choice: Choice, limits: Limits) -> list[str]:
+def list_choice_warnings(forecast: Forecast, choice: Choice, query: Query) -> list[str]:
     """Return the reasons why the choice may be worse than predicted."""
     chosen, warnings = choice.prediction, []
     if forecast.steps.determined_exactly and not all(row.measured for row in (chosen, *choice.runners_up)):
@@ -81,12 +81,13 @@ def list_choice_warnings(forecast: Forecast, choice: Choice, limits: Limits) -> 
         warnings.append(
             f"the choice ran in its probe, but leaves only {chosen.headroom:.0%} of the memory free (wanted: {MEMORY_MARGIN:.0%})"
         )
-    late = limits.deadline_hours is not None and limits.latest(chosen) > limits.deadline_hours
-    if late:
-        warnings.append(f"the choice may miss the deadline: up to {limits.latest(chosen):.3g} hours (90 % interval)")
+    timed = chosen.same_progress if query.same_progress and chosen.same_progress else chosen
+    latest_hours = timed.hours_high or 0.0
+    if query.deadline_hours is not None and latest_hours > query.deadline_hours:
+        warnings.append(f"the choice may miss the deadline: up to {latest_hours:.3g} hours (90 % interval)")
     if chosen.market == "on_demand" and forecast.spec.pricing.spot is not None and forecast.on_spot(chosen) is None:
         warnings.append(f"no spot nodes for {format_count(chosen.nodes)}: {_describe_why_no_spot(forecast)}")
-    if chosen.market == "spot" and limits.deadline_hours is not None:
+    if chosen.market == "spot" and query.deadline_hours is not None:
         warnings.append("the time on spot nodes is an expected one: a run with more interruptions takes longer")
     return warnings
 

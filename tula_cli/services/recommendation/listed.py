@@ -1,23 +1,23 @@
 """Select the configurations within the limits and the site's wall-time bins, and those of them that are listed."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from tula_cli.cluster.chains import MAX_LINKS, SPARE_LINKS
 from tula_cli.errors import Infeasible
 from tula_cli.models import efficiency
-from tula_cli.models.choice.columns import Flags, Floats
+from tula_cli.models.choice.columns import Flags, Floats, Ints
 from tula_cli.models.choice.objective import Choice, Quantity, find_best_of_each_batch
 from tula_cli.models.choice.offers import Offers
 from tula_cli.models.efficiency import Noise
 from tula_cli.models.forecast import Forecast
+from tula_cli.query import Query
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.services.allowed_nodes import describe_bins
-from tula_cli.services.recommendation.limits import Limits, describe_limits
 from tula_cli.services.recommendation.measured import TypeMeasurements, count_trained_epochs
 from tula_cli.spec.slurm_options import Slurm
 from tula_cli.words import format_count, format_duration, format_number
@@ -62,7 +62,7 @@ def _with_progress(rows: Offers, measurements: TypeMeasurements, noise: Noise | 
 
 
 def select_offers_within_limits(
-    all_measurements: Sequence[TypeMeasurements], limits: Limits, noise: Noise | None = None
+    all_measurements: Sequence[TypeMeasurements], query: Query, noise: Noise | None = None
 ) -> Offers:
     """Return the forecasts within the limits, fastest first.
 
@@ -71,29 +71,74 @@ def select_offers_within_limits(
             it.
     """
     remaining = Offers.join(
-        [_with_progress(measurements.offers(limits), measurements, noise) for measurements in all_measurements]
+        [_with_progress(measurements.offers(query), measurements, noise) for measurements in all_measurements]
     )
     if not len(remaining):
-        raise _describe_nothing_fits(all_measurements[0].forecast, limits)
+        raise _describe_nothing_fits(all_measurements[0].forecast, query)
     remaining = select_within_bins(remaining, all_measurements)
-    for bound in limits:
-        values = bound.value(remaining)
-        if not (values <= bound.most).any():
+    for limit in _list_limits(query):
+        values = limit.values(_with_limited_columns(remaining, query))
+        if not (values <= limit.maximum).any():
             closest = remaining.take([np.lexsort((remaining.hours, values))[0]])
-            (row,) = replace(closest, hours=limits.hours(closest), cost=limits.cost(closest)).records()
-            described = describe_limits(row, all_measurements[0].part.spec.pricing.currency)
+            (row,) = _with_limited_columns(closest, query).records()
+            described = describe_configuration(row, all_measurements[0].part.spec.pricing.currency)
             raise Infeasible(
-                f"no configuration is within {bound.words}; the closest is {described}",
+                f"no configuration is within {limit.description}; the closest is {described}",
                 "relax that limit, or search other numbers of nodes and batches",
             )
-        remaining = remaining.take(values <= bound.most)
+        remaining = remaining.take(values <= limit.maximum)
     return remaining.ordered()
 
 
-def _describe_nothing_fits(forecast: Forecast, limits: Limits) -> Infeasible:
+@dataclass(frozen=True)
+class _Limit:
+    """An upper limit on a quantity of configurations."""
+
+    description: str
+    maximum: float
+    values: Callable[[Offers], Floats | Ints]
+
+
+def _list_limits(query: Query) -> Iterator[_Limit]:
+    """Yield the limits of a query, in the order in which they are applied."""
+    progress = " to the same progress" if query.same_progress else ""
+    if query.max_nodes is not None:
+        yield _Limit(f"at most {query.max_nodes:g} nodes", query.max_nodes, lambda rows: rows.nodes)
+    if query.max_batch is not None:
+        yield _Limit(f"a batch of at most {query.max_batch:g}", query.max_batch, lambda rows: rows.batch)
+    if query.deadline_hours is not None:
+        deadline = f"a deadline of {_describe_deadline(query.deadline_hours)}{progress}"
+        yield _Limit(deadline, query.deadline_hours, lambda rows: rows.hours)
+    if query.budget is not None:
+        yield _Limit(f"a budget of {query.budget:g}{progress}", query.budget, lambda rows: rows.cost)
+
+
+def _describe_deadline(hours: float) -> str:
+    """Return the deadline as it was given, and in the unit in which durations are displayed."""
+    duration = format_duration(3600 * hours)
+    return f"{hours:g} h" if duration.endswith(" h") else f"{hours:g} h ({duration})"
+
+
+def _with_limited_columns(rows: Offers, query: Query) -> Offers:
+    """Return the rows with the hours and cost that the query limits: those of the same progress, if it is about it."""
+    if not query.same_progress or not rows.same_progress:
+        return rows
+    return replace(rows, hours=rows.same_progress.hours, cost=rows.same_progress.cost)
+
+
+def describe_configuration(row: Prediction, currency: str) -> str:
+    """Return nodes, batch, duration and cost of a configuration in words."""
+    kind = f" of type {row.type}" * bool(row.type) + " on spot" * (row.market == "spot")
+    return (
+        f"{format_count(row.nodes)}{kind}, batch {row.batch} (local batch {row.local_batch}): {format_duration(3600 * row.hours)},"
+        f" {row.cost:.4g} {currency}"
+    )
+
+
+def _describe_nothing_fits(forecast: Forecast, query: Query) -> Infeasible:
     """Return an error with the reason why the first candidate on the requested nodes cannot run, or is not known."""
-    on = f" on {format_count(limits.nodes)}" if limits.nodes is not None else ""
-    tried = forecast.candidates(limits.wanted)
+    on = f" on {format_count(query.nodes)}" if query.nodes is not None else ""
+    tried = forecast.candidates(query.node_counts)
     whys = (forecast.why_not_begun(config) or forecast.why_unknown(config) for config in tried)
     why = next(filter(None, whys), "no batch divides among its GPUs")
     hint = (

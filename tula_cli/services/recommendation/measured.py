@@ -13,7 +13,6 @@ import numpy as np
 from tula_cli.errors import BadMeasurements, Infeasible, Pending
 from tula_cli.models import efficiency
 from tula_cli.models.choice.grid import Config
-from tula_cli.models.choice.objective import Objective
 from tula_cli.models.choice.offers import Offers
 from tula_cli.models.efficiency import EARLY_SHARE, Noise, estimate_noise_scale
 from tula_cli.models.forecast import Forecast
@@ -23,6 +22,7 @@ from tula_cli.models.ramp.stage_nodes import build_ramp_on_nodes
 from tula_cli.models.time import stretches
 from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.models.time.stretches import TrainingObservations
+from tula_cli.query import Objective, Query
 from tula_cli.run.code import find_measured_snapshot
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.records.probes import Failed, GradientStats, Measured, OutOfMemory
@@ -30,7 +30,6 @@ from tula_cli.run.records.recommendations import Prediction, Recommendation, Sta
 from tula_cli.run.records.tasks import ProbeTask, TrainTask
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.services.recommendation.doubts import Results, UnknownConfigurations, describe_pending
-from tula_cli.services.recommendation.limits import Limits
 from tula_cli.services.recommendation.saves import find_newest_saves
 from tula_cli.services.recommendation.validation import Validation, validate_strategies
 from tula_cli.spec.job import JobSpec, describe_train_length
@@ -59,9 +58,9 @@ class TypeMeasurements:
     def prefix(self) -> str:
         return f"{self.type}: " * bool(self.type)
 
-    def offers(self, limits: Limits) -> Offers:
+    def offers(self, query: Query) -> Offers:
         """Return the forecasts on each market."""
-        offers = self.forecast.offers(limits.wanted)
+        offers = self.forecast.offers(query.node_counts)
         return replace(offers, type=np.full(len(offers), self.type))
 
     @property
@@ -100,7 +99,7 @@ class TypeMeasurements:
 
 def gather_measurements(
     parts: Sequence[Part],
-    limits: Limits,
+    query: Query,
     pending: Mapping[str | None, int],
     results_of: Mapping[str | None, Results],
     *,
@@ -110,7 +109,7 @@ def gather_measurements(
 
     Args:
         parts: parts of the job, one per node type.
-        limits: limits of the user.
+        query: objective and limits of the user.
         pending: number of queued or running probes by node type.
         results_of: results to use for each node type.
         at_a_pace: whether the results have been scaled to the pace of a training; no trainings are used in addition
@@ -128,7 +127,7 @@ def gather_measurements(
             observations = TrainingObservations() if at_a_pace else trainings(part)
             sizes = NO_OTHER_SIZES if at_a_pace else read_measurements_of_other_sizes(part, trainings)
             forecast = _fit_forecast(part, results, observations.found, others=sizes, noise=noise, pending=pending_here)
-            measurements = _make_type_measurements(part, results, forecast, limits, observations, pending=pending_here)
+            measurements = _make_type_measurements(part, results, forecast, query, observations, pending=pending_here)
             all_measurements.append(replace(measurements, others=sizes))
         except (Pending, BadMeasurements, Infeasible) as error:
             errors.append((part, error))
@@ -141,12 +140,12 @@ def _make_type_measurements(
     part: Part,
     results: Results,
     forecast: Forecast,
-    limits: Limits,
+    query: Query,
     observations: TrainingObservations,
     *,
     pending: int,
 ) -> TypeMeasurements:
-    unknown = _list_unknown_configurations(forecast, limits)
+    unknown = _list_unknown_configurations(forecast, query)
     _require_enough(forecast, unknown, pending=pending)
     return TypeMeasurements(part, results, forecast, unknown, pending, observations.left_out)
 
@@ -301,10 +300,12 @@ def _make_pending_error(pending: int, why: str) -> Pending:
     )
 
 
-def _list_unknown_configurations(forecast: Forecast, limits: Limits) -> tuple[UnknownConfigurations, ...]:
+def _list_unknown_configurations(forecast: Forecast, query: Query) -> tuple[UnknownConfigurations, ...]:
     """Return the configurations within the limits whose step time does not follow from the probes, by reason."""
-    nodes, batch = forecast.unknown_candidates(limits.wanted)
-    nodes, batch = (column[limits.reach(nodes, batch)] for column in (nodes, batch))
+    nodes, batch = forecast.unknown_candidates(query.node_counts)
+    max_nodes, max_batch = (np.inf if limit is None else limit for limit in (query.max_nodes, query.max_batch))
+    is_within_limits = (nodes <= max_nodes) & (batch <= max_batch)
+    nodes, batch = nodes[is_within_limits], batch[is_within_limits]
     groups: dict[str, UnknownConfigurations] = {}  # whatever the batch, there is one reason on a number of nodes
     for count, first_index, many in zip(*np.unique(nodes, return_index=True, return_counts=True), strict=True):
         why = forecast.why_unknown(Config(int(count), int(batch[first_index])))

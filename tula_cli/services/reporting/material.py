@@ -11,6 +11,7 @@ from tula_cli.errors import BadMeasurements, Infeasible, Pending, SpecError, Tul
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.choice.objective import find_knee_batch
 from tula_cli.models.choice.offers import Offers
+from tula_cli.query import Query
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.jobfile import list_parts_with_data
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
@@ -210,9 +211,8 @@ def _recommend_now(
     objective, curve = (stored.objective, stored.curve) if stored is not None else ("knee", "time")
     for objective_tried in (objective, "knee"):
         try:
-            return recommending.recommend(
-                run, spec, objective=objective_tried, curve=curve, pending=pending, now=now
-            ), ""
+            query = Query(objective=objective_tried, curve=curve)
+            return recommending.recommend(run, spec, query, pending=pending, now=now), ""
         except (Pending, BadMeasurements, Infeasible, SpecError) as error:
             why = error
     return None, describe_error(why)

@@ -23,6 +23,7 @@ from tula_cli.cluster.chains import get_chain_state
 from tula_cli.cluster.exit_reason import ExitReason, find_reason_of_error, make_failure_of_follower
 from tula_cli.cluster.full_disk import release_held_jobs
 from tula_cli.cluster.rank_processes import RankStart
+from tula_cli.cluster.rank_program import WorkerProgram
 from tula_cli.cluster.relaunch import make_next_task
 from tula_cli.cluster.scheduler import SchedulerState
 from tula_cli.cluster.slurm import queue as scheduler
@@ -1063,7 +1064,7 @@ def test_a_supervisor_that_fails_is_named_with_its_traceback_and_twice_at_once_e
     def broken(*_: object, **__: object) -> LeaderCommand:
         raise Broken("no such key")
 
-    monkeypatch.setattr(cluster_supervise, "make_leader_command", broken)
+    monkeypatch.setattr(WorkerProgram, "make_command", broken)
     with pytest.raises(Broken):
         chain.start("11")
     (first,) = chain.run.training("s").attempts()
@@ -1081,13 +1082,13 @@ def test_a_supervisor_that_fails_is_named_with_its_traceback_and_twice_at_once_e
 def test_a_supervisor_that_failed_once_is_followed_by_the_next_link(
     chain: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = cluster_supervise.make_leader_command
+    whole = WorkerProgram.make_command
 
     def broken(*_: object, **__: object) -> LeaderCommand:
-        monkeypatch.setattr(cluster_supervise, "make_leader_command", whole)
+        monkeypatch.setattr(WorkerProgram, "make_command", whole)
         raise Broken("once")
 
-    monkeypatch.setattr(cluster_supervise, "make_leader_command", broken)
+    monkeypatch.setattr(WorkerProgram, "make_command", broken)
     with pytest.raises(Broken):
         chain.start("11")
     chain.will_finish()
@@ -1104,7 +1105,7 @@ def test_a_file_system_that_fails_under_a_supervisor_is_named_so(chain: Chain, m
     def gone(*_: object, **__: object) -> LeaderCommand:
         raise OSError(116, "Stale file handle", str(chain.run.path / "leader"))
 
-    monkeypatch.setattr(cluster_supervise, "make_leader_command", gone)
+    monkeypatch.setattr(WorkerProgram, "make_command", gone)
     with pytest.raises(SystemExit) as ended:
         chain.start("11")
     assert ended.value.code == 14 and chain.outcomes() == ["storage"]
@@ -1225,7 +1226,7 @@ def test_every_kind_of_death_has_the_class_the_exit_code_and_the_host_of_the_doc
         chain.grows()
         chain.will_leave()
     if outcome == "supervisor":
-        monkeypatch.setattr(cluster_supervise, "make_leader_command", lambda *_, **__: {}["no such key"])
+        monkeypatch.setattr(WorkerProgram, "make_command", lambda *_, **__: {}["no such key"])
     with contextlib.suppress(SystemExit, KeyError):
         chain.start("11")
     first = chain.run.training("s").attempts()[0]
@@ -1430,7 +1431,7 @@ def test_a_supervisor_that_finds_its_file_system_gone_is_no_defect_of_tula(
     def gone(*_: object, **__: object) -> LeaderCommand:
         raise OSError(number, os.strerror(number), str(chain.run.path / "leader"))
 
-    monkeypatch.setattr(cluster_supervise, "make_leader_command", gone)
+    monkeypatch.setattr(WorkerProgram, "make_command", gone)
     with pytest.raises(SystemExit) as ended:
         chain.start("11")
     assert ended.value.code == 14 and chain.outcomes() == ["storage"]

@@ -10,7 +10,7 @@ import pytest
 from make_runs import FakeLauncher
 
 import tula_cli as tula
-from tula_cli.cluster.scripts.results import require_resumable
+from tula_cli.cluster.scripts.resume_test import require_resumable
 from tula_cli.cluster.scripts.training import ScriptTraining
 from tula_cli.errors import CannotResume, JobFailed, NotRehearsed, OverBudget, SpecError
 from tula_cli.run.directory import Part, RunDir

@@ -17,16 +17,12 @@ from tula_cli.cluster.rank_processes import (
     RankCommand,
     RankGroup,
     RankSpawner,
-    RankStart,
     count_ranks_of_supervisor,
     get_first_rank,
     list_visible_gpus,
-    runs_script,
 )
-from tula_cli.cluster.relaunch import is_finished
-from tula_cli.cluster.scripts.start import ScriptStart
-from tula_cli.cluster.scripts.training import ScriptTraining, describe_missing_step
-from tula_cli.cluster.scripts.watch import ScriptWatch
+from tula_cli.cluster.rank_program import RankMonitor, RankProgram
+from tula_cli.cluster.rank_programs import make_rank_program
 from tula_cli.errors import JobFailed, RunGone
 from tula_cli.host.devices import has_gpu
 from tula_cli.host.failures import has_cause
@@ -112,7 +108,9 @@ class RunningAttempt:
         log = self._log
         kills = exit_reason.count_oom_kills()
         try:
-            starts = self._start.rank_commands(None if self.spawner.output.shared else log)
+            starts = self._program.start(self.allocation, self.command).rank_commands(
+                None if self.spawner.output.shared else log
+            )
         except JobFailed as error:  # of a script: no such network interface here
             return self._not_started_reason(f"{error.message}; {error.hint}")
         with self.spawner.output.write_into(self.run, log) as output:
@@ -126,10 +124,9 @@ class RunningAttempt:
             except OSError as error:  # the wrapper, or the folder where the job was submitted, is not on this node
                 output_text = f"cannot start {starts[0].command[0]} in {starts[0].folder}: {error.strerror}"
                 return self._not_started_reason(output_text)
-            if self._script is not None:
-                self._script.log_start()
+            self._monitor.log_start()
             stopped = self._watch_ranks(group)
-            if self._script is not None and (moved := self._script.put_aside()):
+            if moved := self._monitor.put_aside():
                 output.write(f"tula: {moved}\n".encode())
         if stopped:
             return stopped
@@ -143,29 +140,18 @@ class RunningAttempt:
     def _log(self) -> Path:
         return get_log_path(self.run, self.allocation, self.task.id, self.attempt.number)
 
-    @property
-    def _start(self) -> RankStart | ScriptStart:
-        kind = ScriptStart if runs_script(self.task) else RankStart
-        return kind(self.run, self.allocation, self.task, self.command)
+    @cached_property
+    def _program(self) -> RankProgram:
+        return make_rank_program(self.run, self.task)
+
+    @cached_property
+    def _monitor(self) -> RankMonitor:
+        return self._program.monitor(self.allocation, self.command)
 
     def _not_started_reason(self, message: str) -> ExitReason:
         reason = ExitReason("user", message, host=get_node_name())
         self._report(RankExit(127, False, message, self._first_rank), reason)
         return reason
-
-    @cached_property
-    def _script(self) -> ScriptWatch | None:
-        """Return the watcher of a script, or None for tula's worker, which records events itself."""
-        if not runs_script(self.task):
-            return None
-        first_rank = self._first_rank
-        ranks = range(
-            first_rank,
-            self.command.ranks if self.allocation.is_local else first_rank + count_ranks_of_supervisor(self.task),
-        )
-        task, leads = self.task, self.allocation.is_leader
-        training = ScriptTraining(self.run, task) if leads and isinstance(task, TrainTask) else None
-        return ScriptWatch(self.run, task, self.command, ranks, training)
 
     def _clean_up_earlier_attempts(self, starts: Sequence[RankCommand]) -> Iterator[str]:
         """Kill leftovers of earlier attempts on this node, wait for their GPU memory, and yield messages to log."""
@@ -183,7 +169,7 @@ class RunningAttempt:
 
     def reason_by_scheduler(self, reason: ExitReason) -> ExitReason:
         """Return the exit reason of an attempt, replaced by that of the scheduler if it ended the allocation."""
-        if self.allocation.termination.received and not is_finished(self.run, self.task):
+        if self.allocation.termination.received and not self.run.is_finished(self.task):
             if self.run.is_cancelled(self.task.job):
                 return ExitReason("cancelled", "cancelled by the user")
             reason = self.allocation.termination_reason()
@@ -232,11 +218,10 @@ class RunningAttempt:
                 self._end_ranks(group, deadline=time.monotonic() + remaining)
                 return ExitReason("time_limit", TERMINATED_MESSAGES["time_limit"].format(self.allocation.job_id))
             failed = group.first_failure() is not None
-            if self._script is not None:
-                self._script.record_progress()
-                if stuck := self._script.stuck_reason():
-                    group.kill()
-                    return stuck
+            self._monitor.record_progress()
+            if stuck := self._monitor.stuck_reason():
+                group.kill()
+                return stuck
             if failed_at is None and (failed or (is_due and self.run.has_failure(self.task.id, self.attempt.number))):
                 failed_at = time.monotonic()
             if failed_at is not None and time.monotonic() > failed_at + PEER_GRACE:
@@ -244,7 +229,7 @@ class RunningAttempt:
             if is_due and self._is_superseded():
                 group.kill()  # this node was given up for lost, and lives: two would write one run
                 return ExitReason("node_failure", "another allocation has taken over")
-            self.lookout.pause(POLL if self._script is None else self.allocation.poll_interval)
+            self.lookout.pause(self._monitor.poll_interval(self.allocation))
         return None
 
     def _touch_log(self) -> None:
@@ -260,8 +245,7 @@ class RunningAttempt:
         if time.monotonic() < self._log_capped + pause or (self.spawner.output.shared and self.allocation.local_index):
             return
         self._log_capped = time.monotonic()
-        metric = self.task.spec.script.metric if self.task.spec.script is not None else {}
-        cap_log(self._log, keep=[pattern for pattern in metric.values() if isinstance(pattern, str)])
+        cap_log(self._log, keep=self._program.log_patterns)
 
     @cached_property
     def _leave_at(self) -> float | None:
@@ -274,24 +258,24 @@ class RunningAttempt:
         None also for tula's worker, which saves by itself. Followers learn the time from a file that the leader writes,
         which they read only if a poll is due.
         """
-        if self._script is None or not self._script.can_save:
+        if not self._monitor.can_save:
             return None
         if self._leave_at is not None and time.time() >= self._leave_at:
-            self._script.attempt.announce_end(self.allocation.ends_at or 0.0)
+            self._monitor.announce_end(self.allocation.ends_at or 0.0)
             is_due = True
-        ends_at = self._script.attempt.ends_at() if is_due else None
+        ends_at = self._monitor.ends_at() if is_due else None
         return None if ends_at is None else max(0.0, ends_at - END_GRACE - time.time())
 
     def _end_ranks(self, group: RankGroup, *, deadline: float) -> None:
         """Ask the ranks to save and exit, and kill what remains at the deadline (monotonic clock).
 
         A script that can save is first asked to in the way that its job configures."""
-        if self._script is not None and self._script.can_save:
+        if self._monitor.can_save:
             asked_at = time.time()
-            self._script.ask_to_save()
-            while group.is_running() and time.monotonic() < deadline and not self._script.has_saved(since=asked_at):
+            self._monitor.ask_to_save()
+            while group.is_running() and time.monotonic() < deadline and not self._monitor.has_saved(since=asked_at):
                 time.sleep(POLL)
-                self._script.record_progress()
+                self._monitor.record_progress()
             deadline = max(deadline, time.monotonic() + 1.0)
         group.end(deadline - time.monotonic())
 
@@ -318,18 +302,13 @@ class RunningAttempt:
             return ExitReason("cancelled", "cancelled by the user")
         if time.monotonic() <= self.deadline:
             return None
-        unseen = self._script is not None and not self._script.has_stepped
-        why = f", and {describe_missing_step(self.run.log_path(self.task.id, self.attempt.number))}" if unseen else ""
-        return ExitReason("cancelled", self.task.timeout_message + why)
+        explanations = filter(None, [self.task.timeout_message, self._monitor.describe_missing_step()])
+        return ExitReason("cancelled", ", and ".join(explanations))
 
     def _judge_exit(self, exited: RankExit) -> ExitReason:
-        if self._script is not None:
-            self._script.record_end()
-            if exited.exit_code == 0:
-                return ExitReason(None)  # the leader looks at what its ranks have written
+        self._monitor.record_end()
         if exited.exit_code == 0:
-            is_done = is_finished(self.run, self.task)
-            return ExitReason(None) if is_done else ExitReason("unknown", "the ranks ended without a result")
+            return self._program.reason_of_clean_exit()
         reason = exit_reason.find_reason_of_ranks(self.run, self.task, self.attempt, exited)
         if self.allocation.is_local or self.allocation.termination.received:
             return reason

@@ -51,10 +51,12 @@ class BatchLauncher:
 
     def script(self, run: RunDir, task: Task) -> str:
         """Return the script of the first job of a task; the scripts of later jobs also wait for earlier ones."""
-        from tula_cli.cluster.scripts.start import preview_command  # for a dry run alone, not for each look at the jobs
+        from tula_cli.cluster.rank_programs import (
+            make_rank_program,  # for a dry run alone, not for each look at the jobs
+        )
 
         text = self.script_text(run, self.request(run, task, self._link_names(run, task)[0]), task)
-        if not (preview_text := preview_command(run, task)):
+        if not (preview_text := make_rank_program(run, task).preview_command()):
             return text
         return f"{text.rstrip()}\n\n# where tula then starts, on each GPU or node: {preview_text}\n"
 

@@ -40,11 +40,15 @@ class LocalLauncher:
 
     def script(self, run: RunDir, task: Task) -> str:
         """Return a description of the processes that a job on this machine starts."""
-        from tula_cli.cluster.scripts.start import preview_command  # for a dry run alone, not for each look at the jobs
+        from tula_cli.cluster.rank_programs import (
+            make_rank_program,  # for a dry run alone, not for each look at the jobs
+        )
 
         world = task.ranks
         description = f"{task.job} in {run.path.name}: {format_count(world, 'rank')} on this machine"
-        return f"{description}\n{command}" if (command := preview_command(run, task)) else description
+        return (
+            f"{description}\n{command}" if (command := make_rank_program(run, task).preview_command()) else description
+        )
 
     def submit(self, run: RunDir, task: Task) -> Job:
         """Start a job that outlives this process, its terminal and Ctrl-C.

@@ -185,7 +185,7 @@ def count_ranks_of_supervisor(task: Task) -> int:
 
 def has_tagged_lines(task: Task) -> bool:
     """Return whether log lines start with their rank (except the lowest): those of the worker and in shared logs."""
-    return not runs_script(task) or has_shared_node_log(task)
+    return task.script is None or has_shared_node_log(task)
 
 
 def has_shared_node_log(task: Task) -> bool:
@@ -194,7 +194,7 @@ def has_shared_node_log(task: Task) -> bool:
 
 
 def find_rendezvous_address(task: Task) -> str:
-    """Return the rendezvous address (host:port) of torchrun or of a script's ranks; empty if neither is used.
+    """Return an address (host:port) of this node at which the ranks of a task can meet.
 
     A port that is taken in the meantime is a separate exit reason.
 
@@ -202,18 +202,11 @@ def find_rendezvous_address(task: Task) -> str:
         JobFailed: the configured network interface does not exist.
     """
     cluster = task.spec.cluster
-    if not (_uses_torchrun(task) or runs_script(task)):
-        return ""
     interface = cluster.interface or ("lo" if cluster.kind == "local" else None)
     return f"{network.find_own_address(interface)}:{network.find_free_port()}"
 
 
-def runs_script(task: Task) -> bool:
-    """Return whether a task starts a script of the user; a check of nodes does not, even in a script's job."""
-    return task.spec.script is not None and task.runs_user_code
-
-
-def _uses_torchrun(task: Task) -> bool:
+def uses_torchrun(task: Task) -> bool:
     """Return whether torchrun starts the ranks of a node; otherwise supervisors start them directly."""
     cluster = task.spec.cluster
     return cluster.kind == "slurm" and cluster.slurm is not None and cluster.slurm.launcher == "torchrun"
@@ -253,7 +246,7 @@ class RankStart:
         task, spec = self.task, self.task.spec
         worker = ["-m", "tula_cli.worker", str(self.run.path.resolve()), task.id, str(self.command.attempt)]
         wrapper = [] if self.allocation.is_local else sbatch.get_wrapper_words(spec, environ=self.allocation.environ)
-        if not _uses_torchrun(task):
+        if not uses_torchrun(task):
             return [*wrapper, sys.executable, "-u", *worker]
         address, _, port = self.command.meeting.rpartition(":")
         torchrun = [
@@ -271,7 +264,7 @@ class RankStart:
         allocation = self.allocation
         threads = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(self._threads_per_rank())}
         variables = {**allocation.environ, **threads, **allocation.time_limit_variable()}
-        if _uses_torchrun(self.task):
+        if uses_torchrun(self.task):
             return [variables]
         # A rendezvous of the site's set-up lines, or of a shell, is not ours.
         variables = {name: value for name, value in variables.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
@@ -295,7 +288,7 @@ class RankStart:
         if self.allocation.is_local:
             return 1
         threads = self.allocation.cpus or 1
-        return max(1, threads // self.task.spec.cluster.gpus_per_node) if _uses_torchrun(self.task) else threads
+        return max(1, threads // self.task.spec.cluster.gpus_per_node) if uses_torchrun(self.task) else threads
 
 
 # --- The processes of one supervisor

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from tula_cli.cluster.exit_reason import ExitReason
-from tula_cli.cluster.rank_processes import runs_script
-from tula_cli.cluster.scripts.training import list_possible_micro_batches as script_micro_batches
+from tula_cli.cluster.rank_programs import make_rank_program
 from tula_cli.host.failures import FAILURE_KINDS, advise, is_missing_gpu
 from tula_cli.models.choice.early_stopping import shorten_prediction
 from tula_cli.models.cost import compute_cost
@@ -28,7 +27,6 @@ from tula_cli.run.records.tasks import (
     make_probe_id,
     make_probe_identity,
 )
-from tula_cli.run.script_attempt import ResumeTestRecords
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.spec.resources import Cluster
 from tula_cli.spec.sections import FEWEST_WORKERS
@@ -81,23 +79,7 @@ def find_newest_task(run: RunDir, task_id: str) -> Task:
 
 def is_over(run: RunDir, task: Task) -> bool:
     """Return whether a task is cancelled or finished, so that nothing is left to do."""
-    return run.is_cancelled(task.job) or is_finished(run, task)
-
-
-def is_finished(run: RunDir, task: Task) -> bool:
-    """Return whether a task has all its results, i.e. valid result files."""
-    match task:
-        case TrainTask():
-            return run.training(task.signature).result() is not None
-        case ProbeTask():
-            return run.current_probe(task) is None
-        case RehearsalTask():
-            resume_test = ResumeTestRecords(run.path).read(task.id)
-            return resume_test is not None and resume_test.over_at is not None
-        case EvaluateTask():
-            return run.training(task.signature).evaluation(task.key) is not None
-        case CheckTask():
-            return run.checks.report(task.id) is not None
+    return run.is_cancelled(task.job) or run.is_finished(task)
 
 
 def make_next_task(run: RunDir, task: Task, reason: ExitReason, lost: int) -> Task | None:
@@ -115,7 +97,7 @@ def make_next_task(run: RunDir, task: Task, reason: ExitReason, lost: int) -> Ta
         case TrainTask():
             return _make_next_training(run, task, reason, lost)
         case RehearsalTask():
-            is_over = is_finished(run, task) or run.is_cancelled(task.job) or lost > MAX_RESTARTS
+            is_over = run.is_finished(task) or run.is_cancelled(task.job) or lost > MAX_RESTARTS
             return None if is_over or reason.outcome in ALLOCATION_LOST else task
         case EvaluateTask():
             may_relaunch = reason.outcome in COUNTED_OUTCOMES and lost <= MAX_RESTARTS
@@ -228,7 +210,7 @@ def relaunch_task(task: TrainTask, cause: str, **update: object) -> TrainTask:
 
 def _lower_lr_limit(run: RunDir, task: TrainTask) -> float | None:
     """Return half the learning-rate factor at which a growing batch diverged; None the second time, or at factor 1."""
-    if task.max_lr_factor is not None or runs_script(task):
+    if task.max_lr_factor is not None or task.script is not None:
         return None
     rows = (row for row in reversed(run.training(task.signature).metrics()) if row["kind"] == "diverged")
     factor = next((row.get("lr_factor") for row in rows), None) or 1.0
@@ -238,11 +220,7 @@ def _lower_lr_limit(run: RunDir, task: TrainTask) -> float | None:
 def _choose_fallback(run: RunDir, task: TrainTask) -> Fallback | None:
     """Return the fallback after an out-of-memory of a training; None if no configuration would use less memory."""
     why_not = cannot_accumulate(task.spec)
-    micro_batches = None
-    if not why_not:
-        micro_batches = (
-            script_micro_batches(run, task) if runs_script(task) else run.training(task.signature).micro_batches()
-        )
+    micro_batches = None if why_not else make_rank_program(run, task).possible_micro_batches()
     batches = [rung.batch for rung in task.ladder]
     return find_next_fallback(
         batches, task.splits, micro_batches, why_not=why_not, stage=_find_batch_of_stage(run, task)
@@ -251,7 +229,7 @@ def _choose_fallback(run: RunDir, task: TrainTask) -> Fallback | None:
 
 def _find_batch_of_stage(run: RunDir, task: TrainTask) -> int | None:
     """Return the current batch of a growing batch if it is still below the final one; None otherwise or if unknown."""
-    if task.spec.train.stages is None or runs_script(task):
+    if task.spec.train.stages is None or task.script is not None:
         return None
     rows = run.training(task.signature).metrics()
     batch = next((int(row["batch"]) for row in reversed(rows) if row["kind"] == "stage"), task.batch)

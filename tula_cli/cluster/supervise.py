@@ -35,10 +35,9 @@ from tula_cli.cluster.local import draw_machine_ticket
 from tula_cli.cluster.node_log import RankOutput
 from tula_cli.cluster.rank_processes import (
     RankSpawner,
-    find_rendezvous_address,
     get_first_rank,
-    runs_script,
 )
+from tula_cli.cluster.rank_programs import make_rank_program
 from tula_cli.cluster.relaunch import (
     ALLOCATION_LOST,
     COUNTED_OUTCOMES,
@@ -54,12 +53,7 @@ from tula_cli.cluster.relaunch import (
     write_summary,
 )
 from tula_cli.cluster.scheduler import DelaysJobs, Scheduler, exclude_nodes
-from tula_cli.cluster.scripts.results import (
-    make_leader_command,
-    recover_lost_attempt,
-    require_resumable,
-    settle_attempt,
-)
+from tula_cli.cluster.scripts.resume_test import require_resumable
 from tula_cli.cluster.slurm import sbatch
 from tula_cli.errors import JobFailed, OtherFormat, TulaError
 from tula_cli.host.failures import FAILURE_KINDS
@@ -343,21 +337,21 @@ class Supervisor:
             attempt = open_attempt(self.run, self.allocation, task)
             attempt = self._with_trainings(attempt)
             self._under_way = (task, attempt)
+            program = make_rank_program(self.run, task)
             try:
                 require_resumable(self.run, task)
-                ranks, meeting = task.ranks, find_rendezvous_address(task)
+                meeting = program.find_meeting_address()
             except JobFailed as error:
                 reason = ExitReason("user", f"{error.message}; {error.hint}", host=get_node_name())
                 make_next_task(self.run, task, reason, 0)
                 close_attempt(self.run, attempt, reason)
                 self._under_way = None
                 break
-            command = make_leader_command(self.run, task, attempt=attempt.number, ranks=ranks, meeting=meeting)
+            command = program.make_command(attempt=attempt.number, meeting=meeting)
             self._write_command(command)
             running = self._running_attempt(task, attempt, command, ends)
             earlier = self._attempts_without_progress(task)
-            reason = settle_attempt(self.run, task, command, running.reason_by_scheduler(running.run_to_exit()))
-            reason = self._add_samples_reached(task, attempt, reason)
+            reason = program.settle_attempt(command, running.reason_by_scheduler(running.run_to_exit()))
             reason = self._reconsider(
                 task, attempt, reconsider_reason(self.run, task, attempt, reason, earlier), earlier
             )
@@ -420,14 +414,6 @@ class Supervisor:
         complaint = self._delay(waiting[0], minutes)
         result = f"could not be delayed: {complaint}" if complaint else f"starts in {minutes} min at the earliest"
         return dataclasses.replace(reason, message=f"{reason.message}; job {waiting[0]} {result}", once_more=True)
-
-    def _add_samples_reached(self, task: Task, attempt: Attempt, reason: ExitReason) -> ExitReason:
-        """Return the reason with the samples reached by the attempt; reasons of scripts already contain them."""
-        if not isinstance(task, TrainTask) or runs_script(task):
-            return reason
-        rows = self.run.training(task.signature).newest_metrics()
-        steps = [row["samples"] for row in rows if row["kind"] == "step" and row["time"] >= attempt.started_at]
-        return dataclasses.replace(reason, reached=steps[-1] if steps else None)
 
     def _may_be_passing(self, task: TrainTask, attempt: Attempt, reason: ExitReason) -> bool:
         """Return whether a `user` failure may be transient: after progress, and first since the newest checkpoint."""
@@ -648,7 +634,7 @@ class Supervisor:
         for lost in run.attempts_of(task):
             if lost.ended_at is not None:
                 continue
-            recover_lost_attempt(run, lost)
+            make_rank_program(run, run.task(lost.task) or task).recover_lost_attempt(lost)
             log = run.log_path(lost.task, lost.number)
             ended_at = log.stat().st_mtime if log.exists() else lost.started_at
             killed = ExitReason("signal", "its supervisor was killed")

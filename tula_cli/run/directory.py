@@ -31,7 +31,19 @@ from tula_cli.run.records.jobs import Attempt, Failure, Job, LeaderCommand
 from tula_cli.run.records.probes import RESULT
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import Comparison, CountedEnergy, JobFile, Summary, TrainResult, Tuning
-from tula_cli.run.records.tasks import TASK, CheckTask, CodeSnapshot, JobTask, ProbeTask, Task, TrainTask, make_probe_id
+from tula_cli.run.records.tasks import (
+    TASK,
+    CheckTask,
+    CodeSnapshot,
+    EvaluateTask,
+    JobTask,
+    ProbeTask,
+    RehearsalTask,
+    Task,
+    TrainTask,
+    make_probe_id,
+)
+from tula_cli.run.script_attempt import ResumeTestRecords
 from tula_cli.run.snapshot import Result, Snapshot, is_of_another_run
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.spec.job import JobSpec
@@ -380,6 +392,21 @@ class RunDir:
             if local_batch not in task.skip and (result is None or result.kind == "failed"):
                 return local_batch
         return None
+
+    def is_finished(self, task: Task) -> bool:
+        """Return whether a task has all its results, i.e. valid result files."""
+        match task:
+            case TrainTask():
+                return self.training(task.signature).result() is not None
+            case ProbeTask():
+                return self.current_probe(task) is None
+            case RehearsalTask():
+                resume_test = ResumeTestRecords(self.path).read(task.id)
+                return resume_test is not None and resume_test.over_at is not None
+            case EvaluateTask():
+                return self.training(task.signature).evaluation(task.key) is not None
+            case CheckTask():
+                return self.checks.report(task.id) is not None
 
     def write_recommendation(self, recommendation: Recommendation) -> None:
         write_record(self.path / "recommendation.json", recommendation)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tula_cli.cluster.scripts.training import list_possible_micro_batches
+from tula_cli.cluster.scripts.training import ScriptTraining
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.run.script_attempt import ScriptAttempt
@@ -51,7 +51,7 @@ def tell(run: RunDir, *norms: str) -> None:
 def test_batch_norm_bounds_it(tmp_path: Path, norms: list[str], into: tuple[int, ...], normalised: int) -> None:
     run, task = training(tmp_path)
     tell(run, *norms)
-    found = list_possible_micro_batches(run, task)
+    found = ScriptTraining(run, task).possible_micro_batches()
     own, smaller = found.splits
     assert (own.batch, own.micro_batch, own.into) == (128, 64, into)
     assert (smaller.batch, smaller.micro_batch, found.normalised) == (64, 32, normalised)
@@ -60,12 +60,12 @@ def test_batch_norm_bounds_it(tmp_path: Path, norms: list[str], into: tuple[int,
 def test_it_starts_from_the_accumulation_asked_for(tmp_path: Path) -> None:
     run, task = training(tmp_path, accumulate=2)
     tell(run, "")
-    own = list_possible_micro_batches(run, task).splits_of_batch(128)
+    own = ScriptTraining(run, task).possible_micro_batches().splits_of_batch(128)
     assert own is not None and (own.micro_batch, own.micro_batches, own.into) == (32, 2, (2, 4, 8, 16, 32))
 
 
 def test_the_small_batch_of_gradient_scaling_stays_whole(tmp_path: Path) -> None:
     run, task = training(tmp_path, method="ags")  # its small batch of 16 samples is one GPU's
     tell(run, "")
-    own = list_possible_micro_batches(run, task).splits_of_batch(128)
+    own = ScriptTraining(run, task).possible_micro_batches().splits_of_batch(128)
     assert own is not None and own.into == (2, 4) and own.limit == "AGS takes a small batch of 16 samples of it"

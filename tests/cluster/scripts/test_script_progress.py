@@ -9,18 +9,16 @@ import pytest
 from make_results import Truth, measured
 
 from tula_cli.cluster.exit_reason import ExitReason
+from tula_cli.cluster.scripts import start
 from tula_cli.cluster.scripts import training as checkpoints
-from tula_cli.cluster.scripts import watch
-from tula_cli.cluster.scripts.results import recover_lost_attempt, settle_attempt
 from tula_cli.cluster.scripts.training import (
     ScriptTraining,
-    describe_missing_step,
+    TrainingMonitor,
     find_last_and_best,
-    find_last_script_line,
     is_lower_better,
     read_metrics,
 )
-from tula_cli.cluster.scripts.watch import ScriptWatch
+from tula_cli.cluster.scripts.watch import describe_missing_step, find_last_script_line
 from tula_cli.models.time.changes import ScriptLevelDetector, describe_step_change
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
@@ -95,7 +93,7 @@ def test_what_an_attempt_saved_whose_supervisor_was_lost_counts(run: RunDir) -> 
     training = ScriptTraining(run, task(run, "train-x-1", 16))
     saves(training.output_folder, STARTED + 20)
     tells(run, "train-x-1", row("row", 5, STARTED + 10), row("gap", 31, STARTED + 21), step=60, samples=960)
-    recover_lost_attempt(run, run.attempts("train-x-1")[0])
+    training.recover_lost_attempt(run.attempts("train-x-1")[0])
     found = run.training("x").script_progress()
     assert found is not None and (found.steps, found.samples) == (30, 480)
 
@@ -112,7 +110,7 @@ def test_steps_after_a_checkpoint_are_not_in_it_where_no_save_was_seen(run: RunD
         row("row", 50, STARTED + 30),
         **after,
     )
-    recover_lost_attempt(run, run.attempts("train-x-1")[0])
+    training.recover_lost_attempt(run.attempts("train-x-1")[0])
     found = run.training("x").script_progress()
     assert found is not None and (found.steps, found.samples) == (25, 400)
 
@@ -198,7 +196,7 @@ def has_begun(run: RunDir, *, file: str = "begun-0.json", **more: object) -> Non
 def test_a_training_whose_first_steps_break_a_claim_is_ended(run: RunDir) -> None:
     first = task(run, "train-x-1", 16)
     command = LeaderCommand(task="train-x-1", attempt=1, ranks=1, batch=16)
-    seen = ScriptWatch(run, first, command, range(1), ScriptTraining(run, first))
+    seen = TrainingMonitor(ScriptTraining(run, first), command, range(1), leads=True)
     seen.record_progress()
     assert seen.stuck_reason() is None, "nothing is known yet"
     has_begun(run, expected={"world": 2, "batch": 16})
@@ -291,13 +289,13 @@ def test_without_a_checkpoint_before_it_the_scripts_error_ends_the_training(run:
     assert fails_at_once(run, training.task, found).outcome == "user" and training.newest_checkpoint() == found
 
 
-def watching(run: RunDir, ranks: int) -> ScriptWatch:
+def watching(run: RunDir, ranks: int) -> TrainingMonitor:
     command = LeaderCommand(task="train-x-1", attempt=1, ranks=ranks, batch=16)
-    return ScriptWatch(run, task(run, "train-x-1", 16), command, range(1, ranks))
+    return TrainingMonitor(ScriptTraining(run, task(run, "train-x-1", 16)), command, range(1, ranks))
 
 
 def test_ranks_that_wait_for_one_that_goes_on_are_not_stuck(run: RunDir) -> None:
-    long_ago = time.time() - 2 * watch.TRAINING_SILENCE
+    long_ago = time.time() - 2 * start.TRAINING_SILENCE
     heartbeat(run, "train-x-1", 0, alive_at=time.time())
     heartbeat(run, "train-x-1", 1, alive_at=long_ago)
     assert watching(run, 2).stuck_reason() is None, "rank 0, on another node, evaluates alone"
@@ -327,10 +325,10 @@ def test_a_method_that_cannot_train_a_script_fails_it_even_where_it_ends_well(ru
     told |= {"error": error, "text": f"{error}: {why}\n", "step": 0, "failed_at": STARTED}
     (folder / "failure-0.json").write_text(json.dumps(told))
     own, command = task(run, "train-x-1", 16), LeaderCommand(task="train-x-1", attempt=1, ranks=1, batch=16)
-    found = settle_attempt(run, own, command, ExitReason(None))
+    found = ScriptTraining(run, own).settle_attempt(command, ExitReason(None))
     assert (found.outcome, found.message) == ("user", why)
     assert run.training("x").result() is None
-    ScriptWatch(run, own, command, range(1)).record_progress()
+    TrainingMonitor(ScriptTraining(run, own), command, range(1)).record_progress()
     (failure,) = run.failures("train-x-1", 1)
     assert (failure.outcome, failure.message) == ("user", why)
 
@@ -558,7 +556,7 @@ def test_an_epoch_is_what_the_loader_delivers(alone: RunDir, epoch: int | None, 
     training, command = ScriptTraining(alone, task(alone, "train-x-1", 16)), LeaderCommand(task="train-x-1", attempt=1)
     assert training.total_samples == total
     heartbeat(alone, "train-x-1", 0, step=92, samples=float(total))
-    settle_attempt(alone, training.task, command, ExitReason(None))
+    training.settle_attempt(command, ExitReason(None))
     rows = alone.training("x").newest_metrics()
     assert not [row for row in rows if row["kind"] == "warning" and "ended after" in row["message"]], rows
 

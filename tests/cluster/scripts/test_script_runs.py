@@ -16,7 +16,7 @@ from tula_cli.cluster.attempt import RunningAttempt
 from tula_cli.cluster.directory_watcher import ChangeWatcher
 from tula_cli.cluster.rank_processes import RankSpawner
 from tula_cli.cluster.scripts import training as checkpoints
-from tula_cli.cluster.scripts import watch
+from tula_cli.cluster.scripts.probe import ScriptProbe
 from tula_cli.cluster.supervise import supervise
 from tula_cli.host.leftovers import GpuMemory
 from tula_cli.run.code import choose_code, take_snapshot
@@ -202,7 +202,7 @@ def test_a_rank_that_fails_takes_the_others_along(folder: Path) -> None:
 
 
 def test_a_script_that_steps_no_more_is_ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "PROBE_SILENCE", 0.5)
+    monkeypatch.setattr(ScriptProbe, "silence", 0.5)
     stuck = job(folder, within="if number == 4: time.sleep(600)", search={"warmup_steps": 8})
     (result,) = probes(folder, stuck, sizes=(4,)).results()
     assert isinstance(result, Failed) and "ended as stuck" in result.message

@@ -10,7 +10,9 @@ from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.rank_processes import find_rendezvous_address, get_first_rank
 from tula_cli.cluster.scripts import methods
 from tula_cli.cluster.scripts.methods import copy_shim
-from tula_cli.cluster.scripts.start import ScriptStart, preview_command
+from tula_cli.cluster.scripts.probe import ScriptProbe
+from tula_cli.cluster.scripts.start import ScriptStart
+from tula_cli.cluster.scripts.training import ScriptTraining
 from tula_cli.cluster.slurm import sbatch
 from tula_cli.errors import JobFailed
 from tula_cli.run.directory import RunDir
@@ -59,12 +61,9 @@ def start(
         max(index, 0), world, local_index=index % 2, job_id="7" if index >= 0 else "", environ=environ, cpus=6
     )
     meeting = "10.0.0.1:4711"
-    return ScriptStart(
-        run,
-        allocation,
-        task,
-        LeaderCommand(task=task.id, attempt=1, ranks=world, meeting=meeting, batch=batch, checkpoint=checkpoint),
-    )
+    command = LeaderCommand(task=task.id, attempt=1, ranks=world, meeting=meeting, batch=batch, checkpoint=checkpoint)
+    script = ScriptTraining(run, task) if isinstance(task, TrainTask) else ScriptProbe(run, task)
+    return script.start(allocation, command)
 
 
 def commands(found: ScriptStart) -> list[str]:
@@ -176,7 +175,7 @@ def test_what_was_scaled_is_told_over_all_attempts() -> None:
 
 def test_the_first_command_can_be_seen_before_anything_is_written(tmp_path: Path) -> None:
     found = start(tmp_path, "env 'A=a b' a.py -b {batch} --lr {lr}")
-    assert preview_command(found.run, found.task) == "env 'A=a b' a.py -b 32 --lr 0.1"  # type: ignore[arg-type]
+    assert found.program.preview_command() == "env 'A=a b' a.py -b 32 --lr 0.1"
     assert not found.run.path.exists()
 
 

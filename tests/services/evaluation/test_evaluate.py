@@ -223,14 +223,14 @@ def test_a_failure_is_told_with_its_words(outcome: str, kind: type[Exception], r
 def test_the_supervisor_starts_it_again_after_a_lost_process_and_not_after_the_users_error(run: RunDir) -> None:
     add_training(run, "aaaa", 100)
     task = ready(run).task
-    assert not relaunch.is_finished(run, task)
+    assert not run.is_finished(task)
     assert relaunch.make_next_task(run, task, ExitReason("signal"), 1) == task
     assert relaunch.make_next_task(run, task, ExitReason("signal"), relaunch.MAX_RESTARTS + 1) is None
     assert relaunch.make_next_task(run, task, ExitReason("user"), 0) is None
     run.write_task(task)
     assert get_job_progress(Snapshot(run.path), [task], {}).done == 0
     run.training("aaaa").write_evaluation(make.evaluated(task))
-    assert relaunch.is_finished(run, task)
+    assert run.is_finished(task)
     assert get_job_progress(Snapshot(run.path), [task], {}).complete
 
 

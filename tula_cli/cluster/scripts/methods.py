@@ -4,12 +4,11 @@ import hashlib
 import os
 import shutil
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from tula_cli.errors import JobFailed
 from tula_cli.models.refresh import compute_small_batch_size
 from tula_cli.presets import AGS_PRESETS
 from tula_cli.run.directory import RunDir
@@ -17,7 +16,7 @@ from tula_cli.run.files import publish_folder, write_error
 from tula_cli.run.records.jobs import LeaderCommand
 from tula_cli.run.records.results import ScalingSummary
 from tula_cli.run.records.scripts import AgsPlan, OrthoPlan
-from tula_cli.run.records.tasks import Task, TrainTask
+from tula_cli.run.records.tasks import Task
 
 # --- Copies of the shim and the optimizers
 
@@ -88,14 +87,16 @@ NEVER_STEPS = 10**9
 """Steps per epoch for a probe: its timed steps contain no refresh, unless every step is one."""
 
 
-def make_ags_plan(run: RunDir, task: Task, command: LeaderCommand, *, dataset_size: int | None) -> AgsPlan | None:
+def make_ags_plan(
+    run: RunDir, task: Task, command: LeaderCommand, *, count_steps_per_epoch: Callable[[int], int]
+) -> AgsPlan | None:
     """Return the AGS plan for the shim, or None if the method does not scale; copies the library into the run.
 
     Args:
         run: the run.
         task: the task to start.
         command: the command that starts it.
-        dataset_size: samples per epoch; None if unknown.
+        count_steps_per_epoch: returns the steps of an epoch at a batch.
 
     Raises:
         TulaError: the run directory cannot be written.
@@ -112,7 +113,7 @@ def make_ags_plan(run: RunDir, task: Task, command: LeaderCommand, *, dataset_si
         b_large=command.batch,
         b_small=compute_small_batch_size(spec, command.batch),
         available=max(1, command.batch // command.ranks // spec.train.accumulate),
-        steps_per_epoch=_count_steps_per_epoch(task, command.batch, dataset_size),
+        steps_per_epoch=count_steps_per_epoch(command.batch),
         seed=spec.train.seed,
         resumed=bool(command.checkpoint),
     )
@@ -135,17 +136,6 @@ def _copy_library(run: RunDir) -> str:
         return str(copy_optim(run.path))
     except OSError as error:
         raise write_error(run.path, error) from error
-
-
-def _count_steps_per_epoch(task: Task, batch: int, size: int | None) -> int:
-    if not isinstance(task, TrainTask) or task.spec.ags.resolved().refresh != "epoch":
-        return NEVER_STEPS
-    if size is None:
-        raise JobFailed(
-            "ags.refresh is epoch, and nothing tells how many samples an epoch has",
-            "give script.dataset_size, or ags.refresh: {every: N} (optimizer steps)",
-        )
-    return max(1, size // batch)
 
 
 def summarize_scaling(rows: Iterable[Mapping[str, Any]]) -> ScalingSummary | None:

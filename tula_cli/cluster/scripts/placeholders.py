@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from tula_cli.run.records.tasks import TrainTask
+from tula_cli.run.records.tasks import Task
 from tula_cli.spec.job import JobSpec, compute_lr_scale
 from tula_cli.spec.scripts.script import Script, count_script_samples, count_script_steps
 
@@ -92,16 +92,15 @@ def get_learning_rate(spec: JobSpec, batch: int) -> float | None:
     return None if lr is None else lr * compute_lr_scale(spec, batch)
 
 
-def count_loader_workers(spec: JobSpec, *, threads: int | None, ranks_here: int, task: TrainTask | None = None) -> int:
+def count_loader_workers(task: Task, *, threads: int | None, ranks_here: int) -> int:
     """Return the data-loader processes per rank: as configured, else from the number of cores per rank.
 
     Args:
-        spec: the job.
+        task: the task.
         threads: cores that the scheduler allocates per rank; None if the ranks share this machine.
         ranks_here: number of ranks that share this machine.
-        task: task of a training, which may use fewer processes than its spec.
     """
-    requested = spec.train.workers if task is None else task.workers
+    requested = task.loader_workers
     if requested != "auto":
         return requested
-    return spec.train.loaders(threads or len(os.sched_getaffinity(0)) / ranks_here)
+    return task.spec.train.loaders(threads or len(os.sched_getaffinity(0)) / ranks_here)

@@ -4,22 +4,25 @@ import math
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.scripts import training
 from tula_cli.cluster.scripts.placeholders import ScriptProcess, get_script, list_placeholder_values
+from tula_cli.cluster.scripts.start import ScriptProgram
+from tula_cli.cluster.scripts.watch import ScriptMonitor, find_last_script_line
+from tula_cli.errors import JobFailed
 from tula_cli.models.resuming import judge_resume_test
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.jobs import LeaderCommand
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.scripts import KillPlan, Phase, Rehearsal, RehearsalStart, Rehearsed, Schedule
-from tula_cli.run.records.tasks import RehearsalTask
+from tula_cli.run.records.tasks import RehearsalTask, Task
 from tula_cli.run.script_attempt import ResumeTestRecords, ScriptAttempt
-from tula_cli.spec.job import compute_lr_scale
+from tula_cli.spec.job import JobSpec, compute_lr_scale
 from tula_cli.spec.scripts.placeholders import fill, find_placeholders
 from tula_cli.spec.scripts.script import Length, count_requested_samples, count_script_samples
 
@@ -119,12 +122,29 @@ RETRIED_OUTCOMES: tuple[OutcomeClass, ...] = ("port", "time_limit", "preempted",
 """Outcomes unrelated to the script, after which the same start is repeated if there is time."""
 
 
-@dataclass(frozen=True)
-class ResumeTest:
+class ResumeTest(ScriptProgram):
     """One resume test, as seen by the leader of its supervisors."""
 
-    run: RunDir
     task: RehearsalTask
+
+    # --- its starts
+
+    def make_command(self, *, attempt: int, meeting: str) -> LeaderCommand:
+        command, start = super().make_command(attempt=attempt, meeting=meeting), self.first_start()
+        update = {"batch": start.batch, "checkpoint": start.checkpoint, "rehearsal": start}
+        return command.model_copy(update=update)
+
+    def monitor(self, allocation: Allocation, command: LeaderCommand) -> ScriptMonitor:
+        return ScriptMonitor(self, command, self.list_ranks(allocation, command))
+
+    def output_folder_of(self, command: LeaderCommand) -> Path:
+        return Path(_get_start(command).out)
+
+    def spec_of(self, command: LeaderCommand) -> JobSpec:
+        script = self.script.model_copy(update={"length": _get_start(command).length})
+        return self.task.spec.model_copy(update={"script": script})
+
+    # --- what was seen so far
 
     @property
     def files(self) -> ResumeTestRecords:
@@ -238,9 +258,9 @@ class ResumeTest:
             run=self.run.path.absolute(), workers=0,
         )  # fmt: skip
 
-    def kill_plan(self, start: RehearsalStart) -> KillPlan | None:
+    def kill_plan(self, command: LeaderCommand) -> KillPlan | None:
         """Return how the shim kills a first start after its checkpoint; None for starts that resume."""
-        script = get_script(self.task.spec)
+        start, script = _get_start(command), self.script
         if start.phase != "begin" or script.resume is None:
             return None
         values = self.placeholder_values(start)
@@ -258,22 +278,21 @@ class ResumeTest:
 
     # --- what was seen
 
-    def record_start(self, command: LeaderCommand, reason: ExitReason) -> ExitReason:
+    def record_results(self, command: LeaderCommand, reason: ExitReason) -> ExitReason:
         """Record the observations of a start, and the verdict after the last one.
 
         Returns:
             The exit reason; its outcome is None if the start went as planned.
         """
-        assert command.rehearsal is not None
-        record = self.record
+        record, start = self.record, _get_start(command)
         is_retried = reason.outcome in RETRIED_OUTCOMES and (
             not record.starts or self._remaining_seconds(record) > MIN_SECONDS
         )
         if is_retried or self.run.is_cancelled(self.task.job):
             return reason
-        outcome = self._observe_start(command.rehearsal, command.attempt, reason)
+        outcome = self._observe_start(start, command.attempt, reason)
         record = record.model_copy(update={"starts": (*record.starts, outcome)})
-        self._copy_checkpoints(command.rehearsal, outcome)
+        self._copy_checkpoints(start, outcome)
         if self._next_start(record, self._remaining_seconds(record)) is None:
             record = self._with_verdict(record)
         self.files.write(record)
@@ -305,7 +324,7 @@ class ResumeTest:
             )
         ending = _describe_ending(attempt, reason, killed=killed is not None and killed.killed)
         if not steps and "why" not in ending:
-            ending["why"] = training.find_last_script_line(self.run.log_path(self.task.id, number))
+            ending["why"] = find_last_script_line(self.run.log_path(self.task.id, number))
         return observation.model_copy(update=ending)
 
     @property
@@ -340,9 +359,10 @@ class ResumeTest:
             }
         )
 
-    def endless_reason(self, start: RehearsalStart, attempt: ScriptAttempt) -> ExitReason | None:
+    def stop_reason(self, command: LeaderCommand) -> ExitReason | None:
         """Return why a resuming start must be stopped: it trained more than twice the remaining samples; else None."""
-        if start.phase == "begin" or (beat := attempt.heartbeat(0)) is None:
+        start = _get_start(command)
+        if start.phase == "begin" or (beat := self.attempt(command).heartbeat(0)) is None:
             return None
         begin = next(earlier_start for earlier_start in reversed(self.record.starts) if earlier_start.phase == "begin")
         if begin.whole is None:
@@ -351,6 +371,11 @@ class ResumeTest:
         if beat.step * start.batch <= ENDLESS_RATIO * remaining + 4 * begin.batch:
             return None
         return ExitReason("cancelled", "it trains more than twice what was left")
+
+
+def _get_start(command: LeaderCommand) -> RehearsalStart:
+    assert command.rehearsal is not None
+    return command.rehearsal
 
 
 def _is_usable(begin: Rehearsed) -> bool:
@@ -385,3 +410,19 @@ def _describe_ending(attempt: ScriptAttempt, reason: ExitReason, *, killed: bool
         "error": failure.error,
         "why": find_error_line(failure.text, failure.error),
     }
+
+
+def require_resumable(run: RunDir, task: Task) -> None:
+    """Check that the resume test that a training waited for did not find its script unable to resume.
+
+    Raises:
+        JobFailed: the script cannot resume from its checkpoint.
+    """
+    if not task.predecessor:
+        return
+    resume_test = ResumeTestRecords(run.path).read(task.predecessor)
+    if resume_test is not None and resume_test.verdict == "none":
+        raise JobFailed(
+            f"not started: its script cannot go on after an interruption: {'; '.join(resume_test.faults)}",
+            "mend its resume; or tula train --no-rehearse, which begins anew after each interruption",
+        )

@@ -1,26 +1,35 @@
-"""The start of a script by a supervisor: command line and environment of each process, and the plan for the shim."""
+"""A user's script as a program, and its start: command line and environment of each process, plan for the shim."""
 
 import os
 import shlex
 import sys
-from dataclasses import dataclass
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar, Literal
 
 from tula_cli.cluster.allocation import Allocation
-from tula_cli.cluster.rank_processes import RankCommand, runs_script
+from tula_cli.cluster.exit_reason import ExitReason
+from tula_cli.cluster.rank_processes import (
+    RankCommand,
+    count_ranks_of_supervisor,
+    find_rendezvous_address,
+    get_first_rank,
+)
+from tula_cli.cluster.rank_program import RankProgram
 from tula_cli.cluster.scripts import methods, placeholders
 from tula_cli.cluster.scripts.methods import copy_shim
 from tula_cli.cluster.scripts.placeholders import ScriptProcess, get_script
-from tula_cli.cluster.scripts.resume_test import ResumeTest
-from tula_cli.cluster.scripts.training import ScriptTraining
 from tula_cli.cluster.slurm import sbatch
 from tula_cli.host.devices import has_gpu
 from tula_cli.host.network import make_interface_variables
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import make_folder, write_error
-from tula_cli.run.records.jobs import LeaderCommand
-from tula_cli.run.records.scripts import ExpectedValues, ShimPlan
-from tula_cli.run.records.tasks import ProbeTask, RehearsalTask, Task, TrainTask
+from tula_cli.run.records.base import MicroBatches
+from tula_cli.run.records.jobs import Attempt, LeaderCommand
+from tula_cli.run.records.scripts import ExpectedValues, KillPlan, ShimPlan
+from tula_cli.run.records.tasks import Task
 from tula_cli.run.script_attempt import ScriptAttempt
 from tula_cli.run.script_files import list_snapshot_python_path, move_command_to_snapshot
 from tula_cli.spec.job import JobSpec
@@ -31,7 +40,113 @@ MAX_PROBE_STEPS = 1000
 """Maximum timed steps of a probe, reached if steps are very short."""
 ROW_SECONDS = 2.0
 """Seconds between two rows of a training; samples since the last row are not counted towards a checkpoint."""
+PROBE_SILENCE = 60.0
+"""Minimum seconds without a heartbeat after which a probe that has stepped is killed as stuck."""
+TRAINING_SILENCE = 600.0
+"""The same for a training, which may evaluate and save unseen by the shim, and must not be restarted needlessly."""
 _GROUP_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TULA_PLAN")
+
+
+class ScriptProgram(RankProgram):
+    """A user's script, as its probes, trainings and resume tests have it in common."""
+
+    mode: ClassVar[Literal["probe", "train"]] = "train"
+    """What the shim does: measure and stop, or only report."""
+    silence: ClassVar[float] = TRAINING_SILENCE
+    """Minimum seconds without a heartbeat after which the script is killed as stuck."""
+
+    @property
+    def script(self) -> Script:
+        return get_script(self.task.spec)
+
+    def attempt(self, command: LeaderCommand) -> ScriptAttempt:
+        return ScriptAttempt(self.run.path, self.task.id, command.attempt)
+
+    def find_meeting_address(self) -> str:
+        return find_rendezvous_address(self.task)
+
+    def start(self, allocation: Allocation, command: LeaderCommand) -> "ScriptStart":
+        return ScriptStart(self, allocation, command)
+
+    def list_ranks(self, allocation: Allocation, command: LeaderCommand) -> range:
+        """Return the ranks that a supervisor, or the command that it runs, starts."""
+        first_rank = get_first_rank(allocation, self.task)
+        end = command.ranks if allocation.is_local else first_rank + count_ranks_of_supervisor(self.task)
+        return range(first_rank, end)
+
+    def reason_of_clean_exit(self) -> ExitReason:
+        return ExitReason(None)  # the leader then reads what the ranks have written
+
+    def settle_attempt(self, command: LeaderCommand, reason: ExitReason) -> ExitReason:
+        """Record the results of an attempt; return its exit reason, corrected by these results."""
+        refusals = (failure for failure in self.attempt(command).failures() if failure.where == "method")
+        refused = next((failure.description for failure in refusals), "")
+        if refused:  # it may have finished nevertheless
+            return replace(reason, outcome="user", message=refused, final=True)
+        return self.record_results(command, reason)
+
+    @abstractmethod
+    def record_results(self, command: LeaderCommand, reason: ExitReason) -> ExitReason:
+        """Record the results of an attempt whose method the script did not refuse; return its exit reason."""
+
+    def recover_lost_attempt(self, lost: Attempt) -> None:
+        """Do nothing, because only a training continues from the files of an earlier attempt."""
+
+    def possible_micro_batches(self) -> MicroBatches | None:
+        return None
+
+    def preview_of(self, batch: int) -> str:
+        """Return the shell command line of the first process at a batch, without side effects."""
+        command = LeaderCommand(task=self.task.id, attempt=1, ranks=self.task.ranks, meeting="127.0.0.1:0", batch=batch)
+        start = self.start(Allocation(0, 1, environ={}), command)
+        return shlex.join(start.argv(start.processes()[0]))
+
+    @property
+    def log_patterns(self) -> list[str]:
+        return [pattern for pattern in self.script.metric.values() if isinstance(pattern, str)]
+
+    def stop_reason(self, command: LeaderCommand) -> ExitReason | None:
+        """Return why a start must be stopped although its ranks are not stuck, or None."""
+        return None
+
+    # --- of one start
+
+    @abstractmethod
+    def output_folder_of(self, command: LeaderCommand) -> Path:
+        """Return the script's output folder, {out}."""
+
+    def watched_folders(self, command: LeaderCommand) -> tuple[str, ...] | None:
+        """Return the folders outside of which changed files are noted and restored; None: the script may write anywhere."""
+        return (str(self.output_folder_of(command)),)
+
+    def spec_of(self, command: LeaderCommand) -> JobSpec:
+        """Return the job with the settings of this start."""
+        return self.task.spec
+
+    def further_arguments(self, command: LeaderCommand) -> str:
+        """Return the arguments after the command line: those to resume, if there is a checkpoint."""
+        resume = self.script.resume
+        return resume.args if resume is not None and command.checkpoint else ""
+
+    def hook_save_path(self, command: LeaderCommand, values: Mapping[str, str | float]) -> str:
+        """Return the checkpoint path for the script's callback: resume.checkpoint without *, else a file in {out}."""
+        resume = self.script.resume
+        if resume is None or "*" in resume.checkpoint:
+            return str(self.output_folder_of(command) / "checkpoint.pt")
+        return fill(resume.checkpoint, values)
+
+    @property
+    def probe_environment(self) -> Mapping[str, str]:
+        """Variables that only measuring starts get."""
+        return self.script.probe.environment
+
+    def count_steps_per_epoch(self, batch: int) -> int:
+        """Return the steps after which AGS refreshes its factors once more."""
+        return methods.NEVER_STEPS
+
+    def kill_plan(self, command: LeaderCommand) -> KillPlan | None:
+        """Return how the shim kills the start to test resuming; None if it does not."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -39,17 +154,26 @@ class ScriptStart:
     """How one supervisor starts a script in one attempt.
 
     Args:
+        program: the script with its task.
+        allocation: of this supervisor.
         command: command of the leader; its `batch` is the one that a probe measures.
     """
 
-    run: RunDir
+    program: ScriptProgram
     allocation: Allocation
-    task: Task
     command: LeaderCommand
 
     @property
+    def run(self) -> RunDir:
+        return self.program.run
+
+    @property
+    def task(self) -> Task:
+        return self.program.task
+
+    @property
     def attempt(self) -> ScriptAttempt:
-        return ScriptAttempt(self.run.path, self.task.id, self.command.attempt)
+        return self.program.attempt(self.command)
 
     def rank_commands(self, log: Path | None) -> list[RankCommand]:
         """Return the processes that this supervisor starts; creates the output folder, the copied shim and the plan.
@@ -58,7 +182,7 @@ class ScriptStart:
             TulaError: the run directory cannot be written.
             JobFailed: this node lacks the configured network interface, or the snapshot of the code is gone.
         """
-        folder = self._output_folder()
+        folder = self.program.output_folder_of(self.command)
         try:
             make_folder(folder)
             shim = copy_shim(self.run.path)
@@ -71,14 +195,6 @@ class ScriptStart:
             for process in self.processes()
         ]
 
-    @property
-    def _spec(self) -> JobSpec:
-        """The job; for a resume test, with the length of the current start."""
-        spec, start = self.task.spec, self.command.rehearsal
-        if start is None:
-            return spec
-        return spec.model_copy(update={"script": get_script(spec).model_copy(update={"length": start.length})})
-
     def processes(self) -> list[ScriptProcess]:
         """Return the processes of this supervisor: a rank, all ranks of a node or machine, or a command per node."""
         task, allocation = self.task, self.allocation
@@ -88,7 +204,7 @@ class ScriptStart:
         def place(node: int, rank: int | None = None, local_rank: int | None = None) -> ScriptProcess:
             return ScriptProcess(task.nodes, node, address.strip("[]"), int(port), rank, local_rank)
 
-        if get_script(task.spec).launch == "node":
+        if self.program.script.launch == "node":
             return [place(node) for node in (range(task.nodes) if allocation.is_local else [allocation.index])]
         if allocation.is_local:  # the machine's GPUs are counted through, whatever node they are taken for
             return [place(rank // gpus, rank, rank) for rank in range(task.nodes * gpus)]
@@ -98,12 +214,12 @@ class ScriptStart:
 
     def plan(self) -> ShimPlan:
         """Return the plan for the shim."""
-        spec, script, attempt = self.task.spec, get_script(self.task.spec), self.attempt
+        spec, script, attempt, program = self.task.spec, self.program.script, self.attempt, self.program
         counted = script.placeholders & {"accumulate", "accumulate_total", "micro_batch"}
         expected = ExpectedValues(
             world=self.command.ranks,
             batch=self.command.batch,
-            accumulate=spec.train.accumulate * self._splits if counted else None,
+            accumulate=spec.train.accumulate * self.task.micro_batch_splits if counted else None,
             lr=placeholders.get_learning_rate(spec, self.command.batch) if "lr" in script.placeholders else None,
             dataset=None if script.dataset_size == "auto" else script.dataset_size,
         )
@@ -112,7 +228,7 @@ class ScriptStart:
             task=self.task.id,
             attempt=self.command.attempt,
             folder=str(attempt.path),
-            mode="probe" if isinstance(self.task, ProbeTask) else "train",
+            mode=program.mode,
             expected=expected,
             warmup=search.warmup_steps,
             min_steps=search.min_steps,
@@ -122,65 +238,36 @@ class ScriptStart:
             stop=script.probe.stop,
             row=ROW_SECONDS if start is None else 0.0,  # a row a step
             save=script.save == "hooks",
-            checkpoint=self._hook_save_path(script),
-            ags=methods.make_ags_plan(self.run, self.task, self.command, dataset_size=self._dataset_size()),
+            checkpoint=program.hook_save_path(self.command, self._values(self.processes()[0])),
+            ags=methods.make_ags_plan(
+                self.run, self.task, self.command, count_steps_per_epoch=program.count_steps_per_epoch
+            ),
             ortho=methods.make_ortho_plan(self.run, self.task, self.command),
             schedule=start is not None,
-            files=None if isinstance(self.task, TrainTask) else (str(self._output_folder()),),
-            rehearsal=None if self._resume_test is None or start is None else self._resume_test.kill_plan(start),
+            files=program.watched_folders(self.command),
+            rehearsal=program.kill_plan(self.command),
         )
-
-    def _dataset_size(self) -> int | None:
-        return ScriptTraining(self.run, self.task).dataset_size if isinstance(self.task, TrainTask) else None
-
-    def _hook_save_path(self, script: Script) -> str:
-        """Return the checkpoint path for the script's callback: resume.checkpoint without *, else a file in {out}."""
-        if isinstance(self.task, ProbeTask) or script.resume is None or "*" in script.resume.checkpoint:
-            return str(self._output_folder() / "checkpoint.pt")
-        return fill(script.resume.checkpoint, self._values(self.processes()[0]))
-
-    def _output_folder(self) -> Path:
-        task = self.task
-        if self.command.rehearsal is not None:
-            return Path(self.command.rehearsal.out)
-        return (
-            ScriptTraining(self.run, task).output_folder if isinstance(task, TrainTask) else self.attempt.output_folder
-        )
-
-    @property
-    def _resume_test(self) -> ResumeTest | None:
-        return ResumeTest(self.run, self.task) if isinstance(self.task, RehearsalTask) else None
 
     def _values(self, process: ScriptProcess) -> dict[str, str | float]:
         """Return the values of the placeholders."""
-        spec = self._spec
-        ranks = self.command.ranks
-        workers = placeholders.count_loader_workers(
-            spec, threads=self._cores_per_rank(), ranks_here=ranks, task=_as_training(self.task)
-        )
+        command, program = self.command, self.program
+        workers = placeholders.count_loader_workers(self.task, threads=self._cores_per_rank(), ranks_here=command.ranks)
         return placeholders.list_placeholder_values(
-            spec, process, batch=self.command.batch, out=self._output_folder(), run=self.run.path.absolute(), workers=workers,
-            checkpoint=self.command.checkpoint, splits=self._splits,
+            program.spec_of(command), process, batch=command.batch, out=program.output_folder_of(command),
+            run=self.run.path.absolute(), workers=workers, checkpoint=command.checkpoint,
+            splits=self.task.micro_batch_splits,
         )  # fmt: skip
 
     def argv(self, process: ScriptProcess) -> tuple[str, ...]:
         """Return the command line of a process."""
-        spec, script = self.task.spec, get_script(self.task.spec)
-        values = self._values(process)
-        arguments = render(script.command, values)
-        if isinstance(self.task, ProbeTask):
-            arguments += render(script.probe.args, values)
-        elif script.resume is not None and self.command.checkpoint:
-            arguments += render(script.resume.args, values)
+        spec, values = self.task.spec, self._values(process)
+        arguments = render(self.program.script.command, values)
+        arguments += render(self.program.further_arguments(self.command), values)
         arguments = move_command_to_snapshot(arguments, Path(self.task.workdir), self._code_snapshot)
         if arguments[0].endswith(".py"):
             arguments = [sys.executable, "-u", *arguments]
         wrapper = [] if self.allocation.is_local else sbatch.get_wrapper_words(spec, environ=self.allocation.environ)
         return (*wrapper, *arguments)
-
-    @property
-    def _splits(self) -> int:
-        return self.task.splits if isinstance(self.task, TrainTask) else 1
 
     def _environment(self, process: ScriptProcess, shim: Path) -> dict[str, str]:
         """Return the environment of a process; inherited rendezvous variables (set-up lines, shell) are dropped."""
@@ -193,8 +280,7 @@ class ScriptStart:
         path = os.pathsep.join(filter(None, [str(shim), code, inherited.get("PYTHONPATH", "")]))
         plan = str(self.attempt.plan_path)
         variables = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path, "TULA_PLAN": plan, "TULA_CODE": code}
-        if not isinstance(self.task, TrainTask):
-            variables |= get_script(spec).probe.environment
+        variables |= self.program.probe_environment
         if spec.cluster.device == "cpu":
             variables["CUDA_VISIBLE_DEVICES"] = ""
         elif process.rank is None and allocation.is_local and process.nodes > 1 and has_gpu():
@@ -228,21 +314,3 @@ class ScriptStart:
             return None
         cluster = self.task.spec.cluster
         return max(1, cores // (cluster.gpus_per_node if self.task.spec.task_per_node else 1))
-
-
-def _as_training(task: Task) -> TrainTask | None:
-    return task if isinstance(task, TrainTask) else None
-
-
-def preview_command(run: RunDir, task: Task) -> str:
-    """Return the shell command line of a task's first process, with its first batch, without side effects.
-
-    Empty unless the task is a probe or training of a script.
-    """
-    if not isinstance(task, ProbeTask | TrainTask) or not runs_script(task):
-        return ""
-    world = task.ranks
-    batch = task.batch if isinstance(task, TrainTask) else task.local_batches[0] * world
-    command = LeaderCommand(task=task.id, attempt=1, ranks=world, meeting="127.0.0.1:0", batch=batch)
-    start = ScriptStart(run, Allocation(0, 1, environ={}), task, command)
-    return shlex.join(start.argv(start.processes()[0]))

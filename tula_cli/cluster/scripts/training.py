@@ -1,8 +1,11 @@
 """A training by a script: where it resumes, its progress, and its result."""
 
+import contextlib
 import glob
 import math
+import os
 import re
+import signal
 import time
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,22 +14,26 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tula_cli import words
+from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.rank_processes import has_tagged_lines
-from tula_cli.cluster.scripts.methods import summarize_scaling
+from tula_cli.cluster.scripts.methods import NEVER_STEPS, summarize_scaling
 from tula_cli.cluster.scripts.placeholders import ScriptProcess, get_learning_rate, get_script, list_placeholder_values
-from tula_cli.errors import BadMeasurements
+from tula_cli.cluster.scripts.start import ScriptProgram
+from tula_cli.cluster.scripts.watch import ScriptMonitor, describe_missing_step
+from tula_cli.errors import JobFailed
+from tula_cli.host.leftovers import find_processes_with_variable
+from tula_cli.host.network import get_node_name
+from tula_cli.host.processes import find_inner_id
 from tula_cli.models import claims, refresh
 from tula_cli.models.out_of_memory import list_splits, make_batch_norm_limit
-from tula_cli.models.resuming import NO_STEP_SEEN
-from tula_cli.run.directory import RunDir
 from tula_cli.run.files import (
     MAX_LINE,
     append_json_line,
     is_regular,
     open_file,
     parse_json_object,
-    read_end,
     read_lines,
 )
 from tula_cli.run.records.base import MicroBatches, Splits
@@ -157,10 +164,6 @@ def _is_complete_file(file: Path) -> bool:
 
 # --- Metrics that a script prints or writes
 
-TAIL_BYTES = 16_384
-"""Bytes at the end of a log in which its last line is searched."""
-MAX_QUOTED = 300
-"""Maximum characters of the line that are quoted."""
 _LESS_IS_BETTER = re.compile(
     r"loss|error|perplexity|(err|ppl|nll|mse|mae)(?![a-z])|(?<![a-z])(wer|cer|fid)(?![a-z])", re.IGNORECASE
 )
@@ -201,6 +204,10 @@ def read_metrics(
     }
 
 
+def _list_lines_of_rank_0(text: str) -> str:
+    return "\n".join(line for line in text.split("\n") if parse_rank(line) in (None, 0))
+
+
 def _read_blocks(log: Path) -> Iterator[str]:
     """Yield the text of a log in blocks of whole lines of some MiB, as a log may be large."""
     if not log.exists():
@@ -208,26 +215,6 @@ def _read_blocks(log: Path) -> Iterator[str]:
     with open_file(log) as file:
         while block := file.read(_BLOCK):
             yield (block + file.readline(MAX_LINE)).decode(errors="replace")
-
-
-def _list_lines_of_rank_0(text: str) -> str:
-    return "\n".join(line for line in text.split("\n") if parse_rank(line) in (None, 0))
-
-
-def find_last_script_line(log: Path) -> str:
-    """Return the last non-empty line of a log that is not tula's, at most MAX_QUOTED characters; else empty."""
-    try:
-        lines = read_end(log, TAIL_BYTES).splitlines()
-    except (OSError, BadMeasurements):
-        return ""
-    of_script = (line.strip() for line in reversed(lines) if not line.startswith("tula: "))
-    return next((line for line in of_script if line), "")[:MAX_QUOTED]
-
-
-def describe_missing_step(log: Path) -> str:
-    """Return a message that no step was seen, with the last line of the script, or else with possible causes."""
-    line = find_last_script_line(log)
-    return f"no optimizer step of torch was seen; the last line of the script is: {line}" if line else NO_STEP_SEEN
 
 
 def is_lower_better(name: str) -> bool:
@@ -268,6 +255,159 @@ def _as_number(value: object) -> float | None:
         return None
 
 
+# --- The monitor
+
+FIRST_STEP_STARTS = 20
+"""Limit for a training's first step in startup times of a probe; at least search.max_minutes."""
+ROW_SECONDS = 1.0
+"""Seconds between two rows of metrics.jsonl, as in the training loop of tula."""
+SIGNALS = {name: signal.Signals[name] for name in ("SIGUSR1", "SIGUSR2", "SIGTERM")}
+SAVE_SECONDS = 5.0
+"""Seconds between two checks for a new checkpoint."""
+
+
+@dataclass
+class TrainingMonitor(ScriptMonitor):
+    """Monitor of one attempt of a training; that of the leader also records the rows and checkpoints of the training."""
+
+    program: "ScriptTraining"
+    leads: bool = False
+    _next_row: float = 0.0
+    _next_words: float = words.compute_log_pause(0.0)  # seconds after the start at which the log tells how far it is
+    _next_epoch: float = 0.0  # or once this has begun
+    _next_look: float = 0.0
+    _began: float = field(default_factory=time.monotonic)
+    _step: int = 0
+    _batch: float = 0.0  # samples of a step that were seen last; 0 before any were
+    _broken: ExitReason | None = None
+    _claims_checked: bool = False  # the first steps of all ranks against what is claimed
+
+    tolerates_shim_failures = True
+
+    def log_start(self) -> None:
+        """Record the start of the training in its metrics."""
+        if self.leads:
+            self.program.log_start(self.command)
+
+    def record_progress(self) -> None:
+        """Record failures, progress and checkpoints reported by the shims of these ranks since the last call."""
+        super().record_progress()
+        if not self.leads:
+            return
+        if time.monotonic() >= self._next_row:
+            self._next_row = time.monotonic() + ROW_SECONDS
+            previous_step = self._step
+            self._step = self.program.log_progress(self.attempt, self.command, after=previous_step)
+            if self._step > previous_step:
+                self._print_progress()
+            self._batch = self.program.check_step_samples(
+                self.attempt, self.command, previous=self._batch or self.command.batch
+            )
+            self.program.check_step_time(self._pace, self.attempt, self.command)
+            if not self._claims_checked and (first_results := self.attempt.first_results()):
+                self._broken = self.program.broken_claims(first_results, self.command)
+                self._claims_checked = len(first_results) >= first_results[0].world
+        if time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + SAVE_SECONDS
+            self.program.record_save(self.attempt, self.command)
+
+    def record_end(self) -> None:
+        self._next_row = 0.0
+        super().record_end()
+
+    def _print_progress(self) -> None:
+        """Print the progress of the script into the log of the job, at epoch ends and from time to time in between."""
+        training = self.program
+        row = next((row for row in reversed(training.training.newest_metrics()) if row["kind"] == "step"), None)
+        age = time.monotonic() - self._began
+        if row is None or (age < self._next_words and (row["epoch"] is None or row["epoch"] < self._next_epoch)):
+            return
+        self._next_words, self._next_epoch = age + words.compute_log_pause(age), math.floor(row["epoch"] or 0) + 1
+        progress_text = words.describe_progress(
+            epoch=row["epoch"], of=None, samples=row["samples"], batch=training.task.batch, loss=row["loss"],
+            step_time=row["step_time"], left=row["eta"],
+        )  # fmt: skip
+        with self.run.open_log(self.run.log_path(self.task.id, self.command.attempt)) as log:
+            log.write(f"{words.stamp_line(progress_text)}\n".encode())
+
+    @cached_property
+    def _pace(self) -> "ScriptLevelDetector":
+        from tula_cli.models.time.changes import ScriptLevelDetector
+
+        return ScriptLevelDetector()
+
+    def put_aside(self) -> str:
+        return ""
+
+    # --- leaving
+
+    @property
+    def can_save(self) -> bool:
+        return self.program.script.save != "none"
+
+    def announce_end(self, ends_at: float) -> None:
+        self.attempt.announce_end(ends_at)
+
+    def ends_at(self) -> float | None:
+        return self.attempt.ends_at()
+
+    def ask_to_save(self) -> None:
+        """Ask these ranks for a checkpoint in the way of script.save; only the leader does so by a file or hook."""
+        how = self.program.script.save
+        if how in SIGNALS:
+            for pid in self._rank_processes():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, SIGNALS[how])
+        elif self.leads and how == "hooks":
+            self.attempt.write_save_request()
+        elif self.leads:
+            path = Path(self.task.workdir) / fill(how.removeprefix("file:"), self.program.placeholder_values)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+
+    def _rank_processes(self) -> list[int]:
+        """Return the processes of these ranks: those of this attempt whose inner process id is that of a heartbeat."""
+        hearts = {beat.pid for rank in self.ranks if (beat := self.attempt.heartbeat(rank)) is not None}
+        plan = str(self.attempt.plan_path)
+        return [
+            pid
+            for pid, value in find_processes_with_variable("TULA_PLAN").items()
+            if value == plan and find_inner_id(pid) in hearts
+        ]
+
+    def has_saved(self, *, since: float) -> bool:
+        """Return whether a checkpoint was written after `since` (Unix time) and is no longer being written."""
+        checkpoint = self.program.newest_checkpoint()
+        return checkpoint is not None and since < get_checkpoint_change_time(checkpoint) < time.time() - SETTLED_SECONDS
+
+    # --- faults
+
+    def stuck_reason(self) -> ExitReason | None:
+        """Return why the ranks must be killed: also if their first steps contradict the settings, or are late."""
+        return self._broken or super().stuck_reason() or self._no_first_step_reason()
+
+    def _no_first_step_reason(self) -> ExitReason | None:
+        """Return why the training is killed because no rank takes a step in time, or None."""
+        if time.monotonic() - self._began <= self._first_step_limit:
+            return None
+        has_heartbeat = any(self.attempt.heartbeat(rank) is not None for rank in range(self.command.ranks))
+        if has_heartbeat or any(
+            failure.where == "shim" for failure in self.attempt.failures()
+        ):  # it goes on without being watched
+            return None
+        limit = f"{self._first_step_limit / 60:.3g} min after its start (search.max_minutes, or 20 starts of a probe)"
+        return ExitReason(
+            "user", f"ended {limit}: {describe_missing_step(self.log)}", self.ranks.start, get_node_name()
+        )
+
+    @cached_property
+    def _first_step_limit(self) -> float:
+        """Seconds in which a training must take its first step."""
+        results = self.run.read().results
+        starts = [result.overheads.startup for result in results if isinstance(result, Measured)]
+        return max(60 * self.task.spec.search.max_minutes, FIRST_STEP_STARTS * max(starts, default=0.0))
+
+
 # --- The training
 
 SHORT_TOLERANCE = 0.05
@@ -277,10 +417,9 @@ MAX_SAVES_REMEMBERED = 50
 
 
 @dataclass(frozen=True)
-class ScriptTraining:
+class ScriptTraining(ScriptProgram):
     """One training of a script, as seen by the leader of its supervisors."""
 
-    run: RunDir
     task: TrainTask
     _first_steps: list[RankResult] = field(default_factory=list, compare=False)
 
@@ -291,6 +430,44 @@ class ScriptTraining:
     @property
     def world(self) -> int:
         return self.task.ranks
+
+    # --- its starts
+
+    def make_command(self, *, attempt: int, meeting: str) -> LeaderCommand:
+        command = super().make_command(attempt=attempt, meeting=meeting)
+        update = {"batch": self.task.batch, "checkpoint": str(self.newest_checkpoint() or "")}
+        return command.model_copy(update=update)
+
+    def monitor(self, allocation: Allocation, command: LeaderCommand) -> TrainingMonitor:
+        return TrainingMonitor(self, command, self.list_ranks(allocation, command), leads=allocation.is_leader)
+
+    def output_folder_of(self, command: LeaderCommand) -> Path:
+        return self.output_folder
+
+    def watched_folders(self, command: LeaderCommand) -> None:
+        return None
+
+    @property
+    def probe_environment(self) -> Mapping[str, str]:
+        return {}
+
+    def count_steps_per_epoch(self, batch: int) -> int:
+        """Return the steps of an epoch, if AGS refreshes its factors once per epoch.
+
+        Raises:
+            JobFailed: it does, and the number of samples is unknown.
+        """
+        if self.task.spec.ags.resolved().refresh != "epoch":
+            return NEVER_STEPS
+        if self.dataset_size is None:
+            raise JobFailed(
+                "ags.refresh is epoch, and nothing tells how many samples an epoch has",
+                "give script.dataset_size, or ags.refresh: {every: N} (optimizer steps)",
+            )
+        return max(1, self.dataset_size // batch)
+
+    def preview_command(self) -> str:
+        return self.preview_of(self.task.batch)
 
     # --- where it goes on
 
@@ -625,7 +802,7 @@ class ScriptTraining:
 
     # --- after an attempt
 
-    def settle_attempt(self, command: LeaderCommand, reason: ExitReason) -> ExitReason:
+    def record_results(self, command: LeaderCommand, reason: ExitReason) -> ExitReason:
         """Record the checkpoint of an attempt, and the result of a successful one; return its final exit reason."""
         attempt = ScriptAttempt(self.run.path, self.task.id, command.attempt)
         beat = attempt.heartbeat(0)
@@ -754,6 +931,29 @@ class ScriptTraining:
             )
         )
 
+    def possible_micro_batches(self) -> MicroBatches:
+        """Return the possible splits of the micro-batch for each batch of the OOM fallbacks (`task.ladder`).
+
+        If no rank has reported whether the model has BatchNorm (it was killed), BatchNorm per rank is assumed.
+        """
+        run, task = self.run, self.task
+        attempts = run.attempts(task.id)
+        number = attempts[-1].number if attempts else 1
+        batch_norms = [failure.batch_norm for failure in ScriptAttempt(run.path, task.id, number).failures()]
+        norms = {norm for norm in batch_norms if norm is not None} or {"batch"}
+        world, micro_batches = task.ranks, task.spec.train.accumulate
+        over = [1] * ("batch" in norms) or [world] * ("sync" in norms)
+        limits = [make_batch_norm_limit(ranks=ranks) for ranks in over]
+
+        def of(batch: int) -> Splits:
+            micro_batch = batch // world // micro_batches
+            fewest = refresh.compute_max_samples_drawn(task.spec, batch, available=micro_batch, world=world)
+            ags_limit = (lambda samples: samples >= fewest, f"AGS takes a small batch of {fewest} samples of it")
+            return list_splits(batch, micro_batch=micro_batch, micro_batches=micro_batches, limits=[ags_limit, *limits])
+
+        splits = tuple(of(rung.batch) for rung in task.ladder)
+        return MicroBatches(splits=splits, normalised=over[0] if over and batch_norms else 0)
+
 
 def _explain_length(fewer: bool) -> str:
     return (
@@ -786,29 +986,3 @@ def _get_plan_write_time(attempt: ScriptAttempt) -> float:
         return attempt.plan_path.stat().st_mtime
     except OSError:
         return 0.0
-
-
-# --- Limits of micro-batches
-
-
-def list_possible_micro_batches(run: RunDir, task: TrainTask) -> MicroBatches:
-    """Return the possible splits of the micro-batch for each batch of the OOM fallbacks (`task.ladder`).
-
-    If no rank has reported whether the model has BatchNorm (it was killed), BatchNorm per rank is assumed.
-    """
-    attempts = run.attempts(task.id)
-    number = attempts[-1].number if attempts else 1
-    batch_norms = [failure.batch_norm for failure in ScriptAttempt(run.path, task.id, number).failures()]
-    norms = {norm for norm in batch_norms if norm is not None} or {"batch"}
-    world, micro_batches = task.ranks, task.spec.train.accumulate
-    over = [1] * ("batch" in norms) or [world] * ("sync" in norms)
-    limits = [make_batch_norm_limit(ranks=ranks) for ranks in over]
-
-    def of(batch: int) -> Splits:
-        micro_batch = batch // world // micro_batches
-        fewest = refresh.compute_max_samples_drawn(task.spec, batch, available=micro_batch, world=world)
-        ags_limit = (lambda samples: samples >= fewest, f"AGS takes a small batch of {fewest} samples of it")
-        return list_splits(batch, micro_batch=micro_batch, micro_batches=micro_batches, limits=[ags_limit, *limits])
-
-    splits = tuple(of(rung.batch) for rung in task.ladder)
-    return MicroBatches(splits=splits, normalised=over[0] if over and batch_norms else 0)

@@ -1,45 +1,29 @@
 """Monitoring of a script's ranks by their supervisor, while they run and when they exit."""
 
-import contextlib
 import filecmp
-import math
 import os
 import shutil
-import signal
 import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
-from tula_cli import words
+from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.exit_reason import ExitReason, compute_device
-from tula_cli.cluster.scripts.placeholders import get_script
-from tula_cli.cluster.scripts.resume_test import ResumeTest
-from tula_cli.cluster.scripts.training import (
-    SETTLED_SECONDS,
-    ScriptTraining,
-    describe_missing_step,
-    get_checkpoint_change_time,
-)
+from tula_cli.cluster.rank_program import RankMonitor
+from tula_cli.cluster.scripts.start import ScriptProgram
+from tula_cli.errors import BadMeasurements
 from tula_cli.host.failures import classify_failure, find_telling_line
-from tula_cli.host.leftovers import find_processes_with_variable
 from tula_cli.host.network import get_node_name
-from tula_cli.host.processes import find_inner_id
+from tula_cli.models.resuming import NO_STEP_SEEN
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import append_json_line
+from tula_cli.run.files import append_json_line, read_end
 from tula_cli.run.records.jobs import Failure, LeaderCommand
-from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.scripts import Heartbeat, ScriptFailure
-from tula_cli.run.records.tasks import ProbeTask, RehearsalTask, Task, TrainTask
+from tula_cli.run.records.tasks import Task
 from tula_cli.run.script_attempt import ScriptAttempt
-from tula_cli.spec.scripts.placeholders import fill
-
-if TYPE_CHECKING:
-    from tula_cli.models.time.changes import ScriptLevelDetector
-
 
 # --- Files that a probe writes outside its folder
 
@@ -167,106 +151,83 @@ def _list_names(names: Sequence[str]) -> str:
     return ", ".join(names[:MAX_NAMED]) + (f" and {hidden} more" if hidden > 0 else "")
 
 
+# --- The log
+
+TAIL_BYTES = 16_384
+"""Bytes at the end of a log in which its last line is searched."""
+MAX_QUOTED = 300
+"""Maximum characters of the line that are quoted."""
+
+
+def find_last_script_line(log: Path) -> str:
+    """Return the last non-empty line of a log that is not tula's, at most MAX_QUOTED characters; else empty."""
+    try:
+        lines = read_end(log, TAIL_BYTES).splitlines()
+    except (OSError, BadMeasurements):
+        return ""
+    of_script = (line.strip() for line in reversed(lines) if not line.startswith("tula: "))
+    return next((line for line in of_script if line), "")[:MAX_QUOTED]
+
+
+def describe_missing_step(log: Path) -> str:
+    """Return a message that no step was seen, with the last line of the script, or else with possible causes."""
+    line = find_last_script_line(log)
+    return f"no optimizer step of torch was seen; the last line of the script is: {line}" if line else NO_STEP_SEEN
+
+
 # --- The reports of the ranks
 
-PROBE_SILENCE = 60.0
-"""Minimum seconds without a heartbeat after which a probe that has stepped is killed as stuck."""
-TRAINING_SILENCE = 600.0
-"""The same for a training, which may evaluate and save unseen by the shim, and must not be restarted needlessly."""
-FIRST_STEP_STARTS = 20
-"""Limit for a training's first step in startup times of a probe; at least search.max_minutes."""
 SILENT_STEPS = 20
-"""Minimum silence in median step times, in addition to PROBE_SILENCE and TRAINING_SILENCE."""
-ROW_SECONDS = 1.0
-"""Seconds between two rows of metrics.jsonl, as in the training loop of tula."""
-SIGNALS = {name: signal.Signals[name] for name in ("SIGUSR1", "SIGUSR2", "SIGTERM")}
-SAVE_SECONDS = 5.0
-"""Seconds between two checks for a new checkpoint."""
+"""Minimum silence in median step times, in addition to `ScriptProgram.silence`."""
 
 
 @dataclass
-class ScriptWatch:
+class ScriptMonitor(RankMonitor):
     """Monitor of one attempt of a script, in one supervisor.
 
     Args:
+        program: the script with its task.
+        command: command of the leader that started the attempt.
         ranks: ranks that this supervisor, or the command that it runs, has started.
-        training: training whose rows the leader writes; None for followers and for other tasks.
     """
 
-    run: RunDir
-    task: Task
+    program: ScriptProgram
     command: LeaderCommand
     ranks: range
-    training: ScriptTraining | None = None
-    _next_row: float = 0.0
-    _next_words: float = words.compute_log_pause(0.0)  # seconds after the start at which the log tells how far it is
-    _next_epoch: float = 0.0  # or once this has begun
-    _next_look: float = 0.0
-    _began: float = field(default_factory=time.monotonic)
-    _step: int = 0
-    _batch: float = 0.0  # samples of a step that were seen last; 0 before any were
-    _broken: ExitReason | None = None
-    _claims_checked: bool = False  # the first steps of all ranks against what is claimed
+
+    @property
+    def run(self) -> RunDir:
+        return self.program.run
+
+    @property
+    def task(self) -> Task:
+        return self.program.task
 
     @property
     def attempt(self) -> ScriptAttempt:
-        return ScriptAttempt(self.run.path, self.task.id, self.command.attempt)
+        return self.program.attempt(self.command)
 
-    def log_start(self) -> None:
-        """Record the start of a training in its metrics."""
-        if self.training is not None:
-            self.training.log_start(self.command)
+    @property
+    def log(self) -> Path:
+        return self.run.log_path(self.task.id, self.command.attempt)
+
+    def poll_interval(self, allocation: Allocation) -> float:
+        return allocation.poll_interval
 
     def record_progress(self) -> None:
-        """Record failures, progress and checkpoints reported by the shims of these ranks since the last call."""
+        """Record failures reported by the shims of these ranks since the last call."""
         self._record_failures()
-        if self.training is not None and time.monotonic() >= self._next_row:
-            self._next_row = time.monotonic() + ROW_SECONDS
-            previous_step, self._step = (
-                self._step,
-                self.training.log_progress(self.attempt, self.command, after=self._step),
-            )
-            if self._step > previous_step:
-                self._print_progress(self.training)
-            self._batch = self.training.check_step_samples(
-                self.attempt, self.command, previous=self._batch or self.command.batch
-            )
-            self.training.check_step_time(self._pace, self.attempt, self.command)
-            if not self._claims_checked and (first_results := self.attempt.first_results()):
-                self._broken = self.training.broken_claims(first_results, self.command)
-                self._claims_checked = len(first_results) >= first_results[0].world
-        if self.training is not None and time.monotonic() >= self._next_look:
-            self._next_look = time.monotonic() + SAVE_SECONDS
-            self.training.record_save(self.attempt, self.command)
-
-    def _print_progress(self, training: ScriptTraining) -> None:
-        """Print the progress of the script into the log of the job, at epoch ends and from time to time in between."""
-        row = next((row for row in reversed(training.training.newest_metrics()) if row["kind"] == "step"), None)
-        age = time.monotonic() - self._began
-        if row is None or (age < self._next_words and (row["epoch"] is None or row["epoch"] < self._next_epoch)):
-            return
-        self._next_words, self._next_epoch = age + words.compute_log_pause(age), math.floor(row["epoch"] or 0) + 1
-        progress_text = words.describe_progress(
-            epoch=row["epoch"], of=None, samples=row["samples"], batch=training.task.batch, loss=row["loss"],
-            step_time=row["step_time"], left=row["eta"],
-        )  # fmt: skip
-        with self.run.open_log(self.run.log_path(self.task.id, self.command.attempt)) as log:
-            log.write(f"{words.stamp_line(progress_text)}\n".encode())
-
-    @cached_property
-    def _pace(self) -> "ScriptLevelDetector":
-        from tula_cli.models.time.changes import ScriptLevelDetector
-
-        return ScriptLevelDetector()
 
     def record_end(self) -> None:
         """Record the last reports of the ranks after their exit."""
-        self._next_row = 0.0
         self.record_progress()
 
     def put_aside(self) -> str:
-        """Undo changes of a probe or resume test outside its folder on this node; return a description of them."""
-        return "" if isinstance(self.task, TrainTask) else put_aside_probe_files(self.attempt)
+        """Undo changes outside the script's folder on this node; return a description of them."""
+        return put_aside_probe_files(self.attempt)
+
+    tolerates_shim_failures: ClassVar[bool] = False
+    """Whether the script continues without being watched if the shim fails."""
 
     def _record_failures(self) -> None:
         """Write failure records, like those of a worker, for the failures that the shims of these ranks reported."""
@@ -277,8 +238,8 @@ class ScriptWatch:
             else set()
         )
         for shim_failure in shim_failures:
-            if shim_failure.where == "shim" and isinstance(self.task, TrainTask):
-                continue  # the training goes on without being watched, and its log says so
+            if shim_failure.where == "shim" and self.tolerates_shim_failures:
+                continue
             rank = self.ranks.start if shim_failure.rank is None else shim_failure.rank
             if rank in self.ranks and rank not in recorded_ranks:
                 recorded_ranks.add(rank)
@@ -303,44 +264,6 @@ class ScriptWatch:
             failed_at=shim_failure.failed_at,
         )
 
-    # --- leaving
-
-    @property
-    def can_save(self) -> bool:
-        """Whether the task is a training whose script can be asked to save."""
-        return isinstance(self.task, TrainTask) and get_script(self.task.spec).save != "none"
-
-    def ask_to_save(self) -> None:
-        """Ask these ranks for a checkpoint in the way of script.save; only the leader does so by a file or hook."""
-        how = get_script(self.task.spec).save
-        if how in SIGNALS:
-            for pid in self._rank_processes():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, SIGNALS[how])
-        elif self.training is not None and how == "hooks":
-            self.attempt.write_save_request()
-        elif self.training is not None:
-            path = Path(self.task.workdir) / fill(how.removeprefix("file:"), self.training.placeholder_values)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
-
-    def _rank_processes(self) -> list[int]:
-        """Return the processes of these ranks: those of this attempt whose inner process id is that of a heartbeat."""
-        hearts = {beat.pid for rank in self.ranks if (beat := self.attempt.heartbeat(rank)) is not None}
-        plan = str(self.attempt.plan_path)
-        return [
-            pid
-            for pid, value in find_processes_with_variable("TULA_PLAN").items()
-            if value == plan and find_inner_id(pid) in hearts
-        ]
-
-    def has_saved(self, *, since: float) -> bool:
-        """Return whether a checkpoint was written after `since` (Unix time) and is no longer being written."""
-        if not isinstance(self.task, TrainTask):
-            return False
-        checkpoint = ScriptTraining(self.run, self.task).newest_checkpoint()
-        return checkpoint is not None and since < get_checkpoint_change_time(checkpoint) < time.time() - SETTLED_SECONDS
-
     # --- faults
 
     @property
@@ -351,15 +274,10 @@ class ScriptWatch:
     def stuck_reason(self) -> ExitReason | None:
         """Return why the ranks must be killed, or None.
 
-        A rank is stuck if it has stepped and no rank on any node has a recent heartbeat. A resume test is killed if it
-        trains beyond the remaining samples, a training if its first steps contradict its settings or are late.
+        A rank is stuck if it has stepped and no rank on any node has a recent heartbeat.
         """
-        if self._broken is not None:
-            return self._broken
-        if isinstance(self.task, RehearsalTask) and self.command.rehearsal is not None:
-            endless = ResumeTest(self.run, self.task).endless_reason(self.command.rehearsal, self.attempt)
-            if endless is not None:
-                return endless
+        if (reason := self.program.stop_reason(self.command)) is not None:
+            return reason
         for rank in self.ranks:
             beat = self.attempt.heartbeat(rank)
             if beat is None or not self._is_silent(beat) or self._has_written_result(rank) or self._is_any_rank_alive():
@@ -368,27 +286,10 @@ class ScriptWatch:
                 f"no step for {time.time() - beat.alive_at:.0f} s, after {beat.step} steps of {beat.seconds:.3g} s"
             )
             return ExitReason("unknown", f"{message}: ended as stuck", rank, get_node_name())
-        return self._no_first_step_reason()
+        return None
 
-    def _no_first_step_reason(self) -> ExitReason | None:
-        """Return why a training is killed of which no rank takes a step in time; other tasks have a time limit."""
-        if not isinstance(self.task, TrainTask) or time.monotonic() - self._began <= self._first_step_limit:
-            return None
-        has_heartbeat = any(self.attempt.heartbeat(rank) is not None for rank in range(self.command.ranks))
-        if has_heartbeat or any(
-            failure.where == "shim" for failure in self.attempt.failures()
-        ):  # it goes on without being watched
-            return None
-        log = self.run.log_path(self.task.id, self.command.attempt)
-        limit = f"{self._first_step_limit / 60:.3g} min after its start (search.max_minutes, or 20 starts of a probe)"
-        return ExitReason("user", f"ended {limit}: {describe_missing_step(log)}", self.ranks.start, get_node_name())
-
-    @cached_property
-    def _first_step_limit(self) -> float:
-        """Seconds in which a training must take its first step."""
-        results = self.run.read().results
-        starts = [result.overheads.startup for result in results if isinstance(result, Measured)]
-        return max(60 * self.task.spec.search.max_minutes, FIRST_STEP_STARTS * max(starts, default=0.0))
+    def describe_missing_step(self) -> str:
+        return "" if self.has_stepped else describe_missing_step(self.log)
 
     def _is_any_rank_alive(self) -> bool:
         """Return whether any rank on any node is alive; ranks that wait while it evaluates or saves are not stuck."""
@@ -396,8 +297,7 @@ class ScriptWatch:
         return any(beat is not None and (beat.lost is not None or not self._is_silent(beat)) for beat in beats)
 
     def _is_silent(self, beat: Heartbeat) -> bool:
-        least = PROBE_SILENCE if isinstance(self.task, ProbeTask) else TRAINING_SILENCE
-        return time.time() - beat.alive_at > max(least, SILENT_STEPS * beat.seconds)
+        return time.time() - beat.alive_at > max(self.program.silence, SILENT_STEPS * beat.seconds)
 
     def _has_written_result(self, rank: int) -> bool:
         return (self.attempt.path / f"result-{rank}.json").exists()

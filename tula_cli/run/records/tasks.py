@@ -7,6 +7,7 @@ from pydantic import Field, TypeAdapter
 
 from tula_cli.run.records.base import Record
 from tula_cli.run.records.recommendations import Prediction, Stage
+from tula_cli.spec.scripts.script import Script
 from tula_cli.spec.sections import Workers
 from tula_cli.spec.slurm_options import ROOM
 from tula_cli.spec.stored import StoredSpec
@@ -62,9 +63,14 @@ class BaseTask(Record):
         return False
 
     @property
-    def runs_user_code(self) -> bool:
-        """Whether it runs code of the user; if not, it runs tula's worker even for a job with a script."""
-        return True
+    def script(self) -> Script | None:
+        """The user's script that its processes run; None if they run tula's worker."""
+        return self.spec.script
+
+    @property
+    def loader_workers(self) -> Workers:
+        """Data-loader processes per rank."""
+        return self.spec.train.workers
 
     # --- how long it may take
 
@@ -167,6 +173,10 @@ class TrainTask(BaseTask):
         return self.splits
 
     @property
+    def loader_workers(self) -> Workers:
+        return self.workers
+
+    @property
     def folder_patience(self) -> int:
         """Many seconds, because a training should survive an outage of the file system."""
         return min(TRAINING_PATIENCE, 30 * self.time_limit)
@@ -223,8 +233,8 @@ class CheckTask(BaseTask):
     kind: Literal["check"] = "check"
 
     @property
-    def runs_user_code(self) -> bool:
-        return False
+    def script(self) -> None:
+        """None, because a check runs none of the user's code even if the job has a script."""
 
     @property
     def timeout(self) -> float:

@@ -1,27 +1,26 @@
-"""The result of a script's attempt, from the files of its ranks, or why there is no result."""
+"""A probe of a script: its starts, and its result from the files of the ranks."""
 
-import dataclasses
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.exit_reason import ExitReason
-from tula_cli.cluster.rank_processes import runs_script
 from tula_cli.cluster.scripts.placeholders import get_learning_rate, get_script
-from tula_cli.cluster.scripts.resume_test import ResumeTest
-from tula_cli.cluster.scripts.training import ScriptTraining, describe_missing_step
-from tula_cli.errors import BadMeasurements, JobFailed
+from tula_cli.cluster.scripts.start import PROBE_SILENCE, ScriptProgram
+from tula_cli.cluster.scripts.watch import ScriptMonitor, describe_missing_step
+from tula_cli.errors import BadMeasurements
 from tula_cli.models.claims import JointStep, clean_steps, find_dataset_size, list_mismatches
 from tula_cli.models.efficiency import Pair, summarise
-from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import ModelStates, PeakMemory
-from tula_cli.run.records.jobs import Attempt, LeaderCommand
+from tula_cli.run.records.jobs import LeaderCommand
 from tula_cli.run.records.probes import Environment, GradientStats, Host, Measured, Overheads, ScriptObservation
 from tula_cli.run.records.scripts import RankResult
-from tula_cli.run.records.tasks import ProbeTask, RehearsalTask, Task, TrainTask, make_probe_identity
-from tula_cli.run.script_attempt import ResumeTestRecords, ScriptAttempt
+from tula_cli.run.records.tasks import ProbeTask, make_probe_identity
+from tula_cli.run.script_attempt import ScriptAttempt
 from tula_cli.spec.job import compute_lr_scale
 from tula_cli.spec.sections import LEAST_STEPS
 from tula_cli.version import __version__
@@ -229,98 +228,11 @@ def _is_oversubscribed(task: ProbeTask, ranks: Sequence[RankResult], cores: int)
     return ranks[0].device == "cpu" and ranks_on_node > cores
 
 
-# --- All tasks
+# --- The program
 
 RESULT_LAG = 30.0
 """Maximum seconds until a file written by a rank on another node becomes visible (NFS)."""
 POLL = 0.5  # seconds
-
-
-def make_leader_command(run: RunDir, task: Task, *, attempt: int, ranks: int, meeting: str) -> LeaderCommand:
-    """Return the command to start now; for a script, with the batch and the checkpoint to resume from."""
-    command = LeaderCommand(task=task.id, attempt=attempt, ranks=ranks, meeting=meeting)
-    if not runs_script(task):
-        return command  # the worker knows its own batch
-    update: dict[str, object]
-    match task:
-        case ProbeTask():
-            update = {"batch": (run.current_probe(task) or 0) * task.ranks}
-        case RehearsalTask():
-            start = ResumeTest(run, task).first_start()
-            update = {"batch": start.batch, "checkpoint": start.checkpoint, "rehearsal": start}
-        case _:
-            assert isinstance(task, TrainTask)
-            update = {"batch": task.batch, "checkpoint": str(ScriptTraining(run, task).newest_checkpoint() or "")}
-    return command.model_copy(update=update)
-
-
-def require_resumable(run: RunDir, task: Task) -> None:
-    """Check that the resume test that a training waited for did not find its script unable to resume.
-
-    Raises:
-        JobFailed: the script cannot resume from its checkpoint.
-    """
-    if not task.predecessor:
-        return
-    resume_test = ResumeTestRecords(run.path).read(task.predecessor)
-    if resume_test is not None and resume_test.verdict == "none":
-        raise JobFailed(
-            f"not started: its script cannot go on after an interruption: {'; '.join(resume_test.faults)}",
-            "mend its resume; or tula train --no-rehearse, which begins anew after each interruption",
-        )
-
-
-def recover_lost_attempt(run: RunDir, lost: Attempt) -> None:
-    """Record the checkpoint of a script's attempt whose supervisor was lost, from which the training then resumes."""
-    task = run.task(lost.task)
-    if isinstance(task, TrainTask) and runs_script(task):
-        ScriptTraining(run, task).recover_lost_attempt(lost)
-
-
-def settle_attempt(run: RunDir, task: Task, command: LeaderCommand, reason: ExitReason) -> ExitReason:
-    """Record the results of an attempt of a script; return its exit reason, corrected by these results.
-
-    Args:
-        run: the run.
-        task: the attempted task.
-        command: command that started the attempt.
-        reason: exit reason of its processes.
-    """
-    if not runs_script(task):
-        return reason
-    if refused := _find_refusal_by_method(ScriptAttempt(run.path, task.id, command.attempt)):
-        return dataclasses.replace(reason, outcome="user", message=refused, final=True)
-    if isinstance(task, TrainTask):
-        return ScriptTraining(run, task).settle_attempt(command, reason)
-    if isinstance(task, RehearsalTask):
-        return ResumeTest(run, task).record_start(command, reason)
-
-    assert isinstance(task, ProbeTask)
-    attempt = ScriptAttempt(run.path, task.id, command.attempt)
-    ranks = _read_rank_results(
-        attempt, command.ranks, patient=reason.outcome is None and task.spec.cluster.kind != "local"
-    )
-    stopped = len(ranks) == command.ranks and all(rank.why == "stopped" for rank in ranks)
-    if reason.outcome is not None and not stopped:
-        return reason
-    cores = len(os.sched_getaffinity(0))
-    try:
-        path, local_batch = run.log_path(task.id, command.attempt), command.batch // command.ranks
-        result = build_probe_result(
-            task, ranks, local_batch=local_batch, cores=cores, log=path, notes=attempt.put_aside()
-        )
-        run.write_result(result)
-        with run.open_log(path) as log:
-            log.write(f"{result.description}\n".encode())
-    except NotMeasured as error:
-        return dataclasses.replace(reason, outcome="user", message=str(error))
-    return ExitReason(None)
-
-
-def _find_refusal_by_method(attempt: ScriptAttempt) -> str:
-    """Return why the method cannot train this script, which may have finished nevertheless; else empty."""
-    refusals = (failure for failure in attempt.failures() if failure.where == "method")
-    return next((failure.description for failure in refusals), "")
 
 
 def _read_rank_results(attempt: ScriptAttempt, ranks: int, *, patient: bool) -> list[RankResult]:
@@ -329,3 +241,50 @@ def _read_rank_results(attempt: ScriptAttempt, ranks: int, *, patient: bool) -> 
     while len(results := attempt.results()) < ranks and results and patient and time.monotonic() < deadline:
         time.sleep(POLL)
     return results
+
+
+class ScriptProbe(ScriptProgram):
+    """A probe of a script, which is started once for each local batch."""
+
+    task: ProbeTask
+    mode = "probe"
+    silence = PROBE_SILENCE
+
+    def make_command(self, *, attempt: int, meeting: str) -> LeaderCommand:
+        command = super().make_command(attempt=attempt, meeting=meeting)
+        return command.model_copy(update={"batch": (self.run.current_probe(self.task) or 0) * self.task.ranks})
+
+    def monitor(self, allocation: Allocation, command: LeaderCommand) -> ScriptMonitor:
+        return ScriptMonitor(self, command, self.list_ranks(allocation, command))
+
+    def output_folder_of(self, command: LeaderCommand) -> Path:
+        return self.attempt(command).output_folder
+
+    def further_arguments(self, command: LeaderCommand) -> str:
+        return self.script.probe.args
+
+    def hook_save_path(self, command: LeaderCommand, values: Mapping[str, str | float]) -> str:
+        return str(self.output_folder_of(command) / "checkpoint.pt")
+
+    def record_results(self, command: LeaderCommand, reason: ExitReason) -> ExitReason:
+        """Write the result of the measured batch."""
+        attempt, may_lag = self.attempt(command), self.task.spec.cluster.kind != "local"
+        ranks = _read_rank_results(attempt, command.ranks, patient=reason.outcome is None and may_lag)
+        stopped = len(ranks) == command.ranks and all(rank.why == "stopped" for rank in ranks)
+        if reason.outcome is not None and not stopped:
+            return reason
+        cores = len(os.sched_getaffinity(0))
+        try:
+            path, local_batch = self.run.log_path(self.task.id, command.attempt), command.batch // command.ranks
+            result = build_probe_result(
+                self.task, ranks, local_batch=local_batch, cores=cores, log=path, notes=attempt.put_aside()
+            )
+            self.run.write_result(result)
+            with self.run.open_log(path) as log:
+                log.write(f"{result.description}\n".encode())
+        except NotMeasured as error:
+            return replace(reason, outcome="user", message=str(error))
+        return ExitReason(None)
+
+    def preview_command(self) -> str:
+        return self.preview_of(self.task.local_batches[0] * self.task.ranks)

@@ -1,0 +1,159 @@
+"""The program that the ranks of a task run. Here tula's own worker; the user's scripts are in `scripts/`."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from tula_cli.cluster.allocation import POLL, Allocation
+from tula_cli.cluster.exit_reason import ExitReason
+from tula_cli.cluster.rank_processes import RankCommand, RankStart, find_rendezvous_address, uses_torchrun
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.base import MicroBatches
+from tula_cli.run.records.jobs import Attempt, LeaderCommand
+from tula_cli.run.records.tasks import Task, TrainTask
+
+
+class RankMonitor:
+    """Observes the ranks of one attempt in one supervisor.
+
+    This one observes nothing, because the ranks of tula's worker record their progress and save by themselves.
+    """
+
+    @property
+    def can_save(self) -> bool:
+        """Whether the supervisor can ask the ranks for a checkpoint before it ends them."""
+        return False
+
+    def log_start(self) -> None:
+        """Record that the ranks have started."""
+
+    def record_progress(self) -> None:
+        """Record what the ranks have reported since the last call."""
+
+    def record_end(self) -> None:
+        """Record what the ranks reported before they exited."""
+
+    def put_aside(self) -> str:
+        """Undo changes of the ranks to files outside their folder; return a description of them, or empty."""
+        return ""
+
+    def announce_end(self, ends_at: float) -> None:
+        """Tell the supervisors of all nodes that the allocation ends at this Unix time."""
+
+    def ends_at(self) -> float | None:
+        """Return the announced end of the allocation (Unix time); None if there is none."""
+        return None
+
+    def ask_to_save(self) -> None:
+        """Ask the ranks for a checkpoint."""
+
+    def has_saved(self, *, since: float) -> bool:
+        """Return whether a checkpoint was written after `since` (Unix time) and is complete."""
+        return False
+
+    def stuck_reason(self) -> ExitReason | None:
+        """Return why the ranks must be killed, or None."""
+        return None
+
+    def describe_missing_step(self) -> str:
+        """Describe that no step was seen; empty if one was, or if steps are not observed."""
+        return ""
+
+    def poll_interval(self, allocation: Allocation) -> float:
+        """Return the seconds between two polls of the ranks."""
+        return POLL
+
+
+class StartsRanks(Protocol):
+    """How one supervisor starts its ranks of one attempt."""
+
+    def rank_commands(self, log: Path | None) -> list[RankCommand]:
+        """Return the processes that this supervisor starts; `log` is the file they open, None if they inherit one."""
+        ...
+
+
+@dataclass(frozen=True)
+class RankProgram(ABC):
+    """The program that the ranks of a task run, and what a supervisor has to do for it."""
+
+    run: RunDir
+    task: Task
+
+    @abstractmethod
+    def find_meeting_address(self) -> str:
+        """Return the address (host:port) where the ranks meet; empty if they find each other by a file.
+
+        Raises:
+            JobFailed: the configured network interface does not exist.
+        """
+
+    def make_command(self, *, attempt: int, meeting: str) -> LeaderCommand:
+        """Return the command to start the ranks of an attempt now."""
+        return LeaderCommand(task=self.task.id, attempt=attempt, ranks=self.task.ranks, meeting=meeting)
+
+    @abstractmethod
+    def start(self, allocation: Allocation, command: LeaderCommand) -> StartsRanks:
+        """Return how a supervisor starts its ranks."""
+
+    @abstractmethod
+    def monitor(self, allocation: Allocation, command: LeaderCommand) -> RankMonitor:
+        """Return the monitor of the ranks that a supervisor has started."""
+
+    @abstractmethod
+    def reason_of_clean_exit(self) -> ExitReason:
+        """Return the exit reason of ranks that all exited with code 0."""
+
+    @abstractmethod
+    def settle_attempt(self, command: LeaderCommand, reason: ExitReason) -> ExitReason:
+        """Record what follows from the files of an attempt that has ended; return its exit reason, corrected by them."""
+
+    @abstractmethod
+    def recover_lost_attempt(self, lost: Attempt) -> None:
+        """Record the progress of an attempt whose supervisor was lost before it could do so."""
+
+    @abstractmethod
+    def possible_micro_batches(self) -> MicroBatches | None:
+        """Return the possible splits of the micro-batch for each out-of-memory fallback; None if unknown."""
+
+    @property
+    def log_patterns(self) -> list[str]:
+        """Regular expressions of log lines that must be kept when the log is cut."""
+        return []
+
+    def preview_command(self) -> str:
+        """Return the shell command of the first process, without side effects; empty if it is tula's own."""
+        return ""
+
+
+class WorkerProgram(RankProgram):
+    """tula's worker: it trains, probes, evaluates and checks, and writes its results and checkpoints itself."""
+
+    def find_meeting_address(self) -> str:
+        return find_rendezvous_address(self.task) if uses_torchrun(self.task) else ""
+
+    def start(self, allocation: Allocation, command: LeaderCommand) -> RankStart:
+        return RankStart(self.run, allocation, self.task, command)
+
+    def monitor(self, allocation: Allocation, command: LeaderCommand) -> RankMonitor:
+        return RankMonitor()
+
+    def reason_of_clean_exit(self) -> ExitReason:
+        is_done = self.run.is_finished(self.task)
+        return ExitReason(None) if is_done else ExitReason("unknown", "the ranks ended without a result")
+
+    def settle_attempt(self, command: LeaderCommand, reason: ExitReason) -> ExitReason:
+        """Return the reason, for a training with the samples that the attempt has reached."""
+        task, attempt = self.task, self.run.attempt(self.task.id, command.attempt)
+        if not isinstance(task, TrainTask) or attempt is None:
+            return reason
+        rows = self.run.training(task.signature).newest_metrics()
+        steps = [row["samples"] for row in rows if row["kind"] == "step" and row["time"] >= attempt.started_at]
+        return replace(reason, reached=steps[-1] if steps else None)
+
+    def recover_lost_attempt(self, lost: Attempt) -> None:
+        """Do nothing: the ranks have recorded their progress themselves."""
+
+    def possible_micro_batches(self) -> MicroBatches | None:
+        assert isinstance(self.task, TrainTask)
+        return self.run.training(self.task.signature).micro_batches()

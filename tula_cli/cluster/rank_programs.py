@@ -1,0 +1,23 @@
+"""The program of each task: tula's worker, or a probe, a training or a resume test of the user's script."""
+
+from tula_cli.cluster.rank_program import RankProgram, WorkerProgram
+from tula_cli.cluster.scripts.probe import ScriptProbe
+from tula_cli.cluster.scripts.resume_test import ResumeTest
+from tula_cli.cluster.scripts.training import ScriptTraining
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.tasks import ProbeTask, RehearsalTask, Task, TrainTask
+
+
+def make_rank_program(run: RunDir, task: Task) -> RankProgram:
+    """Return the program that the ranks of a task run."""
+    if task.script is None:
+        return WorkerProgram(run, task)
+    match task:
+        case ProbeTask():
+            return ScriptProbe(run, task)
+        case TrainTask():
+            return ScriptTraining(run, task)
+        case RehearsalTask():
+            return ResumeTest(run, task)
+        case _:
+            raise AssertionError(f"a script has no task {task.id}")

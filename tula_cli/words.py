@@ -70,6 +70,11 @@ def format_count(count: int, noun: str = "node") -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith('tch') else 's'}"
 
 
+def join_words(words: Iterable[object]) -> str:
+    """Return words or numbers separated by commas."""
+    return ", ".join(map(str, words))
+
+
 def describe_configuration(nodes: int, batch: int, local_batch: int) -> str:
     """Return a configuration in words, with its global and local batch."""
     return f"{format_count(nodes)}, batch {batch} (local {local_batch})"

@@ -2,20 +2,21 @@
 
 import pytest
 
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements
+from tula_cli.models import messages
 from tula_cli.models.claims import (
     STREAM,
-    Mismatch,
     ObservedRate,
     clean_steps,
     describe_broken_claims,
-    describe_scaling_of_script,
     find_changed_batch,
     find_dataset_size,
     find_differences,
     fit_lr_exponent,
     join_steps,
     list_mismatches,
+    warn_scaling_of_script,
 )
 from tula_cli.run.records.scripts import ExpectedValues, LearningRates, LoaderProperties, RankResult, ScriptStep
 
@@ -40,9 +41,8 @@ def ranks(**more: object) -> list[RankResult]:
     return [result(0, **more), result(1, **more)]
 
 
-def figures(found: list[Mismatch]) -> list[tuple[str, str, str]]:
-    assert all(m.expected in m.words and m.seen in m.words for m in found)
-    return [(m.what, m.expected, m.seen) for m in found]
+def figures(found: list[Diagnostic]) -> list[tuple[str, object, object]]:
+    return [(m.code, m.values["expected"], m.values["observed"]) for m in found]
 
 
 def loader(**more: object) -> LoaderProperties:
@@ -58,15 +58,15 @@ def test_claims_that_hold_are_not_told() -> None:
 @pytest.mark.parametrize(
     ("more", "found"),
     [
-        ({"world": 1}, ("world", "2", "1")),
-        ({"timed": (step(samples=8.0),) * 5}, ("batch", "32", "16")),
-        ({"timed": (step(batches=1, backwards=1),) * 5, "loader": loader(batches=10)}, ("accumulate", "2", "1")),
-        ({"timed": (step(batches=None, backwards=4),) * 5}, ("accumulate", "2", "4")),
-        ({"loader": loader(batches=41)}, ("epoch", "11", "21")),  # each rank goes through the whole dataset
+        ({"world": 1}, ("rank-count-differs", 2, 1)),
+        ({"timed": (step(samples=8.0),) * 5}, ("batch-differs", 32, 16)),
+        ({"timed": (step(batches=1, backwards=1),) * 5, "loader": loader(batches=10)}, ("micro-batches-differ", 2, 1)),
+        ({"timed": (step(batches=None, backwards=4),) * 5}, ("micro-batches-differ", 2, 4)),
+        ({"loader": loader(batches=41)}, ("epoch-steps-differ", 11, 21)),  # each rank reads the whole dataset
     ],
 )
 def test_a_claim_that_does_not_hold_is_told_with_both_figures(
-    more: dict[str, object], found: tuple[str, str, str]
+    more: dict[str, object], found: tuple[str, int, int]
 ) -> None:
     assert figures(list_mismatches(ranks(**more))) == [found]
 
@@ -74,22 +74,20 @@ def test_a_claim_that_does_not_hold_is_told_with_both_figures(
 def test_a_training_is_held_against_the_same_claims_once_all_its_ranks_have_told() -> None:
     smaller = ranks(timed=(step(samples=8.0),) * 5, why="begun")
     told = describe_broken_claims(smaller, resumed=False)
-    assert told == list_mismatches(smaller)[0].words and "a batch of 32 and a step trains on 16 samples" in told
+    assert told == list_mismatches(smaller)[0].text
     assert describe_broken_claims(smaller[:1], resumed=False) == "", "the other rank comes"
     assert describe_broken_claims(ranks(), resumed=False) == "" == describe_broken_claims([], resumed=False)
 
 
 def test_ranks_that_train_alone_are_told_by_the_first_that_tells() -> None:
     alone = result(0, world=1, timed=(step(),) * 5)
-    assert describe_broken_claims([alone], resumed=True).startswith("2 ranks were asked for and 1 came")
+    assert describe_broken_claims([alone], resumed=True) == messages.rank_count_differs(expected=2, observed=1).text
     assert describe_broken_claims([result(0, world=1, timed=())], resumed=True), "a training of a few steps"
 
 
 def test_what_is_left_of_an_epoch_or_of_a_training_breaks_no_claim() -> None:
     left = ranks(loader=loader(batches=41))
-    assert "the script's epoch has 21" in describe_broken_claims(left, resumed=False) and not describe_broken_claims(
-        left, resumed=True
-    )
+    assert describe_broken_claims(left, resumed=False) and not describe_broken_claims(left, resumed=True)
     assert not describe_broken_claims(ranks(timed=(step(samples=2.0),) * 2), resumed=True), "its last, smaller batches"
 
 
@@ -133,16 +131,16 @@ def test_a_cause_of_most_steps_is_how_the_script_steps() -> None:
 
 def test_no_clean_step_is_an_error() -> None:
     steps = (step(gap=("eval",)), step(gap=("save",)))
-    with pytest.raises(BadMeasurements, match="none of the 2 timed steps"):
+    with pytest.raises(BadMeasurements, match="all 2 timed steps"):
         clean_steps([result(timed=steps)])
 
 
 def test_probes_of_two_trainings_are_told_apart() -> None:
     assert find_differences([result(), result(), result()]) == []
     found = find_differences([result(), result(), result(parameters=12, optimizer="torch.optim.adamw.AdamW")])
-    assert figures(found) == [
-        ("parameters", "10", "12"),
-        ("optimizer", "torch.optim.sgd.SGD", "torch.optim.adamw.AdamW"),
+    assert found == [
+        messages.probes_differ(aspect="parameters", first="10", other="12"),
+        messages.probes_differ(aspect="optimizer", first="torch.optim.sgd.SGD", other="torch.optim.adamw.AdamW"),
     ]
 
 
@@ -164,17 +162,15 @@ def test_the_power_of_the_batch_by_which_a_script_scales(
         ObservedRate(batch, *rate) for batch, rate in zip((64, 128, 256), zip(given, seen, strict=True), strict=True)
     ]
     assert fit_lr_exponent(rates) == pytest.approx(exponent, abs=1e-9)
-    told = describe_scaling_of_script(rates)
-    assert (told is not None) is (exponent != 0)
-    if told is not None:
-        assert f"batch^{exponent:.1f}" in told.words and "train.lr_scaling none" in told.words
+    warnings = warn_scaling_of_script(rates)
+    assert [warning.values["exponent"] for warning in warnings] == ([pytest.approx(exponent)] if exponent else [])
 
 
 @pytest.mark.parametrize(
     "rates", [[], [ObservedRate(64, None, 0.1)] * 2, [ObservedRate(64, None, 0.1), ObservedRate(128, None, 0.0)]]
 )
 def test_too_little_tells_no_power(rates: list[ObservedRate]) -> None:
-    assert fit_lr_exponent(rates) is None and describe_scaling_of_script(rates) is None
+    assert fit_lr_exponent(rates) is None and warn_scaling_of_script(rates) == []
 
 
 def test_the_base_of_a_schedule_is_what_counts() -> None:
@@ -209,21 +205,21 @@ def shards(
 )
 def test_steps_of_an_epoch_go_by_what_the_ranks_hold_together(seen: list[RankResult], size: int, agrees: bool) -> None:
     assert find_dataset_size(seen) == size
-    assert [mismatch.what for mismatch in list_mismatches(seen)] == ([] if agrees else ["epoch"])
+    assert [mismatch.code for mismatch in list_mismatches(seen)] == ([] if agrees else ["epoch-steps-differ"])
 
 
 def test_of_a_stream_a_given_size_counts_and_not_what_it_says_of_itself() -> None:
     stream = loader(dataset=1000, sampler=STREAM, batches=60)
     given = ExpectedValues(world=2, batch=32, accumulate=2, dataset=320)
     assert list_mismatches(ranks(loader=stream, expected=given)) == []
-    assert figures(list_mismatches(ranks(loader=loader(batches=60)))) == [("epoch", "11", "30")]
+    assert figures(list_mismatches(ranks(loader=loader(batches=60)))) == [("epoch-steps-differ", 11, 30)]
 
 
 def test_a_batch_that_grows_among_the_first_steps_is_seen() -> None:
     growing = (step(),) * 5 + (step(samples=64.0),) * 2
     assert list_mismatches(ranks(timed=growing)) == []
     growing = (step(),) * 4 + (step(samples=64.0),) * 3
-    assert "a step at the last trains on 128 samples" in list_mismatches(ranks(timed=growing))[0].words
+    assert list_mismatches(ranks(timed=growing)) == [messages.batch_differs(expected=32, observed=128.0, at_end=True)]
 
 
 @pytest.mark.parametrize(("seen", "changed"), [(32.0, None), (33.0, None), (64.0, 64.0), (16.0, 16.0), (None, None)])

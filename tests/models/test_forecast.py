@@ -3,8 +3,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from make_results import MIB, Truth, footprint, inspected, measured, of_a_script, out_of_memory, probe_all, spec
+from read_diagnostics import codes, values
 
 from tula_cli.errors import BadMeasurements, Infeasible
+from tula_cli.models import messages
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.forecast import Forecast
 from tula_cli.models.observations import TooFew
@@ -134,7 +136,7 @@ def test_no_batch_is_larger_than_the_dataset_or_broken_among_the_gpus() -> None:
 
 def test_out_of_memory_everywhere_is_infeasible() -> None:
     results: list[OutOfMemory] = [out_of_memory(2, 16), out_of_memory(4, 8)]
-    with pytest.raises(Infeasible, match="down to a local batch of 8"):
+    with pytest.raises(Infeasible, match="down to local batch 8"):
         Forecast.from_results(spec(), results)
 
 
@@ -164,14 +166,14 @@ def test_different_hardware_within_a_probe_is_refused() -> None:
     both = Host(name="n3", ranks=4, hardware=("A100", "V100"), driver="550")
     Forecast.from_results(spec(), [probe_on(alike, alike.model_copy(update={"name": "n4"}))])
     for nodes, words in (((alike, other), "n1: A100; n2: V100"), ((both,), "n3: A100 and V100")):
-        with pytest.raises(BadMeasurements, match=f"at once \\({words}\\)"):
+        with pytest.raises(BadMeasurements, match=f"different hardware \\({words}\\)"):
             Forecast.from_results(spec(), [probe_on(*nodes)])
 
 
 def test_nodes_with_different_drivers_are_told() -> None:
     nodes = [Host(name=f"n{driver}", ranks=1, hardware=("A100",), driver=driver) for driver in ("550", "535")]
-    assert not any("software" in text for text in Forecast.from_results(spec(), [probe_on(nodes[0])]).warnings)
-    assert any("different software" in text for text in Forecast.from_results(spec(), [probe_on(*nodes)]).warnings)
+    assert "software-differs" not in codes(Forecast.from_results(spec(), [probe_on(nodes[0])]).warnings)
+    assert "software-differs" in codes(Forecast.from_results(spec(), [probe_on(*nodes)]).warnings)
 
 
 def test_one_number_of_nodes_leaves_the_others_out() -> None:
@@ -190,11 +192,12 @@ def test_doubtful_measurements_are_named() -> None:
     results[0] = results[0].model_copy(update={"oversubscribed": True, "data_wait": 0.03, "allocator_retries": 3})
     other = results[1].environment.model_copy(update={"torch": "2.7"})
     results[1] = results[1].model_copy(update={"environment": other})
-    text = "\n".join(Forecast.from_results(spec(), results).warnings)
-    assert "oversubscribed" in text and "2 nodes" in text
-    assert "input-bound: " in text and "(2 nodes at local batch 16)" in text
-    assert "flushed the allocator's cache 3 times" in text
-    assert "torch 2.6" in text and "torch 2.7" in text
+    warnings = Forecast.from_results(spec(), results).warnings
+    assert values(warnings, "oversubscribed") == {"nodes": [2], "shared": "GPUs"}
+    assert values(warnings, "waiting-for-data")["where"] == "2 nodes at local batch 16"
+    assert values(warnings, "allocator-thrashed")["retries"] == 3
+    versions = values(warnings, "software-differs")["versions"]
+    assert "torch 2.6" in versions[0] and "torch 2.7" in versions[1]
     assert not Forecast.from_results(spec(), probe_all(Truth(), SWEEP)).warnings
 
 
@@ -202,9 +205,11 @@ def test_a_loader_slower_than_the_steps_is_named_with_its_figures() -> None:
     results = probe_all(Truth(), SWEEP)
     results[0] = results[0].model_copy(update={"cached_time": 0.02, "loader_time": 0.2})
     results[1] = results[1].model_copy(update={"cached_time": 0.02, "loader_time": 0.025})
-    (found,) = Forecast.from_results(spec(), results).warnings
-    assert found.startswith("input-bound: ") and "(2 nodes at local batch 16)" in found
-    assert "data of a step in 200 ms, and a step on data that is there takes 20)" in found
+    warnings = Forecast.from_results(spec(), results).warnings
+    assert codes(warnings) == ["waiting-for-data"]
+    waiting = values(warnings, "waiting-for-data")
+    assert waiting["where"] == "2 nodes at local batch 16" and waiting["slowest"] == "2 nodes, local batch 16"
+    assert (waiting["loader_ms"], waiting["step_ms"]) == (200, 20)
 
 
 def test_clocks_that_were_held_down_are_named() -> None:
@@ -213,9 +218,10 @@ def test_clocks_that_were_held_down_are_named() -> None:
     capped = GpuState(sm_mhz=1305, watts=698, held_down=("heat", "power cap"))
     results[0] = results[0].model_copy(update={"gpus": (free, capped)})
     results[1] = results[1].model_copy(update={"gpus": (free, free)})
-    (found,) = Forecast.from_results(spec(), results).warnings
-    assert (
-        "held down by heat and power cap" in found and "(2 nodes at local batch 16; down to 1305 MHz at 698 W)" in found
+    assert Forecast.from_results(spec(), results).warnings == (
+        messages.gpus_throttled(
+            reasons=["heat", "power cap"], where="2 nodes at local batch 16", megahertz=1305, watts=698
+        ),
     )
 
 
@@ -229,14 +235,15 @@ def test_a_shape_that_nccl_did_not_choose_is_told(chosen: str, modelled: str, to
     asked = most.environment.model_copy(update={"allreduce": {8: "pat, ll", 2**25: f"{chosen}, simple"}})
     results[results.index(most)] = most.model_copy(update={"environment": asked})
     found = Forecast.from_results(spec(cluster={"collective": modelled}), results).warnings
-    assert any(f"set cluster.collective: {chosen}" in text for text in found) == told
+    assert ("other-collective" in codes(found)) == told
 
 
 def test_forecasts_of_post_local_sgd_are_named_as_upper_bounds() -> None:
     polo = spec(train={"epochs": 10, "method": "polo"})
-    assert any("upper bounds" in text for text in Forecast.from_results(polo, probe_all(Truth(), SWEEP)).warnings)
+    bounds = messages.times_are_upper_bounds(method="polo")
+    assert bounds in Forecast.from_results(polo, probe_all(Truth(), SWEEP)).warnings
     alone = [probe.model_copy(update={"nodes": 1, "gpus_per_node": 1}) for probe in probe_all(Truth(), SWEEP)[:1]]
-    assert not any("upper bounds" in text for text in Forecast.from_results(polo, alone).warnings)
+    assert bounds not in Forecast.from_results(polo, alone).warnings
 
 
 def test_the_ladder_goes_down_to_the_smallest_batch() -> None:
@@ -317,41 +324,43 @@ def test_a_script_is_forecast_by_its_steps_start_up_and_peaks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "missing"),
     [
-        ({}, "neither evaluation nor checkpoints (not measured of the script)"),
-        ({"overheads": Truth().overheads}, "no evaluation (not"),
+        ({}, ["evaluation", "checkpoints"]),
+        ({"overheads": Truth().overheads}, ["evaluation"]),
         (
             {"overheads": Truth().overheads.model_copy(update={"checkpoint": None}), "eval_size": 10},
-            "no checkpoints (not",
+            ["checkpoints"],
         ),
-        ({"overheads": Truth().overheads, "eval_size": 10}, ""),
+        ({"overheads": Truth().overheads, "eval_size": 10}, None),
     ],
 )
-def test_what_is_left_out_of_time_and_cost_is_said(changes: dict[str, object], said: str) -> None:
+def test_what_is_left_out_of_time_and_cost_is_said(changes: dict[str, object], missing: list[str] | None) -> None:
     probes = [of_a_script(probe, **changes) for probe in probe_all(Truth(), SWEEP)]
-    found = [text for text in Forecast.from_results(LBT, probes).warnings if text.startswith("time and cost hold")]
-    assert len(found) == bool(said) and all(said in text for text in found)
+    warnings = Forecast.from_results(LBT, probes).warnings
+    assert [w.values["missing"] for w in warnings if w.code == "times-exclude"] == ([missing] if missing else [])
     one_tells = [*probes[1:], measured(Truth(), 2, 16)]
-    assert not any("time and cost" in text for text in Forecast.from_results(LBT, one_tells).warnings)
+    assert "times-exclude" not in codes(Forecast.from_results(LBT, one_tells).warnings)
 
 
 def test_on_spot_nodes_it_is_said_what_an_interruption_is_taken_to_lose() -> None:
     spot = {"price": 2.0, "spot": {"discount": 0.6, "interruptions_per_day": 2.0}}
     probes = [of_a_script(probe) for probe in probe_all(Truth(), SWEEP)]
-    said = " ".join(Forecast.from_results(spec(pricing=spot, train={"method": "lbt"}), probes).warnings)
-    assert "lose what came since the epoch began" in said
-    assert "epoch began" not in " ".join(Forecast.from_results(LBT, probes).warnings)
+    on_spot = Forecast.from_results(spec(pricing=spot, train={"method": "lbt"}), probes)
+    lost = [
+        values(forecast.warnings, "times-exclude")["epochs_lost_on_spot"]
+        for forecast in (on_spot, Forecast.from_results(LBT, probes))
+    ]
+    assert lost == [True, False]
 
 
 def test_what_peaks_do_not_tell_of_a_gpu_is_said() -> None:
     probes = [of_a_script(probe) for probe in probe_all(Truth(), SWEEP)]
-    bounded = " ".join(Forecast.from_results(LBT, probes).warnings)
-    assert "CUDA, cuBLAS and NCCL hold" in bounded and "what is kept free (10%)" in bounded
-    unbounded = " ".join(Forecast.from_results(LBT, [p.model_copy(update={"capacity": None}) for p in probes]).warnings)
-    assert "local batches above 256" in unbounded and "cluster.memory_per_gpu" in unbounded
-    full = " ".join(Forecast.from_results(LBT, probe_all(Truth(), SWEEP)).warnings)
-    assert "cuBLAS" not in full and "not known" not in full
+    assert messages.library_memory_not_measured(margin=0.1) in Forecast.from_results(LBT, probes).warnings
+    unbounded = Forecast.from_results(LBT, [p.model_copy(update={"capacity": None}) for p in probes])
+    assert messages.gpu_memory_unknown(largest_local_batch=256) in unbounded.warnings
+    full = Forecast.from_results(LBT, probe_all(Truth(), SWEEP))
+    assert not {"library-memory-not-measured", "gpu-memory-unknown"} & set(codes(full.warnings))
 
 
 @pytest.mark.parametrize(("parts", "held"), [(2, 128), (4, 64), (16, 16)])

@@ -9,6 +9,7 @@ import make_runs as make
 import pytest
 from fake_slurm import FakeSlurm
 from make_results import Truth, inspected, measured, out_of_memory
+from read_diagnostics import codes, values
 
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm import site
@@ -21,6 +22,7 @@ from tula_cli.run.records.probes import Measured
 from tula_cli.services import check as services_check
 from tula_cli.services import estimate as services_estimate
 from tula_cli.services import logs as services_logs
+from tula_cli.services import messages
 from tula_cli.services import nodes as services_nodes
 from tula_cli.services.check import check, check_all
 from tula_cli.services.estimate import estimate
@@ -73,8 +75,8 @@ def spec(**sections) -> JobSpec:
         "search": {"nodes": [1, 2], "min_batch": 32, "max_minutes": 6, "max_node_hours": 1, "strategy": "sweep"},
         "pricing": {"kind": "node_hour", "price": 10.0},
     }
-    for name, values in sections.items():
-        content[name] = {**content.get(name, {}), **values}
+    for name, section in sections.items():
+        content[name] = {**content.get(name, {}), **section}
     return JobSpec.model_validate(content)
 
 
@@ -108,7 +110,7 @@ def test_what_is_expected_follows_from_the_nearest_probes_and_stays_below_the_mo
     job = spec(search={"nodes": [1, 2], "max_minutes": 20})
     jobs = [(1, (32, 64, 1024)), (2, (16,))]
     supposed = expect_search(job, jobs, None)
-    assert supposed.basis == "where a step takes 0.1 s"
+    assert supposed.probes == 0 and "0.1 s per step" in supposed.basis
     assert supposed.hours == pytest.approx((2 * ASSUMED_START + 4 * job.search.probe_seconds(0.1)) / 3600)
     run = RunDir.create(tmp_path, job)
     for local in (32, 512):
@@ -121,7 +123,7 @@ def test_what_is_expected_follows_from_the_nearest_probes_and_stays_below_the_mo
         ),
     )
     known = expect_search(job, jobs, run)
-    assert known.basis == "as the 2 probes there are took" and many > few
+    assert known.probes == 2 and many > few
     assert known.hours == pytest.approx((2 * start + 3 * few + many) / 3600)
     assert known.node_hours == pytest.approx((3 * start + 4 * few + many) / 3600)
     brief = spec(search={"nodes": [1, 2], "max_minutes": 0.01})
@@ -143,15 +145,14 @@ def test_what_each_strategy_takes_beside_the_training_is_told_once_a_probe_is_kn
     )
     shown = "\n".join(str(line) for line in show_check.render_check(check(long, run=run), {}))
     assert "of the node-hours of the training (batch 512 on 1 node: " in shown
-    assert not any("hardly worth" in warning for warning in check(long, run=run).warnings)
-    told = [warning for warning in check(brief, run=run).warnings if "hardly worth" in warning]
-    assert len(told) == 1 and "search.strategy: adaptive takes" in told[0]
+    assert "expensive-search" not in codes(check(long, run=run).warnings)
+    assert values(check(brief, run=run).warnings, "expensive-search")["cheapest_strategy"] == "adaptive"
 
 
 def test_a_check_tells_what_is_expected_beside_what_is_at_most(found):
     report = check(spec())
     shown = "\n".join(str(line) for line in show_check.render_check(report, {}))
-    assert re.search(r"expected .* one job after the other, .* node-h where a step takes 0.1 s\nat most", shown)
+    assert re.search(r"expected .* one job after the other, .* node-h \(assuming 0.1 s per step\)\nat most", shown)
 
 
 def test_a_charge_factor_of_a_name_that_slurm_does_not_know_is_warned_of(found, tmp_path, monkeypatch):
@@ -160,7 +161,7 @@ def test_a_charge_factor_of_a_name_that_slurm_does_not_know_is_warned_of(found, 
     slurm.fault(sinfo="gpu\ndebug")
     pricing = {"kind": "billing", "per_node": 64, "partition_factors": {"gpuu": 2}}
     report = check_all(spec(cluster={"kind": "slurm"}, pricing=pricing)).reports[None]
-    assert [told for told in report.warnings if "no partition 'gpuu'" in told and "did you mean gpu?" in told]
+    assert values(report.warnings, "unknown-pricing-factor")["name"] == "gpuu"
 
 
 def test_slurm_has_no_machine_hours(found):
@@ -187,72 +188,72 @@ def test_model_that_does_not_fit_is_a_problem(found):
     report = check(spec())
     assert report.jobs == ()
     assert report.largest_local_batch == 0
-    assert "memory" in report.problems[0]
+    assert codes(report.problems) == ["no-feasible-batch"] and "memory" in report.problems[0].text
 
 
 def test_batch_beyond_the_dataset_is_a_problem(found):
     found(dataset_size=20)
-    assert "larger than the dataset" in check(spec()).problems[0]
+    assert "larger than the dataset" in check(spec()).problems[0].text
 
 
 def test_batches_that_do_not_divide_are_a_problem(found):
     report = check(spec(search={"nodes": [3]}))
     assert report.jobs == ()
-    assert "divides" in report.problems[0]
+    assert "divides" in report.problems[0].text
 
 
 def test_nodes_without_a_batch_are_left_out_aloud(found):
     report = check(spec(search={"nodes": [1, 3]}))
     assert [job.nodes for job in report.jobs] == [1]
-    assert any("3 nodes: left out" in warning for warning in report.warnings)
+    assert values(report.warnings, "nodes-without-batch") == {"nodes": [3]}
 
 
 @pytest.mark.parametrize("strategy", ["adaptive", "partial"])
 def test_nodes_that_a_strategy_does_not_measure_are_not_said_to_hold_no_batch(found, strategy):
     report = check(spec(search={"strategy": strategy, "nodes": [1, 2, 4]}))
     assert len(report.jobs) < 3
-    assert not any("left out" in warning for warning in report.warnings)
+    assert "nodes-without-batch" not in codes(report.warnings)
 
 
 def test_more_ranks_than_cores_are_a_warning(found):
-    assert not any("oversubscribed" in warning for warning in check(spec()).warnings)
+    assert "ranks-share-cores" not in codes(check(spec()).warnings)
     report = check(spec(cluster={"gpus_per_node": 2}))
-    assert any("4 ranks share 2 cores" in warning for warning in report.warnings)
+    assert values(report.warnings, "ranks-share-cores") == {"ranks": 4, "cores": 2}
 
 
 def test_values_that_hardly_go_together_are_warnings(found):
     late = {"kind": "multistep", "milestones": [1, 10, 1000]}
     told = check(spec(train={"epochs": 10, "workers": 200}, schedule=late)).warnings
-    assert any("schedule.milestones 10, 1000: training ends after 10 epochs" in text for text in told)
-    assert any("train.workers 200: a node's ranks start 200 loader processes on 2 cores" in text for text in told)
+    assert values(told, "milestones-after-end") == {"milestones": [10, 1000], "epochs": 10}
+    assert values(told, "too-many-loader-processes") == {"workers": 200, "processes": 200, "cores": 2}
     small = check(spec(train={"epochs": 10, "method": "ags"}, ags={"b_small": 64}, search={"max_batch": 128})).warnings
-    assert "ags.b_small 64 is not below batch 32, 64: there train.method ags scales nothing" in small
+    assert messages.batch_not_scaled(b_small=64, batches=[32, 64], method="ags") in small
     short = {"name": "AdamW", "lr": 0.1, "beta2_half_life": 100}
     told = check(spec(optimizer=short, train={"epochs": 10, "reference_batch": 128})).warnings
-    assert any("beta2_half_life 100 is less than a batch (train.reference_batch: 128)" in text for text in told)
+    assert messages.beta2_half_life_below_batch(half_life=100.0, reference_batch=128) in told
     grown = {"epochs": 10, "method": "lrs", "ramp": [{"epochs": 1, "batch": 512}]}
     unplaced = check(spec(train=grown, search={"max_batch": 128}))
-    assert "nodes: train.ramp: batch 512 is not below" in unplaced.problems[0] and "train.ramp" not in str(
-        unplaced.warnings
-    )
+    assert codes(unplaced.problems) == ["nodes-unusable-for-stages"]
+    assert "nodes-unusable-for-stages" not in codes(unplaced.warnings)
     soon = {"kind": "multistep", "milestones": [1, 9]}
     fine = check(spec(train={"epochs": 10, "workers": 4}, schedule=soon)).warnings
-    assert not any("milestones" in text or "train.workers" in text for text in fine)
+    assert not {"milestones-after-end", "too-many-loader-processes"} & set(codes(fine))
 
 
 @pytest.mark.parametrize(
-    ("gpus", "cluster", "words"),
+    ("gpus", "cluster", "needed", "advice"),
     [
-        (2, {}, ""),
-        (1, {}, "search.nodes: [1, 2] asks for 2 GPUs, this machine has 1 (set search.nodes: [1])"),
-        (3, {"gpus_per_node": 2}, "asks for 4 GPUs, this machine has 3 (set search.nodes: [1])"),
-        (1, {"gpus_per_node": 2}, "asks for 4 GPUs, this machine has 1 (set cluster.gpus_per_node: 1)"),
+        (2, {}, 0, ""),
+        (1, {}, 2, "search.nodes: [1]"),
+        (3, {"gpus_per_node": 2}, 4, "search.nodes: [1]"),
+        (1, {"gpus_per_node": 2}, 4, "cluster.gpus_per_node: 1"),
     ],
 )
-def test_more_ranks_than_gpus_on_this_machine_are_a_problem(found, gpus, cluster, words):
+def test_more_ranks_than_gpus_on_this_machine_are_a_problem(found, gpus, cluster, needed, advice):
     found(device="cuda", gpus=gpus)
     problems = check(spec(cluster=cluster)).problems
-    assert words in problems[0] if words else problems == ()
+    problem = messages.too_few_gpus(nodes=[1, 2], needed=needed, available=gpus, advice=advice)
+    assert problems == ((problem,) if needed else ())
 
 
 def test_gpus_of_a_cluster_are_not_those_of_this_machine(found):
@@ -262,17 +263,17 @@ def test_gpus_of_a_cluster_are_not_those_of_this_machine(found):
 
 def test_more_than_the_cap_is_a_problem(found):
     report = check(spec(search={"max_node_hours": 0.2}))
-    assert "profiling may take 0.300 node-hours, search.max_node_hours is 0.2 (" in report.problems[0]
+    assert values(report.problems, "search-exceeds-cap") == {"node_hours": pytest.approx(0.3), "cap": 0.2}
 
 
 def test_a_collective_that_training_does_not_use_is_a_warning(found):
     told = check(spec(cluster={"collective": "parameter_server"})).warnings
-    assert len([text for text in told if "by all-reduce" in text]) == 1
-    assert not any("all-reduce" in text for text in check(spec(cluster={"collective": "tree"})).warnings)
+    assert codes(told).count("parameter-server-collective") == 1
+    assert "parameter-server-collective" not in codes(check(spec(cluster={"collective": "tree"})).warnings)
 
 
 def test_missing_cap_is_a_warning(found):
-    assert any("max_node_hours" in warning for warning in check(spec(search={"max_node_hours": None})).warnings)
+    assert "no-cap-on-node-hours" in codes(check(spec(search={"max_node_hours": None})).warnings)
 
 
 def test_failed_estimate_is_a_warning_and_bounds_nothing(found):
@@ -280,12 +281,12 @@ def test_failed_estimate_is_a_warning_and_bounds_nothing(found):
     report = check(spec())
     assert report.largest_local_batch is None
     assert report.probes == 8
-    assert any("it reads numbers" in warning for warning in report.warnings)
+    assert values(report.warnings, "memory-not-estimated") == {"reason": "it reads numbers"}
 
 
 def test_warnings_of_the_inspection_are_passed_on(found):
     found(warnings=("odd",))
-    assert "odd" in check(spec()).warnings
+    assert values(check(spec()).warnings, "inspection-warning") == {"text": "odd"}
 
 
 def test_offline_nothing_is_built(monkeypatch):
@@ -469,24 +470,25 @@ def test_nodes_as_they_should_be_are_no_problem(nodes):
 
 
 @pytest.mark.parametrize(
-    ("second", "words"),
+    ("second", "code"),
     [
-        ({"token": ""}, "n2 reads nothing where"),
-        ({"token": "other"}, "n2 reads another file where"),
-        ({"write_error": "read-only"}, "n2 cannot write into the run directory: read-only"),
-        ({"dataset": False}, "n2 cannot read dataset.root"),
+        ({"token": ""}, "run-directory-not-shared"),
+        ({"token": "other"}, "run-directory-not-shared"),
+        ({"write_error": "read-only"}, "cannot-write-run-directory"),
+        ({"dataset": False}, "cannot-read-dataset"),
     ],
 )
-def test_a_node_that_a_job_cannot_use_is_a_problem(nodes, second, words):
+def test_a_node_that_a_job_cannot_use_is_a_problem(nodes, second, code):
     nodes.report(second=second)
     (problem,) = nodes.conclude().problems
-    assert problem.startswith(words)
+    assert problem.code == code and "n2" in problem.values.values()
+    assert problem.values.get("other_content", False) is (second.get("token") == "other")
 
 
 def test_what_a_node_wrote_has_to_be_seen_here_in_time(nodes):
     nodes.report(silent=(1,))
     (problem,) = nodes.conclude().problems
-    assert problem.startswith("what n2 wrote into")
+    assert problem.code == "files-not-visible" and problem.values["host"] == "n2"
     assert nodes.now >= 30
 
 
@@ -502,7 +504,7 @@ def test_a_node_without_a_gpu_is_a_problem_where_gpus_are_wanted(tmp_path, nodes
     wanted.report(second={"gpus": (), "gpu_memory": None, "driver": ""})
     found = wanted.conclude()
     assert len(found.problems) == problems
-    assert all("torch sees no GPU on n2" in problem for problem in found.problems)
+    assert all(problem == messages.no_gpu_visible(hosts="n2") for problem in found.problems)
 
 
 def test_no_gpu_at_all_is_a_warning_where_any_device_will_do(tmp_path, nodes):
@@ -517,21 +519,21 @@ def test_no_gpu_at_all_is_a_warning_where_any_device_will_do(tmp_path, nodes):
 def test_ranks_that_share_a_gpu_are_a_problem(tmp_path, nodes):
     wanted = Nodes(tmp_path / "auto", spec(cluster={**SLURM, "device": "auto"}))
     wanted.report(second={"ranks": 2})
-    assert wanted.conclude().problems == ("2 ranks on n2 see 1 GPU: each rank needs one of its own",)
+    assert wanted.conclude().problems == (messages.fewer_gpus_than_ranks(host="n2", ranks=2, gpus=1),)
 
 
 def test_ranks_that_are_bound_to_one_gpu_of_several_are_a_problem(tmp_path, nodes):
     wanted = Nodes(tmp_path / "cuda", spec(cluster={**SLURM, "device": "cuda"}))
     wanted.report(second={"ranks": 4, "gpus": ("A100",) * 4, "shared_gpus": ((0, 2), (1, 3))})
     first, second = wanted.conclude().problems
-    assert first.startswith("ranks 0, 2 of n2 would train on one GPU, of the 4 that its ranks see")
-    assert second.startswith("ranks 1, 3 of n2")
+    assert first == messages.ranks_share_gpu(host="n2", ranks=(0, 2), gpus=4)
+    assert second == messages.ranks_share_gpu(host="n2", ranks=(1, 3), gpus=4)
 
 
 def test_gpus_of_one_node_without_a_fast_link_are_a_warning(nodes):
     nodes.report(inside=(Transfer(size=10**9, seconds=0.1),))
     (warning,) = nodes.conclude().warnings
-    assert warning.startswith("two GPUs of n1 exchange 10.0 GB/s each way")
+    assert warning == messages.slow_gpu_link(host="n1", gigabytes_per_second=10.0)
 
 
 def test_fast_links_inside_a_node_are_none(nodes):
@@ -542,8 +544,8 @@ def test_fast_links_inside_a_node_are_none(nodes):
 def test_what_the_backend_says_of_a_broken_network_is_a_problem(nodes):
     nodes.report(network_error="NCCL error: unhandled system error; ibv_create_cq failed", latency=None, transfers=())
     (problem,) = nodes.conclude().problems
-    assert problem == (
-        "the ranks cannot exchange tensors through nccl: NCCL error: unhandled system error; ibv_create_cq failed"
+    assert problem == messages.ranks_cannot_communicate(
+        backend="nccl", reason="NCCL error: unhandled system error; ibv_create_cq failed"
     )
 
 
@@ -553,27 +555,26 @@ def test_what_the_nodes_told_before_the_network_ended_the_ranks_is_not_lost(node
     nodes.log(0, 1)
     found = nodes.conclude()
     assert [node.host for node in found.report.nodes] == ["n1", "n2"]
-    assert any("n2 cannot read dataset.root" in problem for problem in found.problems)
-    assert any("cannot exchange tensors" in problem and "SIGABRT" in problem for problem in found.problems)
+    assert values(found.problems, "cannot-read-dataset")["hosts"] == "n2"
+    assert "SIGABRT" in values(found.problems, "ranks-cannot-communicate")["reason"]
 
 
 @pytest.mark.parametrize(
-    ("second", "words"),
+    ("second", "expected"),
     [
-        ({"gpus": ("V100",)}, "the nodes differ in GPU: A100 on n1; V100 on n2"),
-        ({"torch": "2.7"}, "the nodes differ in torch: 2.6 on n1; 2.7 on n2"),
-        ({"driver": ""}, "the nodes differ in GPU driver: 550 on n1; none on n2"),
-        ({"clock_offset": 1.5}, "the clock of n2 is 1.5 s ahead of that of n1"),
-        ({"clock_offset": -90.0}, "the clock of n2 is 90.0 s behind that of n1"),
-        ({"shared": 64 * 2**20}, "n2 has 64.0 MiB free in /dev/shm"),
+        ({"gpus": ("V100",)}, messages.nodes_differ(aspect="GPU", differences="A100 on n1; V100 on n2")),
+        ({"torch": "2.7"}, messages.nodes_differ(aspect="torch", differences="2.6 on n1; 2.7 on n2")),
+        ({"driver": ""}, messages.nodes_differ(aspect="GPU driver", differences="550 on n1; none on n2")),
+        ({"clock_offset": 1.5}, messages.clock_offset(host="n2", seconds=1.5, first_host="n1")),
+        ({"clock_offset": -90.0}, messages.clock_offset(host="n2", seconds=-90.0, first_host="n1")),
+        ({"shared": 64 * 2**20}, messages.small_shared_memory(host="n2", free_bytes=64 * 2**20)),
     ],
 )
-def test_what_spoils_measurements_is_a_warning(nodes, second, words):
+def test_what_spoils_measurements_is_a_warning(nodes, second, expected):
     nodes.report(second=second)
     found = nodes.conclude()
     assert found.problems == ()
-    (warning,) = found.warnings
-    assert warning.startswith(words)
+    assert found.warnings == (expected,)
 
 
 def test_clocks_less_than_a_second_apart_will_do(nodes):
@@ -586,7 +587,7 @@ def test_a_dataset_that_is_still_to_be_downloaded_is_a_warning(tmp_path, nodes):
     wanted.report({"dataset": False}, {"dataset": False})
     found = wanted.conclude()
     assert found.problems == ()
-    assert "is not there yet" in found.warnings[0]
+    assert codes(found.warnings) == ["dataset-not-downloaded"]
 
 
 # --- its job
@@ -807,7 +808,7 @@ def test_a_program_that_is_missing_is_told_before_anything_starts():
         check(own_job("torchrunn train.py -b {local_batch}"))
     on_slurm = {"cluster": {"kind": "slurm", "slurm": {"minutes": 60}}}
     found = check(own_job("torchrunn train.py -b {local_batch}", **on_slurm))
-    assert "script.command: there is no program torchrunn on this machine: the nodes need one" in found.warnings
+    assert "torchrunn" in values(found.warnings, "inspection-warning")["text"]
     for command in (
         "train.py -b {local_batch}",
         f"{sys.executable} train.py -b {{local_batch}}",
@@ -827,24 +828,19 @@ def test_a_python_without_torch_is_told_before_anything_starts(tmp_path, name, f
     if fails:
         with pytest.raises(SpecError, match="cannot import torch: ModuleNotFoundError"):
             check(own_job(command))
-    assert any(words in text for text in check(own_job(command, **on_slurm)).warnings) is fails
+    assert any(words in warning.text for warning in check(own_job(command, **on_slurm)).warnings) is fails
 
 
 @pytest.mark.parametrize(
-    ("nodes", "gpus", "method", "words"),
-    [
-        ([1], 1, "ags", "take two GPUs or more (search.nodes), train.method lbt or lrs"),
-        ([1, 2, 4], 1, "ags", "(search.nodes: [1]) ends in the script's first steps"),
-        ([1, 2, 4], 1, "ags", "take search.nodes: [2, 4]"),
-        ([1, 2], 2, "ags", ""),
-        ([1], 1, "lbt", ""),
-    ],
+    ("nodes", "gpus", "method", "other_nodes"),
+    [([1], 1, "ags", []), ([1, 2, 4], 1, "ags", [2, 4]), ([1, 2], 2, "ags", None), ([1], 1, "lbt", None)],
 )
-def test_gradients_of_one_gpu_cannot_be_scaled_in_a_script(nodes, gpus, method, words):
+def test_gradients_of_one_gpu_cannot_be_scaled_in_a_script(nodes, gpus, method, other_nodes):
     search, cluster = {"nodes": nodes, "max_batch": 64}, {"gpus_per_node": gpus}
     own = own_job("train.py -b {local_batch}", train={"method": method}, search=search, cluster=cluster)
-    told = [warning for warning in check(own, online=False).warnings if "ags" in warning]
-    assert words in told[0] if words else not told
+    told = [warning for warning in check(own, online=False).warnings if warning.code == "ags-on-one-rank"]
+    expected = messages.ags_on_one_rank(nodes=[1], other_nodes=other_nodes or [])
+    assert told == ([] if other_nodes is None else [expected])
 
 
 def test_what_an_interruption_of_a_script_costs_is_told(tmp_path):
@@ -857,10 +853,9 @@ def test_what_an_interruption_of_a_script_costs_is_told(tmp_path):
 
 
 def test_the_figures_of_an_adaptive_search_are_told_to_be_those_of_its_first_round(found):
-    assert not any("first round" in warning for warning in check(spec()).warnings)
+    assert "adaptive-first-round" not in codes(check(spec()).warnings)
     report = check(spec(search={"strategy": "adaptive"}))
-    assert report.probes <= 4 and any("first round" in warning for warning in report.warnings)
-    assert not any("auto chose" in warning for warning in report.warnings)
+    assert report.probes <= 4 and values(report.warnings, "adaptive-first-round") == {"chosen_by_auto": False}
 
 
 @pytest.mark.parametrize(
@@ -869,7 +864,8 @@ def test_the_figures_of_an_adaptive_search_are_told_to_be_those_of_its_first_rou
 def test_auto_is_a_sweep_where_it_takes_little_of_the_training_and_else_adaptive(found, epochs, expected):
     job = spec(search={"strategy": "auto", "nodes": [1, 2, 4]}, train={"epochs": epochs})
     assert [(one.nodes, len(one.batches)) for one in check(job).jobs] == expected
-    assert any("auto chose adaptive: the figures" in warning for warning in check(job).warnings) == (epochs == 1)
+    first_round = messages.adaptive_first_round(chosen_by_auto=True)
+    assert (first_round in check(job).warnings) == (epochs == 1)
     assert len(check(job, online=False).jobs) == 0, "the size of the dataset is not known"
 
 
@@ -879,11 +875,11 @@ def test_auto_is_a_sweep_where_it_takes_little_of_the_training_and_else_adaptive
 @pytest.mark.parametrize(
     ("train", "told"),
     [
-        ({}, ["tf32 (float32", "channels_last (NVIDIA", "cuDNN's fastest algorithms (NVIDIA)"]),
-        ({"tf32": False}, ["cuDNN's fastest algorithms (NVIDIA)"]),
-        ({"tf32": False, "precision": "bf16"}, ["channels_last (NVIDIA", "cuDNN's fastest algorithms (NVIDIA)"]),
-        ({"tf32": False, "channels_last": True}, ["channels_last", "cuDNN's fastest algorithms (NVIDIA)"]),
-        ({"channels_last": False}, ["tf32", "cuDNN's fastest algorithms"]),
+        ({}, ["tf32 (float32", "channels_last (2-d", "fastest cuDNN algorithms (NVIDIA)"]),
+        ({"tf32": False}, ["fastest cuDNN algorithms (NVIDIA)"]),
+        ({"tf32": False, "precision": "bf16"}, ["channels_last (2-d", "fastest cuDNN algorithms (NVIDIA)"]),
+        ({"tf32": False, "channels_last": True}, ["channels_last", "fastest cuDNN algorithms (NVIDIA)"]),
+        ({"channels_last": False}, ["tf32", "fastest cuDNN algorithms"]),
         ({"deterministic": True}, ["tf32", "channels_last", "deterministic"]),
         ({"tf32": False, "deterministic": True}, ["deterministic"]),
     ],
@@ -891,7 +887,7 @@ def test_auto_is_a_sweep_where_it_takes_little_of_the_training_and_else_adaptive
 def test_a_check_tells_how_a_gpu_computes(found, train, told):
     found(device="cuda", gpus=2, convolutional=True)
     (line,) = check(spec(train={"epochs": 1, "workers": 0, **train})).settings
-    words = line.removeprefix("on a GPU: ").removesuffix(" (section train)").split(", ")
+    words = line.removeprefix("GPU settings: ").removesuffix(" (section train)").split(", ")
     assert [word.startswith(start) for word, start in zip(words, told, strict=True)] == [True] * len(told)
 
 
@@ -903,7 +899,7 @@ def test_a_check_promises_no_channels_last_to_a_network_without_convolutions(fou
 def test_a_check_tells_of_gpus_only_where_there_may_be_some(found):
     def of_gpus(**sections):
         lines = check(spec(**sections), online=False).settings
-        return any(line.startswith("on a GPU") for line in lines)
+        return any(line.startswith("GPU settings") for line in lines)
 
     assert not of_gpus()
     assert of_gpus(cluster={"kind": "slurm"})
@@ -913,19 +909,19 @@ def test_a_check_tells_of_gpus_only_where_there_may_be_some(found):
 @pytest.mark.parametrize(
     ("sections", "told"),
     [
-        ({}, "data loader: 7 to 8 processes a rank, by its share of 16 cores"),
-        ({"search": {"nodes": [2]}}, "data loader: 7 processes a rank, by its share of 16 cores"),
-        ({"search": {"nodes": [1, 16]}}, "data loader: 2 to 8 processes a rank"),
+        ({}, "data loader: 7 to 8 processes per rank, from its share of 16 cores"),
+        ({"search": {"nodes": [2]}}, "data loader: 7 processes per rank, from its share of 16 cores"),
+        ({"search": {"nodes": [1, 16]}}, "data loader: 2 to 8 processes per rank"),
         (
             {"cluster": {"kind": "slurm", "slurm": {"cpus_per_task": 5}}},
-            "data loader: 4 processes a rank, cluster.slurm",
+            "data loader: 4 processes per rank, cluster.slurm",
         ),
-        ({"cluster": {"kind": "slurm"}}, "data loader: 2 to 8 processes a rank, by the cores that SLURM gives it"),
+        ({"cluster": {"kind": "slurm"}}, "data loader: 2 to 8 processes per rank, from the cores that SLURM assigns"),
     ],
 )
 def test_a_check_tells_the_loader_processes_that_follow_from_the_cores(found, sections, told):
     found(cpus=16)
-    (line,) = (line for line in check(spec(**sections)).settings if not line.startswith("on a GPU"))
+    (line,) = (line for line in check(spec(**sections)).settings if not line.startswith("GPU settings"))
     assert line.startswith(told) and line.endswith("(train.workers: auto)")
 
 

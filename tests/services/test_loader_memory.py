@@ -5,9 +5,11 @@ from pathlib import Path
 import make_runs as make
 import pytest
 from make_results import inspected, spec
+from read_diagnostics import codes, values
 
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import CheckTask
+from tula_cli.services import messages
 from tula_cli.services.check import check
 from tula_cli.services.job_warnings import NodeMemory, check_memory
 
@@ -30,24 +32,30 @@ def test_where_there_is_enough_nothing_is_said() -> None:
 
 def test_a_container_that_holds_no_batch_is_a_problem() -> None:
     (problem,), warnings = told(NodeMemory(64 * MB, 64 * GB), {1: (128, 256)})
-    assert "64.0 MiB free, and one batch of each of 1 rank takes 128 MiB there at local batch 128" in problem
-    assert "--shm-size" in problem and "train.workers: 0" in problem and not warnings
+    assert problem == messages.shared_memory_too_small(
+        free_bytes=64 * MB, ranks=1, needed_bytes=128 * MB, local_batch=128
+    )
+    assert not warnings
 
 
 def test_where_only_large_batches_fill_it_the_first_of_them_is_named() -> None:
     problems, (warning,) = told(NodeMemory(640 * MB, 64 * GB), {1: (32, 64, 128)})
     assert not problems  # 2 x (2 x 2 + 1) batches are ready at most: 64 samples take all there is
-    assert "from local batch 128 on" in warning and "up to 1.25 GiB there at local batch 128 (1 rank, 2 tr" in warning
+    assert warning == messages.shared_memory_may_fill(
+        first_local_batch=128, free_bytes=640 * MB, needed_bytes=1280 * MB, local_batch=128, ranks=1, workers=2
+    )
 
 
 def test_where_fewer_nodes_can_run_it_is_no_problem_that_more_ranks_of_this_machine_cannot() -> None:
     problems, (warning,) = told(NodeMemory(100 * MB, 64 * GB), {1: (64,), 2: (64,)})
-    assert not problems and "2 ranks" in warning
+    assert not problems and warning.values["ranks"] == 2
 
 
 def test_of_several_jobs_the_first_batch_and_the_most_memory_are_told() -> None:
     _, (warning,) = told(NodeMemory(300 * MB, 64 * GB), {1: (16, 32, 64), 2: (64,)})
-    assert "from local batch 32 on" in warning and "up to 1.25 GiB there at local batch 64 (2 ranks" in warning
+    assert warning == messages.shared_memory_may_fill(
+        first_local_batch=32, free_bytes=300 * MB, needed_bytes=1280 * MB, local_batch=64, ranks=2, workers=2
+    )
 
 
 def test_without_loader_processes_shared_memory_is_not_needed() -> None:
@@ -60,20 +68,30 @@ def test_accumulation_takes_a_micro_batch_at_a_time() -> None:
 
 
 def test_all_memory_counts_processes_and_on_a_gpu_pinned_copies() -> None:
-    room = NodeMemory(64 * GB, 4 * GB, "the machine has")
+    room = NodeMemory(64 * GB, 4 * GB, "this machine has")
     assert told(room, {1: (128,)}, process=GB) == ((), ())  # 1 + 1.25 + 0.25 GiB
     gpu = job(cluster={"device": "cuda"})
     _, (warning,) = told(room, {1: (128,)}, of=gpu, process=2 * GB, device="cuda")
-    assert "more than the 4.00 GiB that the machine has" in warning
-    assert "up to 4.75 GiB at local batch 128" in warning and "1.25 GiB pinned for the GPUs" in warning
+    assert warning == messages.memory_may_run_out(
+        first_local_batch=128,
+        available_bytes=4 * GB,
+        source="this machine has",
+        needed_bytes=4864 * MB,
+        local_batch=128,
+        ranks=1,
+        workers=2,
+        shared_bytes=1280 * MB,
+        pinned_bytes=1280 * MB,
+    )
 
 
 def test_auto_takes_the_most_processes_that_a_rank_may_get() -> None:
     auto = job(train={"epochs": 1})
-    assert "7 train.workers each" in told(NodeMemory(GB, 64 * GB), {1: (128,)}, of=auto)[1][0]
-    assert "3 train.workers each" in told(NodeMemory(GB, 64 * GB), {2: (128,)}, of=auto)[1][0]
+    assert told(NodeMemory(GB, 64 * GB), {1: (128,)}, of=auto)[1][0].values["workers"] == 7
+    assert told(NodeMemory(GB, 64 * GB), {2: (128,)}, of=auto)[1][0].values["workers"] == 3
     slurm = job(train={"epochs": 1}, cluster={"kind": "slurm", "gpus_per_node": 2})
-    assert "2 ranks, 8 train.workers each" in told(NodeMemory(GB, 640 * GB), {4: (128,)}, of=slurm)[1][0]
+    job_values = told(NodeMemory(GB, 640 * GB), {4: (128,)}, of=slurm)[1][0].values
+    assert (job_values["ranks"], job_values["workers"]) == (2, 8)
 
 
 def test_of_a_script_nothing_is_known() -> None:
@@ -84,9 +102,9 @@ def test_of_a_script_nothing_is_known() -> None:
 def test_check_tells_both() -> None:
     found = inspected(**SAMPLE)
     report = check(job(), inspector=lambda _: found, room=NodeMemory(MB, 64 * GB))
-    assert any("/dev/shm has 1.00 MiB free" in problem for problem in report.problems)
+    assert "shared-memory-too-small" in codes(report.problems)
     report = check(job(), inspector=lambda _: found, room=NodeMemory(64 * GB, GB))
-    assert not report.problems and any("than the 1.00 GiB that the machine has" in words for words in report.warnings)
+    assert not report.problems and values(report.warnings, "memory-may-run-out")["available_bytes"] == GB
 
 
 @pytest.fixture
@@ -137,4 +155,4 @@ def test_nodes_that_were_looked_at_tell_the_newest(run: RunDir) -> None:
 
 def test_this_machine_is_asked_itself() -> None:
     room = NodeMemory.of_nodes(job(), None)
-    assert room.memory and room.source == "the machine has"
+    assert room.memory and room.source == "this machine has"

@@ -111,7 +111,7 @@ def test_a_parameter_server_is_a_model_of_time_and_training_says_so_once(
     ready = follow(train.prepare_training(run, spec, lambda _: pytest.fail("built"), nodes=1, batch=32), told.append)
     assert ready.plan.task.spec.cluster.collective == collective, "it is trained, not refused"
     texts = [event.text for event in told if isinstance(event, WarningEvent)]
-    assert [text for text in texts if "by all-reduce" in text] == texts
+    assert [text for text in texts if "all-reduce" in text] == texts
     assert len(texts) == warnings
 
 

@@ -17,6 +17,7 @@ from tula_cli.show.screen import Screen
 
 if TYPE_CHECKING:
     from tula_cli.cluster.inspection import CachedInspection
+    from tula_cli.diagnostics import Diagnostic
     from tula_cli.run.directory import RunDir
     from tula_cli.services.events import Event, NodeCheckProgress, Note, Planned, WarningEvent, Work
     from tula_cli.services.waiting import Dependencies, DetachedJobs
@@ -66,8 +67,8 @@ def _say(screen: Screen, event: "Note | WarningEvent | Planned | NodeCheckProgre
     match event:
         case events.Note(text):
             screen.note(text)
-        case events.WarningEvent(text):
-            screen.warn(text)
+        case events.WarningEvent(warning):
+            screen.warn(warning)
         case events.NodeCheckProgress(task, state):
             screen.note(show_check.describe_check_state(task, state))
         case events.ProfilePlanned(plans) | events.FirstJobPlanned(plans):
@@ -118,10 +119,10 @@ def refuse(given: bool, option: str, why: str) -> None:
         raise SpecError(f"{option} {why}")
 
 
-def warn_all(screen: Screen, warnings: Sequence[str]) -> None:
+def warn_all(screen: Screen, warnings: "Sequence[Diagnostic | str]") -> None:
     """Print warnings about an answer after it, because they would be overlooked above a long table."""
-    for text in warnings:
-        screen.warn(text)
+    for warning in warnings:
+        screen.warn(warning)
 
 
 def answer_detached(screen: Screen, run: "RunDir", detached_jobs: "DetachedJobs", data: dict[str, Any]) -> None:

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements
+from tula_cli.models import messages
 from tula_cli.run.records.probes import Measured, ScriptObservation
 from tula_cli.run.records.scripts import LearningRates, RankResult, ScriptStep
 from tula_cli.spec.sections import LEAST_STEPS
@@ -17,16 +19,6 @@ STREAM = "_InfiniteConstantSampler"  # torch's, of an IterableDataset
 _SAME_BATCH = 0.1  # share by which the samples of a step may come to differ before that is a change
 _NEWEST = 3  # steps at least, in which a change shows
 _ABOUT = 0.05  # share by which a dataset_size that a person has given may be off
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """An expectation about a script that does not hold. `words` names both values and what to do."""
-
-    what: str
-    expected: str
-    seen: str
-    words: str
 
 
 @dataclass(frozen=True)
@@ -79,13 +71,13 @@ def clean_steps(ranks: Sequence[RankResult]) -> tuple[JointStep, ...]:
     clean = tuple(step for step in join_steps(ranks) if not step.causes)
     if not clean:
         raise BadMeasurements(
-            f"none of the {len(join_steps(ranks))} timed steps was free of evaluations, saves and new epochs",
-            "raise search.min_steps, or have the script evaluate less often while it is measured (probe.args)",
+            f"all {len(join_steps(ranks))} timed steps contain an evaluation, a checkpoint or the start of an epoch",
+            "raise search.min_steps, or make the script evaluate less often in probes (script.probe.args)",
         )
     return clean
 
 
-def list_mismatches(ranks: Sequence[RankResult]) -> list[Mismatch]:
+def list_mismatches(ranks: Sequence[RankResult]) -> list[Diagnostic]:
     """Return the expectations that the ranks of one start do not meet; values that were not observed are not checked.
 
     Args:
@@ -93,7 +85,7 @@ def list_mismatches(ranks: Sequence[RankResult]) -> list[Mismatch]:
     """
     if (world := _check_world(ranks)) is not None:
         return [world]  # what a step of all ranks does is not known then
-    candidates = [_check_batch(ranks), _accumulate(ranks), _check_epoch(ranks)]
+    candidates = [_check_batch(ranks), _check_accumulation(ranks), _check_epoch(ranks)]
     return [mismatch for mismatch in candidates if mismatch is not None]
 
 
@@ -109,19 +101,17 @@ def describe_broken_claims(ranks: Sequence[RankResult], *, resumed: bool) -> str
         return ""
     few = min(len(rank.timed) for rank in ranks) < LEAST_STEPS
     mismatched = list_mismatches([rank.model_copy(update={"timed": ()}) for rank in ranks] if few else ranks)
-    return "; ".join(mismatch.words for mismatch in mismatched if not (resumed and mismatch.what == "epoch"))
+    return " ".join(mismatch.text for mismatch in mismatched if not (resumed and mismatch.code == "epoch-steps-differ"))
 
 
-def _check_world(ranks: Sequence[RankResult]) -> Mismatch | None:
-    expected, seen = ranks[0].expected.world, ranks[0].world
-    if expected is None or expected == seen:
+def _check_world(ranks: Sequence[RankResult]) -> Diagnostic | None:
+    expected, observed = ranks[0].expected.world, ranks[0].world
+    if expected is None or expected == observed:
         return None
-    words = f"{expected} ranks were asked for and {seen} came"
-    hint = "is the command's launcher told {gpus_per_node} and {nodes}, and does the script join a process group?"
-    return Mismatch("world", str(expected), str(seen), f"{words}: {hint}")
+    return messages.rank_count_differs(expected=expected, observed=observed)
 
 
-def _check_batch(ranks: Sequence[RankResult]) -> Mismatch | None:
+def _check_batch(ranks: Sequence[RankResult]) -> Diagnostic | None:
     expected = ranks[0].expected.batch
     samples = [step.samples for step in join_steps(ranks) if not step.causes]
     if expected is None or not samples or None in samples:
@@ -133,13 +123,10 @@ def _check_batch(ranks: Sequence[RankResult]) -> Mismatch | None:
         seen = median(newest)
     if seen == expected:
         return None
-    later = " at the last" if grown else ""
-    words = f"the command was given a batch of {expected} and a step{later} trains on {seen:g} samples"
-    hint = "are {local_batch}, {micro_batch} and {accumulate} what its options mean?"
-    return Mismatch("batch", str(expected), f"{seen:g}", f"{words}: {hint}")
+    return messages.batch_differs(expected=expected, observed=seen, at_end=grown)
 
 
-def _accumulate(ranks: Sequence[RankResult]) -> Mismatch | None:
+def _check_accumulation(ranks: Sequence[RankResult]) -> Diagnostic | None:
     """Compare the micro-batches per step with the expected number.
 
     Batches of the loader or backward passes may match, since a script may split a batch itself or do two passes.
@@ -152,11 +139,10 @@ def _accumulate(ranks: Sequence[RankResult]) -> Mismatch | None:
     seen = median(batches or [step.backwards for step in steps])
     if expected in (seen, median(step.backwards for step in steps)) or not seen:
         return None  # an engine without torch's loaders and backward passes shows neither
-    words = f"the command was given {expected} micro-batches a step and {seen:g} were seen"
-    return Mismatch("accumulate", str(expected), f"{seen:g}", f"{words}: does the script divide them by its ranks?")
+    return messages.micro_batches_differ(expected=expected, observed=seen)
 
 
-def _check_epoch(ranks: Sequence[RankResult]) -> Mismatch | None:
+def _check_epoch(ranks: Sequence[RankResult]) -> Diagnostic | None:
     """Compare the steps of an epoch with the dataset size: rounded down or up, as the last batch may be dropped."""
     loader, batch = ranks[0].loader, ranks[0].expected.batch
     micro = median([step.batches or 0 for step in ranks[0].timed] or [0])
@@ -171,12 +157,9 @@ def _check_epoch(ranks: Sequence[RankResult]) -> Mismatch | None:
         return None  # its length is what the dataset says of itself, of a rank's part or of all
     if (given is not None or _hold_shards(ranks)) and abs(seen - size / batch) <= 1 + _ABOUT * size / batch:
         return None  # a round figure, or shards that differ in their length
-    samples = f"{size} samples" if given is None else f"script.dataset_size: {given}"
-    words = f"{samples} are {high} steps of {batch}, and the script's epoch has {math.ceil(seen)}"
-    hint = "does each rank take its own part (DistributedSampler)?"
-    if given is None:
-        hint += " If it does, give script.dataset_size, the samples of all ranks"
-    return Mismatch("epoch", str(high), str(math.ceil(seen)), f"{words}: {hint}")
+    return messages.epoch_steps_differ(
+        expected=high, observed=math.ceil(seen), dataset_size=size, batch=batch, is_given=given is not None
+    )
 
 
 def find_dataset_size(ranks: Sequence[RankResult]) -> int | None:
@@ -211,19 +194,18 @@ def find_changed_batch(seen: float | None, *, before: float) -> float | None:
     return None if seen is None or seen <= 0 or abs(seen / before - 1) <= _SAME_BATCH else seen
 
 
-def find_differences(probes: Sequence[RankResult | ScriptObservation]) -> list[Mismatch]:
+def find_differences(probes: Sequence[RankResult | ScriptObservation]) -> list[Diagnostic]:
     """Return properties that must be equal in all probes of a script but differ; `probes` holds rank 0 of each."""
-    sentences = []
-    for what, values in (
+    differences = []
+    for aspect, values in (
         ("parameters", [probe.parameters for probe in probes]),
         ("optimizer", [probe.optimizer for probe in probes]),
     ):
         first = values[0]
         other = next((value for value in values if value != first), first)
         if other != first:
-            words = f"probes differ in their {what}, {first} and {other}: they are not of one training"
-            sentences.append(Mismatch(what, str(first), str(other), words))
-    return sentences
+            differences.append(messages.probes_differ(aspect=aspect, first=str(first), other=str(other)))
+    return differences
 
 
 @dataclass(frozen=True)
@@ -263,25 +245,19 @@ def fit_lr_exponent(rates: Iterable[ObservedRate]) -> float | None:
     return sum((x - x0) * (y - y0) for x, y in points) / sum((x - x0) ** 2 for x, _ in points)
 
 
-def describe_scaling_of_script(rates: Sequence[ObservedRate]) -> Mismatch | None:
-    """Return a warning if a script itself scales its learning rate with the batch; None if not, or unknown."""
+def warn_scaling_of_script(rates: Sequence[ObservedRate]) -> list[Diagnostic]:
+    """Return a warning if a script itself scales its learning rate with the batch; none if unknown."""
     exponent = fit_lr_exponent(rates)
     if exponent is None or abs(exponent) < _SAME_POWER:
-        return None
+        return []
     figures = ", ".join(f"{rate.seen:g} at batch {rate.batch}" for rate in rates)
-    words = f"your script scales its learning rate itself, with batch^{exponent:.1f} ({figures})"
-    hint = "use train.lr_scaling none and leave {lr} out of the command"
-    return Mismatch("lr", "batch^0.0", f"batch^{exponent:.1f}", f"{words}: {hint}")
+    return [messages.script_scales_learning_rate(exponent=exponent, rates=figures)]
 
 
-def describe_doubts(measured: Iterable[Measured]) -> list[str]:
+def warn_inconsistent_probes(measured: Iterable[Measured]) -> list[Diagnostic]:
     """Return warnings about differences between the probes of a script, and about scaling of its learning rate."""
     seen = [(probe.batch, probe.script) for probe in measured if probe.script is not None]
     rates = [rate for batch, script in seen if (rate := ObservedRate.of(batch, script.lr, script.lr_given)) is not None]
     has_rates = any(rate.given is not None for rate in rates)  # else it is the script's own matter
-    sentences = (
-        [*find_differences([script for _, script in seen]), describe_scaling_of_script(rates) if has_rates else None]
-        if seen
-        else []
-    )
-    return [mismatch.words for mismatch in sentences if mismatch is not None]
+    differences = find_differences([script for _, script in seen]) if seen else []
+    return [*differences, *(warn_scaling_of_script(rates) if has_rates else [])]

@@ -8,6 +8,7 @@ from math import inf
 
 import numpy as np
 
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import Infeasible
 from tula_cli.models import interruptions, power
 from tula_cli.models.choice.columns import Flags, Ints, compute_by_value, convert_to_columns, to_columns, to_configs
@@ -56,7 +57,7 @@ class Forecast(RunModels):
     steps: StepTimeFit
     ooms: tuple[Probe, ...]  # that were out of memory
     shutdown: float  # seconds from the last measurement of a job to its end
-    warnings: tuple[str, ...]
+    warnings: tuple[Diagnostic, ...]
     held_up: bool  # by what no model foresees: measured configurations alone are known
     noise: NoisePath | None = None  # of the gradients, where the stages of a growing batch follow from it
     queue: float = 0.0  # seconds that a job waits for nodes, as far as known
@@ -119,7 +120,7 @@ class Forecast(RunModels):
                 *list_measurement_warnings(measured),
                 *steps.warnings,
                 *held_up,
-                *filter(None, [memory_model.doubt]),
+                *filter(None, [memory_model.warning]),
                 *warn_limits(spec, measured, noise),
             ),
             noise=noise,

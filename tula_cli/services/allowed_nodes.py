@@ -2,25 +2,26 @@
 
 from collections.abc import Sequence
 
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SpecError
+from tula_cli.services import messages
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.slurm_options import ROOM, Slurm
-from tula_cli.words import format_count, format_number
+from tula_cli.words import format_count
 
 
 def describe_bins(spec: JobSpec) -> str:
     """Return a description of the site's bins."""
     limits = (spec.cluster.slurm or Slurm()).limits
-    return ", ".join(f"up to {format_count(limit.nodes)} {limit.hours:g} h" for limit in limits)
+    return ", ".join(f"{limit.hours:g} h for up to {format_count(limit.nodes)}" for limit in limits)
 
 
-def list_allowed_nodes(spec: JobSpec) -> tuple[list[int], list[str]]:
+def list_allowed_nodes(spec: JobSpec) -> tuple[list[int], list[Diagnostic]]:
     """Return the node counts of the search that a bin allows, and a warning about the others, if any."""
     slurm = spec.cluster.slurm or Slurm()
     allowed = [nodes for nodes in spec.search.nodes if slurm.longest(nodes)]
     beyond = [nodes for nodes in spec.search.nodes if nodes not in allowed]
-    advice = f"search.nodes {beyond}: left out, the site lets no job have so many (cluster.slurm.limits: {describe_bins(spec)})"
-    return allowed, [advice] if beyond else []
+    return allowed, [messages.nodes_beyond_site_limit(nodes=beyond, limits=describe_bins(spec))] if beyond else []
 
 
 def require_allowed_nodes(spec: JobSpec, nodes: int) -> None:
@@ -31,16 +32,17 @@ def require_allowed_nodes(spec: JobSpec, nodes: int) -> None:
     """
     if not (spec.cluster.slurm or Slurm()).longest(nodes):
         raise SpecError(
-            f"{format_count(nodes)}: the site lets no job have so many (cluster.slurm.limits: {describe_bins(spec)})"
+            f"the site allows no job on {format_count(nodes)} (cluster.slurm.limits: {describe_bins(spec)})"
         )
 
 
-def warn_too_short(spec: JobSpec, nodes: Sequence[int]) -> list[str]:
+def warn_too_short(spec: JobSpec, nodes: Sequence[int]) -> list[Diagnostic]:
     """Return a warning, with advice, for each number of nodes whose bin is too short for a profiling job."""
     slurm, needed_minutes = spec.cluster.slurm or Slurm(), spec.search.max_minutes + ROOM
     return [
-        f"a measuring job takes up to {format_number(needed_minutes)} min (search.max_minutes and {ROOM} to end it), and the site allows"
-        f" {format_count(count)} {format_number(slurm.longest(count))} min (cluster.slurm.limits): lower search.max_minutes"
+        messages.time_limit_too_short(
+            nodes=count, needed_minutes=needed_minutes, margin=ROOM, allowed_minutes=slurm.longest(count)
+        )
         for count in nodes
         if slurm.longest(count) < needed_minutes
     ]

@@ -1,13 +1,14 @@
 """`tula check`: validate a job and show what its search would measure and cost."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tula_cli.cluster.inspection import Inspect, NotInspectable, inspect
 from tula_cli.cluster.schedulers import make_scheduler
 from tula_cli.cluster.slurm.billing import warn_unknown_factors
 from tula_cli.cluster.slurm.first_job import inspect_with_stored
-from tula_cli.cluster.slurm.sbatch import describe_doubts
+from tula_cli.cluster.slurm.sbatch import warn_too_few_cpus
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import Infeasible, OverBudget
 from tula_cli.models.choice.grid import Limit, get_highest_limit
 from tula_cli.models.cost import compute_max_price, describe_price
@@ -15,6 +16,7 @@ from tula_cli.models.ramp.stage_nodes import describe_unusable_stages
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Measured
+from tula_cli.services import messages
 from tula_cli.services.allowed_nodes import list_allowed_nodes, warn_too_short
 from tula_cli.services.job_warnings import (
     NodeMemory,
@@ -36,9 +38,8 @@ from tula_cli.services.search import ON_ALL_NODES, choose_probes, find_largest_l
 from tula_cli.services.search_cost import Expectation, SearchCost, choose_strategy, estimate_search_cost, expect_search
 from tula_cli.services.site_charges import with_site_billing
 from tula_cli.services.status import count_notes
-from tula_cli.services.waiting import FIRST_JOB, describe_beyond_cap, require_within_cap
+from tula_cli.services.waiting import require_within_cap
 from tula_cli.spec.job import JobSpec, describe_training_method
-from tula_cli.words import format_count
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ class CheckReport:
     price_at_most: float | None  # None where it depends on memory that is not known
     currency: str
     price: str  # in words, with unit, source and date
-    problems: tuple[str, ...]  # nothing can run before these are solved
-    warnings: tuple[str, ...]
+    problems: tuple[Diagnostic, ...]  # nothing can run before these are solved
+    warnings: tuple[Diagnostic, ...]
     unsettled: UpperBoundPlan | None = None  # where only a node can build the model and the dataset
     settings: tuple[str, ...] = ()  # how it computes, in words
     method_line: str = ""  # how the large batch is trained, and why
@@ -95,16 +96,19 @@ class CheckResult:
     cap: float | None  # node-hours of search.max_node_hours
 
     @property
-    def problems(self) -> dict[str | None, tuple[str, ...]]:
+    def problems(self) -> dict[str | None, tuple[Diagnostic, ...]]:
         """Problems that prevent the job from running, by node type; node types without problems are left out."""
         return {name: report.problems for name, report in self.reports.items() if report.problems}
 
     @property
-    def left_out(self) -> list[str]:
+    def left_out(self) -> list[Diagnostic]:
         """Return a warning for each node type that cannot run, or an empty list if none can."""
         if len(self.problems) == len(self.reports):
             return []
-        return [f"node type {name} is left out: {'; '.join(problems)}" for name, problems in self.problems.items()]
+        return [
+            messages.node_type_left_out(node_type=name, problems=[problem.text for problem in problems])
+            for name, problems in self.problems.items()
+        ]
 
     def require_sound(self, name: str) -> None:
         """Raise an error if the job can run on no node type, or if its search may exceed the cap on all of them.
@@ -120,8 +124,10 @@ class CheckResult:
             kind = (
                 OverBudget if any(report.jobs or report.unsettled for report in self.reports.values()) else Infeasible
             )
-            distinct_problems = dict.fromkeys(problem for problems in self.problems.values() for problem in problems)
-            raise kind(f"{name} cannot run as it is: {'; '.join(distinct_problems)}")
+            distinct_problems = dict.fromkeys(
+                problem.text for problems in self.problems.values() for problem in problems
+            )
+            raise kind(f"{name} cannot run: {' '.join(distinct_problems)}")
         require_within_cap([report.node_hours_to_allow for report in self.reports.values()], self.cap)
 
 
@@ -208,7 +214,7 @@ def check(
         if inspection and jobs
         else None
     )
-    dear = [warning] if search_worth and (warning := search_worth.describe_if_expensive(spec.search.strategy)) else []
+    expensive = search_worth.warn_if_expensive(spec.search.strategy) if search_worth else []
     impossible, tight = check_memory(spec, inspection, sizes, room or NodeMemory.of_nodes(spec, run))
     return CheckReport(
         inspection=inspection,
@@ -233,7 +239,7 @@ def check(
             *warn_lengths_left_out(lengths),
             *_list_warnings(spec, inspection, jobs, chosen_by_auto=chosen_by_auto),
             *tight,
-            *dear,
+            *expensive,
             *_list_notes_on_scaling(run),
         ),
         unsettled=later,
@@ -249,10 +255,10 @@ def check(
     )
 
 
-def _list_notes_on_scaling(run: RunDir | None) -> list[str]:
+def _list_notes_on_scaling(run: RunDir | None) -> list[Diagnostic]:
     """Return the notes that a script's probes recorded on the model and the optimizer that AGS scales."""
     measured = [] if run is None else [result for result in run.read().results if isinstance(result, Measured)]
-    return [note for note in count_notes(measured) if note.startswith("AGS scales")]
+    return [messages.recorded_note(text=note) for note in count_notes(measured) if note.startswith("AGS scales")]
 
 
 def _list_configurations(jobs: Sequence[PlannedJob | PlannedLength]) -> list[tuple[int, tuple[int, ...]]]:
@@ -269,26 +275,18 @@ def _inspect(spec: JobSpec, inspector: Inspect) -> tuple[Inspection | None, Uppe
         return None, plan_upper_bound(spec, why=error)
 
 
-def _warn_unknown(later: UpperBoundPlan | None) -> tuple[str, ...]:
+def _warn_unknown(later: UpperBoundPlan | None) -> Iterator[Diagnostic]:
     if later is None:
-        return ()
-    reason = (
-        f"{later.why}; so the dataset's size, the memory and whether the model fits the data are not known yet: the first"
-        f" job of tula profile settles them on a node, in at most {later.first_job_minutes:g} min ({later.remedy})"
-    )
+        return
+    yield messages.first_job_inspects(reason=later.why, minutes=later.first_job_minutes, remedy=later.remedy)
     total = later.first_job_node_hours + later.probe_node_hours
-    if later.cap is None or total <= later.cap:
-        return (reason,)
-    over = (
-        f"it and the probes may come to {total:g} node-hours: what then goes beyond search.max_node_hours ({later.cap:g}) is"
-        " not started"
-    )
-    return (f"{reason}; {over}",)
+    if later.cap is not None and total > later.cap:
+        yield messages.first_search_may_exceed_cap(node_hours=total, cap=later.cap)
 
 
 def _plan_jobs(
     spec: JobSpec, inspection: Inspection | None, *, largest: Limit
-) -> tuple[tuple[PlannedJob, ...], tuple[str, ...]]:
+) -> tuple[tuple[PlannedJob, ...], tuple[Diagnostic, ...]]:
     """Return one job per number of nodes and no problems; or no jobs and the reason why none is feasible."""
     size = inspection.dataset_size if inspection else spec.search.max_batch
     if size is None:
@@ -296,7 +294,7 @@ def _plan_jobs(
     try:
         by_nodes = choose_probes(spec, dataset_size=size, max_local_batch=largest)
     except Infeasible as error:
-        return (), (f"{error.message} ({error.hint})" if error.hint else error.message,)
+        return (), (messages.no_feasible_batch(reason=error.message, advice=error.hint),)
     gpus = spec.cluster.gpus_per_node
     jobs = [
         PlannedJob(nodes, tuple(sizes), tuple(size * nodes * gpus for size in sizes))
@@ -305,34 +303,33 @@ def _plan_jobs(
     return tuple(jobs), ()
 
 
-def _check_cap(spec: JobSpec, node_hours: float, later: UpperBoundPlan | None) -> tuple[str, ...]:
-    """Return a problem, with advice, if the search exceeds the cap on node-hours; else an empty tuple.
+def _check_cap(spec: JobSpec, node_hours: float, later: UpperBoundPlan | None) -> Iterator[Diagnostic]:
+    """Yield a problem if the search exceeds the cap on node-hours.
 
     If a first job inspects the model on a node, only that job is compared with the cap.
     """
     cap = spec.search.max_node_hours
-    if later is None:
-        problem = describe_beyond_cap("profiling", node_hours, cap)
-        advice = "raise it, lower search.max_minutes, search fewer nodes, or use strategy: partial"
-    else:
-        problem = describe_beyond_cap(FIRST_JOB, later.first_job_node_hours, cap)
-        advice = f"raise it, or build them here: {later.remedy}"
-    return (f"{problem} ({advice})",) if problem else ()
+    if cap is None:
+        return
+    if later is None and node_hours > cap:
+        yield messages.search_exceeds_cap(node_hours=node_hours, cap=cap)
+    if later is not None and later.first_job_node_hours > cap:
+        yield messages.first_job_exceeds_cap(node_hours=later.first_job_node_hours, cap=cap, remedy=later.remedy)
 
 
 def _check_any_configuration(
     spec: JobSpec, inspection: Inspection | None, jobs: Sequence[PlannedJob]
-) -> tuple[str, ...]:
+) -> tuple[Diagnostic, ...]:
     """Return the reasons why the job can be trained, or measured, on none of its numbers of nodes."""
     short = warn_too_short(spec, [job.nodes for job in jobs])
     return (*_check_gpus(spec, inspection), *_check_stages(spec, inspection)[0], *short)
 
 
-def _check_stages(spec: JobSpec, inspection: Inspection | None) -> tuple[list[str], list[str]]:
+def _check_stages(spec: JobSpec, inspection: Inspection | None) -> tuple[list[Diagnostic], list[Diagnostic]]:
     return describe_unusable_stages(spec, dataset_size=inspection.dataset_size if inspection else None)
 
 
-def _check_gpus(spec: JobSpec, inspection: Inspection | None) -> tuple[str, ...]:
+def _check_gpus(spec: JobSpec, inspection: Inspection | None) -> tuple[Diagnostic, ...]:
     """Return a problem if a search on this machine needs more GPUs than it has: every rank needs its own GPU."""
     if inspection is None or spec.cluster.kind != "local" or inspection.device != "cuda":
         return ()
@@ -341,25 +338,22 @@ def _check_gpus(spec: JobSpec, inspection: Inspection | None) -> tuple[str, ...]
         return ()
     fit = [nodes for nodes in spec.search.nodes if nodes * spec.cluster.gpus_per_node <= available]
     advice = (
-        f"set search.nodes: {fit or [1]}"
+        f"search.nodes: {fit or [1]}"
         if spec.cluster.gpus_per_node <= available
-        else f"set cluster.gpus_per_node: {available}"
+        else f"cluster.gpus_per_node: {available}"
     )
-    return (
-        f"search.nodes: {spec.search.nodes} asks for {format_count(needed, 'GPU')}, this machine has {available} ({advice})",
-    )
+    return (messages.too_few_gpus(nodes=spec.search.nodes, needed=needed, available=available, advice=advice),)
 
 
 def _list_warnings(
     spec: JobSpec, inspection: Inspection | None, jobs: tuple[PlannedJob, ...], *, chosen_by_auto: bool
-) -> tuple[str, ...]:
-    warnings = [*(inspection.warnings if inspection else ()), *describe_doubts(spec), *warn_unknown_factors(spec)]
-    if spec.cluster.collective_warning:
-        warnings.append(spec.cluster.collective_warning)
+) -> tuple[Diagnostic, ...]:
+    warnings = [messages.inspection_warning(text=text) for text in (inspection.warnings if inspection else ())]
+    warnings += [*warn_too_few_cpus(spec), *warn_unknown_factors(spec)]
+    if spec.cluster.collective == "parameter_server":  # the others are kinds of all-reduce
+        warnings.append(messages.parameter_server_collective())
     if inspection and inspection.estimate_error:
-        warnings.append(
-            f"memory cannot be estimated ({inspection.estimate_error}); measuring stops at the first batch that does not fit"
-        )
+        warnings.append(messages.memory_not_estimated(reason=inspection.estimate_error))
     warnings += [
         *warn_unlikely_settings(spec, inspection),
         *_warn_small_batch(spec, jobs),
@@ -370,32 +364,22 @@ def _list_warnings(
     warnings += node_warnings
     left_out = sorted(set(allowed) - {job.nodes for job in jobs}) if jobs else []
     if left_out and spec.search.strategy in ON_ALL_NODES and spec.measured_in_addition is None:
-        warnings.append(f"no batch is feasible on {', '.join(map(str, left_out))} nodes: left out")
+        warnings.append(messages.nodes_without_batch(nodes=left_out))
     ranks = max(spec.search.nodes) * spec.cluster.gpus_per_node
     if inspection and spec.cluster.kind == "local" and inspection.device == "cpu" and ranks > inspection.cpus:
-        warnings.append(
-            f"{ranks} ranks share {inspection.cpus} cores: their times are marked oversubscribed and say nothing of a"
-            " real cluster"
-        )
+        warnings.append(messages.ranks_share_cores(ranks=ranks, cores=inspection.cpus))
     if spec.search.strategy == "adaptive" and jobs:
-        warnings.append(
-            f"search.strategy: {'auto chose adaptive' if chosen_by_auto else 'adaptive'}: the figures are those of the first round; further ones"
-            " depend on its results and stay within search.max_node_hours"
-        )
+        warnings.append(messages.adaptive_first_round(chosen_by_auto=chosen_by_auto))
     if spec.search.max_node_hours is None:
-        warnings.append(
-            "search.max_node_hours is not set: where there is no terminal to confirm, profiling needs --yes"
-        )
+        warnings.append(messages.no_cap_on_node_hours())
     return tuple(warnings)
 
 
-def _warn_small_batch(spec: JobSpec, jobs: tuple[PlannedJob, ...]) -> list[str]:
+def _warn_small_batch(spec: JobSpec, jobs: tuple[PlannedJob, ...]) -> list[Diagnostic]:
     """Warn if the configured `ags.b_small` is not below some of the batches, which are then not scaled."""
     small = spec.ags.b_small
     batches = sorted({batch for job in jobs for batch in job.batches})
     if small == "auto" or not spec.train.facts.scales or not batches or small < batches[0]:
         return []
-    idle = [str(batch) for batch in batches if batch <= small]
-    return [
-        f"ags.b_small {small} is not below batch {', '.join(idle)}: there train.method {spec.train.method} scales nothing"
-    ]
+    not_scaled = [batch for batch in batches if batch <= small]
+    return [messages.batch_not_scaled(b_small=small, batches=not_scaled, method=spec.train.method)]

@@ -4,6 +4,8 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from tula_cli.diagnostics import Diagnostic
+
 if TYPE_CHECKING:
     from tula_cli.cluster.scheduler import SchedulerState
     from tula_cli.run.records.tasks import CheckTask, EvaluateTask
@@ -25,9 +27,14 @@ class Note:
 
 @dataclass(frozen=True)
 class WarningEvent:
-    """A warning; the same text may be repeated."""
+    """A warning; the same one may be repeated."""
 
-    text: str
+    warning: Diagnostic | str
+
+    @property
+    def text(self) -> str:
+        """The sentence for the user."""
+        return str(self.warning)
 
 
 @dataclass(frozen=True)

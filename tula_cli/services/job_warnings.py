@@ -4,15 +4,17 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.host.machine import read_machine_memory, read_shared_memory
 from tula_cli.models.memory.host_memory import DataMemory, estimate_data_memory
 from tula_cli.presets import DIVIDING
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import ClusterReport, Inspection
+from tula_cli.services import messages
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import FEWEST_WORKERS, MOST_WORKERS
 from tula_cli.spec.slurm_options import Slurm, normalize_option_name
-from tula_cli.words import format_bytes, format_count
+from tula_cli.words import format_count
 
 # --- Computation on a GPU
 
@@ -30,7 +32,7 @@ def describe_computing(spec: JobSpec, inspection: Inspection | None) -> tuple[st
     if not _may_run_on_gpu(spec, inspection):
         return loader
     description = ", ".join(_describe_gpu_settings(spec, inspection))
-    return (f"on a GPU: {description} (section train)", *loader)
+    return (f"GPU settings: {description} (section train)", *loader)
 
 
 def _describe_loader(spec: JobSpec, inspection: Inspection | None) -> Iterator[str]:
@@ -46,20 +48,20 @@ def _describe_loader(spec: JobSpec, inspection: Inspection | None) -> Iterator[s
     cpus = cluster.slurm.cpus_per_task if cluster.slurm is not None else None
     if cluster.kind != "local":
         who = "SLURM" if cluster.kind == "slurm" else "the scheduler"
-        why = f"cluster.slurm.cpus_per_task: {cpus}" if cpus else f"by the cores that {who} gives it"
+        why = f"cluster.slurm.cpus_per_task: {cpus}" if cpus else f"from the cores that {who} assigns"
     else:
         assert inspection is not None
-        why = f"by its share of {format_count(inspection.cpus, 'core')}"
+        why = f"from its share of {format_count(inspection.cpus, 'core')}"
     number = str(most) if fewest == most else f"{fewest} to {most}"
-    yield f"data loader: {number} processes a rank, {why} (train.workers: auto)"
+    yield f"data loader: {number} processes per rank, {why} (train.workers: auto)"
 
 
 def _describe_scaling(spec: JobSpec) -> Iterator[str]:
     """Yield a line if gradient scaling is applied to the update rather than to the gradient."""
     if spec.train.facts.scales and spec.ags.resolved().apply_to == "update":
         name = spec.optimizer.name
-        why = f": {name} divides a factor on its gradients out" if name in DIVIDING else ""
-        yield f"train.method {spec.train.method} scales the steps of {name}, not its gradients{why} (ags.apply_to: update)"
+        why = f", because {name} normalises its gradients" if name in DIVIDING else ""
+        yield f"train.method {spec.train.method} scales the updates of {name} instead of its gradients{why} (ags.apply_to: update)"
 
 
 def count_loader_processes(spec: JobSpec, inspection: Inspection | None, *, ranks: int) -> tuple[int, int]:
@@ -85,36 +87,30 @@ def _describe_gpu_settings(spec: JobSpec, inspection: Inspection | None) -> Iter
     convolutional = inspection is None or inspection.convolutional
     tensor_cores = train.tf32 or train.precision != "fp32"
     if train.tf32:
-        yield "tf32 (float32 products and convolutions of 10 bits of mantissa)"
+        yield "tf32 (float32 products and convolutions with a mantissa of 10 bits)"
     if train.channels_last is True:
         yield "channels_last"
     elif train.channels_last == "auto" and tensor_cores and convolutional:
-        yield "channels_last (NVIDIA's tensor cores; a network with 2-d convolutions)"
+        yield "channels_last (2-d convolutions on NVIDIA tensor cores)"
     if train.compile:
         yield "compile" if train.compile is True else f"compile ({train.compile})"
     if train.deterministic:
         yield "deterministic"
     else:
-        yield "cuDNN's fastest algorithms (NVIDIA)"
+        yield "fastest cuDNN algorithms (NVIDIA)"
 
 
 # --- Settings that are unlikely together
 
 
-def warn_unlikely_settings(spec: JobSpec, inspection: Inspection | None) -> list[str]:
+def warn_unlikely_settings(spec: JobSpec, inspection: Inspection | None) -> list[Diagnostic]:
     """Return warnings about job settings that are valid one by one but unlikely in combination."""
     warnings, epochs, workers = [], spec.train.epochs, spec.train.workers
-    if late := [f"{at:g}" for at in spec.schedule.milestones if at >= epochs]:
-        warnings.append(
-            f"schedule.milestones {', '.join(late)}: training ends after {format_count(epochs, 'epoch')}, and the learning rate does"
-            " not fall there"
-        )
+    if late := [at for at in spec.schedule.milestones if at >= epochs]:
+        warnings.append(messages.milestones_after_end(milestones=late, epochs=epochs))
     half_life, reference = spec.optimizer.beta2_half_life, spec.train.reference_batch
     if isinstance(half_life, float) and half_life < reference:
-        warnings.append(
-            f"optimizer.beta2_half_life {half_life:g} is less than a batch (train.reference_batch: {reference}): it is in"
-            " samples, not in steps, and auto is what the optimizer's beta2 comes to"
-        )
+        warnings.append(messages.beta2_half_life_below_batch(half_life=half_life, reference_batch=reference))
     runs_here = inspection is not None and spec.cluster.kind == "local"
     if (
         inspection is not None
@@ -122,30 +118,20 @@ def warn_unlikely_settings(spec: JobSpec, inspection: Inspection | None) -> list
         and workers != "auto"
         and workers * spec.cluster.gpus_per_node > 2 * inspection.cpus
     ):
-        warnings.append(
-            f"train.workers {workers}: a node's ranks start {workers * spec.cluster.gpus_per_node} loader processes on"
-            f" {inspection.cpus} cores, which slow each other down; auto is the cores that a rank has, less one"
-        )
+        processes = workers * spec.cluster.gpus_per_node
+        warnings.append(messages.too_many_loader_processes(workers=workers, processes=processes, cores=inspection.cpus))
     return warnings
 
 
-def warn_ags_on_one_rank(spec: JobSpec) -> list[str]:
+def warn_ags_on_one_rank(spec: JobSpec) -> list[Diagnostic]:
     """Warn of node counts with one rank, where a script cannot scale gradients unless its loop takes a small batch."""
     alone = [nodes for nodes in spec.search.nodes if nodes * spec.cluster.gpus_per_node == 1]
     if spec.script is None or not spec.train.facts.scales or not alone:
         return []
-    remaining = [nodes for nodes in spec.search.nodes if nodes not in alone]
-    advice = f"search.nodes: {remaining}" if remaining else "two GPUs or more (search.nodes), train.method lbt or lrs"
-    return [
-        f"train.method ags on one GPU (search.nodes: {alone}) ends in the script's first steps, for there is no other rank to"
-        f" compare with, unless its loop calls tula_hooks.small_batch: take {advice}"
-    ]
+    return [messages.ags_on_one_rank(nodes=alone, other_nodes=[n for n in spec.search.nodes if n not in alone])]
 
 
 # --- Memory of data loaders
-
-HOW_TO_GET_SHARED = "a container gets more by --shm-size or --ipc=host"
-HOW_TO_NEED_LESS = "fewer train.workers, or more train.accumulate, take less"
 
 
 @dataclass(frozen=True)
@@ -154,7 +140,7 @@ class NodeMemory:
 
     shared: int | None  # of /dev/shm
     memory: int | None
-    source: str = "the machine has"  # of `memory`, in words
+    source: str = "this machine has"  # of `memory`, in words
 
     @classmethod
     def of_nodes(cls, spec: JobSpec, run: RunDir | None) -> "NodeMemory":
@@ -164,7 +150,7 @@ class NodeMemory:
         report = None if run is None else _find_newest_check(run)
         shared = min((node.shared for node in report.nodes if node.shared), default=None) if report else None
         if (requested := _get_requested_memory(spec)) is not None:
-            return cls(shared, requested, "cluster.slurm asks for")
+            return cls(shared, requested, "cluster.slurm requests")
         return cls(shared, min(node.memory for node in report.nodes) if report else None, "a node has")
 
 
@@ -208,14 +194,10 @@ class _JobMemory:
     def total(self, data: DataMemory) -> int:
         return self.processes + data.total
 
-    @property
-    def description(self) -> str:
-        return f"{format_count(self.ranks, 'rank')}, {self.workers} train.workers each"
-
 
 def check_memory(
     spec: JobSpec, inspection: Inspection | None, jobs: Mapping[int, Sequence[int]], room: NodeMemory
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
+) -> tuple[tuple[Diagnostic, ...], tuple[Diagnostic, ...]]:
     """Return messages about what a search cannot run for lack of node memory, and about what it may not be able to run.
 
     Args:
@@ -249,34 +231,42 @@ def _make_measuring_job(spec: JobSpec, inspection: Inspection, nodes: int, local
     return _JobMemory(ranks, workers, ranks * inspection.process, data)
 
 
-def _list_impossible_problems(jobs: Sequence[_JobMemory], room: int | None) -> Iterator[str]:
+def _list_impossible_problems(jobs: Sequence[_JobMemory], room: int | None) -> Iterator[Diagnostic]:
     """Yield a problem if one batch per rank does not fit in any job: processes that write it are killed (SIGBUS)."""
     job = min(jobs, key=lambda job: min(data.batches for data in job.data.values()))
     size, least = min(job.data.items())
     if room is not None and job.workers and least.batches > room:
-        yield (
-            f"/dev/shm has {format_bytes(room)} free, and one batch of each of {format_count(job.ranks, 'rank')} takes"
-            f" {format_bytes(least.batches)} there at local batch {size}: {HOW_TO_GET_SHARED}; train.workers: 0 takes none"
+        yield messages.shared_memory_too_small(
+            free_bytes=room, ranks=job.ranks, needed_bytes=least.batches, local_batch=size
         )
 
 
-def _list_shared_memory_warnings(jobs: Sequence[_JobMemory], room: int | None) -> Iterator[str]:
+def _list_shared_memory_warnings(jobs: Sequence[_JobMemory], room: int | None) -> Iterator[Diagnostic]:
     excess = _find_excess(jobs, lambda _, data: data.shared, room)
     if excess is not None and room is not None:
-        yield (
-            f"from local batch {excess.first} on the data loaders may fill /dev/shm, which has {format_bytes(room)} free: they keep"
-            f" up to {format_bytes(excess.most.shared)} there at local batch {excess.size} ({excess.job.description}); {HOW_TO_GET_SHARED}; {HOW_TO_NEED_LESS}"
+        yield messages.shared_memory_may_fill(
+            first_local_batch=excess.first,
+            free_bytes=room,
+            needed_bytes=excess.most.shared,
+            local_batch=excess.size,
+            ranks=excess.job.ranks,
+            workers=excess.job.workers,
         )
 
 
-def _list_total_memory_warnings(jobs: Sequence[_JobMemory], room: NodeMemory) -> Iterator[str]:
+def _list_total_memory_warnings(jobs: Sequence[_JobMemory], room: NodeMemory) -> Iterator[Diagnostic]:
     excess = _find_excess(jobs, _JobMemory.total, room.memory)
     if excess is not None and room.memory is not None:
-        pinned = f", {format_bytes(excess.most.pinned)} pinned for the GPUs" if excess.most.pinned else ""
-        yield (
-            f"from local batch {excess.first} on the ranks may take more than the {format_bytes(room.memory)} that {room.source},"
-            f" beside the model: up to {format_bytes(excess.job.total(excess.most))} at local batch {excess.size} ({excess.job.description};"
-            f" {format_bytes(excess.most.shared)} in /dev/shm{pinned}); {HOW_TO_NEED_LESS}"
+        yield messages.memory_may_run_out(
+            first_local_batch=excess.first,
+            available_bytes=room.memory,
+            source=room.source,
+            needed_bytes=excess.job.total(excess.most),
+            local_batch=excess.size,
+            ranks=excess.job.ranks,
+            workers=excess.job.workers,
+            shared_bytes=excess.most.shared,
+            pinned_bytes=excess.most.pinned,
         )
 
 

@@ -15,6 +15,7 @@ from tula_cli.cluster.schedulers import make_scheduler
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm import site
 from tula_cli.cluster.slurm.site import Site
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import Interruption, JobFailed, Pending, SchedulerError, SpecError, TulaError, require_positive
 from tula_cli.host.failures import FAILURE_KINDS, advise
 from tula_cli.run.directory import RunDir
@@ -23,11 +24,10 @@ from tula_cli.run.records.inspections import ClusterReport, NodeReport
 from tula_cli.run.records.jobs import Job
 from tula_cli.run.records.results import JobFile
 from tula_cli.run.records.tasks import CheckTask
+from tula_cli.services import messages
 from tula_cli.services.events import NodeCheckProgress, Work
-from tula_cli.services.job_warnings import HOW_TO_GET_SHARED
 from tula_cli.services.waiting import get_only_part
 from tula_cli.spec.job import JobSpec
-from tula_cli.words import format_bytes, format_count
 
 # --- Findings
 
@@ -52,27 +52,27 @@ def find_silent_nodes(run: RunDir, report: ClusterReport) -> list[NodeReport]:
     return [node for node in report.nodes if not node.write_error and node.node * ranks not in signed_in]
 
 
-def list_node_problems(run: RunDir, task: CheckTask, report: ClusterReport) -> Iterator[str]:
+def list_node_problems(run: RunDir, task: CheckTask, report: ClusterReport) -> Iterator[Diagnostic]:
     """Yield the problems that keep jobs from running on these nodes."""
     written, folder = run.checks.token(task.id), run.path.resolve()
     for node in report.nodes:
         if node.token != written:
-            content = "another file" if node.token else "nothing"
-            yield f"{node.host} reads {content} where {folder} has what was written here: it does not share that folder"
+            yield messages.run_directory_not_shared(host=node.host, folder=str(folder), other_content=bool(node.token))
         if node.write_error:
-            yield f"{node.host} cannot write into the run directory: {node.write_error}"
+            yield messages.cannot_write_run_directory(host=node.host, reason=node.write_error)
     for node in find_silent_nodes(run, report):
-        yield f"what {node.host} wrote into {folder} is not seen here after {estimate_file_lag(task.spec.cluster.kind):g} s"
+        seconds = estimate_file_lag(task.spec.cluster.kind)
+        yield messages.files_not_visible(host=node.host, folder=str(folder), seconds=seconds)
     yield from _list_dataset_problems(task, report)
     yield from _list_gpu_problems(task.spec, report)
     if report.network_error:
-        yield f"the ranks cannot exchange tensors through {report.backend}: {report.network_error}"
+        yield messages.ranks_cannot_communicate(backend=report.backend, reason=report.network_error)
 
 
-def _list_dataset_problems(task: CheckTask, report: ClusterReport) -> Iterator[str]:
+def _list_dataset_problems(task: CheckTask, report: ClusterReport) -> Iterator[Diagnostic]:
     without = [node.host for node in report.nodes if node.dataset is False]
     if without and not _is_yet_to_come(task):
-        yield f"{list_hosts(without)} cannot read dataset.root, {_get_dataset_folder(task)}"
+        yield messages.cannot_read_dataset(hosts=list_hosts(without), folder=str(_get_dataset_folder(task)))
 
 
 def _get_dataset_folder(task: CheckTask) -> Path:
@@ -84,29 +84,26 @@ def _is_yet_to_come(task: CheckTask) -> bool:
     return task.spec.dataset.download and not os.access(_get_dataset_folder(task), os.R_OK)
 
 
-def _list_gpu_problems(spec: JobSpec, report: ClusterReport) -> Iterator[str]:
+def _list_gpu_problems(spec: JobSpec, report: ClusterReport) -> Iterator[Diagnostic]:
     without = [node.host for node in report.nodes if not node.gpus]
     needed = spec.cluster.device == "cuda" or (spec.cluster.device == "auto" and len(without) < len(report.nodes))
     if not needed:
         return
     if without:
-        yield f"torch sees no GPU on {list_hosts(without)}: check the driver, torch's CUDA version and how GPUs are asked for"
+        yield messages.no_gpu_visible(hosts=list_hosts(without))
     for host, nodes in _group_by_host(report.nodes):
         ranks, gpus = sum(node.ranks for node in nodes), max(len(node.gpus) for node in nodes)
         if 0 < gpus < ranks:
-            yield f"{ranks} ranks on {host} see {format_count(gpus, 'GPU')}: each rank needs one of its own"
+            yield messages.fewer_gpus_than_ranks(host=host, ranks=ranks, gpus=gpus)
         else:
             yield from _list_shared_gpu_problems(nodes)
 
 
-def _list_shared_gpu_problems(nodes: Iterable[NodeReport]) -> Iterator[str]:
+def _list_shared_gpu_problems(nodes: Iterable[NodeReport]) -> Iterator[Diagnostic]:
     """Yield a problem for each group of ranks that are bound to one GPU of a node although it has enough GPUs."""
     for node in nodes:
         for ranks in node.shared_gpus:
-            yield (
-                f"ranks {', '.join(map(str, ranks))} of {node.host} would train on one GPU, of the {len(node.gpus)} that its"
-                " ranks see: the scheduler binds them so (cluster.slurm.gpus, --gpu-bind)"
-            )
+            yield messages.ranks_share_gpu(host=node.host, ranks=ranks, gpus=len(node.gpus))
 
 
 def _group_by_host(nodes: Iterable[NodeReport]) -> Iterator[tuple[str, list[NodeReport]]]:
@@ -115,7 +112,7 @@ def _group_by_host(nodes: Iterable[NodeReport]) -> Iterator[tuple[str, list[Node
         yield host, list(nodes_of_host)
 
 
-def list_node_warnings(task: CheckTask, report: ClusterReport) -> Iterator[str]:
+def list_node_warnings(task: CheckTask, report: ClusterReport) -> Iterator[Diagnostic]:
     """Yield warnings about conditions that distort measurements or that the user should know of."""
     aspects: dict[str, Callable[[NodeReport], str]] = {
         "GPU": lambda node: " + ".join(sorted(set(node.gpus))) or "none",
@@ -127,31 +124,24 @@ def list_node_warnings(task: CheckTask, report: ClusterReport) -> Iterator[str]:
     }
     for name, aspect in aspects.items():
         if differences := _describe_differences(report.nodes, aspect):
-            yield f"the nodes differ in {name}: {differences}"
+            yield messages.nodes_differ(aspect=name, differences=differences)
     if report.inside and report.inside[-1].speed < SLOW_INSIDE:
-        yield (
-            f"two GPUs of {report.nodes[0].host} exchange {report.inside[-1].speed / 8e9:.1f} GB/s each way: that is no NVLink;"
-            " where they have one, cluster.slurm.gpus: gpus_per_task hides GPUs of a node from each other"
-        )
+        yield messages.slow_gpu_link(host=report.nodes[0].host, gigabytes_per_second=report.inside[-1].speed / 8e9)
     for host, shared in {node.host: node.shared for node in report.nodes}.items():
         if shared is not None and shared < SMALL_SHARED:
-            yield (
-                f"{host} has {format_bytes(shared)} free in /dev/shm, through which loader processes and NCCL hand data over:"
-                f" {HOW_TO_GET_SHARED}; tula check tells which batches fit"
-            )
+            yield messages.small_shared_memory(host=host, free_bytes=shared)
     for node in report.nodes:
         if abs(node.clock_offset) > MAX_CLOCK_OFFSET:
-            direction = "ahead of" if node.clock_offset > 0 else "behind"
             first_host = report.nodes[0].host
-            yield f"the clock of {node.host} is {abs(node.clock_offset):.1f} s {direction} that of {first_host}; times in logs and results will be apart"  # fmt: skip
+            yield messages.clock_offset(host=node.host, seconds=node.clock_offset, first_host=first_host)
     if (
         task.spec.cluster.device == "auto"
         and task.spec.cluster.kind != "local"
         and not any(n.gpus for n in report.nodes)
     ):
-        yield "torch sees no GPU on any node: jobs will run on the CPU (cluster.device: auto)"
+        yield messages.jobs_run_on_cpu()
     if _is_yet_to_come(task) and any(node.dataset is False for node in report.nodes):
-        yield f"dataset.root, {_get_dataset_folder(task)}, is not there yet: it is downloaded before the first job"
+        yield messages.dataset_not_downloaded(folder=str(_get_dataset_folder(task)))
 
 
 def _describe_differences(nodes: Sequence[NodeReport], aspect: Callable[[NodeReport], str]) -> str:
@@ -182,8 +172,8 @@ class ClusterCheck:
     """The reports of a cluster's nodes, and the findings that concern a job."""
 
     report: ClusterReport
-    problems: tuple[str, ...]  # no job can run before these are solved
-    warnings: tuple[str, ...]
+    problems: tuple[Diagnostic, ...]  # no job can run before these are solved
+    warnings: tuple[Diagnostic, ...]
 
     def require_sound(self, name: str) -> None:
         """Raise an error if the job cannot run on these nodes.
@@ -195,7 +185,7 @@ class ClusterCheck:
             JobFailed: there are problems.
         """
         if self.problems:
-            raise JobFailed(f"these nodes are not as {name} needs them: {'; '.join(self.problems)}")
+            raise JobFailed(f"{name} cannot run on these nodes: {' '.join(map(str, self.problems))}")
 
 
 def run_node_check(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tula_cli.cluster.inspection import Inspect, NotInspectable
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import Infeasible
 from tula_cli.models.choice.early_stopping import find_end_epoch, has_metrics, shorten_prediction
 from tula_cli.models.choice.grid import get_limit_on_nodes
@@ -14,6 +15,7 @@ from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.training_run import TrainingRun
+from tula_cli.services import messages
 from tula_cli.services.search import choose_probes, find_largest_local_batch
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import compute_train_signature
@@ -63,7 +65,7 @@ def plan_lengths(
                     inspection_of_length,
                     (),
                     own=False,
-                    problem="how many samples there are is not known yet",
+                    problem="the size of the dataset is not known yet",
                 )
             )
             continue
@@ -126,10 +128,10 @@ def count_lengths_node_hours(spec: JobSpec, planned: Sequence[PlannedLength]) ->
     )
 
 
-def warn_lengths_left_out(planned: Sequence[PlannedLength]) -> tuple[str, ...]:
+def warn_lengths_left_out(planned: Sequence[PlannedLength]) -> tuple[Diagnostic, ...]:
     """Return a warning, with the reason, for each length that is not measured."""
     return tuple(
-        f"length {planned_length.length} is left out: {planned_length.problem}"
+        messages.length_left_out(length=planned_length.length, problem=planned_length.problem)
         for planned_length in planned
         if planned_length.problem
     )

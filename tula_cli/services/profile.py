@@ -107,7 +107,7 @@ def plan_probes(
         if missing:
             tasks.append(_make_probe_task(spec, nodes, missing, workdir=source.workdir))
     if short := warn_too_short(spec, [task.nodes for task in tasks]):
-        raise Infeasible("; ".join(short))
+        raise Infeasible(" ".join(map(str, short)))
     in_rounds = spec.search.strategy == "adaptive"
     choice = ("search.strategy: auto chose adaptive",) if chosen_by_auto and in_rounds else ()
     total = sum(len(local_batches) for local_batches in wanted_batches.values())

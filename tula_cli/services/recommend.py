@@ -390,7 +390,7 @@ def _list_measurement_warnings(measurements: TypeMeasurements) -> list[str]:
     return [
         *missing,
         *warn_disturbed_probes(snapshot.attempts),
-        *measurements.forecast.warnings,
+        *map(str, measurements.forecast.warnings),
         *snapshot.job_warnings,
         *snapshot.training_warnings,
     ]

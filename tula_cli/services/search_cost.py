@@ -4,14 +4,15 @@ import statistics
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import Infeasible
 from tula_cli.models.choice.grid import Limit
 from tula_cli.models.cost import count_work
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Measured
+from tula_cli.services import messages
 from tula_cli.services.search import choose_probes
 from tula_cli.spec.job import JobSpec
-from tula_cli.words import format_count
 
 # --- Expected cost of profiling
 
@@ -33,8 +34,10 @@ class Expectation:
     def basis(self) -> str:
         """Return a description of the step times that the expectation is based on."""
         if not self.probes:
-            return f"where a step takes {ASSUMED_STEP:g} s"
-        return "as the probe there is took" if self.probes == 1 else f"as the {self.probes} probes there are took"
+            return f"(assuming {ASSUMED_STEP:g} s per step)"
+        return (
+            "(from the step time of 1 probe)" if self.probes == 1 else f"(from the step times of {self.probes} probes)"
+        )
 
 
 def expect_search(spec: JobSpec, jobs: Sequence[tuple[int, Sequence[int]]], run: RunDir | None) -> Expectation:
@@ -107,16 +110,21 @@ class SearchCost:
     node_hours: float  # that it takes, its steps alone
     shares: Mapping[str, float]  # of it, by strategy, least first; of `adaptive` the first round
 
-    def describe_if_expensive(self, strategy: str) -> str:
-        """Return a warning if the search takes a large share of the training's node-hours, else an empty string."""
-        share, least = self.shares[strategy], next(iter(self.shares))
+    def warn_if_expensive(self, strategy: str) -> list[Diagnostic]:
+        """Return a warning if the search takes a large share of the training's node-hours, else an empty list."""
+        share, cheapest = self.shares[strategy], next(iter(self.shares))
         if share <= MAX_COST_SHARE:
-            return ""
-        instead = f"search.strategy: {least} takes {self.shares[least]:.0%}; " * (self.shares[least] < 0.9 * share)
-        return (
-            f"the search is expected to take {share:.0%} of the node-hours of the whole training (batch {self.batch} on"
-            f" {format_count(self.nodes)}): {instead}a training this short is hardly worth one (tula train --nodes --batch needs none)"
-        )
+            return []
+        is_cheaper = self.shares[cheapest] < 0.9 * share
+        return [
+            messages.expensive_search(
+                share=share,
+                batch=self.batch,
+                nodes=self.nodes,
+                cheapest_strategy=cheapest if is_cheaper else None,
+                cheapest_share=self.shares[cheapest],
+            )
+        ]
 
 
 def estimate_search_cost(spec: JobSpec, *, dataset_size: int, largest: Limit, run: RunDir | None) -> SearchCost | None:

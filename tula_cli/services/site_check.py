@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tula_cli.assets import SITE_FOLDER, config_files
-from tula_cli.cluster.slurm.billing import list_unknown_names
+from tula_cli.cluster.slurm.billing import list_unknown_factors
 from tula_cli.cluster.slurm.queue import describe_window
 from tula_cli.cluster.slurm.sbatch import make_export_lines, read_setup_lines
 from tula_cli.cluster.slurm.site import Partition, SiteFacts, ask_site_facts, describe_partition
@@ -416,8 +416,8 @@ def _check_node_type(spec: JobSpec, facts: SiteFacts) -> Iterator[SiteFinding]:
     yield from _check_account(slurm, facts)
     yield from _check_qos(slurm, facts)
     yield from _check_constraint(slurm, facts, partitions)
-    for unknown in list_unknown_names(spec.pricing, qos=facts.qos, partitions=facts.all_partitions):
-        yield make_warning_finding(unknown.about, unknown.message, unknown.advice, "scheduler")
+    for unknown in list_unknown_factors(spec.pricing, qos=facts.qos, partitions=facts.all_partitions):
+        yield make_warning_finding(unknown.key, unknown.message, unknown.advice, "scheduler")
     if slurm.reservation and facts.reservations is not None and slurm.reservation not in facts.reservations:
         reservations = ", ".join(facts.reservations) or "none"
         yield make_problem_finding(

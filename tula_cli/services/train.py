@@ -34,7 +34,7 @@ from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.run.records.results import JobFile, Summary
 from tula_cli.run.records.tasks import Rung, TrainTask
-from tula_cli.services import resume_test
+from tula_cli.services import messages, resume_test
 from tula_cli.services.allowed_nodes import require_allowed_nodes
 from tula_cli.services.events import Note, TrainPlanned, WarningEvent, Work
 from tula_cli.services.planned_lengths import ExpectedEnd, predict_end
@@ -354,13 +354,11 @@ def prepare_training(
         other_sizes=read_measurements_of_other_sizes(part, CachedTrainings()),
         inspect=inspect,
     )
-    for text in (
-        *plan_found.code.warnings,
-        describe_interrupted_training(part.run, plan_found.task),
-        part.spec.cluster.collective_warning,
-    ):
+    for text in (*plan_found.code.warnings, describe_interrupted_training(part.run, plan_found.task)):
         if text:
             yield WarningEvent(text)
+    if part.spec.cluster.collective == "parameter_server":
+        yield WarningEvent(messages.parameter_server_collective())
     ready = PreparedTraining(run, spec, part, plan_found, rehearse, within_balance)
     ends = predict_end(part.run, plan_found.task, code=plan_found.code.digest)
     remaining_share = 1.0

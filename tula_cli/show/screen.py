@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SpecError, TulaError
 from tula_cli.show.tables import print_part, style_text
 from tula_cli.words import without_controls
@@ -89,6 +90,7 @@ class Screen:
         self.overrides: tuple[str, ...] = ()  # of the job (--set), those of earlier commands that still hold among them
         self.status = "done"
         self.warnings: list[str] = []
+        self.diagnostics: list[Diagnostic] = []
         self._data: Any = None
         self._answered = False
         self.drawn: Console | None = None  # draws in place on stderr
@@ -107,10 +109,12 @@ class Screen:
         if not self.quiet:
             self._say(text)
 
-    def warn(self, text: str) -> None:
+    def warn(self, warning: Diagnostic | str) -> None:
         """Print a warning unless it was printed before; the envelope contains it too."""
+        text = str(warning)
         if text not in self.warnings:
             self.warnings.append(text)
+            self.diagnostics += [warning] if isinstance(warning, Diagnostic) else []
             self._say(f"warning: {text}")
 
     def _say(self, text: str) -> None:
@@ -196,6 +200,7 @@ class Screen:
             "status": self.status if error is None else "pending" if error.code == "pending" else "failed",
             "data": self._data,
             "warnings": self.warnings,
+            "diagnostics": [_convert_diagnostic_to_data(diagnostic) for diagnostic in self.diagnostics],
             "error": None if error is None else _convert_error_to_data(error),
         }
         later: list[Lines] = []
@@ -237,6 +242,16 @@ class Screen:
         return CleanConsole(file=file, no_color=no_color, color_system=None if no_color else "auto", highlight=False, markup=False, emoji=False)  # fmt: skip
 
 
+def _convert_diagnostic_to_data(diagnostic: Diagnostic) -> dict[str, Any]:
+    return {"code": diagnostic.code, "values": to_plain_data(dict(diagnostic.values)), "text": diagnostic.text}
+
+
+def _list_diagnostics(value: Any) -> list[dict[str, Any]]:
+    """Return the diagnostics in a field of a dataclass, which is one of them or a sequence."""
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    return [_convert_diagnostic_to_data(inner) for inner in values if isinstance(inner, Diagnostic)]
+
+
 def _convert_error_to_data(error: TulaError) -> dict[str, Any]:
     problems = error.problems if isinstance(error, SpecError) else ()
     return {"code": error.code, "message": error.message, "hint": error.hint, "problems": to_plain_data(problems)}
@@ -260,13 +275,21 @@ _TOKEN = "\0lines"
 
 
 def to_plain_data(value: Any) -> Any:
-    """Convert a value to JSON types; nan and inf become None, and `Lines` are kept for writing later."""
+    """Convert a value to JSON types; nan and inf become None, and `Lines` are kept for writing later.
+
+    A `Diagnostic` becomes its text; the dataclass that has it gets a key `diagnostics`, with the codes and values of
+    its diagnostics by field.
+    """
     if isinstance(value, Lines):
         return value
+    if isinstance(value, Diagnostic):
+        return value.text
     if hasattr(value, "model_dump"):
         return to_plain_data(value.model_dump(mode="json"))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: to_plain_data(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        diagnostics = {name: coded for name, inner in fields.items() if (coded := _list_diagnostics(inner))}
+        return to_plain_data(fields) | ({"diagnostics": diagnostics} if diagnostics else {})
     if isinstance(value, dict):
         return {str(key): to_plain_data(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):

@@ -78,23 +78,23 @@ def _describe_planned_branches(task: "TrainTask") -> Iterator[str]:
 
 def _describe_planned_stages(task: "TrainTask", predicted: "Prediction | None") -> Iterator[str]:
     """Describe how the batch grows, as far as known before the start."""
-    from tula_cli.models.ramp.by_noise import describe_not_delayed, describe_stages
+    from tula_cli.models.ramp.by_noise import describe_stages, start_before_measurement
 
     if task.spec.train.stages is None:
         return
     if any(stage.noise is not None for stage in task.stages):
-        yield f"its batch grows: {describe_stages(task.stages)}"
-        if task.spec.train.measures_noise and (settled := describe_not_delayed(task.stages)):
-            yield settled
+        yield f"The batch grows: {describe_stages(task.stages)}"
+        if task.spec.train.measures_noise and start_before_measurement(task.stages):
+            yield "No stage can be delayed: all start before the gradient noise is first measured, after epoch 1."
         return
     if task.spec.train.stages == "decay" and task.stages:
-        yield f"the decay of its learning rate is spent as batch: {describe_stages(task.stages)}"
+        yield f"The batch grows in place of a decaying learning rate: {describe_stages(task.stages)}"
     elif predicted is None or not predicted.stages:
-        yield "its batch grows over the first epochs (train.ramp), as the log tells"
+        yield "The batch grows over the first epochs (train.ramp); the log shows when."
     if predicted is None or not predicted.stages:
         return
     stages = ", ".join(f"{stage.batch} ({format_count(stage.steps, 'step')})" for stage in predicted.stages)
-    yield f"its batch grows: {stages}, then {task.batch}; times and costs are those of all stages"
+    yield f"The batch grows: {stages}, then {task.batch}. Times and costs include all stages."
 
 
 def _describe_planned_nodes(task: "TrainTask") -> Iterator[str]:

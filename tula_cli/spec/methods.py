@@ -40,7 +40,7 @@ class Facts:
     on_scripts: bool = False  # acts on a script of the user's own, from its command line or around its optimizer
     on_shares: bool = False  # trains a model that is divided among the ranks (train.parallel: fsdp)
     summary: str = "a method of your own"  # what it does to the large batch, and its cost, without results
-    measured_as: str = ""  # what its probes take for more than it is, on several GPUs
+    probes_overestimate: bool = False  # on several GPUs its later steps take less than those that probes measure
 
     @property
     def section(self) -> str:
@@ -92,11 +92,8 @@ METHODS: dict[str, Facts] = {
     "polo": Facts(
         "polo",
         warmup_epochs=5.0,
-        on_one_gpu="polo on one GPU is plain SGD with a warm-up: there are no replicas to average",
-        measured_as=(
-            "post-local SGD (train.method polo) was measured while it synchronises every step, as it does at first; later"
-            " steps take less, so that times and costs on several GPUs are upper bounds"
-        ),
+        on_one_gpu="on one GPU, polo is plain SGD with a warm-up: there are no replicas to average",
+        probes_overestimate=True,
         summary="every GPU trains by itself and weights are averaged now and then; saves synchronisation",
     ),
     "adascale": Facts(

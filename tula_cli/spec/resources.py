@@ -101,19 +101,6 @@ class Cluster(Section):
         settings = self.own_scheduler or self.slurm
         return None if settings is None else settings.python
 
-    @property
-    def collective_warning(self) -> str:
-        """A warning if the time model assumes a different communication pattern than training uses; empty otherwise.
-
-        Ring, tree and reduce-scatter with all-gather are ways to all-reduce, from which NCCL and gloo choose.
-        """
-        if self.collective != "parameter_server":
-            return ""
-        return (
-            "cluster.collective: parameter_server is a model of time only (Eq. 2c): probes and training synchronise by"
-            " all-reduce, and predictions on other numbers of nodes than those measured are for a parameter server"
-        )
-
 
 class Spot(Section):
     """Spot (preemptible) nodes: cheaper, but the provider may reclaim them.

@@ -202,7 +202,11 @@ def test_a_training_whose_first_steps_break_a_claim_is_ended(run: RunDir) -> Non
     has_begun(run, expected={"world": 2, "batch": 16})
     seen.record_end()
     reason = seen.stuck_reason()
-    assert reason is not None and reason.outcome == "user" and "2 ranks were asked for and 1 came" in reason.description
+    assert (
+        reason is not None
+        and reason.outcome == "user"
+        and "2 ranks should have started, but 1 did" in reason.description
+    )
 
 
 def test_a_training_that_was_too_short_to_be_ended_fails_at_its_end(run: RunDir) -> None:
@@ -211,7 +215,7 @@ def test_a_training_that_was_too_short_to_be_ended_fails_at_its_end(run: RunDir)
     tells(run, "train-x-1", step=100, samples=1600.0)
     has_begun(run, file="result-0.json", why="ended", expected={"world": 1, "batch": 32})
     reason = training.settle_attempt(command, ExitReason(None))
-    assert reason.outcome == "user" and "a batch of 32 and a step trains on 16 samples" in reason.description
+    assert reason.outcome == "user" and "batch 32, but a step trains on 16 samples" in reason.description
     assert run.training("x").result() is None
 
 

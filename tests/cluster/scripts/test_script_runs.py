@@ -167,8 +167,8 @@ def test_a_script_that_ignores_its_batch_is_told_with_both_figures(folder: Path)
     run = probes(folder, job(folder, what_else="options.b = 3"))
     first, second = run.results()
     assert isinstance(first, Failed) and isinstance(second, Failed) and first.outcome == "user"
-    assert "a batch of 4 and a step trains on 3 samples" in first.message
-    assert "a batch of 8 and a step trains on 3 samples" in second.message
+    assert "batch 4, but a step trains on 3 samples" in first.message
+    assert "batch 8, but a step trains on 3 samples" in second.message
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tula_cli import assets
+from tula_cli.cluster import messages
 from tula_cli.cluster.slurm import sbatch
 from tula_cli.cluster.slurm.submit import SlurmLauncher
 from tula_cli.errors import SpecError
@@ -223,27 +224,23 @@ def with_workers(workers: object, **slurm: object) -> JobSpec:
 
 
 def test_workers_from_the_cores_are_doubted_only_where_there_are_fewer_than_it_takes() -> None:
-    assert sbatch.describe_doubts(with_workers("auto", cpus_per_task=3)) == ()
-    (doubt,) = sbatch.describe_doubts(with_workers("auto", cpus_per_task=2))
-    assert "3 processes" in doubt
+    assert sbatch.warn_too_few_cpus(with_workers("auto", cpus_per_task=3)) == []
+    warnings = sbatch.warn_too_few_cpus(with_workers("auto", cpus_per_task=2))
+    assert warnings == [messages.too_few_cpus_per_task(cpus_per_task=2, workers=2)]
 
 
 def test_few_cpus_are_doubted() -> None:
-    doubt = sbatch.describe_doubts(spec({"cpus_per_task": 3}))
-    assert len(doubt) == 1
-    assert "cpus_per_task is 3" in doubt[0]
-    assert "4 processes (16 a node)" in doubt[0]
-    assert sbatch.describe_doubts(spec({"cpus_per_task": 4})) == ()
+    warnings = sbatch.warn_too_few_cpus(spec({"cpus_per_task": 3}))
+    assert warnings == [messages.too_few_cpus_per_task(cpus_per_task=3, workers=3)]
+    assert sbatch.warn_too_few_cpus(spec({"cpus_per_task": 4})) == []
 
 
 def test_cpus_that_nobody_asks_for_are_doubted_where_workers_need_them() -> None:
-    (doubt,) = sbatch.describe_doubts(spec())
-    assert "one core to a rank and its 3 train.workers" in doubt and doubt.endswith("set it to 4")
-    assert sbatch.describe_doubts(spec({"extra": {"cpus-per-gpu": 8}})) == ()
-    (doubt,) = sbatch.describe_doubts(with_workers("auto"))
-    assert "a rank and its data loader" in doubt
+    assert sbatch.warn_too_few_cpus(spec()) == [messages.cpus_per_task_not_set(workers=3, needed=4)]
+    assert sbatch.warn_too_few_cpus(spec({"extra": {"cpus-per-gpu": 8}})) == []
+    assert sbatch.warn_too_few_cpus(with_workers("auto")) == [messages.cpus_per_task_not_set(workers=None, needed=None)]
     alone = spec().model_copy(update={"train": spec().train.model_copy(update={"workers": 0})})
-    assert sbatch.describe_doubts(alone) == ()
+    assert sbatch.warn_too_few_cpus(alone) == []
 
 
 # --- time

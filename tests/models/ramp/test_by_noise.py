@@ -8,21 +8,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from make_results import Truth, probe_all
 from make_results import spec as measured_spec
+from read_diagnostics import codes
 
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.forecast import Forecast
 from tula_cli.models.ramp.by_noise import (
     GROWTH,
-    STAGES_NOT_DELAYED,
     NoisePath,
     apply_decisions,
     continue_stages,
     decide_stage,
     describe_decision,
-    describe_not_delayed,
     describe_stages,
     find_next_stage,
     plan_stages_by_noise,
+    start_before_measurement,
     with_epochs,
 )
 from tula_cli.models.ramp.stages import Ramp, build_ramp
@@ -177,14 +177,14 @@ def test_a_forecast_knows_the_stages_and_what_they_lack() -> None:
     stages = known.trainings.stages.stage_positions(Config(2, 256))
     assert [stage.batch for stage in row.stages] == [32, 64, 128] == [stage.batch for stage in stages[:-1]]
     assert row.stages[0].steps == pytest.approx(stages[1].begin / 32, abs=1)
-    assert not any("train.ramp: noise" in text for text in known.warnings)
+    assert not {"noise-only-at-start", "noise-not-measured"} & set(codes(known.warnings))
     start = Forecast.from_results(spec, results, noise=path((0, 20), reference=32))
-    assert any("rest on the noise at the start of training" in text for text in start.warnings)
+    assert "noise-only-at-start" in codes(start.warnings)
     short = spec.model_copy(update={"train": spec.train.model_copy(update={"epochs": 1})})
     told = [Forecast.from_results(one, results, noise=path((0, 20), reference=32)).warnings for one in (spec, short)]
-    assert [STAGES_NOT_DELAYED in warnings for warnings in told] == [False, True]
+    assert ["stages-not-delayed" in codes(warnings) for warnings in told] == [False, True]
     untold = Forecast.from_results(spec, results)
-    assert any("a training with train.diagnostics: [gradient_noise] measures it" in text for text in untold.warnings)
+    assert "noise-not-measured" in codes(untold.warnings)
 
 
 # --- while it trains
@@ -247,8 +247,8 @@ def test_stages_that_begin_before_the_noise_is_measured_are_said_to_stay() -> No
     early = (Stage(begin=0, batch=32, noise=40.0), Stage(begin=SIZE, batch=64, noise=64.0))
     late = (*early, Stage(begin=SIZE + 1, batch=128, noise=128.0))
     never = (*early, Stage(begin=9 * SIZE, batch=128))
-    told = [describe_not_delayed(with_epochs(those, SIZE)) for those in (early, late, never, early[:1])]
-    assert told == [STAGES_NOT_DELAYED, "", STAGES_NOT_DELAYED, ""]
+    undelayed = [start_before_measurement(with_epochs(those, SIZE)) for those in (early, late, never, early[:1])]
+    assert undelayed == [True, False, True, False]
 
 
 def test_stages_and_decisions_in_words() -> None:

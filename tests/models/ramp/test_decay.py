@@ -253,7 +253,8 @@ def test_batches_that_the_decay_never_comes_to_are_no_candidates() -> None:
     assert 2048 in {row.batch for row in forecast().predictions()}
     subject = forecast(low, reference_batch=4, ramp_nodes="same").spec
     problems, (warning,) = describe_unusable_stages(subject, dataset_size=12_800)
-    assert problems == [] and warning.startswith("no training on 8 nodes: train.ramp: decay begins at")
+    assert problems == [] and warning.code == "nodes-unusable-for-stages"
+    assert warning.values["nodes"] == [8] and "train.ramp: decay begins at" in str(warning.values["reason"])
 
 
 def test_what_it_saves_is_held_against_the_reference_batch_on_its_best_nodes() -> None:

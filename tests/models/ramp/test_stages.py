@@ -112,25 +112,25 @@ def test_stages_that_do_not_fit_are_refused(ramp: Any, where: dict[str, int], wo
 @pytest.mark.parametrize(
     ("named", "most", "problem", "warning"),
     [
-        ([64, 512], 512, "no training on 1, 2 nodes: train.ramp: batch 512 is not below the training's own, 512", ""),
+        ([64, 512], 512, "no training on [1, 2]: train.ramp: batch 512 is not below the training's own, 512", ""),
         ([64, 512], 1024, "", ""),
         (
             [64, 511],
             1024,
             "",
-            "no training on 2 nodes: train.ramp: batch 511 does not divide by 2 (GPUs x micro-batches of a step)",
+            "no training on [2]: train.ramp: batch 511 does not divide by 2 (GPUs x micro-batches of a step)",
         ),
         (
             [(64, 3)],
             512,
-            "no training on 1 node: train.ramp: batch 64 names 3 nodes, more than the 1 of the training",
+            "no training on [1]: train.ramp: batch 64 names 3 nodes, more than the 1 of the training",
             "",
         ),
         (
             [(64, 2)],
             512,
             "",
-            "no training on 1 node: train.ramp: batch 64 names 2 nodes, more than the 1 of the training",
+            "no training on [1]: train.ramp: batch 64 names 2 nodes, more than the 1 of the training",
         ),
         ([64], None, "", ""),
         ("auto", 32, "", ""),
@@ -148,13 +148,13 @@ def test_check_tells_where_the_search_has_no_batch_for_the_stages(
     problems, warnings = describe_unusable_stages(job(stages).model_copy(update={"search": search}), dataset_size=size)
     for found, words in ((problems, problem), (warnings, warning)):
         assert len(found) == (0 if not words else 2 if "names 3" in words else 1)
-        assert not words or words in found[0]
+        assert not words or words in f"no training on {found[0].values['nodes']}: {found[0].values['reason']}"
 
 
 def test_check_tells_stages_that_last_too_long_once_the_dataset_is_known() -> None:
     subject = job([{"epochs": 19.9999, "batch": 64}]).model_copy(update={"search": Search(nodes=[1], max_batch=512)})
     assert describe_unusable_stages(subject, dataset_size=None) == ([], [])
-    assert "lasts 20 epochs" in describe_unusable_stages(subject, dataset_size=1438)[0][0]
+    assert "lasts 20 epochs" in describe_unusable_stages(subject, dataset_size=1438)[0][0].text
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 from make_results import Truth, measured
+from read_diagnostics import codes, values
 
 from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.models.time.pace import PacedResults, TrainingPace, scale_results_to_pace
@@ -63,13 +64,14 @@ def test_a_network_that_was_hidden_is_added_where_it_is_not_any_more() -> None:
     )
     assert times(found)[2, 16] == pytest.approx(0.028 + 0.03)
     assert times(found)[1, 16] == pytest.approx(0.028), "one node has no network"
-    assert "synchronisation where there was next to none" in found.told[0]
+    assert values(found.warnings, "training-pace")["added_sync_ms"] > 0
 
 
 def test_what_is_not_known_is_said() -> None:
     one = after(seen(dataclasses.replace(BEFORE, fixed=0.04), 1, 16))
-    assert "1 node, local batch 16" in one.told[0] and "the network was not seen" in one.told[0]
-    assert "was not seen" in one.told[1]
+    pace = values(one.warnings, "training-pace")
+    assert pace["where"] == "1 node, local batch 16" and pace["sync"] is None
+    assert "other-configurations-assumed" in codes(one.warnings)
     together = after(seen(dataclasses.replace(BEFORE, sync=0.12), 4, 16, apart=False))
-    assert "taken to have changed alike" in together.told[0]
+    assert values(together.warnings, "training-pace")["compute"] is None
     assert times(together)[1, 64] > BEFORE.step_time(1, 64)

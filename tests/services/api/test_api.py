@@ -21,7 +21,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.jobfile import find_config_drift
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask
-from tula_cli.services import profiling_rounds
+from tula_cli.services import messages, profiling_rounds
 from tula_cli.services.events import JobsProgress, Note, ProfilePlanned, WarningEvent, Work, follow
 from tula_cli.services.waiting import Dependencies, WaitPolicy
 from tula_cli.spec.load import dump_yaml
@@ -396,11 +396,12 @@ def test_model_and_dataset_are_built_once(cluster: AtOnce, monkeypatch: pytest.M
 def test_the_nodes_are_looked_at_and_tell_what_is_wrong(cluster: AtOnce) -> None:
     told: list[Any] = []
     found = tula.check_nodes(make.SPEC, on_event=told.append)
-    assert [node.host for node in found.report.nodes] == ["n1", "n2"] and "differ in torch" in found.warnings[0]
+    assert [node.host for node in found.report.nodes] == ["n1", "n2"] and found.warnings[0].code == "nodes-differ"
     found.require_sound("toy")
     assert found.report.id in cluster.submitted
-    with pytest.raises(tula.TulaError, match="not as toy needs them: no folder"):
-        replace(found, problems=("no folder",)).require_sound("toy")
+    problem = messages.cannot_read_dataset(hosts="n1", folder="/data")
+    with pytest.raises(tula.TulaError, match="toy cannot run on these nodes"):
+        replace(found, problems=(problem,)).require_sound("toy")
 
 
 def test_memory_is_estimated_from_what_was_built_and_then_from_probes(

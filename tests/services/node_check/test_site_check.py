@@ -170,10 +170,8 @@ def test_without_accounting_it_goes_on_with_a_warning(check):
 def test_charge_factors_of_names_that_the_site_has_not_are_warned_of(check):
     pricing = "pricing: {kind: billing, qos_factors: {Short: 2, norml: 3}, partition_factors: {staff: 2, gpuu: 0.5}}"
     found = check(SITE + pricing)
-    assert told(found, "warning") == [
-        "pricing.qos_factors: SLURM knows no QOS 'norml', so its factor 3 counts for no job (did you mean normal?)",
-        "pricing.partition_factors: SLURM knows no partition 'gpuu', so its factor 0.5 counts for no job (did you mean gpu?)",
-    ]
+    qos, partition = told(found, "warning")
+    assert "'norml'" in qos and "normal?" in qos and "'gpuu'" in partition and "gpu?" in partition
 
 
 def test_set_up_lines_run_on_request_alone(check, tmp_path):

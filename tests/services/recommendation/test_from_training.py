@@ -59,7 +59,7 @@ def test_a_slower_network_makes_one_node_the_better_choice(run: RunDir) -> None:
     assert stay.step_time == pytest.approx(SLOWER.step_time(2, 64))
     assert rest.hours_as_it_is == pytest.approx(stay.hours / 2)
     assert found.choice.hours / 2 < rest.hours < rest.hours_as_it_is, "a new start is in it"
-    assert any(text.startswith("seen in the training on 2 nodes, local batch 64") for text in found.warnings)
+    assert any("training on 2 nodes, local batch 64" in text for text in found.warnings)
     (line,) = show_recommend._describe_continuation(found)
     assert "50.0 % left: on 2 nodes, batch 128" in line and line.endswith("% time)") and "with a new start (-" in line
     worse = rest.model_copy(update={"hours": 2 * rest.hours_as_it_is, "cost": 2 * (rest.cost_as_it_is or 0.0)})

@@ -116,7 +116,7 @@ def test_the_noise_over_a_training_is_of_its_probes_and_of_each_epoch_measured(t
 
 def test_a_training_begins_with_its_stages_in_the_task(tmp_path: Path) -> None:
     run = noisy_run(tmp_path)
-    with pytest.raises(BadMeasurements, match="nothing has measured the gradient noise scale") as refused:
+    with pytest.raises(BadMeasurements, match="needs the gradient noise scale") as refused:
         plan(run, nodes=2, batch=512)
     assert "a training with train.diagnostics: [gradient_noise]" in refused.value.hint
     trained(run, "b" * 8, batch=64)

@@ -121,9 +121,9 @@ def _select_counted_steps(ranks: Sequence[RankResult], log: Path) -> Sequence[Jo
     if not ranks:
         raise NotMeasured(f"the command ended well, but {describe_missing_step(log)}")
     if differences := list_mismatches(ranks):
-        raise NotMeasured("; ".join(mismatch.words for mismatch in differences))
+        raise NotMeasured(" ".join(mismatch.text for mismatch in differences))
     if len(ranks) < ranks[0].world:
-        raise NotMeasured(f"only {len(ranks)} of {ranks[0].world} ranks have written what they saw")
+        raise NotMeasured(f"only {len(ranks)} of {ranks[0].world} ranks have written their results")
     try:
         steps = clean_steps(ranks)
     except BadMeasurements as error:
@@ -132,8 +132,8 @@ def _select_counted_steps(ranks: Sequence[RankResult], log: Path) -> Sequence[Jo
         steps = ()
     if len(steps) < LEAST_STEPS and ranks[0].why == "stopped":
         raise NotMeasured(
-            f"of {len(ranks[0].timed)} timed steps {len(steps)} held neither an evaluation nor a save nor a new epoch, and"
-            f" {LEAST_STEPS} are needed: raise search.min_steps, or have the script evaluate less often while it is measured"
+            f"only {len(steps)} of {len(ranks[0].timed)} timed steps contain no evaluation, checkpoint or start of an epoch;"
+            f" {LEAST_STEPS} are needed: raise search.min_steps, or make the script evaluate less often in probes"
             " (script.probe.args)"
         )
     if len(steps) < LEAST_STEPS:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from tula_cli.cluster import messages
 from tula_cli.cluster.slurm.allocations import (
     Node,
     compute_allocated_tres,
@@ -20,6 +21,7 @@ from tula_cli.cluster.slurm.allocations import (
 )
 from tula_cli.cluster.slurm.command import call_slurm
 from tula_cli.cluster.slurm.site import ALL_PARTITIONS, ALL_QOS, COMMAND_TIMEOUT, Call, parse_first_fields
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SchedulerError, SpecError, TulaError
 from tula_cli.models.tres import compute_billing, parse_flags, parse_tres, parse_weights
 from tula_cli.plugins import suggest_nearest
@@ -528,17 +530,23 @@ def compute_price_of_billed(billed: BilledJobs, pricing: Pricing) -> float:
 
 
 @dataclass(frozen=True)
-class UnknownName:
+class UnknownFactor:
     """A name in pricing factors that does not exist at the site."""
 
-    about: str  # the key of the spec
-    message: str
-    advice: str
+    key: str  # of the spec
+    kind: str  # QOS or partition
+    name: str
+    factor: float
+    advice: str  # the nearest name, or all
+
+    @property
+    def message(self) -> str:
+        return f"SLURM has no {self.kind} {self.name!r}, so the factor {self.factor:g} has no effect"
 
 
-def list_unknown_names(
+def list_unknown_factors(
     pricing: Pricing, *, qos: Collection[str] | None, partitions: Collection[str] | None
-) -> Iterator[UnknownName]:
+) -> Iterator[UnknownFactor]:
     """Yield the names in pricing factors that do not exist at the site.
 
     Args:
@@ -549,22 +557,18 @@ def list_unknown_names(
     any_case = {name.lower() for name in qos or ()}  # as SLURM reads names of QOS
     for name, factor in pricing.qos_factors.items():
         if qos and name.lower() not in any_case:
-            yield _describe_unknown_factor("qos_factors", "QOS", name, factor, qos)
+            yield _make_unknown_factor("qos_factors", "QOS", name, factor, qos)
     for name, factor in pricing.partition_factors.items():
         if partitions and name not in partitions:
-            yield _describe_unknown_factor("partition_factors", "partition", name, factor, partitions)
+            yield _make_unknown_factor("partition_factors", "partition", name, factor, partitions)
 
 
-def _describe_unknown_factor(
-    key: str, kind: str, name: str, factor: float, known_names: Collection[str]
-) -> UnknownName:
-    message = f"SLURM knows no {kind} {name!r}, so its factor {factor:g} counts for no job"
-    return UnknownName(
-        f"pricing.{key}", message, suggest_nearest(name, known_names) or f"there are: {', '.join(known_names)}"
-    )
+def _make_unknown_factor(key: str, kind: str, name: str, factor: float, known_names: Collection[str]) -> UnknownFactor:
+    advice = suggest_nearest(name, known_names) or f"there are: {', '.join(known_names)}"
+    return UnknownFactor(f"pricing.{key}", kind, name, factor, advice)
 
 
-def warn_unknown_factors(spec: JobSpec, *, ask: Call = call_slurm) -> list[str]:
+def warn_unknown_factors(spec: JobSpec, *, ask: Call = call_slurm) -> list[Diagnostic]:
     """Return warnings about unknown names in a job's pricing factors; empty if SLURM does not answer.
 
     Args:
@@ -574,12 +578,17 @@ def warn_unknown_factors(spec: JobSpec, *, ask: Call = call_slurm) -> list[str]:
     pricing = spec.pricing
     if spec.cluster.kind != "slurm":
         return []
-    unknown_names = list_unknown_names(
+    unknown_factors = list_unknown_factors(
         pricing,
         qos=_read_known_names(ask, ALL_QOS) if pricing.qos_factors else None,
         partitions=_read_known_names(ask, ALL_PARTITIONS) if pricing.partition_factors else None,
     )
-    return [f"{unknown.about}: {unknown.message} ({unknown.advice})" for unknown in unknown_names]
+    return [
+        messages.unknown_pricing_factor(
+            key=unknown.key, kind=unknown.kind, name=unknown.name, factor=unknown.factor, advice=unknown.advice
+        )
+        for unknown in unknown_factors
+    ]
 
 
 def _read_known_names(ask: Call, command: tuple[str, ...]) -> tuple[str, ...] | None:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tula_cli.assets import find_site_asset
+from tula_cli.cluster import messages
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SpecError
 from tula_cli.run import package
 from tula_cli.run.directory import RunDir
@@ -105,31 +107,22 @@ def get_wrapper_words(spec: JobSpec, *, environ: Mapping[str, str]) -> list[str]
     return ["bash", "-c", script, "tula-wrapper"] if script else []
 
 
-def describe_doubts(spec: JobSpec) -> tuple[str, ...]:
-    """Return warnings about too few CPUs per task for the data-loader processes."""
-    slurm, ranks = _get_slurm_section(spec), spec.cluster.gpus_per_node
+def warn_too_few_cpus(spec: JobSpec) -> list[Diagnostic]:
+    """Return a warning if the CPUs per task are too few for a rank and its data-loader processes, or are not set."""
+    slurm = _get_slurm_section(spec)
     if spec.script is not None and "workers" not in spec.script.placeholders:
-        return ()  # how many there are is the script's own matter
+        return []  # how many there are is the script's own matter
     workers = FEWEST_WORKERS if spec.train.workers == "auto" else spec.train.workers
     needed = workers + 1
     if spec.cluster.kind != "slurm" or (slurm.cpus_per_task or 0) >= needed or needed == 1:
-        return ()
-    if slurm.cpus_per_task is None:
-        if "cpus-per-gpu" in slurm.extra:
-            return ()
-        if spec.train.workers == "auto":
-            return (
-                "cluster.slurm.cpus_per_task is not set: SLURM may give one core to a rank and its data loader, which then"
-                " holds up the GPUs; set it to a node's cores over its GPUs",
-            )
-        return (
-            f"cluster.slurm.cpus_per_task is not set: SLURM may give one core to a rank and its {needed - 1} train.workers,"
-            f" and loading data then holds up the GPUs; set it to {needed}",
-        )
-    return (
-        f"cluster.slurm.cpus_per_task is {slurm.cpus_per_task}, but a rank and its train.workers are {needed} processes"
-        f" ({ranks * needed} a node): loading data may hold up the GPUs",
-    )
+        return []
+    if slurm.cpus_per_task is not None:
+        return [messages.too_few_cpus_per_task(cpus_per_task=slurm.cpus_per_task, workers=workers)]
+    if "cpus-per-gpu" in slurm.extra:
+        return []
+    if spec.train.workers == "auto":
+        return [messages.cpus_per_task_not_set(workers=None, needed=None)]
+    return [messages.cpus_per_task_not_set(workers=workers, needed=needed)]
 
 
 def _get_slurm_section(spec: JobSpec) -> Slurm:

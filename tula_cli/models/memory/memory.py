@@ -18,7 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements
+from tula_cli.models import messages
 from tula_cli.run.records.base import Components, Footprint, ModelStates, PeakMemory
 from tula_cli.run.records.probes import Measured
 
@@ -105,7 +107,7 @@ class MemoryModel:
     error: float | None  # median relative residual of the peak; None where nothing is left over to tell
     by_component: bool = True  # False where peaks alone are known: batch and activations are one
     sharded: bool = False  # the states are those of a whole model, which the ranks divide (`on`)
-    doubt: str = ""  # of its growth, in a line
+    warning: Diagnostic | None = None  # about its growth
 
     def for_ranks(self, ranks: Number) -> "MemoryModel":
         """Return the model of one of `ranks` ranks; unchanged if the ranks do not share a model.
@@ -142,8 +144,8 @@ class MemoryModel:
         """
         if not self.by_component:
             raise BadMeasurements(
-                "the probes tell their peak memory, and not what it consists of",
-                "tula recommend needs no more than that",
+                "the probes recorded only their peak memory, not its components",
+                "tula recommend needs only the peak",
             )
         micro_batch = local_batch / self.accumulate
         memory = Components(
@@ -229,13 +231,13 @@ def fit_memory_model(
     measured = [_make_point_of_probe(point, sharded=sharded) for point in all_points if isinstance(point, Measured)]
     estimated = [_make_point_of_footprint(point, accumulate) for point in all_points if isinstance(point, Footprint)]
     if not measured and not estimated:
-        raise BadMeasurements("nothing tells how much memory a batch takes", "run tula profile first")
+        raise BadMeasurements("the memory of a batch is unknown", "run tula profile first")
     believed = measured or estimated
     states = _find_largest_states(believed, estimated)
     slopes = _fit_batch_slopes(believed) or _fit_batch_slopes(estimated)
     batch_slope = float(np.median(slopes)) if slopes else 0.0
     split_points = [[point.split(states, batch_slope) for point in points] for points in (measured, estimated)]
-    activations, doubt = _fit_activations(*split_points)
+    activations, warning = _fit_activations(*split_points)
     model = MemoryModel(
         states=states,
         batch_slope=batch_slope,
@@ -247,7 +249,7 @@ def fit_memory_model(
         error=None,
         by_component=bool(slopes),
         sharded=sharded,
-        doubt=doubt,
+        warning=warning,
     )
     return replace(model, error=_compute_median_error(model, believed))
 
@@ -298,18 +300,17 @@ def _fit_batch_slopes(points: Sequence[_Point]) -> list[float]:
     return [point.memory.batch / point.micro_batch for point in points if isinstance(point.memory, Components)]
 
 
-def _fit_activations(measured: Sequence[_Point], estimated: Sequence[_Point]) -> tuple[PiecewiseLinear, str]:
+def _fit_activations(
+    measured: Sequence[_Point], estimated: Sequence[_Point]
+) -> tuple[PiecewiseLinear, Diagnostic | None]:
     """Return the curve of the activations, never falling or below a measurement, and a warning about it."""
     if not measured:
-        return _make_non_decreasing({point.micro_batch: point.activations for point in estimated}), ""
+        return _make_non_decreasing({point.micro_batch: point.activations for point in estimated}), None
     shape = _make_non_decreasing({point.micro_batch: point.activations for point in estimated}) if estimated else _LINE
     level, scale = _fit_correction(measured, shape, proportional=not estimated)
-    doubt = ""
+    warning = None
     if estimated and not 1 / FAR_RATIO <= scale <= FAR_RATIO:
-        doubt = (
-            f"memory grows with the batch {scale:.2g} times as fast in the probes as was estimated, which is believed; before"
-            " a much larger batch than those is trained, measure it"
-        )
+        warning = messages.memory_grows_differently(factor=scale)
     points = {x: max(0.0, level + scale * shape(x)) for x in shape.xs}
     for point in measured:
         level_here = points.get(point.micro_batch, max(0.0, level + scale * shape(point.micro_batch)))
@@ -317,7 +318,7 @@ def _fit_activations(measured: Sequence[_Point], estimated: Sequence[_Point]) ->
     if len(points) < 2 or max(points) <= max(point.micro_batch for point in measured):
         beyond = 2 * max(points)  # beyond an outlier the curve goes on as the fit does
         points[beyond] = max(0.0, level + scale * shape(beyond))
-    return _make_non_decreasing(points), doubt
+    return _make_non_decreasing(points), warning
 
 
 _LINE = PiecewiseLinear((0.0, 1.0), (0.0, 1.0))

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Literal
 
+from tula_cli.diagnostics import Diagnostic
+from tula_cli.models import messages
 from tula_cli.run.records.recommendations import Stage
 from tula_cli.run.records.results import StageDecision
 from tula_cli.spec.job import JobSpec
@@ -26,9 +28,8 @@ each of them left out: 0.60 to 0.70)."""
 
 MAX_NOISE = 1e12
 """Noise scale, in samples, that is assumed if the gradient cannot be distinguished from its noise."""
-NOISE_NOT_MEASURED = "nothing has measured the gradient noise scale that train.ramp: noise goes by"
-STAGES_NOT_DELAYED = "nothing puts the stages of train.ramp: noise off: the noise is measured at the end of an epoch, and they begin before"
-HOW_TO_MEASURE = "a training with train.diagnostics: [gradient_noise] measures it; train.ramp: auto needs none"
+NOISE_NOT_MEASURED = "train.ramp: noise needs the gradient noise scale, which was not measured"
+HOW_TO_MEASURE = "measure it in a training with train.diagnostics: [gradient_noise], or set train.ramp: auto"
 
 
 @dataclass(frozen=True)
@@ -130,20 +131,14 @@ def continue_stages(earlier: Sequence[Stage], anew: Sequence[Stage]) -> tuple[St
     return tuple(stages)
 
 
-def warn_missing_noise(spec: JobSpec, noise: NoisePath | None) -> list[str]:
+def warn_missing_noise(spec: JobSpec, noise: NoisePath | None) -> list[Diagnostic]:
     """Return warnings about missing or limited noise measurements for `ramp: noise`."""
     if spec.train.stages != "noise":
         return []
     if noise is None:
-        return [f"{NOISE_NOT_MEASURED}: times are those of train.ramp: auto, and tula train refuses; {HOW_TO_MEASURE}"]
-    settled = [STAGES_NOT_DELAYED] if spec.train.epochs == 1 else []
-    if not noise.measured_at:
-        return [
-            *settled,
-            "the stages of train.ramp: noise rest on the noise at the start of training, which tells little of some jobs:"
-            " a training with train.diagnostics: [gradient_noise] measures it after each epoch",
-        ]
-    return settled
+        return [messages.noise_not_measured()]
+    settled = [messages.stages_not_delayed()] if spec.train.epochs == 1 else []
+    return settled if noise.measured_at else [*settled, messages.noise_only_at_start()]
 
 
 # --- while it trains
@@ -235,10 +230,10 @@ def _describe_stage(stage: Stage, *, by_noise: bool) -> str:
     return f"batch {stage.batch} from epoch {format_number(stage.epoch)}: noise scale {format_number(stage.noise)}"
 
 
-def describe_not_delayed(stages: Sequence[Stage]) -> str:
-    """Describe that all stages (with epochs) start before the noise is first measured; else empty."""
+def start_before_measurement(stages: Sequence[Stage]) -> bool:
+    """Return whether all stages (with epochs) start before the noise is first measured, so that none is delayed."""
     coming = [stage.epoch or 0.0 for stage in stages[1:] if stage.noise is not None]
-    return STAGES_NOT_DELAYED if coming and coming[-1] <= 1 else ""
+    return bool(coming) and coming[-1] <= 1
 
 
 def describe_decision(decision: StageDecision) -> str:

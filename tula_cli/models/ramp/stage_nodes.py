@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SpecError
+from tula_cli.models import messages
 from tula_cli.models.choice.grid import list_places
 from tula_cli.models.out_of_memory import MIN_NORMALISED
 from tula_cli.models.ramp.by_noise import NoisePath
@@ -183,7 +185,7 @@ def _check_decay(spec: JobSpec, *, batch: int, ramp: Ramp) -> None:
         )
 
 
-def describe_unusable_stages(spec: JobSpec, *, dataset_size: int | None) -> tuple[list[str], list[str]]:
+def describe_unusable_stages(spec: JobSpec, *, dataset_size: int | None) -> tuple[list[Diagnostic], list[Diagnostic]]:
     """Describe numbers of nodes for which the search has no batch at which a training with the job's stages can start.
 
     Args:
@@ -208,11 +210,8 @@ def describe_unusable_stages(spec: JobSpec, *, dataset_size: int | None) -> tupl
         if whys.get(nodes) != "":
             whys[nodes] = describe_stage_refusal(spec, batch=batch, nodes=nodes, dataset_size=size)
     by_why = {why: [nodes for nodes in whys if whys[nodes] == why] for why in whys.values() if why}
-    none = [
-        f"no training on {', '.join(map(str, counts))} node{'s' * (counts != [1])}: {why}"
-        for why, counts in by_why.items()
-    ]
-    return (none, []) if all(whys.values()) else ([], none)
+    unusable = [messages.nodes_unusable_for_stages(nodes=counts, reason=why) for why, counts in by_why.items()]
+    return (unusable, []) if all(whys.values()) else ([], unusable)
 
 
 def describe_stage_refusal(spec: JobSpec, *, batch: int, nodes: int, dataset_size: int) -> str:

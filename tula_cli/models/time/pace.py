@@ -7,6 +7,8 @@ all other configurations, because nothing else is known of them; the result says
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from tula_cli.diagnostics import Diagnostic
+from tula_cli.models import messages
 from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.results import StepParts
@@ -37,10 +39,10 @@ class TrainingPace:
 
 @dataclass(frozen=True)
 class PacedResults:
-    """The adjusted results, and the assumptions behind them."""
+    """The adjusted results, and warnings about the assumptions behind them."""
 
     results: tuple[Result, ...]
-    told: tuple[str, ...]
+    warnings: tuple[Diagnostic, ...]
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def scale_results_to_pace(
     compute_time = (probe and probe.compute_time) or compute_of(*at)
     change = _estimate_change(pace, step, min(compute_time, step))
     scaled = (_scale_probe(r, change, compute_of, pace) if isinstance(r, Measured) else r for r in results)
-    return PacedResults(tuple(scaled), tuple(_describe_pace(pace, change, step)))
+    return PacedResults(tuple(scaled), tuple(_warn_of_pace(pace, change, step)))
 
 
 def _estimate_change(pace: TrainingPace, step: float, compute: float) -> _PaceChange:
@@ -128,24 +130,16 @@ def _scale_probe(
     )
 
 
-def _describe_pace(pace: TrainingPace, change: _PaceChange, step: float) -> list[str]:
-    """Describe the observed change and what is assumed of all other configurations."""
-    observed, where = pace.parts, describe_probe_place(pace.nodes, pace.local_batch)
-    sentences = [f"a step takes {pace.step / step:.2f} times what the probes tell"]
-    if observed.compute is None:
-        sentences.append("computing and synchronisation, which are not told apart, are taken to have changed alike")
-    else:
-        sentences.append(f"computing {change.compute:.2f} times")
-        if pace.nodes * pace.gpus_per_node == 1:
-            sentences.append("the network was not seen")
-        elif change.added:
-            sentences.append(f"{1000 * change.added:.3g} ms of synchronisation where there was next to none")
-        else:
-            sentences.append(f"synchronisation {change.sync:.2f} times")
-    if change.a_sample:
-        sentences.append(f"the data set the pace, {1000 * change.a_sample:.3g} ms a sample and GPU")
-    return [
-        f"seen in the training on {where}: {', '.join(sentences)}",
-        f"what other configurations take now was not seen: each is taken to have changed as {where} has; what slows one of"
-        " its nodes alone, or one link, would not be there on others",
-    ]
+def _warn_of_pace(pace: TrainingPace, change: _PaceChange, step: float) -> list[Diagnostic]:
+    """Return the observed change and what is assumed of all other configurations."""
+    where, has_parts = describe_probe_place(pace.nodes, pace.local_batch), pace.parts.compute is not None
+    several = pace.nodes * pace.gpus_per_node > 1
+    pace_warning = messages.training_pace(
+        where=where,
+        factor=pace.step / step,
+        compute=change.compute if has_parts else None,
+        sync=change.sync if has_parts and several else None,
+        added_sync_ms=1000 * change.added,
+    )
+    data = [messages.training_waits_for_data(milliseconds=1000 * change.a_sample)] if change.a_sample else []
+    return [pace_warning, *data, messages.other_configurations_assumed(where=where)]

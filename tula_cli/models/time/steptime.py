@@ -9,7 +9,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements
+from tula_cli.models import messages
 from tula_cli.models.time import mixture
 from tula_cli.models.time.formulas import PRIORS, Points, Priors, fit_additive, make_additive_design
 from tula_cli.models.time.mixture import Mixture, StepModel
@@ -136,7 +138,7 @@ class StepTimeFit:
     """The step-time model of one kind of node, fitted to its probes."""
 
     words: str  # the fit in one line
-    warnings: tuple[str, ...]
+    warnings: tuple[Diagnostic, ...]
     error: float | None  # median relative residual; None where exactly determined
     model: StepModel = field(repr=False)
     priors: Priors = field(repr=False)
@@ -342,7 +344,7 @@ def _count_parameters(observations: Sequence[Observation], scope: _Scope) -> int
     return min(len(batches), 2) + min(len(synchronising), 2)
 
 
-def _fit_warnings(observations: Sequence[Observation], seconds: Floats, residuals: Floats) -> list[str]:
+def _fit_warnings(observations: Sequence[Observation], seconds: Floats, residuals: Floats) -> list[Diagnostic]:
     """Return warnings about the reliability of the fit."""
     return [
         *_warn_unsteady(observations),
@@ -351,13 +353,13 @@ def _fit_warnings(observations: Sequence[Observation], seconds: Floats, residual
     ]
 
 
-def _warn_unsteady(observations: Sequence[Observation]) -> list[str]:
+def _warn_unsteady(observations: Sequence[Observation]) -> list[Diagnostic]:
     probes = (o for o in observations if o.doubt is None)
     unsteady = [f"{o} by {o.noise:.0%}" for o in probes if o.noise is not None and o.noise > _MAX_STEADY_NOISE]
-    return [f"unsteady: the step time drifts within the probe at {'; '.join(unsteady)}"] if unsteady else []
+    return [messages.step_times_drift(probes=unsteady)] if unsteady else []
 
 
-def _warn_falling(observations: Sequence[Observation], seconds: Floats) -> list[str]:
+def _warn_falling(observations: Sequence[Observation], seconds: Floats) -> list[Diagnostic]:
     """Warn if a larger local batch has a clearly shorter step: another algorithm, clock change or disturbed probe."""
     pairs = [
         f"at {larger} than at local batch {smaller.local_batch}"
@@ -366,10 +368,10 @@ def _warn_falling(observations: Sequence[Observation], seconds: Floats) -> list[
         and smaller.local_batch < larger.local_batch
         and after < time_before * (1 - _MAX_STEADY_NOISE)
     ]
-    return [f"not monotone: a step is shorter {'; '.join(pairs)}"] if pairs else []
+    return [messages.step_time_falls_with_batch(pairs=pairs)] if pairs else []
 
 
-def _warn_missed(observations: Sequence[Observation], seconds: Floats, residuals: Floats) -> list[str]:
+def _warn_missed(observations: Sequence[Observation], seconds: Floats, residuals: Floats) -> list[Diagnostic]:
     descriptions_by_kind: dict[str, list[str]] = {}
     for o, measured, off in zip(observations, seconds, residuals, strict=True):
         if abs(off) > _MAX_RELATIVE_MISS:
@@ -377,9 +379,7 @@ def _warn_missed(observations: Sequence[Observation], seconds: Floats, residuals
                 f"{o} ({_format_duration(measured)} measured, {_format_duration(measured * (1 + off))} fitted)"
             )
             descriptions_by_kind.setdefault("probe" if o.doubt is None else "training", []).append(description)
-    return [
-        f"the fit misses the {kind} at {'; '.join(descriptions)}" for kind, descriptions in descriptions_by_kind.items()
-    ]
+    return [messages.fit_misses(kind=kind, where=descriptions) for kind, descriptions in descriptions_by_kind.items()]
 
 
 def _describe_fit(

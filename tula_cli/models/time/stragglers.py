@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, median_low
 
+from tula_cli.diagnostics import Diagnostic
+from tula_cli.models import messages
 from tula_cli.models.observations import as_observation
 from tula_cli.models.time import steptime, stretches
 from tula_cli.models.time.formulas import PRIORS, LocalResidual, Priors, choose_priors
@@ -20,7 +22,6 @@ from tula_cli.run.records.base import Components
 from tula_cli.run.records.probes import Measured, RankPace
 from tula_cli.run.records.recommendations import TrainedSteps
 from tula_cli.spec.job import JobSpec
-from tula_cli.words import format_count
 
 SLOW = 1.2
 """A rank that takes this multiple of the median rank's time is slow: ranks of one cluster normally differ by a few per
@@ -49,21 +50,20 @@ class Straggler:
     waits: bool  # for its data; else it computes slowly
 
     @property
-    def description(self) -> str:
-        does = "gets its data" if self.waits else "computes"
-        advice = "its data loader and its disk" if self.waits else "its clocks, and who else computes there"
-        node = self.name.startswith("rank ")
-        leave = "" if node else f", or leave it out (cluster.slurm.exclude: {self.name})"
-        return (
-            f"straggler: {self.name} {does} {self.factor:.2g} times as slowly as the others (in {self.probes} of"
-            f" {format_count(self.of, 'probe')}), and every step waits for it: look at {advice}{leave}, and measure again"
+    def warning(self) -> Diagnostic:
+        return messages.straggler(
+            name=self.name,
+            factor=self.factor,
+            slow_probes=self.probes,
+            probes=self.of,
+            waits_for_data=self.waits,
         )
 
 
 def fit_with_stragglers(
     spec: JobSpec, measured: Sequence[Measured], trained: Sequence[TrainedSteps] = ()
-) -> tuple[StepTimeFit, list[str]]:
-    """Fit the step-time model, and describe what delays ranks.
+) -> tuple[StepTimeFit, list[Diagnostic]]:
+    """Fit the step-time model, and warn of what delays ranks.
 
     If something does, little can be inferred for configurations that were not measured.
 
@@ -77,7 +77,7 @@ def fit_with_stragglers(
     """
     probes = [as_observation(probe) for probe in measured]
     observations = [*probes, *map(stretches.as_observation, trained)]
-    named = [straggler.description for straggler in find_stragglers(measured)]
+    named = [straggler.warning for straggler in find_stragglers(measured)]
     priors = choose_priors_of_job(spec, measured)
     return fit_observed(probes, observations, collective=spec.cluster.collective, priors=priors, named=named)
 
@@ -116,8 +116,8 @@ def fit_observed(
     *,
     collective: str,
     priors: Priors = PRIORS,
-    named: Sequence[str] = (),
-) -> tuple[StepTimeFit, list[str]]:
+    named: Sequence[Diagnostic] = (),
+) -> tuple[StepTimeFit, list[Diagnostic]]:
     """Fit the step-time model to observations, and once more with other priors if something delays ranks.
 
     Args:
@@ -125,13 +125,13 @@ def fit_observed(
         observations: all observations that are fitted.
         collective: `cluster.collective`.
         priors: of the first fit.
-        named: descriptions of known stragglers.
+        named: warnings of known stragglers.
 
     Raises:
         BadMeasurements: as `steptime.fit_step_time`.
     """
     fit = steptime.fit_step_time(observations, collective=collective, priors=priors)
-    causes = list(named) or [*filter(None, [describe_unexplained_waits(probes, fit.model)])]
+    causes = list(named) or warn_unexplained_waits(probes, fit.model)
     if causes:
         fit = steptime.fit_step_time(observations, collective=collective, priors=replace(priors, local_step=HELD_UP))
     return fit, causes
@@ -171,8 +171,8 @@ def _compare_to_median(ranks: Sequence[RankPace]) -> Mapping[str, tuple[float, b
     }
 
 
-def describe_unexplained_waits(observations: Sequence[Observation], model: StepModel) -> str:
-    """Describe delays that neither compute nor the gradients' synchronisation explains; empty if none.
+def warn_unexplained_waits(observations: Sequence[Observation], model: StepModel) -> list[Diagnostic]:
+    """Warn of delays that neither compute nor the gradients' synchronisation explains.
 
     Args:
         observations: the probes.
@@ -180,21 +180,23 @@ def describe_unexplained_waits(observations: Sequence[Observation], model: StepM
     """
     sizes = {(o.nodes, o.gpus_per_node) for o in observations if o.nodes * o.gpus_per_node > 1}
     if not sizes or model.noise <= NOISE:
-        return ""
+        return []
     most = max(sizes)
     far = sorted(
         (o for o in observations if (o.nodes, o.gpus_per_node) == most and math.isfinite(o.compute_time)),
         key=lambda o: o.local_batch,
     )
     if len(far) < 2:
-        return ""
+        return []
     small, large = far[0], far[-1]
     grown = (large.seconds - large.compute_time) - (small.seconds - small.compute_time)
     if grown <= GROWTH * large.compute_time:
-        return ""
-    return (
-        f"input- or straggler-bound: on {format_count(most[0])} a step waits for other ranks the longer the larger its batch is"
-        f" ({1e3 * grown:.3g} ms more at local batch {large.local_batch} than at {small.local_batch}), which gradients do not"
-        " explain: stage the data on each node, raise train.workers, or find the slow node; what was not measured is hardly"
-        " known, and the choice is among what was (search.strategy: full measures all)"
-    )
+        return []
+    return [
+        messages.unexplained_waits(
+            nodes=most[0],
+            milliseconds=1e3 * grown,
+            small_batch=small.local_batch,
+            large_batch=large.local_batch,
+        )
+    ]

@@ -128,7 +128,7 @@ def scale_results_now(
         step_of=lambda nodes, local: float(steps.predict_all([nodes], [gpus], [local])[0][0]),
         compute_of=lambda nodes, local: steps.compute(nodes, gpus, local),
     )
-    return paced_results.results, paced_results.told
+    return paced_results.results, tuple(map(str, paced_results.warnings))
 
 
 def predict_continuation(training: UnfinishedTraining, choice: Prediction, stay: Prediction | None) -> Continuation:

@@ -378,7 +378,7 @@ def list_observations_from_trainings(
 def _trains_alike(run: RunDir, task: TrainTask, probed_job: JobSpec, *, code: str) -> bool:
     """Return whether a training runs the same steps as the probes."""
     facts, train = task.spec.train.facts, task.spec.train
-    if facts.tunes or facts.measured_as or ("gradient_norms" in train.diagnostics and not facts.scales):
+    if facts.tunes or facts.probes_overestimate or ("gradient_norms" in train.diagnostics and not facts.scales):
         return False
     snapshot = run.code(task.code)
     return (snapshot.digest if snapshot is not None else "") == code and compute_measurement_signature(

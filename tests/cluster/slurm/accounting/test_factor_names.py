@@ -1,6 +1,7 @@
 """Charge factors of names that the site has not."""
 
 import make_runs
+from read_diagnostics import codes
 
 from tula_cli.cluster.slurm.billing import warn_unknown_factors
 from tula_cli.cluster.slurm.command import CommandResult
@@ -28,18 +29,19 @@ def job(kind="slurm", **factors):
 
 
 def test_names_that_slurm_does_not_know_are_told_with_the_nearest():
-    assert warn_unknown_factors(job(**FACTORS), ask=Site()) == [
-        "pricing.qos_factors: SLURM knows no QOS 'premum', so its factor 2 counts for no job (did you mean premium?)",
-        "pricing.partition_factors: SLURM knows no partition 'GPU', so its factor 2 counts for no job (did you mean gpu?)",
-        "pricing.partition_factors: SLURM knows no partition 'x', so its factor 0.5 counts for no job"
-        " (there are: gpu, debug)",
+    warnings = warn_unknown_factors(job(**FACTORS), ask=Site())
+    assert set(codes(warnings)) == {"unknown-pricing-factor"}
+    assert [tuple(warning.values.values()) for warning in warnings] == [
+        ("pricing.qos_factors", "QOS", "premum", 2, "did you mean premium?"),
+        ("pricing.partition_factors", "partition", "GPU", 2, "did you mean gpu?"),
+        ("pricing.partition_factors", "partition", "x", 0.5, "there are: gpu, debug"),
     ]
 
 
 def test_where_slurm_does_not_answer_nothing_is_said():
     assert warn_unknown_factors(job(**FACTORS), ask=Site("sacctmgr", "sinfo")) == []
     (told, _) = warn_unknown_factors(job(**FACTORS), ask=Site("sacctmgr"))
-    assert "GPU" in told
+    assert told.values["name"] == "GPU"
 
 
 def test_nobody_is_asked_without_factors_or_without_slurm():

@@ -1,0 +1,28 @@
+"""The sentences of the cluster package: one function per code of a `Diagnostic`."""
+
+from tula_cli.diagnostics import diagnostic
+
+# --- Settings of SLURM jobs
+
+
+@diagnostic
+def cpus_per_task_not_set(*, workers: int | None, needed: int | None) -> str:
+    loaders = "its data loader" if workers is None else f"its {workers} train.workers"
+    value = "the cores of a node divided by its GPUs" if needed is None else str(needed)
+    return (
+        f"cluster.slurm.cpus_per_task is not set. SLURM may give a rank and {loaders} a single core, and loading data"
+        f" then slows the GPUs down. Set it to {value}."
+    )
+
+
+@diagnostic
+def too_few_cpus_per_task(*, cpus_per_task: int, workers: int) -> str:
+    return (
+        f"cluster.slurm.cpus_per_task {cpus_per_task} is too small: a rank and its {workers} data-loader processes need"
+        f" {workers + 1} cores, or loading data slows the GPUs down."
+    )
+
+
+@diagnostic
+def unknown_pricing_factor(*, key: str, kind: str, name: str, factor: float, advice: str) -> str:
+    return f"{key}: SLURM has no {kind} {name!r}, so the factor {factor:g} has no effect ({advice})."

@@ -1,0 +1,251 @@
+"""The sentences of the models: one function per code of a `Diagnostic`."""
+
+from collections.abc import Sequence
+
+from tula_cli.diagnostics import diagnostic
+from tula_cli.words import format_count, join_words
+
+# --- Stages of a growing batch
+
+
+@diagnostic
+def nodes_unusable_for_stages(*, nodes: Sequence[int], reason: str) -> str:
+    return f"No training is possible on {join_words(nodes)} {'node' if list(nodes) == [1] else 'nodes'}: {reason}."
+
+
+@diagnostic
+def stage_times_not_measured() -> str:
+    return (
+        "Only one local batch was measured, so the stages of train.ramp are assumed to have steps as long as those of the"
+        " full batch. Times and costs are upper bounds."
+    )
+
+
+@diagnostic
+def noise_not_measured() -> str:
+    return (
+        "train.ramp: noise needs the gradient noise scale, which was not measured: times are those of train.ramp: auto, and"
+        " tula train refuses to start. Measure it with train.diagnostics: [gradient_noise], or set train.ramp: auto."
+    )
+
+
+@diagnostic
+def stages_not_delayed() -> str:
+    return (
+        "The stages of train.ramp: noise cannot be delayed in a training of one epoch,"
+        " because the noise is measured at the end of each epoch."
+    )
+
+
+@diagnostic
+def noise_only_at_start() -> str:
+    return (
+        "The stages of train.ramp: noise are based on the noise at the start of training, which may not be typical."
+        " train.diagnostics: [gradient_noise] measures it after each epoch."
+    )
+
+
+# --- Expectations about a script
+
+
+@diagnostic
+def rank_count_differs(*, expected: int, observed: int) -> str:
+    return (
+        f"{format_count(expected, 'rank')} should have started, but {observed} did. Check that the launcher of the command"
+        " gets {gpus_per_node} and {nodes}, and that the script joins a process group."
+    )
+
+
+@diagnostic
+def batch_differs(*, expected: int, observed: float, at_end: bool) -> str:
+    steps = "the last steps train" if at_end else "a step trains"
+    return (
+        f"The command was given batch {expected}, but {steps} on {observed:g} samples."
+        " Check that {local_batch}, {micro_batch} and {accumulate} are what its options mean."
+    )
+
+
+@diagnostic
+def micro_batches_differ(*, expected: int, observed: float) -> str:
+    return (
+        f"The command was given {expected} micro-batches per step, but {observed:g} were observed."
+        " Check whether the script divides them by its number of ranks."
+    )
+
+
+@diagnostic
+def epoch_steps_differ(*, expected: int, observed: int, dataset_size: int, batch: int, is_given: bool) -> str:
+    source = " (script.dataset_size)" if is_given else ""
+    advice = "" if is_given else " If it does, set script.dataset_size to the samples of all ranks."
+    return (
+        f"An epoch of {dataset_size} samples{source} has {expected} steps at batch {batch}, but the script's epoch has"
+        f" {observed}. Check that each rank reads its own part (DistributedSampler).{advice}"
+    )
+
+
+@diagnostic
+def probes_differ(*, aspect: str, first: str, other: str) -> str:
+    return f"The probes differ in {aspect}: {first} and {other}. They do not belong to the same training."
+
+
+@diagnostic
+def script_scales_learning_rate(*, exponent: float, rates: str) -> str:
+    return (
+        f"The script itself scales its learning rate with batch^{exponent:.1f} ({rates})."
+        " Set train.lr_scaling: none and remove {lr} from the command."
+    )
+
+
+# --- Measurements
+
+
+@diagnostic
+def times_are_upper_bounds(*, method: str) -> str:
+    return (
+        f"train.method {method} was measured with synchronisation in every step, as in its first phase."
+        " Later steps are faster, so times and costs on several GPUs are upper bounds."
+    )
+
+
+@diagnostic
+def other_collective(*, chosen: str, modelled: str, nodes: int) -> str:
+    return (
+        f"NCCL chose the {chosen} algorithm for its largest all-reduces on {format_count(nodes)}, but times are modelled for"
+        f" {modelled}. Set cluster.collective: {chosen}."
+    )
+
+
+@diagnostic
+def times_exclude(*, missing: Sequence[str], epochs_lost_on_spot: bool) -> str:
+    spot = " On spot nodes, an interruption is assumed to lose the current epoch." if epochs_lost_on_spot else ""
+    return f"Time and cost do not include {' or '.join(missing)}, because the probes did not measure it.{spot}"
+
+
+@diagnostic
+def gpu_memory_unknown(*, largest_local_batch: int) -> str:
+    return (
+        f"The memory of a GPU is unknown, so local batches above {largest_local_batch}, the largest measured, may not fit."
+        " Set cluster.memory_per_gpu."
+    )
+
+
+@diagnostic
+def library_memory_not_measured(*, margin: float) -> str:
+    return f"The GPU memory of CUDA, cuBLAS and NCCL was not measured. It has to fit into the {margin:.0%} that is kept free."
+
+
+@diagnostic
+def oversubscribed(*, nodes: Sequence[int], shared: str) -> str:
+    return (
+        f"There were more ranks than {shared} on {join_words(nodes)} {'node' if list(nodes) == [1] else 'nodes'}"
+        " (oversubscribed). These step times apply to this machine only."
+    )
+
+
+@diagnostic
+def software_differs(*, versions: Sequence[str]) -> str:
+    return f"The probes ran with different software: {'; '.join(versions)}."
+
+
+@diagnostic
+def allocator_thrashed(*, where: str, retries: int) -> str:
+    return (
+        f"The probe at {where} ran out of cached GPU memory {retries} times, so its steps are slower than necessary."
+        " A smaller local batch avoids this."
+    )
+
+
+@diagnostic
+def waiting_for_data(*, share: float, where: str, loader_ms: float | None, step_ms: float | None, slowest: str) -> str:
+    rates = (
+        f" Loading the data of a step takes {loader_ms:.3g} ms, the step itself {step_ms:.3g} ms ({slowest})."
+        if loader_ms is not None and step_ms is not None
+        else ""
+    )
+    return (
+        f"Steps wait for the data loader for more than {share:.0%} of their time ({where}).{rates}"
+        " Faster GPUs or links do not help; more train.workers may."
+    )
+
+
+@diagnostic
+def gpus_throttled(*, reasons: Sequence[str], where: str, megahertz: int, watts: float) -> str:
+    return (
+        f"The GPUs were throttled ({' and '.join(reasons)}) while steps were timed ({where}; down to {megahertz} MHz at"
+        f" {watts:.0f} W). Cooler GPUs, or GPUs with another power limit, have other step times."
+    )
+
+
+# --- Fits
+
+
+@diagnostic
+def step_times_drift(*, probes: Sequence[str]) -> str:
+    return f"The step time drifts within a probe: {'; '.join(probes)}."
+
+
+@diagnostic
+def step_time_falls_with_batch(*, pairs: Sequence[str]) -> str:
+    return f"A step is shorter with a larger batch: {'; '.join(pairs)}. Another program may have disturbed the smaller one."
+
+
+@diagnostic
+def fit_misses(*, kind: str, where: Sequence[str]) -> str:
+    return f"The fit differs from the {kind} at {'; '.join(where)}."
+
+
+@diagnostic
+def memory_grows_differently(*, factor: float) -> str:
+    return (
+        f"Memory grows {factor:.2g} times as fast with the batch in the probes as estimated, and the probes are used."
+        " Measure a much larger batch before you train it."
+    )
+
+
+@diagnostic
+def straggler(*, name: str, factor: float, slow_probes: int, probes: int, waits_for_data: bool) -> str:
+    work = "gets its data" if waits_for_data else "computes"
+    advice = "its data loader and disk" if waits_for_data else "its clocks and for other programs"
+    exclude = "" if name.startswith("rank ") else f", or exclude it (cluster.slurm.exclude: {name})"
+    return (
+        f"Straggler: {name} {work} {factor:.2g} times as slowly as the others in {slow_probes} of"
+        f" {format_count(probes, 'probe')}, and every step waits for it. Check {advice}{exclude}, then measure again."
+    )
+
+
+@diagnostic
+def unexplained_waits(*, nodes: int, milliseconds: float, small_batch: int, large_batch: int) -> str:
+    return (
+        f"On {format_count(nodes)}, ranks wait {milliseconds:.3g} ms longer for each other at local batch {large_batch} than"
+        f" at {small_batch}; data loading or a slow node may be the cause. Only measured configurations are considered."
+        " Copy the data to each node, raise train.workers, or measure all configurations (search.strategy: full)."
+    )
+
+
+# --- The pace of a training
+
+
+@diagnostic
+def training_pace(*, where: str, factor: float, compute: float | None, sync: float | None, added_sync_ms: float) -> str:
+    if compute is None:
+        parts = "; compute and synchronisation are assumed to have changed equally"
+    elif sync is None:
+        parts = f" (compute {compute:.2f} times)"
+    elif added_sync_ms:
+        parts = f" (compute {compute:.2f} times; {added_sync_ms:.3g} ms of new synchronisation)"
+    else:
+        parts = f" (compute {compute:.2f} times, synchronisation {sync:.2f} times)"
+    return f"In the training on {where}, a step takes {factor:.2f} times as long as in the probes{parts}."
+
+
+@diagnostic
+def training_waits_for_data(*, milliseconds: float) -> str:
+    return f"The training is limited by its data: {milliseconds:.3g} ms per sample and GPU."
+
+
+@diagnostic
+def other_configurations_assumed(*, where: str) -> str:
+    return (
+        f"All other configurations are assumed to have changed as {where} did."
+        " This does not hold if a single node or link has become slow."
+    )

@@ -1,0 +1,91 @@
+"""The sentences of the run directory: one function per code of a `Diagnostic`."""
+
+from tula_cli.diagnostics import diagnostic
+
+_RESTORE_ADVICE = "Restore it from a copy of the run, if there is one."
+
+# --- Damaged files
+
+
+@diagnostic
+def damaged_record(*, problem: str, consequence: str, advice: str) -> str:
+    return f"{problem}, so {consequence}. {advice}."
+
+
+@diagnostic
+def damaged_lines(*, path: str, lines: str, count: int, consequence: str) -> str:
+    return f"{path} is damaged: {lines} cannot be read, so {consequence} {'it' if count == 1 else 'them'}. {_RESTORE_ADVICE}"
+
+
+@diagnostic
+def damaged_weights(*, problem: str, consequence: str) -> str:
+    return f"{problem}, so {consequence}. {_RESTORE_ADVICE}"
+
+
+@diagnostic
+def damaged_job(*, problem: str) -> str:
+    return f"{problem}, so the job is not shown. If it still runs, end it with the scheduler, then delete that file."
+
+
+@diagnostic
+def copy_of_run(*, original: str) -> str:
+    return f"This run is a copy of {original}. The jobs of that run are neither shown nor cancelled here."
+
+
+# --- The code that runs
+
+
+@diagnostic
+def code_not_copied() -> str:
+    return "script.code: none copies no code, so jobs run the files as they are when they start."
+
+
+@diagnostic
+def command_names_no_file() -> str:
+    return "script.command names none of your files, so no code is copied and jobs run it as it is when they start."
+
+
+@diagnostic
+def only_shell_script_copied(*, name: str, folder: str) -> str:
+    return (
+        f"{name} is copied, but the files that it names are read from {folder}."
+        " A change to them also affects jobs that were already submitted."
+    )
+
+
+@diagnostic
+def files_too_large_to_copy(*, paths: str, file_megabytes: int, total_megabytes: int, files: int) -> str:
+    return (
+        f"Too large for the code snapshot: {paths} (limit: {file_megabytes} MB per file, {total_megabytes} MB and"
+        f" {files} files in total). It is linked, so a change to it also affects jobs that were already submitted."
+    )
+
+
+@diagnostic
+def secrets_linked(*, paths: str) -> str:
+    return (
+        f"By their names, these files may contain secrets: {paths}. They are linked, not copied, so a change to them also"
+        " affects jobs that were already submitted and starts no new run."
+    )
+
+
+@diagnostic
+def folder_with_many_files(*, paths: str, most: int, folder: str) -> str:
+    return (
+        f"More than {most} files are next to the code in {paths}. Jobs find them by their path from {folder},"
+        " but not through __file__."
+    )
+
+
+@diagnostic
+def earlier_code_used(*, code: str, run: str, missing_from: str | None) -> str:
+    change = "has changed" if missing_from is None else f"is not in {missing_from}"
+    return f"{code[:1].upper()}{code[1:]} {change}. {run} continues with the code that it was measured with."
+
+
+@diagnostic
+def code_changed_since_measurement(*, code: str, run: str) -> str:
+    return (
+        f"{code[:1].upper()}{code[1:]} has changed since {run} was measured."
+        " The new code is trained, but times and costs are predicted for the old code."
+    )

@@ -1,0 +1,415 @@
+"""The sentences of the services: one function per code of a `Diagnostic`."""
+
+from collections.abc import Sequence
+
+from tula_cli.diagnostics import diagnostic
+from tula_cli.words import format_bytes, format_count, format_number, join_words
+
+# --- Settings of a job that are unlikely together
+
+
+@diagnostic
+def milestones_after_end(*, milestones: Sequence[float], epochs: int) -> str:
+    return (
+        f"schedule.milestones {join_words(format(at, 'g') for at in milestones)} has no effect:"
+        f" the training ends after {format_count(epochs, 'epoch')}."
+    )
+
+
+@diagnostic
+def beta2_half_life_below_batch(*, half_life: float, reference_batch: int) -> str:
+    return (
+        f"optimizer.beta2_half_life {half_life:g} is less than one batch (train.reference_batch: {reference_batch})."
+        " It is in samples, not steps; 'auto' derives it from the optimizer's beta2."
+    )
+
+
+@diagnostic
+def too_many_loader_processes(*, workers: int, processes: int, cores: int) -> str:
+    return (
+        f"train.workers {workers} starts {processes} data-loader processes per node, which has {cores} cores,"
+        " so they slow each other down. Set train.workers: auto for one less than the cores of a rank."
+    )
+
+
+@diagnostic
+def ags_on_one_rank(*, nodes: Sequence[int], other_nodes: Sequence[int]) -> str:
+    advice = f"search.nodes: {list(other_nodes)}" if other_nodes else "search.nodes with at least two GPUs"
+    return (
+        f"train.method ags fails on one GPU (search.nodes: {list(nodes)}) because it compares the gradients of several"
+        f" ranks. Set {advice}, use train.method lbt or lrs, or call tula_hooks.small_batch in the script."
+    )
+
+
+@diagnostic
+def batch_not_scaled(*, b_small: int, batches: Sequence[int], method: str) -> str:
+    return (
+        f"train.method {method} has no effect at batch {join_words(batches)}:"
+        f" gradients are scaled only above ags.b_small ({b_small})."
+    )
+
+
+# --- Memory of data loaders
+
+_SHARED_MEMORY_ADVICE = "In a container, raise --shm-size or use --ipc=host."
+_LESS_MEMORY_ADVICE = "Use fewer train.workers or more train.accumulate."
+
+
+@diagnostic
+def shared_memory_too_small(*, free_bytes: int, ranks: int, needed_bytes: int, local_batch: int) -> str:
+    return (
+        f"/dev/shm has {format_bytes(free_bytes)} free, but one batch of each of {format_count(ranks, 'rank')} needs"
+        f" {format_bytes(needed_bytes)} at local batch {local_batch}. {_SHARED_MEMORY_ADVICE}"
+        " With train.workers: 0 none is needed."
+    )
+
+
+@diagnostic
+def shared_memory_may_fill(
+    *, first_local_batch: int, free_bytes: int, needed_bytes: int, local_batch: int, ranks: int, workers: int
+) -> str:
+    return (
+        f"From local batch {first_local_batch} the data loaders may fill /dev/shm: they need up to"
+        f" {format_bytes(needed_bytes)} at local batch {local_batch} ({_describe_loaders(ranks, workers)}), and"
+        f" {format_bytes(free_bytes)} are free. {_LESS_MEMORY_ADVICE} {_SHARED_MEMORY_ADVICE}"
+    )
+
+
+@diagnostic
+def memory_may_run_out(
+    *,
+    first_local_batch: int,
+    available_bytes: int,
+    source: str,
+    needed_bytes: int,
+    local_batch: int,
+    ranks: int,
+    workers: int,
+    shared_bytes: int,
+    pinned_bytes: int,
+) -> str:
+    pinned = f", {format_bytes(pinned_bytes)} pinned" if pinned_bytes else ""
+    return (
+        f"From local batch {first_local_batch} the data of the ranks may need more than the {format_bytes(available_bytes)}"
+        f" that {source}: up to {format_bytes(needed_bytes)} at local batch {local_batch} without the model"
+        f" ({_describe_loaders(ranks, workers)}; {format_bytes(shared_bytes)} in /dev/shm{pinned}). {_LESS_MEMORY_ADVICE}"
+    )
+
+
+def _describe_loaders(ranks: int, workers: int) -> str:
+    return f"{format_count(ranks, 'rank')} with {format_count(workers, 'loader process')}"
+
+
+# --- The search that `tula check` plans
+
+
+@diagnostic
+def inspection_warning(*, text: str) -> str:
+    return text
+
+
+@diagnostic
+def node_type_left_out(*, node_type: str | None, problems: Sequence[str]) -> str:
+    return f"Node type {node_type} is left out. {' '.join(problems)}"
+
+
+@diagnostic
+def first_job_inspects(*, reason: str, minutes: float, remedy: str) -> str:
+    return (
+        f"{reason}. The dataset size and the memory are therefore unknown here; the first job of tula profile determines"
+        f" them on a node, in at most {minutes:g} min. To determine them here: {remedy}."
+    )
+
+
+@diagnostic
+def first_search_may_exceed_cap(*, node_hours: float, cap: float) -> str:
+    return (
+        f"The first job and the probes may take {node_hours:g} node-hours."
+        f" Probes beyond search.max_node_hours ({cap:g}) are not started."
+    )
+
+
+@diagnostic
+def no_feasible_batch(*, reason: str, advice: str) -> str:
+    return f"{reason} ({advice})." if advice else f"{reason}."
+
+
+@diagnostic
+def search_exceeds_cap(*, node_hours: float, cap: float) -> str:
+    return (
+        f"Profiling may take {format_number(node_hours)} node-hours, but search.max_node_hours is {cap:g}."
+        " Raise it, lower search.max_minutes, search fewer nodes, or set search.strategy: partial."
+    )
+
+
+@diagnostic
+def first_job_exceeds_cap(*, node_hours: float, cap: float, remedy: str) -> str:
+    return (
+        f"The job that builds the model and the dataset may take {format_number(node_hours)} node-hours, but"
+        f" search.max_node_hours is {cap:g}. Raise it, or build them here: {remedy}."
+    )
+
+
+@diagnostic
+def too_few_gpus(*, nodes: Sequence[int], needed: int, available: int, advice: str) -> str:
+    return f"search.nodes: {list(nodes)} needs {format_count(needed, 'GPU')}, but this machine has {available}. Set {advice}."
+
+
+@diagnostic
+def memory_not_estimated(*, reason: str) -> str:
+    return f"The memory cannot be estimated: {reason}. Probes stop at the first batch that does not fit."
+
+
+@diagnostic
+def nodes_without_batch(*, nodes: Sequence[int]) -> str:
+    return f"search.nodes {list(nodes)} is left out: no batch is feasible there."
+
+
+@diagnostic
+def ranks_share_cores(*, ranks: int, cores: int) -> str:
+    return (
+        f"{ranks} ranks share {cores} CPU cores. Their step times are marked as oversubscribed and do not apply to"
+        " a real cluster."
+    )
+
+
+@diagnostic
+def adaptive_first_round(*, chosen_by_auto: bool) -> str:
+    chosen = "auto chose adaptive" if chosen_by_auto else "adaptive"
+    return (
+        f"search.strategy: {chosen}. The figures are for the first round;"
+        " later rounds depend on its results and stay within search.max_node_hours."
+    )
+
+
+@diagnostic
+def no_cap_on_node_hours() -> str:
+    return "search.max_node_hours is not set. Without a terminal to confirm on, tula profile then needs --yes."
+
+
+@diagnostic
+def nodes_beyond_site_limit(*, nodes: Sequence[int], limits: str) -> str:
+    return (
+        f"search.nodes {list(nodes)} is left out: the site allows no job that large (cluster.slurm.limits: {limits})."
+    )
+
+
+@diagnostic
+def time_limit_too_short(*, nodes: int, needed_minutes: float, margin: float, allowed_minutes: float) -> str:
+    return (
+        f"A profiling job may take {format_number(needed_minutes)} min (search.max_minutes and {margin:g} min to end it),"
+        f" but the site allows {format_number(allowed_minutes)} min on {format_count(nodes)} (cluster.slurm.limits)."
+        " Lower search.max_minutes."
+    )
+
+
+@diagnostic
+def length_left_out(*, length: int, problem: str) -> str:
+    return f"Sequence length {length} is not measured: {problem}."
+
+
+@diagnostic
+def expensive_search(
+    *, share: float, batch: int, nodes: int, cheapest_strategy: str | None, cheapest_share: float
+) -> str:
+    instead = f" search.strategy: {cheapest_strategy} takes {cheapest_share:.0%}." if cheapest_strategy else ""
+    return (
+        f"The search is expected to take {share:.0%} of the node-hours of the training (batch {batch},"
+        f" {format_count(nodes)}).{instead} For so short a training, tula train --nodes N --batch B needs no search."
+    )
+
+
+@diagnostic
+def recorded_note(*, text: str) -> str:
+    return text
+
+
+@diagnostic
+def parameter_server_collective() -> str:
+    return (
+        "cluster.collective: parameter_server only affects the time model (Eq. 2c). Probes and training use all-reduce, so"
+        " predictions for node counts that were not measured assume a parameter server."
+    )
+
+
+# --- Nodes (`tula check --on-cluster`)
+
+
+@diagnostic
+def run_directory_not_shared(*, host: str, folder: str, other_content: bool) -> str:
+    content = "other content in" if other_content else "nothing in"
+    return f"{host} does not share the run directory: it reads {content} the file that was written to {folder}."
+
+
+@diagnostic
+def cannot_write_run_directory(*, host: str, reason: str) -> str:
+    return f"{host} cannot write to the run directory: {reason}."
+
+
+@diagnostic
+def files_not_visible(*, host: str, folder: str, seconds: float) -> str:
+    return f"A file that {host} wrote to {folder} was not visible here after {seconds:g} s."
+
+
+@diagnostic
+def cannot_read_dataset(*, hosts: str, folder: str) -> str:
+    return f"{hosts} cannot read dataset.root ({folder})."
+
+
+@diagnostic
+def no_gpu_visible(*, hosts: str) -> str:
+    return f"torch sees no GPU on {hosts}. Check the driver, the CUDA version of torch, and how the job requests GPUs."
+
+
+@diagnostic
+def fewer_gpus_than_ranks(*, host: str, ranks: int, gpus: int) -> str:
+    return f"{ranks} ranks on {host} see {format_count(gpus, 'GPU')}, but each rank needs its own."
+
+
+@diagnostic
+def ranks_share_gpu(*, host: str, ranks: Sequence[int], gpus: int) -> str:
+    return (
+        f"Ranks {join_words(ranks)} of {host} are bound to the same GPU although their node has {gpus}."
+        " Change the binding of the scheduler (cluster.slurm.gpus, --gpu-bind)."
+    )
+
+
+@diagnostic
+def ranks_cannot_communicate(*, backend: str, reason: str) -> str:
+    return f"The ranks cannot exchange tensors with {backend}: {reason}."
+
+
+@diagnostic
+def nodes_differ(*, aspect: str, differences: str) -> str:
+    return f"The nodes differ in {aspect}: {differences}."
+
+
+@diagnostic
+def slow_gpu_link(*, host: str, gigabytes_per_second: float) -> str:
+    return (
+        f"Two GPUs of {host} exchange {gigabytes_per_second:.1f} GB/s in each direction, which is too slow for NVLink."
+        " If the node has NVLink, cluster.slurm.gpus: gpus_per_task may hide the GPUs from each other."
+    )
+
+
+@diagnostic
+def small_shared_memory(*, host: str, free_bytes: int) -> str:
+    return (
+        f"{host} has only {format_bytes(free_bytes)} free in /dev/shm, which data loaders and NCCL use."
+        f" {_SHARED_MEMORY_ADVICE} tula check shows which batches fit."
+    )
+
+
+@diagnostic
+def clock_offset(*, host: str, seconds: float, first_host: str) -> str:
+    direction = "ahead of" if seconds > 0 else "behind"
+    return (
+        f"The clock of {host} is {abs(seconds):.1f} s {direction} that of {first_host},"
+        " so the times of their logs and results do not match."
+    )
+
+
+@diagnostic
+def jobs_run_on_cpu() -> str:
+    return "torch sees no GPU on any node, so the jobs will run on the CPU (cluster.device: auto)."
+
+
+@diagnostic
+def dataset_not_downloaded(*, folder: str) -> str:
+    return f"dataset.root ({folder}) does not exist yet. It is downloaded before the first job."
+
+
+# --- Jobs that were submitted
+
+
+@diagnostic
+def environment_not_passed(*, variables: Sequence[str]) -> str:
+    return (
+        f"These environment variables are not passed to sbatch, because the job file decides: {join_words(variables)}."
+    )
+
+
+@diagnostic
+def job_will_not_start(*, job: str, reason: str) -> str:
+    return f"{job} will not start: {reason}. Run tula cancel, correct section cluster, and start again."
+
+
+@diagnostic
+def other_cluster_section(*, job: str) -> str:
+    return f"{job} was submitted with another section cluster. To use the present one, run tula cancel first."
+
+
+@diagnostic
+def job_ended(*, job: str, state: str, reason: str) -> str:
+    return f"{job} {state}: {reason}"
+
+
+@diagnostic
+def part_left_out(*, part: str, reason: str) -> str:
+    return f"{part[:1].upper()}{part[1:]} is left out: {reason}."
+
+
+@diagnostic
+def part_failed(*, part: str, reason: str) -> str:
+    return f"{part[:1].upper()}{part[1:]}: {reason}."
+
+
+@diagnostic
+def balance_too_low(*, account: str, available: str, needed: str) -> str:
+    return f"The balance of account {account} is too low: {available}, but {needed} needed."
+
+
+# --- `tula train`
+
+
+@diagnostic
+def earlier_training_unfinished(*, training: str, samples: int, code: str) -> str:
+    return (
+        f"Training {training} reached {samples} samples with other code ({code}), so this training starts from the beginning."
+        " Restore that code to resume the earlier one."
+    )
+
+
+@diagnostic
+def resume_untested(*, reason: str) -> str:
+    return f"The resume test of the script did not run: {reason}."
+
+
+@diagnostic
+def resume_test_inconclusive(*, reason: str) -> str:
+    return f"The resume test of the script was inconclusive: {reason}. Interrupted trainings resume at the same batch only."
+
+
+@diagnostic
+def script_cannot_resume(*, reason: str) -> str:
+    return f"The script cannot resume, so this training starts again after an interruption: {reason}."
+
+
+@diagnostic
+def resume_setting_too_free(*, setting: str, verdict: str, reason: str) -> str:
+    return f"script.resume.batch: {setting} allows more than the resume test has shown ({verdict}): {reason}."
+
+
+# --- `tula compare`
+
+
+@diagnostic
+def duplicate_row(*, row: str, twin: str) -> str:
+    return f"{row} is the same training as {twin}, and is trained once, as {twin}."
+
+
+@diagnostic
+def batch_not_above_reference(*, batch: int, reference: int, key: str) -> str:
+    return f"Batch {batch} is not above {key} ({reference}), so there is no loss of accuracy to recover at that batch."
+
+
+@diagnostic
+def method_needs_several_gpus(*, reason: str) -> str:
+    return f"{reason[:1].upper()}{reason[1:]}."
+
+
+@diagnostic
+def only_warmup(*, method: str, warmup_epochs: float, epochs: int) -> str:
+    return (
+        f"{method} has {warmup_epochs:g} epochs of warm-up, but train.epochs is {epochs}, so it trains in warm-up only."
+    )

@@ -90,6 +90,8 @@ collected: install # pytest's processes then share what it makes of the modules,
 docs: install ## build the pages of docs/ into build/docs; a warning is an error
 	$(BIN)/pip install --quiet --editable '.[docs]'
 	$(BIN)/python docs/reference.py
+	$(BIN)/python docs/results.py
+	$(BIN)/python docs/sessions.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean: ## remove what make and the tools have made, but no runs

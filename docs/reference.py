@@ -75,7 +75,7 @@ def job_spec() -> str:
 
 SPEC_HEAD = """All keys of the job file with type, default and meaning. An unknown key is an error that names the nearest known key.
 `batch` is global: samples per optimizer step over all GPUs; `local_batch` is the batch of one GPU. `tula init` writes a file with
-comments; [getting started](../tutorial/quickstart.md#the-job-file) shows the smallest useful file and how settings are resolved."""
+comments; [the quickstart](../tutorial/quickstart.md#the-job-file) shows the smallest useful file, and [settings](../how-to/settings.md) where values come from."""
 
 
 def _old_keys() -> str:

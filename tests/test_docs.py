@@ -1,13 +1,18 @@
 """What README and the pages of docs/ show works, and the pages of reference are what the code says."""
 
+import json
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import promises
 import pytest
 import reference
+import results
+import sessions
 import typer
 
 from tula_cli.cli.app import app
@@ -19,6 +24,8 @@ from tula_cli.spec.yaml_text import parse_yaml
 
 ROOT = Path(__file__).parents[1]
 PAGES = {str(path.relative_to(ROOT)): path for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]}
+MOST_WRITTEN = 142_000
+"""Bytes of README and of the pages that people write."""
 each_page = pytest.mark.parametrize("page", PAGES)
 
 
@@ -47,7 +54,62 @@ def command_lines(page: str) -> Iterator[list[str]]:
 
 
 def test_readme_is_short() -> None:
-    assert len(text("README.md").splitlines()) <= 150
+    assert len(text("README.md").splitlines()) <= 110
+
+
+def test_written_pages_stay_small() -> None:
+    """What people have to read; pages of reference are looked up, and generated."""
+    generated = {f"docs/reference/{name}" for name in (*reference.PAGES, results.PAGE.name)}
+    assert sum(path.stat().st_size for page, path in PAGES.items() if page not in generated) <= MOST_WRITTEN
+
+
+def test_navigation_has_every_page() -> None:
+    listed = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("nav:")[2]))
+    assert listed == {page.removeprefix("docs/") for page in PAGES} - {"README.md"}
+
+
+def test_the_page_of_results_shows_what_was_measured() -> None:
+    assert results.PAGE.read_text(encoding="utf-8") == results.make_page(), "run `make docs`"
+
+
+@pytest.mark.parametrize(
+    ("claim", "page", "words"),
+    [
+        ("ramp recovers", "README.md", "`ramp` recovers {} of the accuracy"),
+        ("ramp recovers", "docs/how-to/choose-a-method.md", "`ramp` recovered {} of the accuracy"),
+        ("ramp recovers", "docs/explanation/accuracy.md", "`ramp` recovers {} of that"),
+        ("lbt loses", "docs/explanation/accuracy.md", "loses {} of accuracy"),
+        ("ags gains", "README.md", "gains {} on average in a reduced Table I"),
+        ("ags gains", "docs/explanation/accuracy.md", "gains {} on average"),
+        ("median error", "README.md", "the median error is {}"),
+        ("probing cost", "README.md", "at {} of the cost of probing all"),
+    ],
+)
+def test_figures_that_pages_quote_are_those_of_the_results(claim: str, page: str, words: str) -> None:
+    assert words.format(results.claims()[claim]) in " ".join(text(page).split())
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", sessions.SESSIONS)
+def test_sessions_are_what_the_commands_print(name: str) -> None:
+    shown = [place[3] for page in PAGES for place in sessions.PLACE.finditer(text(page)) if place[2] == name]
+    assert shown and set(shown) == {sessions.make_session(name)}, "run `python docs/sessions.py`"
+
+
+def test_every_session_that_a_page_names_is_there() -> None:
+    named = {name for page in PAGES for name in re.findall(r"<!-- session: ([\w-]+) -->", text(page))}
+    assert named == set(sessions.SESSIONS)
+
+
+@pytest.mark.torch
+def test_the_tutorial_s_own_job_can_be_measured(tmp_path: Path) -> None:
+    page = "docs/tutorial/slurm-job.md"
+    (tmp_path / "flowers.py").write_text(blocks(page, "python")[0])
+    (tmp_path / "job.yaml").write_text(blocks(page, "yaml")[0])
+    words = [sys.executable, "-m", "tula_cli", "check", "job.yaml", "--json"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    report = json.loads(done.stdout)["data"]["report"]
+    assert done.returncode == 0 and [job["nodes"] for job in report["jobs"]] == [1, 4]
 
 
 @pytest.mark.parametrize("page", reference.PAGES)
@@ -76,12 +138,12 @@ def test_the_job_file_s_page_has_every_key() -> None:
 
 
 def test_every_training_method_has_its_words() -> None:
-    table = text("docs/explanation/accuracy.md").partition("## Methods")[2].partition("\n## ")[0]
+    table = text("docs/how-to/choose-a-method.md").partition("## Methods")[2].partition("\n## ")[0]
     assert set(METHODS) <= set(re.findall(r"`(\w+)`", table))
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_results_of_a_method_stand_in_the_page_of_accuracy_alone(method: str) -> None:
+def test_results_of_a_method_stand_in_the_page_of_results_alone(method: str) -> None:
     assert not re.search(r"\d", METHODS[method].summary)
 
 

@@ -925,12 +925,6 @@ def test_init_writes_a_job_around_a_command_and_tells_what_it_recognised():
     assert tula("init", "-o", "new.yaml", "--from-command", COMMAND).code == 2
 
 
-def test_the_page_of_scripts_shows_what_init_tells():
-    page = (ROOT / "docs/how-to/own-script.md").read_text()
-    first, _, shown = page.partition("```console\n$ tula ")[2].partition("```")[0].partition("\n")
-    assert tula(*shlex.split(first), "-o", "job.yaml", "--force").out == shown
-
-
 def test_init_from_a_command_tells_what_is_required_yet():
     line = COMMAND.partition(" --lr")[0]
     answer = tula("init", "slurm", "-o", "new.yaml", "--from-command", line, "--json")

@@ -925,7 +925,7 @@ def test_a_line_says_which_method_a_job_has_and_gives_advice_for_its_optimizer(o
     epochs = {"train__epochs": 9} if method == "auto" else {}
     line = describe_training_method(spec(optimizer__name=optimizer, train__method=method, **epochs))
     assert line.startswith(f"method {method}") and words in line and silent not in line
-    assert "\n" not in line and "%" not in line, "results are those of docs/accuracy.md"
+    assert "\n" not in line and "%" not in line, "results are those of docs/reference/results.md"
 
 
 def test_the_line_names_the_schedule_also_where_betas_are_given_or_the_decay_is_spent_as_batch():

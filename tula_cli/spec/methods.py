@@ -164,7 +164,7 @@ def describe_method(method: str, optimizer: str | None, default: str = "", setti
     """
     reason = f", the default because {default}" if default else ""
     advice = settings or _advise(method, optimizer)
-    return f"method {method}{reason}: {get_facts(method).summary}{f'. {advice} (docs/accuracy.md)' if advice else ''}"
+    return f"method {method}{reason}: {get_facts(method).summary}{f'. {advice} (docs/how-to/choose-a-method.md)' if advice else ''}"
 
 
 def _advise(method: str, optimizer: str | None) -> str:

@@ -1,0 +1,383 @@
+"""Writes reference/results.md: every measured result that the pages mention, from benchmarks/results.
+
+python docs/results.py        # `make docs` runs it; a test compares what is committed with what it would write
+"""
+
+import csv
+import json
+import math
+import statistics
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parent
+BENCHMARKS = DOCS.parent / "benchmarks"
+RESULTS = BENCHMARKS / "results"
+PAGE = DOCS / "reference" / "results.md"
+sys.path[:0] = [path for path in (str(BENCHMARKS / "table1"), str(BENCHMARKS / "reality")) if path not in sys.path]
+
+import comparison  # noqa: E402
+import table1_summary  # noqa: E402
+from table1_settings import SETTINGS  # noqa: E402
+
+NOTE = "<!-- Written by docs/results.py from benchmarks/results; edit that instead. -->"
+ROWS = {
+    "small": "small batch",
+    "lbt": "`lbt`",
+    "lbt-x4": "`lbt`, learning rate x4",
+    "lbt-longer": "`lbt` with as many steps as `ramp`",
+    "lrs": "`lrs`",
+    "sqrt": "`lrs`, square root",
+    "lars": "`lars`",
+    "lamb": "`lamb`",
+    "static": "`static`",
+    "ags": "`ags`",
+    "ags-8": "`ags`, small batch 8",
+    "ramp-plain": "`lrs` with `train.ramp: auto`",
+    "ramp-plain-sqrt": "`lrs`, square root, with `train.ramp: auto`",
+    "ortho": "`ortho`",
+    "ramp-torch-betas": "`ramp`, cosine schedule, beta1 0.9",
+    "ramp": "**`ramp`**, with the job's schedule",
+    "ramp-late-beta1": "**`ramp`**, with its default schedule",
+    "ramp-uncapped": "`ramp`, no limit and no clipping",
+    "auto": "`auto`",
+}
+"""Rows of benchmarks/table1 that the page shows, with their names."""
+FAMILIES = {
+    "AdamW": "AdamW and a cosine schedule",
+    "SGD": "SGD and milestones or a cosine schedule",
+    "paper": "The paper's setting, SGD and an AlexNet with dropout and without normalisation, 100 epochs with three milestones",
+}
+REDUCED_ROWS = {
+    "lbt": "`lbt`",
+    "lbt-x2": "`lbt`, learning rate x2",
+    "lbt-x4": "`lbt`, learning rate x4",
+    "lrs": "`lrs`",
+    "sqrt": "`lrs`, square root",
+    "lars": "`lars`",
+    "lamb-adamw": "`lamb`",
+    "polo": "`polo`",
+    "static": "`static`",
+    "adascale": "`adascale`",
+    "schedule-free": "`schedule_free`",
+    "ags": "`ags`",
+    "robust": "`ags`, preset robust",
+    "ortho": "`ortho`",
+    "auto": "`auto`",
+    "ramp": "**`ramp`**",
+    "ramp-noise": "`ramp` with `train.ramp: noise`",
+}
+NETWORKS = {"small": "BatchNorm", "plain": "no BatchNorm"}
+SCRIPTS = {
+    "torchvision": "torchvision's classification reference, June 2024",
+    "timm": "timm, August 2026",
+    "nanogpt": "nanoGPT, November 2025",
+    "trainer": "Hugging Face's run_clm, transformers 4.49",
+    "accelerate": "the same under `accelerate launch --cpu`",
+    "lightning": "Lightning's image classifier under torchrun, July 2026",
+    "imagenet": "pytorch/examples imagenet, August 2025",
+    "words": "pytorch/examples word_language_model, August 2025",
+}
+
+HEAD = """All measured results that these pages mention. Everything ran on one or two CPU cores unless a section says otherwise;
+[nothing was measured on a GPU yet](../on-gpu.md). Each section names the command that measures it again."""
+
+
+def make_page() -> str:
+    """Return the page of results."""
+    sections = (accuracy(), reduced_table(), step_times(), same_progress(), reality(), scripts())
+    return "\n\n".join([NOTE, "# Results", HEAD, *sections]) + "\n"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
+
+
+# --- accuracy
+
+ACCURACY_HEAD = """`python benchmarks/table1/table1.py` trains small networks of 10 to 200 thousand parameters on data that comes with
+Python and scikit-learn (`reduced`: CIFAR-10 at 16 pixels, 5,120 images). The large batch is 8 or 16 times the small one, for which
+the learning rate is. Rows "small batch" and `lbt` are losses, or top-1 in percent. All other cells are the share, in percent, of
+what `lbt` loses that the method recovers: mean over seeds ± standard error; a cell without ± has one seed. In brackets: the share
+compared with a small batch that has the same kind of steps and schedule."""
+
+
+def accuracy() -> str:
+    """Return the section of the settings of benchmarks/table1."""
+    results = table1_summary.read(RESULTS / "table1.csv")
+    parts = ["## Accuracy", ACCURACY_HEAD]
+    for family, words in FAMILIES.items():
+        names = [name for name, setting in SETTINGS.items() if setting.family == family and (name, "lbt", 0) in results]
+        rows = [
+            [label, *(table1_summary.overview_cell(results, name, method) for name in names)]
+            for method, label in ROWS.items()
+            if any(key[0] in names and key[1] == method for key in results)
+        ]
+        head = ["", *(f"{name}: {SETTINGS[name].small} to {SETTINGS[name].large}" for name in names)]
+        parts += [f"{words}:", table(head, rows)]
+    parts.append(
+        "`train.ramp: decay` with `lbt`, up to 8 times the small batch, and the small batch (loss, or top-1 in percent):"
+    )
+    parts.append(table(["", "steps", "result", "steps of the small batch", "its result"], list(decay_rows(results))))
+    return "\n\n".join(parts)
+
+
+def decay_rows(results: table1_summary.Results) -> Iterable[list[str]]:
+    """Yield a row for each setting that was trained with `train.ramp: decay`."""
+    for name in (name for name in SETTINGS if (name, "decay", 0) in results):
+        cells = [name]
+        for method in ("decay", "small"):
+            values = list(table1_summary.values_of(results, name, method).values())
+            steps = [result.steps for key, result in results.items() if key[:2] == (name, method)]
+            digits = 3 if table1_summary.is_less_better(results, name) else 2
+            cells += [f"{statistics.fmean(steps):,.0f}", table1_summary.show(table1_summary.Mean.of(values), digits)]
+        yield cells
+
+
+# --- the reduced Table I
+
+REDUCED_HEAD = """CIFAR-10 (10,240 images of 16 x 16), a small network with and without BatchNorm, 2 ranks, 20 epochs, learning rate 0.05
+(0.01 without BatchNorm) for batch 128, nothing tuned, 3 seeds: top-1 in percent, mean ± standard deviation, and in brackets the
+share in percent of what `lbt` loses that the method recovers. An earlier version of the benchmark trained these. The full Table I
+needs a GPU and has not been run."""
+
+Runs = Mapping[tuple[str, str, int], Sequence[float]]
+"""Values over seeds by network, method and batch."""
+
+
+def read_reduced() -> Runs:
+    """Return the top-1 of the reduced Table I."""
+    runs: dict[tuple[str, str, int], list[float]] = {}
+    with (RESULTS / "table1_reduced.csv").open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            if row["metric"] == "top1":
+                runs.setdefault((row["network"], row["method"], int(row["batch"])), []).append(float(row["value"]))
+    return runs
+
+
+def reduced_table() -> str:
+    """Return the section of the reduced Table I."""
+    runs = read_reduced()
+    columns = [(network, batch) for network in NETWORKS for batch in (1024, 2048)]
+    small = "; ".join(f"{words} {spread(runs[network, 'lbt', 128])}" for network, words in NETWORKS.items())
+    rows = [
+        [label, *(reduced_cell(runs, network, method, batch) for network, batch in columns)]
+        for method, label in REDUCED_ROWS.items()
+        if any((network, method, batch) in runs for network, batch in columns)
+    ]
+    head = ["", *(f"{NETWORKS[network]}, {batch:,}" for network, batch in columns)]
+    gain = f"`ags` is {reduced_gain(runs):+.1f} points above `lbt` on average over these columns; the paper's Table I has +8.8."
+    return "\n\n".join(["## Reduced Table I", REDUCED_HEAD, f"Batch 128: {small}.", table(head, rows), gain])
+
+
+def reduced_cell(runs: Runs, network: str, method: str, batch: int) -> str:
+    """Return the mean, its deviation and the share that a method recovers."""
+    values = runs.get((network, method, batch))
+    if not values:
+        return ""
+    share = recovered_share(runs, network, method, batch)
+    return spread(values) + ("" if method == "lbt" else f" ({share:.0f})")
+
+
+def recovered_share(runs: Runs, network: str, method: str, batch: int) -> float:
+    """Return the share, in percent, of what the large batch loses that a method recovers."""
+    small, large = (statistics.fmean(runs[network, "lbt", size]) for size in (128, batch))
+    return 100 * (statistics.fmean(runs[network, method, batch]) - large) / (small - large)
+
+
+def reduced_gain(runs: Runs, method: str = "ags") -> float:
+    """Return the mean gain over `lbt` in points."""
+    columns = [(network, batch) for network in NETWORKS for batch in (1024, 2048)]
+    return statistics.fmean(
+        statistics.fmean(runs[network, method, batch]) - statistics.fmean(runs[network, "lbt", batch])
+        for network, batch in columns
+    )
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return the mean and the standard deviation of some values."""
+    return f"{statistics.fmean(values):.2f} ± {statistics.stdev(values):.2f}"
+
+
+# --- step times
+
+STEPS_HEAD = """64 sets of step times published by Pollux's authors (two clusters with T4 and RTX GPUs, five applications), the same from
+which tula's priors were derived. Errors are over configurations that were not probed. "Slower" and "dearer" say how much the
+configuration that was chosen as the fastest, or the cheapest, loses compared with the best one. Cost is that of the probes
+relative to one job for every configuration. `python benchmarks/replay/replay.py TABLE.csv --json` measures it."""
+
+
+def step_times() -> str:
+    """Return the section of the replayed step times."""
+    found = json.loads((RESULTS / "replay.json").read_text(encoding="utf-8"))
+    parts = ["## Step times", STEPS_HEAD, replay_table(found["steps"])]
+    if whole := found.get("whole_steps"):
+        parts += [
+            "The same tables as seen by a job that reports only whole steps, such as a script without DDP:",
+            replay_table(whole),
+        ]
+    again = found["repeats"]
+    parts.append(
+        f"{again['configurations']} of the configurations were measured more than once, {again['median']:.1%} apart in the"
+        f" median (p90 {again['p90']:.1%}). No model can predict better than that."
+    )
+    return "\n\n".join(parts)
+
+
+def replay_table(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the table of a replay: tula, and the best of the other models."""
+    strategies = list(dict.fromkeys(name.partition(", ")[0] for name in rows))
+    lines = []
+    for strategy in strategies:
+        own = rows[f"{strategy}, tula"]
+        others = {name.partition(", ")[2]: row for name, row in rows.items() if name.startswith(f"{strategy}, ")}
+        del others["tula"]
+        best = min(others, key=lambda name: others[name]["median"])
+        lines.append(
+            [
+                f"`{strategy}`",
+                f"{percent(own['median'])} / {percent(own['p90'])}",
+                f"{percent(others[best]['median'])} / {percent(others[best]['p90'])} ({best})",
+                percent(own["covered"], 0),
+                f"{percent(own['fastest'] or 0)}, {percent(own['cheapest'] or 0)}",
+                f"{own['cost']:.2f}",
+            ]
+        )
+    head = ["probes", "tula: median / p90 error", "best other model", "90 % interval holds", "slower, dearer", "cost"]
+    return table(head, lines)
+
+
+def percent(share: float, digits: int = 1) -> str:
+    """Return a share in percent."""
+    return f"{100 * share:.{digits}f} %"
+
+
+# --- the same progress
+
+NOISES = {
+    "first epoch, noise grows": "of the first epoch, growing (`accuracy-time` without further measurements)",
+    "10 % trained, noise grows from there": "after a tenth of the epochs (with `train.diagnostics: [gradient_noise]`)",
+    "first epoch, constant noise": "of the first epoch, constant",
+    "noise of the whole run": "of the whole run, which nobody knows beforehand",
+    "perfect scaling (fixed epochs)": "none: the fixed number of epochs",
+}
+
+
+def same_progress() -> str:
+    """Return the section of the time to the same progress."""
+    found = json.loads((RESULTS / "efficiency.json").read_text(encoding="utf-8"))
+    head = f"""How many iterations other batches need to the same metric, predicted from the gradient noise: {found["cases"]} cases of
+{found["applications"]} applications, published by Pollux's authors. The exponent of the growth is fitted on the other
+applications each time. `python benchmarks/replay/efficiency.py TABLE.csv --json` measures it."""
+    rows = [
+        [words, f"{found['errors'][name]['median']:.0f} %", f"{found['errors'][name]['p90']:.0f} %"]
+        for name, words in NOISES.items()
+    ]
+    return "\n\n".join(["## The same progress", head, table(["gradient noise", "median error", "p90"], rows)])
+
+
+# --- predictions and reality
+
+REALITY_HEAD = """Four jobs on 1, 2 and 4 ranks: tula's own loop (`loop`), a script (`script`), a sharded model (`fsdp`), and tula's own loop
+on SLURM nodes with links of 200 Mbit/s (`loop-links`). Gloo synchronises for real; compute is a sleep. Each job has three sweeps,
+two full searches and a training. The trainings were predicted by an earlier fit that assumed overlap; the current one predicts the
+step of `fsdp` 3 % too long instead of 23 % too short. `python benchmarks/reality/reality.py` measures it."""
+
+
+def reality() -> str:
+    """Return the section of predictions on real ranks."""
+    rows = comparison.read_rows(RESULTS / "reality.csv")
+    shown = [row for row in rows if row.truth != comparison.TRAINING or row.quantity in ("step", "time")]
+    first, _, trainings, *_ = comparison.tables(shown).split("\n\n")
+    return "\n\n".join(["## Predictions and reality", REALITY_HEAD, first, trainings])
+
+
+# --- scripts
+
+SCRIPTS_HEAD = """Published training scripts, with all files unchanged, on two CPU cores, with one and two ranks and three batches each.
+"Killed" and "out of memory" are trainings that are disturbed once: samples trained, and the batch at the end. The change of CPU
+time per step with tula's hooks has a 90 % interval. `python benchmarks/scripts.py` measures it. On two CPU ranks, run_clm's own
+resume fails, and the two ranks of `accelerate launch --cpu` train independently, which tula reports and stops. nanoGPT takes one
+step more than requested. word_language_model changes its weights without a torch optimizer, so there is nothing to observe."""
+
+
+def scripts() -> str:
+    """Return the section of published scripts."""
+    found = json.loads((RESULTS / "scripts.json").read_text(encoding="utf-8"))["local"]
+    rows = [[words, *script_cells(found[name])] for name, words in SCRIPTS.items()]
+    head = ["script", "probes measured", "resume test", "killed", "out of memory", "CPU time per step"]
+    return "\n\n".join(["## Published scripts", SCRIPTS_HEAD, table(head, rows)])
+
+
+def script_cells(script: Mapping[str, Any]) -> list[str]:
+    """Return the cells of one script."""
+    probes = script["profile"]["rows"]
+    measured = sum(row["kind"] == "measured" for row in probes)
+    test, overhead = script.get("rehearse"), script.get("overhead")
+    verdict = f"`{test['verdict']}`" if test and test["verdict"] else "rejected" if test else "no checkpoint option"
+    return [
+        f"{measured} of {len(probes)}",
+        verdict if measured else "",
+        *(disturbed_cell(script[name]) if name in script else "" for name in ("killed", "full")),
+        f"{overhead['percent']:+.1f} % ({overhead['low_percent']:+.1f} to {overhead['high_percent']:+.1f})"
+        if overhead
+        else "",
+    ]
+
+
+def disturbed_cell(training: Mapping[str, Any]) -> str:
+    """Return how a disturbed training ended."""
+    if training["code"]:
+        return f"fails with exit code {training['code']}"
+    return f"{training['samples']:,} samples, batch {training['batch']:,}"
+
+
+# --- claims of other pages
+
+
+def claims() -> dict[str, str]:
+    """Return the figures that other pages quote, by what they are."""
+    results = table1_summary.read(RESULTS / "table1.csv")
+    runs = read_reduced()
+    shares = [
+        share.value
+        for name in SETTINGS
+        for row in ("ramp", "ramp-late-beta1")
+        if (share := table1_summary.recovered(results, name, row)) is not None
+    ]
+    losses = [
+        statistics.fmean(table1_summary.values_of(results, name, "small").values())
+        - statistics.fmean(table1_summary.values_of(results, name, "lbt").values())
+        for name in SETTINGS
+        if (name, "lbt", 0) in results and not table1_summary.is_less_better(results, name)
+    ]
+    replay = json.loads((RESULTS / "replay.json").read_text(encoding="utf-8"))["steps"]
+    own = [row for name, row in replay.items() if name.endswith(", tula")]
+    medians = sorted(row["median"] for row in own)
+    costs = sorted(row["cost"] for row in own)
+    bounds = [reduced_bounds(runs, method) for method in ("ramp", "ortho", "auto")]
+    return {
+        "ramp recovers": f"{min(shares):.0f} to {max(shares):.0f} %",
+        "lbt loses": f"up to {max(losses):.0f} points",
+        "ags gains": f"{reduced_gain(runs):.1f} points",
+        "median error": f"{100 * medians[0]:.1f} to {100 * medians[-1]:.1f} %",
+        "probing cost": f"{100 * costs[0]:.0f} to {100 * costs[-1]:.0f} %",
+        "ramp in the reduced Table I": bounds[0],
+        "ortho in the reduced Table I": bounds[1],
+        "auto in the reduced Table I": bounds[2],
+    }
+
+
+def reduced_bounds(runs: Runs, method: str) -> str:
+    """Return the smallest and the largest share that a method recovers in the reduced Table I."""
+    shares = [recovered_share(runs, network, method, batch) for network in NETWORKS for batch in (1024, 2048)]
+    assert not any(map(math.isnan, shares))
+    return f"{min(shares):.0f} to {max(shares):.0f} %"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(make_page(), encoding="utf-8")

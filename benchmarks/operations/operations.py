@@ -178,9 +178,9 @@ def as_on_gpu() -> Iterator[None]:
 def cases() -> list[str]:
     """Return every method of the table, by itself and clipped, and with what section ags can change of it."""
     found = []
-    for name, facts in METHODS.items():
-        more = [CLIP] + [UPDATE] * facts.scales + [TENSOR, ROBUST] * (facts.scales and facts.refreshes)
-        more += [ADAMW] * (facts.orthogonalises or name == PLAIN)
+    for name, method in METHODS.items():
+        more = [CLIP] + [UPDATE] * method.scales + [TENSOR, ROBUST] * (method.scales and method.refreshes)
+        more += [ADAMW] * (method.orthogonalises or name == PLAIN)
         found += [name, *(f"{name}, {variant}" for variant in more)]
     return found
 

@@ -16,7 +16,7 @@ from start_ranks import errors, start_ranks
 from worker_jobs import spec
 
 from tula_cli.run.directory import RunDir
-from tula_cli.spec.methods import METHODS, Facts
+from tula_cli.spec.methods import METHODS, TrainingMethod
 from tula_cli.worker.methods import table
 from tula_cli.worker.methods.plain import Plain
 from tula_cli.worker.ranks import Ranks
@@ -55,13 +55,13 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def plant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plant]:
-    """Puts a method of the test's own in the place of one of the table: `plant(name, method, **facts)`."""
+    """Puts a method of the test's own in the place of one of the table: `plant(name, method, **properties)`."""
 
-    def planted(name: str, method: Plain, **facts: Any) -> None:
+    def planted(name: str, method: Plain, **properties: Any) -> None:
         module: Any = ModuleType("planted")
         module.METHOD = method
         monkeypatch.setitem(sys.modules, f"{table.__package__}.planted", module)
-        monkeypatch.setitem(METHODS, name, Facts("planted", **facts))
+        monkeypatch.setitem(METHODS, name, TrainingMethod(name, "planted", **properties))
         table.load_method.cache_clear()  # each test plants its own under the same name
 
     yield planted

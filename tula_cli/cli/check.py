@@ -60,7 +60,7 @@ def init(
     from tula_cli.services.init import make_job_from_command, make_job_from_sbatch, make_job_from_template, with_schema
     from tula_cli.spec.job import describe_training_method
     from tula_cli.spec.load import validate
-    from tula_cli.spec.methods import describe_method
+    from tula_cli.spec.methods import get_training_method
     from tula_cli.spec.scripts.script import get_default_train
     from tula_cli.spec.yaml_text import parse_yaml
 
@@ -87,7 +87,7 @@ def init(
         text = made.text
         data, lines = show_check.describe_proposal(made, output)
         default, reason = get_default_train(made.recognised.script["command"])
-        line = describe_method(default["method"], None, reason)
+        line = get_training_method(default["method"]).describe(None, reason)
         warn_all(screen, made.warnings)
     write_atomic(output, with_schema(text, output), mode=MODE_FOR_ALL)
     if kind == "slurm":

@@ -438,7 +438,7 @@ def list_unmeasured_settings(spec: JobSpec) -> Facts:
         "beta2": [half_life, search.min_batch, search.max_batch] if half_life else None,
         "test": spec.dataset.test and spec.dataset.test.model_dump(mode="json"),
         "metrics": train.metrics,
-        "arms": spec.auto.model_dump(mode="json") if train.facts.tunes else None,
+        "arms": spec.auto.model_dump(mode="json") if train.training_method.tunes else None,
     }
 
 

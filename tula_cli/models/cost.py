@@ -122,7 +122,7 @@ def count_work(
     tuning = functools.cache(
         lambda global_batch: halving.plan_tuning(spec, batch=global_batch, dataset_size=dataset_size)
     )
-    holdout = halving.count_holdout_samples(dataset_size) if spec.train.facts.tunes else 0
+    holdout = halving.count_holdout_samples(dataset_size) if spec.train.training_method.tunes else 0
     return WorkCount(
         epochs=spec.train.epochs_at_most,
         steps=dataset_size // batch,

@@ -121,22 +121,21 @@ def _with_decay(optimizer: Optimizer, factor: float) -> Optimizer:
     return optimizer.model_copy(update={"weight_decay": factor * optimizer.weight_decay, "groups": groups})
 
 
-def make_jobs_of_arms(spec: JobSpec, batch: int) -> list[JobSpec]:
-    """Return the job with the settings of each arm at a batch."""
+def list_jobs_of_training(spec: JobSpec, batch: int) -> list[JobSpec]:
+    """Return the job itself, or if it tunes itself, the job with the settings of each arm at a batch."""
+    if not spec.train.training_method.tunes:
+        return [spec]
     return [make_job_of_arm(spec, arm) for arm in list_arms_of_training(spec, batch)]
 
 
 def find_most_expensive_job(spec: JobSpec) -> JobSpec:
     """Return the job to measure: with method auto, the job of the arm that uses the most memory and time."""
-    if not spec.train.facts.tunes:
-        return spec
-    jobs = make_jobs_of_arms(spec, 4 * spec.train.reference_batch)
-    return max(jobs, key=_rank_by_expense)
+    return max(list_jobs_of_training(spec, 4 * spec.train.reference_batch), key=_rank_by_expense)
 
 
 def _rank_by_expense(spec: JobSpec) -> tuple[bool, ...]:
-    facts = spec.train.facts
-    return facts.scales, facts.scales and spec.ags.resolved().granularity == "element", facts.file != "plain"
+    method = spec.train.training_method
+    return method.scales, method.scales and spec.ags.resolved().granularity == "element", method.file != "plain"
 
 
 def compute_lr_factor(arm: Arm, epoch: float, *, start: float) -> float:
@@ -213,7 +212,7 @@ def require_tuning_samples(spec: JobSpec, *, batch: int, dataset_size: int) -> N
     Raises:
         SpecError: the training set without the held-out samples is smaller than the batch.
     """
-    if not spec.train.facts.tunes:
+    if not spec.train.training_method.tunes:
         return
     remaining = dataset_size - count_holdout_samples(dataset_size)
     if remaining < batch:
@@ -249,7 +248,7 @@ def plan_tuning(spec: JobSpec, *, batch: int, dataset_size: int) -> TuningPlan:
         batch: global batch.
         dataset_size: training samples.
     """
-    if not spec.train.facts.tunes:
+    if not spec.train.training_method.tunes:
         return TuningPlan(0, 0, 0)
     arms = list_arms_of_training(spec, batch)
     rungs, holdout = list_rung_sizes(len(arms)), count_holdout_samples(dataset_size)

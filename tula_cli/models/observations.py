@@ -69,7 +69,9 @@ def warn_limits(spec: JobSpec, measured: Sequence[Measured], noise: NoisePath | 
 
 def warn_upper_bounds(spec: JobSpec, measured: Iterable[Measured]) -> list[Diagnostic]:
     """Return the warning of a method whose forecast time is known to be an upper bound."""
-    if not spec.train.facts.probes_overestimate or not any(probe.nodes * probe.gpus_per_node > 1 for probe in measured):
+    if not spec.train.training_method.probes_overestimate or not any(
+        probe.nodes * probe.gpus_per_node > 1 for probe in measured
+    ):
         return []
     return [messages.times_are_upper_bounds(method=spec.train.method)]
 

@@ -25,10 +25,10 @@ def compute_small_batch_size(spec: JobSpec, batch: int) -> int:
     return batch if batch <= reference else max(1, min(reference, batch // 4))
 
 
-def has_separate_refreshes(spec: JobSpec, batch: int) -> bool:
-    """Return whether some steps at a global batch include a refresh that others do not."""
-    ags = spec.ags.resolved()
-    return spec.train.facts.refreshes and not ags.each_step and compute_small_batch_size(spec, batch) < batch
+def has_separate_refreshes(spec: JobSpec, batch: int | None = None) -> bool:
+    """Return whether some steps include a refresh that others do not, at a global batch or at any (None)."""
+    is_separate = spec.train.training_method.refreshes and not spec.ags.resolved().each_step
+    return is_separate and (batch is None or compute_small_batch_size(spec, batch) < batch)
 
 
 def compute_max_samples_drawn(spec: JobSpec, batch: int, *, available: int, world: int) -> int:
@@ -42,7 +42,7 @@ def compute_max_samples_drawn(spec: JobSpec, batch: int, *, available: int, worl
     """
     small = compute_small_batch_size(spec, batch)
     by_norms = world > 1 and spec.ags.resolved().source == "local_norms"
-    if not spec.train.facts.scales or by_norms or small >= batch or available < 1:
+    if not spec.train.training_method.scales or by_norms or small >= batch or available < 1:
         return 1
     ranks = min(world, ceil(small / available))  # as `draw_counts` of the optimizer shares it out
     return ceil(min(small, ranks * available) / ranks)
@@ -124,8 +124,9 @@ def _get_time_without_sync(probe: Measured) -> float | None:
 
 def is_refresh_time_unknown(spec: JobSpec, probes: Iterable[Measured]) -> bool:
     """Return whether some steps include a separate refresh and no probe allows its duration to be estimated."""
-    apart_from_steps = spec.train.facts.refreshes and not spec.ags.resolved().each_step
-    return apart_from_steps and all(p.overheads.refresh is None and _get_time_without_sync(p) is None for p in probes)
+    return has_separate_refreshes(spec) and all(
+        p.overheads.refresh is None and _get_time_without_sync(p) is None for p in probes
+    )
 
 
 def _count_samples_per_rank(spec: JobSpec, batch: int, local_batch: int) -> int:

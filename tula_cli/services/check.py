@@ -379,7 +379,7 @@ def _warn_small_batch(spec: JobSpec, jobs: tuple[PlannedJob, ...]) -> list[Diagn
     """Warn if the configured `ags.b_small` is not below some of the batches, which are then not scaled."""
     small = spec.ags.b_small
     batches = sorted({batch for job in jobs for batch in job.batches})
-    if small == "auto" or not spec.train.facts.scales or not batches or small < batches[0]:
+    if small == "auto" or not spec.train.training_method.scales or not batches or small < batches[0]:
         return []
     not_scaled = [batch for batch in batches if batch <= small]
     return [messages.batch_not_scaled(b_small=small, batches=not_scaled, method=spec.train.method)]

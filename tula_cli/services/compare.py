@@ -107,16 +107,18 @@ def make_job_of_cell(spec: JobSpec, method: str, seed: int) -> JobSpec:
     train = dict(content.get("train", {}))
     if variant.method != spec.train.method or variant.method == REFERENCE:
         train.pop("lr_scaling", None)  # it was chosen for the job's own method: others scale as they do, lbt does not
-    if not variant.facts.ramps:
+    if not variant.training_method.ramps:
         train.pop("ramp", None)  # what a row is held against is trained at one batch
         train.pop("ramp_noise", None)
     content["train"] = {**train, "method": variant.method, "seed": seed, **variant.train}
-    if spec.script is not None and not variant.facts.reads_ags:
+    if spec.script is not None and not variant.training_method.reads("ags"):
         content.pop("ags", None)  # a script is not told what means nothing to it
     if spec.script is None:
         content["optimizer"] = {**content["optimizer"], "lr": spec.optimizer.lr * variant.lr, **variant.optimizer}
         names_kind = any(setting.startswith("schedule.kind=") for setting in variant.settings)
-        if not variant.facts.constant_schedule and not names_kind:  # the same for all rows, not each method's default
+        if (
+            not variant.training_method.constant_schedule and not names_kind
+        ):  # the same for all rows, not each method's default
             content["schedule"] = spec.schedule.model_dump(mode="json")
         if variant.schedule:
             content["schedule"] = {**content.get("schedule", {}), **variant.schedule}
@@ -270,7 +272,7 @@ def describe_why_not_a_row(spec: JobSpec, method: str) -> str:
 
 def _warn_ineffective_methods(spec: JobSpec, grid: Grid) -> Iterator[str]:
     """Yield warnings about rows that this job cannot assess, such as batches not above the reference batch."""
-    facts = [parse_row(method).facts for method in grid.methods if method not in VARIANTS]
+    methods = [parse_row(method).training_method for method in grid.methods if method not in VARIANTS]
     reference = spec.train.reference_batch
     key = "train.reference_batch" if spec.script is None else "script.reference.batch"
     for batch in grid.batches:
@@ -278,7 +280,7 @@ def _warn_ineffective_methods(spec: JobSpec, grid: Grid) -> Iterator[str]:
             how = "below" if batch < reference else "not above"
             yield f"batch {batch} is {how} the reference batch, {reference} ({key}): its rows have no gap of a large batch to recover"
     if grid.nodes * spec.cluster.gpus_per_node == 1:
-        yield from (method_facts.on_one_gpu for method_facts in facts if method_facts.on_one_gpu)
+        yield from (method.on_one_gpu for method in methods if method.on_one_gpu)
     if spec.script is not None:  # the warm-up is the script's own
         yield from warn_missing_controls(spec.script, controls=CONTROLS)
         return
@@ -378,7 +380,7 @@ def _list_rows_of_grid(spec: JobSpec, grid: Grid) -> list[tuple[str, int]]:
 
 
 def _is_scaling(method: str) -> bool:
-    return parse_row(method).facts.scales
+    return parse_row(method).training_method.scales
 
 
 def plan_cell(run: RunDir, spec: JobSpec, cell: Cell, inspect: Inspect) -> TrainPlan:
@@ -446,7 +448,7 @@ def list_default_rows(spec: JobSpec, *, nodes: int) -> DefaultRows:
     """
     own_method = make_row_of_job(spec)
     if spec.script is not None:
-        scales = nodes * spec.cluster.gpus_per_node > 1 or spec.train.facts.scales
+        scales = nodes * spec.cluster.gpus_per_node > 1 or spec.train.training_method.scales
         candidates = tuple(method for method in METHODS_OF_SCRIPTS if scales or not _is_scaling(method))
     else:
         name = spec.optimizer.name

@@ -63,7 +63,7 @@ def _describe_planned_branches(task: "TrainTask") -> Iterator[str]:
     """Describe the branches that a self-tuning training trains in addition."""
     from tula_cli.models import halving
 
-    if not task.spec.train.facts.tunes:
+    if not task.spec.train.training_method.tunes:
         return
     rungs = halving.list_rung_sizes(len(halving.list_arms_of_training(task.spec, task.batch)))
     if not rungs:

@@ -156,7 +156,7 @@ def divide_section(ags: Ags, train: "Train") -> Ags:
     for why in (_describe_why_not_on_shares(train), _needs_the_whole(train)):
         if why:
             raise ValueError(f"train.parallel: fsdp divides the model among the GPUs, and {why}")
-    if not train.facts.scales:
+    if not train.training_method.scales:
         return ags
     if ags.granularity == "element":
         raise ValueError("train.parallel: fsdp has factors of whole tensors alone; set ags.granularity: tensor")
@@ -170,9 +170,9 @@ def divide_section(ags: Ags, train: "Train") -> Ags:
 
 def _describe_why_not_on_shares(train: "Train") -> str:
     """Return why the method cannot train a sharded model; empty if it can."""
-    if train.facts.on_shares:
+    if train.training_method.on_shares:
         return ""
-    can = ", ".join(name for name, facts in METHODS.items() if facts.on_shares)
+    can = ", ".join(name for name, method in METHODS.items() if method.on_shares)
     return f"train.method {train.method} needs whole gradients or weights; the methods that do not: {can}"
 
 

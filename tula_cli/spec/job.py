@@ -20,7 +20,7 @@ from tula_cli.presets import DIVIDING
 from tula_cli.spec.ags import Ags, Auto, divide_section
 from tula_cli.spec.kinds import Section
 from tula_cli.spec.merge import merge
-from tula_cli.spec.methods import DEFAULT_METHOD, REASON, describe_method
+from tula_cli.spec.methods import DEFAULT_METHOD, REASON
 from tula_cli.spec.old_keys import merge_old_keys, replace_old_keys
 from tula_cli.spec.resources import UNPRICED, Cluster, NodeType, Pricing, TypeName
 from tula_cli.spec.schedules import ROUNDING, compute_decayed_share, compute_scheduled_lr, compute_warmup_factor
@@ -111,7 +111,7 @@ class JobSpec(Section):
 
     @model_validator(mode="after")
     def _learning_rate_reaches_the_script(self) -> "JobSpec":
-        rule = self.train.lr_rule
+        rule = self.train.training_method.choose_lr_rule(self.train.lr_scaling, is_adaptive=False)
         if self.script is not None and rule != "none" and not self.script.placeholders & {"lr", "lr_factor"}:
             raise ValueError(
                 f"the learning rate is to be scaled ({rule}), and script.command has neither {{lr}} nor {{lr_factor}}; add one,"
@@ -139,7 +139,7 @@ class JobSpec(Section):
 
     @model_validator(mode="after")
     def _tuning_fits(self) -> "JobSpec":
-        if not self.train.facts.tunes:
+        if not self.train.training_method.tunes:
             return self
         if self.auto.after >= self.train.epochs:
             raise ValueError(
@@ -157,7 +157,7 @@ class JobSpec(Section):
         """Scale updates by default if the optimizer divides by the gradient's magnitude, cancelling its factors."""
         if (
             self.script is None
-            and self.train.facts.scales
+            and self.train.training_method.scales
             and self.ags.apply_to is None
             and self.optimizer.name in DIVIDING
         ):
@@ -177,23 +177,23 @@ class JobSpec(Section):
 
         The fields still count as unset, so that another method can apply its own defaults.
         """
-        facts = self.train.facts
+        max_grad_norm = self.train.training_method.max_grad_norm
         if self.script is not None or self.train.stages == "decay":
             return self
         if has_adam_defaults(self) and "kind" not in self.schedule.model_fields_set:
             object.__setattr__(self, "schedule", _with_defaults(self.schedule, LATE_DECAY))  # it is frozen
         if (
-            facts.max_grad_norm is not None
+            max_grad_norm is not None
             and self.optimizer.name in SGD_LIKE
             and self.loss.name in CROSS_ENTROPIES
             and "max_grad_norm" not in self.train.model_fields_set
         ):
-            object.__setattr__(self, "train", _with_defaults(self.train, {"max_grad_norm": facts.max_grad_norm}))
+            object.__setattr__(self, "train", _with_defaults(self.train, {"max_grad_norm": max_grad_norm}))
         return self
 
     @model_validator(mode="after")
     def _schedule_fits_the_method(self) -> "JobSpec":
-        if self.train.facts.constant_schedule and self.schedule.kind != "constant":
+        if self.train.training_method.constant_schedule and self.schedule.kind != "constant":
             raise ValueError(
                 f"method {self.train.method} averages weights in place of a learning rate that falls; set schedule.kind:"
                 f" constant, not {self.schedule.kind} (a warm-up is fine)"
@@ -437,7 +437,7 @@ def get_warmup_epochs(spec: JobSpec) -> float:
         return given
     if spec.train.stages and spec.train.stages != "decay":  # a batch that grows from the start is a warm-up by itself
         return 0.0
-    return min(spec.train.facts.warmup_epochs, MAX_WARMUP_SHARE * spec.train.epochs)
+    return min(spec.train.training_method.warmup_epochs, MAX_WARMUP_SHARE * spec.train.epochs)
 
 
 def compute_reference_rate(spec: JobSpec, epoch: float) -> float:
@@ -491,7 +491,7 @@ def get_max_lr_factor(spec: JobSpec) -> float | None:
     The gradient of a cross-entropy is bounded however wrong the output is; a single large row of a regression may
     cause a step so long that the training diverges.
     """
-    given, by_method = spec.train.max_lr_factor, spec.train.facts.max_lr_factor
+    given, by_method = spec.train.max_lr_factor, spec.train.training_method.max_lr_factor
     if given != "auto" or by_method is None or spec.train.stages == "decay":  # whose rate never exceeds optimizer.lr
         return None if given == "auto" else given
     return 2 * by_method if spec.loss.name in CROSS_ENTROPIES else by_method
@@ -502,7 +502,7 @@ def find_effective_lr_limit(spec: JobSpec, batch: int) -> float | None:
 
     For method auto this is the limit of its ramp arms.
     """
-    if spec.train.facts.tunes:
+    if spec.train.training_method.tunes:
         ramp = spec.train.model_copy(update={"method": "ramp", "lr_scaling": "auto"})
         spec = spec.model_copy(update={"train": ramp})
     return get_max_lr_factor(spec) if compute_lr_scale(spec, batch) < _compute_unlimited_lr_scale(spec, batch) else None
@@ -521,7 +521,7 @@ def _get_noise_rule(spec: JobSpec) -> Literal["linear", "sqrt"]:
       by sqrt(a) (same paper, Algorithm 1). This is the largest rate that does not diverge there (its Lemma 4), so
       unknown optimizers use it too.
     """
-    return "linear" if spec.optimizer.name in SGD_LIKE and not spec.train.facts.replaces else "sqrt"
+    return "linear" if spec.optimizer.name in SGD_LIKE and not spec.train.training_method.replaces else "sqrt"
 
 
 def _get_lr_rule(spec: JobSpec) -> Literal["none", "linear", "sqrt"]:
@@ -532,16 +532,14 @@ def _get_lr_rule(spec: JobSpec) -> Literal["none", "linear", "sqrt"]:
     """
     if spec.train.stages == "decay" and spec.train.lr_scaling == "auto":
         return _get_noise_rule(spec)
-    is_adaptive = (
-        spec.script is not None or spec.optimizer.name in DIVIDING
-    )  # what a script has is not known before it starts
-    by_root = spec.train.facts.orthogonalises and spec.train.lr_scaling == "auto" and is_adaptive
-    return "sqrt" if by_root else spec.train.lr_rule
+    # What optimizer a script has is not known before it starts.
+    is_adaptive = spec.script is not None or spec.optimizer.name in DIVIDING
+    return spec.train.training_method.choose_lr_rule(spec.train.lr_scaling, is_adaptive=is_adaptive)
 
 
 def has_adam_defaults(spec: JobSpec) -> bool:
     """Return whether the job's method applies a late decay and a lower beta1 by default."""
-    return spec.train.facts.late_decay and spec.optimizer.name in WITH_BETA2 and spec.train.stages != "decay"
+    return spec.train.training_method.late_decay and spec.optimizer.name in WITH_BETA2 and spec.train.stages != "decay"
 
 
 def get_default_beta1(spec: JobSpec, batch: int) -> float | None:
@@ -560,7 +558,11 @@ def with_beta1(optimizer: Optimizer, beta1: float) -> Optimizer:
 def get_beta2_half_life(spec: JobSpec) -> float | Literal["auto"] | None:
     """Return `optimizer.beta2_half_life`; methods ramp and ortho by default keep that of the reference batch."""
     given = spec.optimizer.beta2_half_life
-    return "auto" if given is None and spec.train.facts.orthogonalises and spec.optimizer.name in WITH_BETA2 else given
+    return (
+        "auto"
+        if given is None and spec.train.training_method.orthogonalises and spec.optimizer.name in WITH_BETA2
+        else given
+    )
 
 
 def compute_beta2(spec: JobSpec, beta2: float, batch: int) -> float:
@@ -586,17 +588,10 @@ def describe_misfit(spec: JobSpec) -> str:
 
     Empty if the method fits, or if this is unknown until the optimizer is loaded.
     """
-    facts, name = spec.train.facts, spec.optimizer.name
-    if facts.replaces and name not in facts.replaces:
-        return f"takes the place of {' or '.join(facts.replaces)}, not of optimizer.name: {name}"
-    if facts.needs_sgd and name != "SGD" and ":" not in name:
-        return f"needs optimizer.name: SGD, not {name}"
-    if facts.orthogonalises and not facts.ramps and name == "Muon":
-        return (
-            "orthogonalises the steps of another optimizer, and Muon does so by itself: set train.method: ramp or lbt"
-        )
-    if facts.scales and name in DIVIDING and spec.ags.resolved().apply_to == "gradient":
-        return f"scales gradients, whose magnitude {name} divides by: set ags.apply_to: update"
+    name = spec.optimizer.name
+    divides = name in DIVIDING and spec.ags.resolved().apply_to == "gradient"
+    if misfit := spec.train.training_method.describe_misfit(name, divides_gradients=divides):
+        return misfit
     if spec.optimizer.beta2_half_life is not None and ":" not in name and name not in WITH_BETA2:
         return f"keeps optimizer.beta2_half_life, and {name} has no beta2: set optimizer.name: AdamW, or leave it out"
     return ""
@@ -604,18 +599,18 @@ def describe_misfit(spec: JobSpec) -> str:
 
 def describe_training_method(spec: JobSpec) -> str:
     """Describe the method of a job in one line, with the reason if it is the default."""
-    method, script = spec.train.method, spec.script
+    method, script = spec.train.training_method, spec.script
     if script is None:
-        reason = REASON if method == DEFAULT_METHOD else ""
-        return describe_method(method, spec.optimizer.name, reason, _describe_settings(spec))
+        reason = REASON if method.name == DEFAULT_METHOD else ""
+        return method.describe(spec.optimizer.name, reason, _describe_settings(spec))
     default, reason = script_section.get_default_train(script.command)
     is_default = default == spec.train.model_dump(include=set(default))
-    return describe_method(method, None, reason if is_default else "")
+    return method.describe(None, reason if is_default else "")
 
 
 def _describe_settings(spec: JobSpec) -> str:
     """Describe the schedule, beta1 and clipping that the job's method sets by default; empty if it sets none."""
-    facts, name, schedule = spec.train.facts, spec.optimizer.name, spec.schedule
+    method, name, schedule = spec.train.training_method, spec.optimizer.name, spec.schedule
     if spec.train.stages == "decay":
         return "The decay of the learning rate is spent as batch (train.ramp: decay)"
     if has_adam_defaults(spec):
@@ -627,6 +622,6 @@ def _describe_settings(spec: JobSpec) -> str:
             f"With {name} the schedule of the learning rate is {schedule.kind}{late}, and beta1"
             f" {beta1 if has_default else 'that of optimizer.args.betas'}"
         )
-    if facts.max_grad_norm is None or name not in SGD_LIKE or spec.train.max_grad_norm is None:
+    if method.max_grad_norm is None or name not in SGD_LIKE or spec.train.max_grad_norm is None:
         return ""
     return f"Gradients are clipped: train.max_grad_norm is {spec.train.max_grad_norm:g}"

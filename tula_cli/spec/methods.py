@@ -1,7 +1,7 @@
-"""Facts about training methods, one entry per method, without torch or pydantic; their code is in `worker/methods`.
+"""The training methods, one object each, without torch or pydantic; the code of their steps is in `worker/methods`.
 
-A user-defined method is named by an import string and not imported here: it has the facts of the plain large batch.
-Facts that other methods have here are set in its job (`train.lr_scaling`, `schedule.warmup_epochs`) or by its object.
+A user-defined method is named by an import string and not imported here: it has the properties of the plain large
+batch. What other methods have here is set in its job (`train.lr_scaling`, `schedule.warmup_epochs`) or by its object.
 """
 
 from collections.abc import Mapping
@@ -12,13 +12,21 @@ DEFAULT_METHOD = "ramp"
 REASON = "tula's loop can change the batch while it trains"
 """Why `DEFAULT_METHOD` is the default of tula's loop; for scripts see `spec.scripts.script.get_default_train`."""
 
+LrRule = Literal["none", "linear", "sqrt"]
+"""How the learning rate follows the batch."""
+
 
 @dataclass(frozen=True)
-class Facts:
-    """Properties of a training method that are known before anything is built."""
+class TrainingMethod:
+    """A training method, as far as it is known before anything is built.
 
+    Checks of a job, models of time and memory, comparisons and the worker ask this object; what a step does is in the
+    module `file` of `worker/methods`.
+    """
+
+    name: str
     file: str = "plain"  # of worker/methods, where its object METHOD is
-    lr_scaling: Literal["none", "linear", "sqrt"] = "none"  # of the learning rate, in batch / reference_batch
+    lr_scaling: LrRule = "none"  # of the learning rate, in batch / reference_batch
     max_lr_factor: float | None = None  # of train.max_lr_factor: auto; None: no limit
     max_grad_norm: float | None = None  # with a cross-entropy and SGD, where the spec gives none
     late_decay: bool = False  # of the learning rate of Adam and its like, where the spec gives no schedule
@@ -26,16 +34,14 @@ class Facts:
     warmup_epochs: float = 0.0  # at most, where the spec gives none
     replaces: tuple[str, ...] = ()  # optimizers whose place it takes, and whose settings it takes over; empty: none
     needs_sgd: bool = False
-    orthogonalises: bool = (
-        False  # the updates of matrices; Adam's learning rate and beta2 follow the batch as Adam needs it
-    )
+    # the updates of matrices; Adam's learning rate and beta2 follow the batch as Adam needs it
+    orthogonalises: bool = False
     constant_schedule: bool = False  # a learning rate that falls is refused
-    reads_ags: bool = False  # the section ags means something to it
+    section: Literal["", "ags", "auto"] = ""  # of the job, with the settings of this method alone
     scales: bool = False  # multiplies gradients, or updates, by factors
     refreshes: bool = False  # compares the gradients of two batches now and then
     is_arm: bool = False  # of a self-tuning training
     ramps: bool = False  # its batch grows over the first epochs where train.ramp says nothing else
-    tunes: bool = False  # trains as its arms do (worker/train/auto_tune.py)
     on_one_gpu: str = ""  # why it cannot be judged there
     on_scripts: bool = False  # acts on a script of the user's own, from its command line or around its optimizer
     on_shares: bool = False  # trains a model that is divided among the ranks (train.parallel: fsdp)
@@ -43,15 +49,100 @@ class Facts:
     probes_overestimate: bool = False  # on several GPUs its later steps take less than those that probes measure
 
     @property
-    def section(self) -> str:
-        """Name of the job section specific to the method; empty if there is none."""
-        return "auto" if self.tunes else "ags" if self.reads_ags else ""
+    def tunes(self) -> bool:
+        """Whether it trains as its arms do (worker/train/auto_tune.py)."""
+        return self.section == "auto"
+
+    def reads(self, section: str) -> bool:
+        """Return whether a section of the job has an effect: ags also on a self-tuning training, whose arms may scale."""
+        return section not in ("ags", "auto") or self.section in (section, "auto")
+
+    def choose_lr_rule(self, requested: LrRule | Literal["auto"], *, is_adaptive: bool) -> LrRule:
+        """Return the scaling rule of the learning rate: as requested, else that of the method.
+
+        Args:
+            requested: value of train.lr_scaling.
+            is_adaptive: whether the optimizer divides by the gradient's magnitude; orthogonalised steps then follow the
+                root of the batch (Malladi et al. 2022).
+        """
+        if requested != "auto":
+            return requested
+        return "sqrt" if self.orthogonalises and is_adaptive else self.lr_scaling
+
+    def describe_ramp_conflict(self, ramp: object, lr_scaling: str) -> str:
+        """Return why train.ramp is impossible with this method and train.lr_scaling; empty if it is possible."""
+        if self.tunes:
+            return f"ramp: method {self.name} compares settings at one batch; use method ramp, or another"
+        if ramp != "decay":
+            return ""
+        if self.scales:
+            return (
+                f"ramp: decay scales the learning rate with the batch, and method {self.name} gradients by factors of its"
+                " own; use method ramp, ortho, lbt or lrs"
+            )
+        if self.constant_schedule:
+            return (
+                f"ramp: decay spends the decay of the learning rate as batch, and method {self.name} has none; use ramp:"
+                " auto, or another method"
+            )
+        if why := self.refuses_lr_scaling.get("linear"):
+            return f"ramp: decay scales the learning rate with the batch: {why}"
+        if lr_scaling == "none":
+            return "ramp: decay scales the learning rate with the batch; leave lr_scaling: none out"
+        return ""
+
+    def describe_misfit(self, optimizer: str, *, divides_gradients: bool) -> str:
+        """Return why the method does not fit an optimizer; empty if it fits, or if this is unknown until that is loaded.
+
+        Args:
+            optimizer: value of optimizer.name.
+            divides_gradients: whether the optimizer would divide the method's factors out, as they apply to gradients.
+        """
+        if self.replaces and optimizer not in self.replaces:
+            return f"takes the place of {' or '.join(self.replaces)}, not of optimizer.name: {optimizer}"
+        if self.needs_sgd and optimizer != "SGD" and ":" not in optimizer:
+            return f"needs optimizer.name: SGD, not {optimizer}"
+        if self.orthogonalises and not self.ramps and optimizer == "Muon":
+            return "orthogonalises the steps of another optimizer, and Muon does so by itself: set train.method: ramp or lbt"
+        if self.scales and divides_gradients:
+            return f"scales gradients, whose magnitude {optimizer} divides by: set ags.apply_to: update"
+        return ""
+
+    def describe(self, optimizer: str | None, default: str = "", settings: str = "") -> str:
+        """Describe the method in one line: why it is the default, its effect, and advice for the optimizer's family.
+
+        Args:
+            optimizer: value of optimizer.name; None for a script, whose optimizer is unknown.
+            default: why the method is the default; empty if the method is not the default.
+            settings: other settings that the method makes in the job, shown in place of the advice; empty if none.
+        """
+        reason = f", the default because {default}" if default else ""
+        advice = settings or self._advise(optimizer)
+        return f"method {self.name}{reason}: {self.summary}{f'. {advice} (docs/how-to/choose-a-method.md)' if advice else ''}"
+
+    def _advise(self, optimizer: str | None) -> str:
+        if optimizer is None:
+            return "" if self.orthogonalises else "If its optimizer is AdamW or Adam, compare train.method: ortho"
+        if optimizer == "Muon":
+            return "Muon orthogonalises its steps by itself" if self.ramps else "Compare train.method: ramp"
+        if not (self.ramps or self.tunes):
+            orthogonalised = (
+                f"With {optimizer} orthogonalised steps matter most: compare" if "Adam" in optimizer else "Compare"
+            )
+            return f"{orthogonalised} train.method: ramp"
+        if "Adam" in optimizer:
+            return (
+                f"With {optimizer} and few steps also compare schedule: {{kind: linear, decay_from: 0.7}} with beta1 0.8, the first"
+                " of optimizer.args.betas"
+            )
+        return ""
 
 
-METHODS: dict[str, Facts] = {
-    "ags": Facts(
+_METHODS = (
+    TrainingMethod(
+        "ags",
         "scaling",
-        reads_ags=True,
+        section="ags",
         scales=True,
         refreshes=True,
         is_arm=True,
@@ -59,13 +150,15 @@ METHODS: dict[str, Facts] = {
         on_shares=True,
         summary="gradients times factors from a comparison with a small batch, whose pass and factors cost time and memory",
     ),
-    "lbt": Facts(
+    TrainingMethod(
+        "lbt",
         is_arm=True,
         on_scripts=True,
         on_shares=True,
         summary="the large batch as it is; costs nothing",
     ),
-    "lrs": Facts(
+    TrainingMethod(
+        "lrs",
         on_scripts=True,
         on_shares=True,
         lr_scaling="linear",
@@ -75,28 +168,32 @@ METHODS: dict[str, Facts] = {
         },
         summary="the large batch with a scaled learning rate; costs nothing",
     ),
-    "lars": Facts(
+    TrainingMethod(
+        "lars",
         "lars",
         lr_scaling="linear",
         warmup_epochs=5.0,
         replaces=("SGD",),
         summary="the step of every tensor is in proportion to its norm",
     ),
-    "lamb": Facts(
+    TrainingMethod(
+        "lamb",
         "lamb",
         lr_scaling="sqrt",
         warmup_epochs=5.0,
         replaces=("Adam", "AdamW"),
         summary="the step of every tensor is in proportion to its norm",
     ),
-    "polo": Facts(
+    TrainingMethod(
+        "polo",
         "polo",
         warmup_epochs=5.0,
         on_one_gpu="on one GPU, polo is plain SGD with a warm-up: there are no replicas to average",
         probes_overestimate=True,
         summary="every GPU trains by itself and weights are averaged now and then; saves synchronisation",
     ),
-    "adascale": Facts(
+    TrainingMethod(
+        "adascale",
         "adascale",
         needs_sgd=True,
         refuses_lr_scaling=dict.fromkeys(
@@ -106,14 +203,16 @@ METHODS: dict[str, Facts] = {
         ),
         summary="the learning rate times a gain that the noise of the gradients allows",
     ),
-    "static": Facts(
+    TrainingMethod(
         "static",
-        reads_ags=True,
+        "static",
+        section="ags",
         scales=True,
         is_arm=True,
         summary="gradients times one constant factor",
     ),
-    "ortho": Facts(
+    TrainingMethod(
+        "ortho",
         "ortho",
         lr_scaling="linear",
         warmup_epochs=5.0,
@@ -123,7 +222,8 @@ METHODS: dict[str, Facts] = {
         on_shares=True,
         summary="orthogonalised steps; costs products of matrices in every step",
     ),
-    "ramp": Facts(
+    TrainingMethod(
+        "ramp",
         "ramp",
         lr_scaling="linear",
         max_lr_factor=8.0,
@@ -135,63 +235,32 @@ METHODS: dict[str, Facts] = {
         on_shares=True,
         summary="batch and learning rate grow over the first epochs, with orthogonalised steps; costs smaller steps at first",
     ),
-    "schedule_free": Facts(
+    TrainingMethod(
+        "schedule_free",
         "schedule_free",
         warmup_epochs=5.0,
         replaces=("SGD", "AdamW"),
         constant_schedule=True,
         summary="averaged weights in place of a learning rate that falls",
     ),
-    "auto": Facts(
-        reads_ags=True,
+    TrainingMethod(
+        "auto",
+        section="auto",
         refreshes=True,
-        tunes=True,
         max_grad_norm=1.0,
         summary="takes the ramp unless short branches show that it breaks down; costs a quarter of the training's samples more",
     ),
-}
+)
+METHODS: dict[str, TrainingMethod] = {method.name: method for method in _METHODS}
 """Learning rates scale linearly with a warm-up, as in the paper, IV-D; LAMB's with the root (You et al. 2020)."""
 
 
-def describe_method(method: str, optimizer: str | None, default: str = "", settings: str = "") -> str:
-    """Describe a job's method in one line: why it is the default, its effect, and advice for the optimizer's family.
-
-    Args:
-        method: value of train.method.
-        optimizer: value of optimizer.name; None for a script, whose optimizer is unknown.
-        default: why the method is the default; empty if the method is not the default.
-        settings: other settings that the method makes in the job, shown in place of the advice; empty if none.
-    """
-    reason = f", the default because {default}" if default else ""
-    advice = settings or _advise(method, optimizer)
-    return f"method {method}{reason}: {get_facts(method).summary}{f'. {advice} (docs/how-to/choose-a-method.md)' if advice else ''}"
+def get_training_method(name: str) -> TrainingMethod:
+    """Return a method by its name, or a user-defined one, which is an import string and is not imported here."""
+    return METHODS[name] if name in METHODS else TrainingMethod(name, name, section="ags")
 
 
-def _advise(method: str, optimizer: str | None) -> str:
-    facts = get_facts(method)
-    if optimizer is None:
-        return "" if facts.orthogonalises else "If its optimizer is AdamW or Adam, compare train.method: ortho"
-    if optimizer == "Muon":
-        return "Muon orthogonalises its steps by itself" if facts.ramps else "Compare train.method: ramp"
-    if not (facts.ramps or facts.tunes):
-        orthogonalised = (
-            f"With {optimizer} orthogonalised steps matter most: compare" if "Adam" in optimizer else "Compare"
-        )
-        return f"{orthogonalised} train.method: ramp"
-    if "Adam" in optimizer:
-        return (
-            f"With {optimizer} and few steps also compare schedule: {{kind: linear, decay_from: 0.7}} with beta1 0.8, the first"
-            " of optimizer.args.betas"
-        )
-    return ""
-
-
-def get_facts(method: str) -> Facts:
-    """Return the facts of a method; default facts for a user-defined method, which is an import string."""
-    return METHODS[method] if method in METHODS else Facts(method, reads_ags=True)
-
-
-ARMS = tuple(name for name, facts in METHODS.items() if facts.is_arm)
+ARMS = tuple(name for name, method in METHODS.items() if method.is_arm)
 
 if TYPE_CHECKING:
     ArmMethod = str

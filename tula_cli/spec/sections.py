@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, mod
 
 from tula_cli.plugins import is_import_string, suggest_nearest
 from tula_cli.spec.kinds import Arguments, Line, Method, NonNegativeFloat, Positive, PositiveFloat, Section
-from tula_cli.spec.methods import DEFAULT_METHOD, Facts, get_facts
+from tula_cli.spec.methods import DEFAULT_METHOD, TrainingMethod, get_training_method
 from tula_cli.spec.old_keys import FALLING_METRICS
 
 # --- Parts of `train`
@@ -442,7 +442,7 @@ class Train(Section):
 
     @model_validator(mode="after")
     def _scaling_fits_the_method(self) -> "Train":
-        if why := self.facts.refuses_lr_scaling.get(self.lr_scaling):
+        if why := self.training_method.refuses_lr_scaling.get(self.lr_scaling):
             raise ValueError(why)
         return self
 
@@ -458,23 +458,8 @@ class Train(Section):
             raise ValueError("ramp_noise means nothing without ramp: noise")
         if self.ramp is None:
             return self
-        if self.facts.tunes:
-            raise ValueError(f"ramp: method {self.method} compares settings at one batch; use method ramp, or another")
-        if self.ramp == "decay":
-            if self.facts.scales:
-                raise ValueError(
-                    f"ramp: decay scales the learning rate with the batch, and method {self.method} gradients by factors of its"
-                    " own; use method ramp, ortho, lbt or lrs"
-                )
-            if self.facts.constant_schedule:
-                raise ValueError(
-                    f"ramp: decay spends the decay of the learning rate as batch, and method {self.method} has none; use ramp:"
-                    " auto, or another method"
-                )
-            if why := self.facts.refuses_lr_scaling.get("linear"):
-                raise ValueError(f"ramp: decay scales the learning rate with the batch: {why}")
-            if self.lr_scaling == "none":
-                raise ValueError("ramp: decay scales the learning rate with the batch; leave lr_scaling: none out")
+        if why := self.training_method.describe_ramp_conflict(self.ramp, self.lr_scaling):
+            raise ValueError(why)
         named = self.ramp if isinstance(self.ramp, list) else []
         batches = [stage.batch for stage in named]
         if sorted(set(batches)) != batches:
@@ -489,7 +474,7 @@ class Train(Section):
     @property
     def stages(self) -> Stages | None:
         """How the batch grows; None if it does not."""
-        return "auto" if self.ramp is None and self.facts.ramps else self.ramp
+        return "auto" if self.ramp is None and self.training_method.ramps else self.ramp
 
     @property
     def measures_noise(self) -> bool:
@@ -503,14 +488,8 @@ class Train(Section):
         return max(FEWEST_WORKERS, min(MOST_WORKERS, int(cores) - 1))
 
     @property
-    def lr_rule(self) -> Literal["none", "linear", "sqrt"]:
-        """The scaling rule of the learning rate: as requested, otherwise that of the method."""
-        return self.facts.lr_scaling if self.lr_scaling == "auto" else self.lr_scaling
-
-    @property
-    def facts(self) -> Facts:
-        """The facts of the method."""
-        return get_facts(self.method)
+    def training_method(self) -> TrainingMethod:
+        return get_training_method(self.method)
 
 
 # --- Parts of `search`

@@ -68,7 +68,7 @@ def _list_script_fields(spec: JobSpec, script: Script) -> dict[str, Any]:
     settings = script.model_dump(include={"command", "launch", "samples", "probe"})
     parts = {"script": settings, "train": spec.train.model_dump(include={"accumulate", "workers"})}
     scaled = {"granularity", "source", "apply_to", *_list_refresh_fields(spec)}
-    return {**parts, "ags": _list_ags_fields(spec.ags, scaled)} if spec.train.facts.scales else parts
+    return {**parts, "ags": _list_ags_fields(spec.ags, scaled)} if spec.train.training_method.scales else parts
 
 
 def compute_train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") -> str:
@@ -92,7 +92,7 @@ def compute_train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str 
     later = spec.schedule.model_dump(include=new, exclude_defaults=True)
     parts["schedule"] = spec.schedule.model_dump(exclude=new) | later
     parts["dataset"] = _list_dataset_fields(spec)
-    acts = spec.ags if spec.train.facts.reads_ags else Ags()  # to others the section means nothing
+    acts = spec.ags if spec.train.training_method.reads("ags") else Ags()  # to others the section means nothing
     parts["ags"] = _list_ags_fields(acts, set(ResolvedAgs.model_fields) - {"preset"})
     parts["train"] = (
         spec.train.model_dump(
@@ -120,7 +120,7 @@ def compute_train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str 
         ]
     parts["schedule"]["warmup_epochs"] = get_warmup_epochs(spec)
     parts["gpus_per_node"] = spec.cluster.gpus_per_node
-    if spec.train.facts.tunes:
+    if spec.train.training_method.tunes:
         branches = {"epochs": spec.auto.branch_epochs, **REMOVED_FROM_AUTO}
         parts["auto"] = spec.auto.model_dump(exclude={"arms", "branch_epochs"}) | branches
         parts["auto"]["arms"] = [arm.model_dump() | REMOVED_FROM_ARMS for arm in spec.auto.arms]
@@ -154,7 +154,7 @@ def _compute_script_signature(spec: JobSpec, script: Script, where: Mapping[str,
     train = spec.train.model_dump(include={"method", "lr_scaling", "accumulate", "seed"})
     train |= _list_lr_limit(spec, where["batch"])
     ags = {}
-    if spec.train.facts.scales:
+    if spec.train.training_method.scales:
         removed = {**dict.fromkeys(("s_min", "eps", "norm_ewma", "scale_ema")), **REMOVED_FROM_AGS}
         ags["ags"] = spec.ags.model_dump(exclude={"exclude", *_list_later_ags_fields(spec.ags)}) | removed
     return compute_digest(

@@ -52,7 +52,7 @@ def run_training(
 
 
 def _run_method(task: TrainTask, context: TrainContext) -> None:
-    if not task.spec.train.facts.tunes:
+    if not task.spec.train.training_method.tunes:
         return training.train(task, context)
     from tula_cli.worker.train import auto_tune  # here: a training that does not tune itself imports nothing of it
 

@@ -12,7 +12,7 @@ from tula_cli.errors import SpecError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.tasks import TrainTask
-from tula_cli.spec.methods import METHODS, Facts, get_facts
+from tula_cli.spec.methods import METHODS, TrainingMethod, get_training_method
 from tula_cli.worker.build.data import build_datasets
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.measure.inspect import inspect_job
@@ -30,7 +30,7 @@ EPOCH = STEPS * BATCH
 def sections(name: str, **changes: Any) -> dict[str, Any]:
     """Return a job of a method with an optimizer that it takes: 3 epochs, a network with BatchNorm and dropout."""
     adam = {"name": "AdamW", "lr": 0.01, "momentum": None, "weight_decay": 0.01}
-    optimizer = {} if "SGD" in (get_facts(name).replaces or ("SGD",)) else adam
+    optimizer = {} if "SGD" in (get_training_method(name).replaces or ("SGD",)) else adam
     train = {"epochs": 3, "checkpoint_every": 1e-9, "method": name}
     model = {"args": {"norm": True, "dropout": 0.3}}
     auto = {"arms": [{"name": "lbt-x2", "lr_factor": 2.0}]}
@@ -44,7 +44,7 @@ def train(run: RunDir, ranks: Ranks, task: TrainTask) -> None:
 def broken_off(run: RunDir, ranks: Ranks, name: str) -> TrainTask:
     """Train until the middle of the second epoch; return the task that goes on."""
     task = train_task(spec(**sections(name)))
-    after = EPOCH + 40 if not get_facts(name).tunes else EPOCH - 10  # its branches load samples too
+    after = EPOCH + 40 if not get_training_method(name).tunes else EPOCH - 10  # its branches load samples too
     ending = spec(**sections(name, dataset={"args": {"ends_after": after}}))
     with pytest.raises(Interrupted):
         train(run, ranks, train_task(ending, signature=task.signature))
@@ -111,7 +111,7 @@ def test_it_is_probed_and_estimated(name: str, alone: Ranks, run: RunDir) -> Non
 
 
 def test_a_row_without_its_file_fails(alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(METHODS, "lbt", Facts("nowhere"))
+    monkeypatch.setitem(METHODS, "lbt", TrainingMethod("lbt", "nowhere"))
     with pytest.raises(ModuleNotFoundError, match="nowhere"):
         inspect_job(spec(**sections("lbt")))
     with pytest.raises(ModuleNotFoundError, match="nowhere"):

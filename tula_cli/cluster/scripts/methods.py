@@ -103,7 +103,7 @@ def make_ags_plan(
         JobFailed: factors are refreshed per epoch, and the number of steps per epoch is unknown.
     """
     spec = task.spec
-    if not spec.train.facts.scales:
+    if not spec.train.training_method.scales:
         return None
     settings = spec.ags.resolved().model_dump()
     return AgsPlan(
@@ -126,7 +126,7 @@ def make_ortho_plan(run: RunDir, task: Task, command: LeaderCommand) -> OrthoPla
         TulaError: the run directory cannot be written.
     """
     train = task.spec.train
-    if not train.facts.orthogonalises:
+    if not train.training_method.orthogonalises:
         return None
     return OrthoPlan(code=_copy_library(run), beta2_power=command.batch / train.reference_batch)
 

@@ -15,7 +15,7 @@ from tula_cli.errors import SpecError
 from tula_cli.plugins import suggest_nearest
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.merge import apply_overrides
-from tula_cli.spec.methods import METHODS, Facts, get_facts
+from tula_cli.spec.methods import METHODS, TrainingMethod, get_training_method
 from tula_cli.spec.scripts.placeholders import find_placeholders
 from tula_cli.spec.scripts.script import Script
 from tula_cli.spec.yaml_text import parse_yaml
@@ -113,8 +113,8 @@ class Variant:
     settings: tuple[str, ...] = ()  # path=value, in YAML, which are laid over all of it
 
     @property
-    def facts(self) -> Facts:
-        return get_facts(self.method)
+    def training_method(self) -> TrainingMethod:
+        return get_training_method(self.method)
 
     def content(self, content: Mapping[str, Any]) -> dict[str, Any]:
         """Return the content of a job with the row's settings."""
@@ -136,7 +136,7 @@ def make_row_of_job(spec: JobSpec) -> str:
     """Return the row that trains the job unchanged: its method, and settings that other rows of the method drop."""
     train = spec.train
     retained = train.model_dump(mode="json", include={"ramp", "ramp_noise"}, exclude_none=True)
-    settings = {} if train.facts.ramps else retained
+    settings = {} if train.training_method.ramps else retained
     if train.method == REFERENCE and train.lr_scaling != "auto":
         settings = {"lr_scaling": train.lr_scaling, **settings}
     return ":".join([train.method, *(f"train.{name}={json.dumps(value)}" for name, value in settings.items())])
@@ -198,7 +198,7 @@ def _parse_setting(row: str, variant: Variant, text: str) -> str:
     key, _, value = text.partition("=")
     if not value.strip():
         raise SpecError(f"methods: {row!r} gives {key} no value", f"write {key}=VALUE; null is the default")
-    method_section = variant.facts.section
+    method_section = variant.training_method.section
     if "." not in key and not method_section:
         raise SpecError(
             f"methods: {row!r}: method {variant.method} has no section of its own, so {key} says too little",
@@ -212,7 +212,7 @@ def _parse_setting(row: str, variant: Variant, text: str) -> str:
         )
     if why := FIXED.get(path):
         raise SpecError(f"methods: {row!r} sets {path}, {why}", "leave it out")
-    if (section == "ags" and not variant.facts.reads_ags) or (section == "auto" and not variant.facts.tunes):
+    if not variant.training_method.reads(section):
         raise SpecError(f"methods: {row!r}: section {section} means nothing to method {variant.method}", "leave it out")
     parse_yaml(value, source=f"methods: {row!r}: {path}")  # refused under the row's name, not under that of --set
     return f"{path}={value}"

@@ -34,7 +34,11 @@ def predict_ramp_alternatives(forecast: Forecast, choice: Prediction) -> tuple[R
             _with_train_settings(forecast, ramp_nodes="same"), choice, choice.batch
         )
     fixed = _with_train_settings(
-        forecast, ramp=None, ramp_nodes="same", ramp_noise=None, **({"method": "lrs"} if spec.train.facts.ramps else {})
+        forecast,
+        ramp=None,
+        ramp_nodes="same",
+        ramp_noise=None,
+        **({"method": "lrs"} if spec.train.training_method.ramps else {}),
     )
     predictions["a fixed batch"] = _predict_batch(fixed, choice, choice.batch)
     reference = [

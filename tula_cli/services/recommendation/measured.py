@@ -377,8 +377,8 @@ def list_observations_from_trainings(
 
 def _trains_alike(run: RunDir, task: TrainTask, probed_job: JobSpec, *, code: str) -> bool:
     """Return whether a training runs the same steps as the probes."""
-    facts, train = task.spec.train.facts, task.spec.train
-    if facts.tunes or facts.probes_overestimate or ("gradient_norms" in train.diagnostics and not facts.scales):
+    method, train = task.spec.train.training_method, task.spec.train
+    if method.tunes or method.probes_overestimate or ("gradient_norms" in train.diagnostics and not method.scales):
         return False
     snapshot = run.code(task.code)
     return (snapshot.digest if snapshot is not None else "") == code and compute_measurement_signature(

@@ -254,11 +254,12 @@ def fill_script_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
         default, _ = get_default_train(_as_mapping(content["script"]).get("command"))
         train = {"method": "lbt", **train} if "lr_scaling" in train else {**default, **train}
     method = train["method"]
-    if method not in (there_are := [name for name, facts in METHODS.items() if facts.on_scripts]):
+    if method not in (there_are := [name for name, known in METHODS.items() if known.on_scripts]):
         raise ValueError(
             f"train.method {method} acts inside of tula's own loop; for a script there are {', '.join(there_are)}"
         )
-    if not METHODS[method].reads_ags and content.get("ags") is not None:
+    reads_ags = METHODS[method].reads("ags")
+    if not reads_ags and content.get("ags") is not None:
         raise ValueError(f"section ags means nothing to train.method {method}; leave it out, or set train.method: ags")
     length, reference = (_get_mapping_at(content["script"], name) for name in ("length", "reference"))
     return {
@@ -266,7 +267,7 @@ def fill_script_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
         "model": Model(name=""),
         "dataset": Dataset(name=""),
         "optimizer": Optimizer.model_construct(name="", lr=math.nan),
-        **({"ags": _fill_ags_defaults(content)} if METHODS[method].reads_ags else {}),
+        **({"ags": _fill_ags_defaults(content)} if reads_ags else {}),
         # What is wrong in them is told of section script itself.
         "train": {**train, "epochs": length.get("epochs") or 1, "reference_batch": reference.get("batch") or 1},
     }
@@ -288,7 +289,7 @@ def _as_mapping(part: Any) -> Mapping[str, Any]:
 
 def without_script_defaults(content: dict[str, Any]) -> dict[str, Any]:
     """Return the written content of a job with a script, without the additions of `fill_script_defaults`."""
-    reads_ags = METHODS[content.get("train", {}).get("method", "lbt")].reads_ags
+    reads_ags = METHODS[content.get("train", {}).get("method", "lbt")].reads("ags")
     kept = {key: value for key, value in content.items() if key not in OWN_LOOP and (key != "ags" or reads_ags)}
     if "train" in kept:
         kept["train"] = {key: value for key, value in kept["train"].items() if key in TRAIN}

@@ -635,7 +635,7 @@ def _make_training_dataset(spec: JobSpec, samples: Samples) -> SeededDataset | S
     refused = [
         feature for feature, is_given in (("an iterable dataset", streamed), ("dataset.sampler", sampler)) if is_given
     ]
-    if refused and spec.train.facts.tunes:
+    if refused and spec.train.training_method.tunes:
         raise SpecError(
             f"train.method {spec.train.method} holds out samples by their number, which {refused[0]} has not"
         )

@@ -309,11 +309,11 @@ def set_beta2(optimizer: torch.optim.Optimizer, values: Sequence[float]) -> None
 
 
 def _check_replaceable(spec: JobSpec) -> None:
-    method, name, replaced = spec.train.method, spec.optimizer.name, spec.train.facts.replaces
-    if name not in replaced:
+    method = spec.train.training_method
+    if misfit := method.describe_misfit(spec.optimizer.name, divides_gradients=False):
         raise SpecError(
-            f"train.method {method} takes the place of {' or '.join(replaced)}, not of optimizer.name: {name}",
-            f"set optimizer.name: {replaced[0]}, with the learning rate and weight decay that suit it",
+            f"train.method {method.name} {misfit}",
+            f"set optimizer.name: {method.replaces[0]}, with the learning rate and weight decay that suit it",
         )
 
 

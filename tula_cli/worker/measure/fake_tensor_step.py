@@ -276,7 +276,9 @@ class FakeStep:
     def scaled(self) -> list[nn.Parameter]:
         """The parameters that AGS scales if the method uses it: all except `list_excluded_parameters`."""
         left_out = (
-            set(list_excluded_parameters(self.model, self.spec.ags)) if self.spec.train.facts.reads_ags else set()
+            set(list_excluded_parameters(self.model, self.spec.ags))
+            if self.spec.train.training_method.reads("ags")
+            else set()
         )
         return [p for p in self.parameters if p not in left_out]
 

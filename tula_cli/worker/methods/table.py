@@ -15,7 +15,7 @@ def get_method(spec: JobSpec) -> Plain:
     Raises:
         SpecError: a user's method cannot be imported, or is not a training method.
     """
-    file = spec.train.facts.file
+    file = spec.train.training_method.file
     return load_user_method(file) if plugins.is_import_string(file) else load_method(file)
 
 

@@ -100,12 +100,12 @@ class Training:
     def _record_possible_splits(self) -> None:
         """Write the possible splits for the supervisor, before a step can run out of memory on any rank."""
         if self.first:
-            task, tunes = self.context.asked, self.context.asked.spec.train.facts.tunes
+            task = self.context.asked
             batches = [rung.batch for rung in task.ladder]
             splits = list_possible_splits(
                 self.trainer,
                 batches,
-                lambda batch: halving.make_jobs_of_arms(task.spec, batch) if tunes else [task.spec],
+                lambda batch: halving.list_jobs_of_training(task.spec, batch),
             )
             self.run.training(self.task.signature).write_micro_batches(splits)
 

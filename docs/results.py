@@ -214,18 +214,88 @@ relative to one job for every configuration. `python benchmarks/replay/replay.py
 def step_times() -> str:
     """Return the section of the replayed step times."""
     found = json.loads((RESULTS / "replay.json").read_text(encoding="utf-8"))
-    parts = ["## Step times", STEPS_HEAD, replay_table(found["steps"])]
-    if whole := found.get("whole_steps"):
-        parts += [
-            "The same tables as seen by a job that reports only whole steps, such as a script without DDP:",
-            replay_table(whole),
-        ]
     again = found["repeats"]
-    parts.append(
-        f"{again['configurations']} of the configurations were measured more than once, {again['median']:.1%} apart in the"
-        f" median (p90 {again['p90']:.1%}). No model can predict better than that."
+    noise = (
+        f"{again['configurations']} of the configurations were measured more than once, {percent(again['median'])} apart in"
+        f" the median (p90 {percent(again['p90'])}). No model can predict better than that."
     )
-    return "\n\n".join(parts)
+    return "\n\n".join(
+        [
+            "## Step times",
+            STEPS_HEAD,
+            replay_table(found["steps"]),
+            noise,
+            "The same tables as seen by a job that reports only whole steps, such as a script without DDP:",
+            replay_table(found["whole_steps"]),
+            STRATEGIES_HEAD,
+            strategies_table(found["strategies"]),
+            MORE_NODES_HEAD,
+            more_nodes_table(found["more_nodes"]),
+            TRAININGS_HEAD,
+            trainings_table(found["trainings"]),
+        ]
+    )
+
+
+STRATEGIES_HEAD = """What a search costs, plus what its choice loses, as a share of the best training: node-hours with the cheapest choice,
+then wall time with the fastest one (`replay_worth.py`). `auto` changes from `adaptive` to `sweep` at about ten hours."""
+
+
+def strategies_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return what each strategy costs by the length of the training."""
+    strategies = list(dict.fromkeys(row["strategy"] for row in rows))
+    costs = {(row["hours"], row["strategy"]): f"{percent(row['money'])}, {percent(row['time'])}" for row in rows}
+    lines = [
+        [f"{hours:g} h", *(costs[hours, strategy] for strategy in strategies)]
+        for hours in dict.fromkeys(row["hours"] for row in rows)
+    ]
+    return table(["fastest training", *(f"`{strategy}`" for strategy in strategies)], lines)
+
+
+MORE_NODES_HEAD = "More nodes than any probe had (`tula recommend --nodes`; `replay_further.py`):"
+
+
+def more_nodes_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return how well configurations on more nodes are predicted."""
+    lines = [
+        [
+            str(row["cluster"]),
+            str(row["most"]),
+            str(row["most"] * row["times"]),
+            percent(row["median"]),
+            percent(row["covered"], 0),
+            f"{row['width']:.1f}",
+        ]
+        for row in rows
+    ]
+    head = [
+        "cluster",
+        "nodes probed up to",
+        "nodes predicted",
+        "median error",
+        "90 % interval holds",
+        "its upper end over its lower",
+    ]
+    return table(head, lines)
+
+
+TRAININGS_HEAD = """What one training teaches about its neighbours, at half or twice its batch or nodes, before and after it counts in the fit
+(`replay_trained.py`):"""
+
+
+def trainings_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return how well neighbours of a training are predicted without and with it."""
+    lines = [
+        [
+            f"`{row['strategy']}`",
+            *(
+                f"{percent(row[key][0], digits)}, {percent(row[key][1], digits)}"
+                for key, digits in (("median", 1), ("covered", 0))
+            ),
+        ]
+        for row in rows
+    ]
+    return table(["probes", "median error", "90 % interval holds"], lines)
 
 
 def replay_table(rows: Mapping[str, Mapping[str, Any]]) -> str:

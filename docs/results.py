@@ -252,7 +252,7 @@ def strategies_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return table(["fastest training", *(f"`{strategy}`" for strategy in strategies)], lines)
 
 
-MORE_NODES_HEAD = "More nodes than any probe had (`tula recommend --nodes`; `replay_further.py`):"
+MORE_NODES_HEAD = "More nodes than any probe had (`tula recommend --nodes 32`; `replay_further.py`):"
 
 
 def more_nodes_table(rows: Sequence[Mapping[str, Any]]) -> str:

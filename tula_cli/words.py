@@ -75,6 +75,11 @@ def join_words(words: Iterable[object]) -> str:
     return ", ".join(map(str, words))
 
 
+def start_sentence(text: str) -> str:
+    """Return a text with a capital first letter."""
+    return text[:1].upper() + text[1:]
+
+
 def describe_configuration(nodes: int, batch: int, local_batch: int) -> str:
     """Return a configuration in words, with its global and local batch."""
     return f"{format_count(nodes)}, batch {batch} (local {local_batch})"

@@ -391,7 +391,7 @@ def test_130_on_ctrl_c_and_the_jobs_live_unless_told_otherwise(cluster, monkeypa
     ended = tula("profile", "job.yaml", *(["--cancel-on-interrupt"] if flag else []))
     assert ended.code == 130
     assert cluster.launcher.cancelled == (["probe-n001", "probe-n002"] if flag else [])
-    assert ("the jobs go on" in ended.err) is not flag
+    assert ("the jobs continue" in ended.err) is not flag
     assert ("tula cancel tula-runs/toy-" in ended.err) is not flag
 
 

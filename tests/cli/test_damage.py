@@ -214,7 +214,7 @@ DAMAGES: dict[str, Damage] = {
     "row of a time that is a list": Damage(line(5, edited(b'"time": 17', b'"time": [], "t": 17')), METRICS, ROW),
     "warning without its text": Damage(line(5, lambda row: b'{"kind": "warning", "samples": 512}\n'), METRICS, ROW),
     "empty line": Damage(line(5, lambda row: b"\n"), METRICS, ROW),
-    "first row cut": Damage(line(1, lambda row: row[9:]), METRICS, ("line 1)", "charts")),
+    "first row cut": Damage(line(1, lambda row: row[9:]), METRICS, ("line 1 ", "charts")),
     "row that is a list": Damage(line(5, lambda row: b"[" + row[:-1] + b"]\n"), METRICS, ROW),
     "zeros in a row": Damage(line(5, lambda row: row[:20] + bytes(40) + row[60:]), METRICS, ROW),
     "zeros for several rows": Damage(

@@ -363,10 +363,10 @@ def test_names_are_those_of_the_table_or_import_strings() -> None:
     assert "unknown scheduler 'slrum': did you mean slurm?" in str(told.value.problems[0])
     with pytest.raises(SpecError) as told:
         make.spec(cluster={"kind": OWN, "slurm": {}})
-    assert "slurm settings mean nothing to kind 'tiny_queue:TinyQueue'" in str(told.value.problems[0])
+    assert "section slurm has no effect with kind 'tiny_queue:TinyQueue'" in str(told.value.problems[0])
     with pytest.raises(SpecError) as told:
         make.spec(cluster={"kind": "local", "scheduler": {"minutes": 3}})
-    assert "scheduler settings mean nothing to kind 'local'" in str(told.value.problems[0])
+    assert "section scheduler has no effect with kind 'local'" in str(told.value.problems[0])
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_settings_that_arms_have_no_more_are_refused_with_what_to_do(setting: di
     with pytest.raises(SpecError) as caught:
         job(auto={"arms": [{"name": "late", "method": "ramp", **setting}]})
     (problem,) = caught.value.problems
-    assert problem.path == f"auto.arms[0].{next(iter(setting))}" and problem.message == "no such key any more"
+    assert problem.path == f"auto.arms[0].{next(iter(setting))}" and problem.message == "this key was removed"
     assert problem.hint
 
 

@@ -12,7 +12,7 @@ from make_runs import FakeLauncher
 
 from tula_cli.errors import SpecError, TulaError
 from tula_cli.run import code as run_code
-from tula_cli.run import code_selection, imports
+from tula_cli.run import code_selection, imports, messages
 from tula_cli.run import code_selection as git_state
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import ProbeTask, TrainTask
@@ -307,7 +307,8 @@ def test_what_is_too_large_is_linked_and_told(here: Path, run: RunDir, monkeypat
         assert (home / "pack" / left).is_symlink()
         assert (home / "pack" / left).resolve() == (here / "pack" / left).resolve()
     (warning,) = run_code.choose_code(None, job(), here, keep=True).warnings
-    assert "pack/a_weights.bin, pack/data2.bin, pack/data3.bin and 1 more: too large" in warning
+    assert warning.code == "files-too-large-to-copy"
+    assert warning.values["paths"] == "pack/a_weights.bin, pack/data2.bin, pack/data3.bin and 1 more"
 
 
 def test_data_beside_a_module_is_found_by_its_own_path(here: Path, run: RunDir) -> None:
@@ -329,7 +330,7 @@ def test_files_beside_the_code_that_are_too_many_to_link_are_told(
     assert run_code.choose_code(None, job(), here, keep=True).warnings == ()
     write(here, three="")
     (warning,) = run_code.choose_code(None, job(), here, keep=True).warnings
-    assert warning.startswith(".: more than 3 files beside the code")
+    assert warning == messages.folder_with_many_files(paths=".", most=3, folder=str(here))
     assert [path.name for path in run.code_dir(take(run, job(), here)).iterdir()] == ["mine.py"]
 
 
@@ -441,7 +442,7 @@ def test_a_run_is_measured_to_its_end_with_the_code_it_began_with(here: Path, ru
     launcher.says = dict.fromkeys(launcher.says, "ended")
     write(here, mine="x = 2")
     (warning,) = profile.plan_probes(job(), inspected(), run).code.warnings
-    assert warning == f"the code behind mine:Net has changed: {run.id} goes on with the code that it was measured with"
+    assert warning == messages.earlier_code_used(code="the code behind mine:Net", run=run.id, missing_from=None)
     assert submit(run, job(), launcher) == before
 
 
@@ -453,7 +454,7 @@ def test_training_takes_the_code_that_is_there_now_and_says_so(here: Path, run: 
     now = plan_training(run, job())
     assert now.task.signature != before.task.signature
     (warning,) = now.code.warnings
-    assert f"the code behind mine:Net has changed since {run.id} was measured: what is there now is trained" in warning
+    assert warning == messages.code_changed_since_measurement(code="the code behind mine:Net", run=run.id)
     train.submit_training(run, now, FakeLauncher())
     task = run.task(now.task.id)
     assert isinstance(task, TrainTask)
@@ -472,7 +473,8 @@ def test_training_never_goes_on_from_a_checkpoint_of_other_code_and_says_so(here
     now = plan_training(run, job())
     assert now.resumes is None
     (warning,) = now.code.warnings
-    assert f"training {before.task.signature} stands at 640 samples" in warning
+    assert warning.code == "earlier-training-unfinished"
+    assert (warning.values["training"], warning.values["samples"]) == (before.task.signature, 640)
     write(here, mine="x = 1")
     assert plan_training(run, job()).resumes == 640
 
@@ -489,7 +491,7 @@ def test_elsewhere_the_runs_own_code_and_folder_are_used(
     assert planned.task == there.task
     assert planned.task.workdir == str(here)
     assert planned.code.kept == task.code
-    assert "is not in" in planned.code.warnings[0]
+    assert planned.code.warnings[0].values["missing_from"] == str(tmp_path / "elsewhere")
 
 
 def test_code_that_has_become_an_installed_package_is_trained_as_it_is_installed(here: Path, run: RunDir) -> None:

@@ -51,7 +51,7 @@ def test_what_is_no_regular_file_is_not_read(
 def test_a_pipe_into_which_nobody_writes_is_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(yaml_text, "_PIPE_PATIENCE", 0.1)
     os.mkfifo(tmp_path / "job.yaml")
-    with pytest.raises(TulaError, match="nothing was written"):
+    with pytest.raises(TulaError, match="received nothing"):
         yaml_text.read_yaml(tmp_path / "job.yaml")
 
 

@@ -101,7 +101,7 @@ def test_a_damaged_curve_is_told_and_one_that_a_kill_has_cut_off_is_not(run):
     ):  # fmt: skip
         path.write_bytes(bad)
         (words,) = run.read().training_warnings
-        assert words.startswith(f"{path} is damaged: {count} of its lines cannot be read")
+        assert (words.values["path"], words.values["count"]) == (str(path), count)
     now = services_status.run_status(run, make.FakeLauncher({}), now=make.START)
     assert now.warnings == (words,) and now.training.samples == 1920
 
@@ -130,7 +130,7 @@ def test_a_copy_has_no_jobs_until_it_submits_its_own(run, tmp_path):
     assert [found.id for found in run.jobs()] == [found.id for found in linked.jobs()] == [job]
     assert copy.jobs() == [] and copy.job(job) is None
     (words,) = copy.read().job_warnings
-    assert f"a copy of {run.path}" in words and not run.read().job_warnings
+    assert words.values["original"] == str(run.path) and not run.read().job_warnings
     copy.write_job(run.job(job).model_copy(update={"folder": str(copy.path)}))
     assert copy.job(job) is not None and not copy.read().job_warnings
 

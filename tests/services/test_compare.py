@@ -17,6 +17,7 @@ import status as benchmark
 import yaml
 from make_results import inspected
 from quiet import poll_quickly, quiet
+from read_diagnostics import codes
 
 from tula_cli.cli import app
 from tula_cli.cluster import inspection
@@ -28,6 +29,7 @@ from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.results import Comparison
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.services import compare as services_compare
+from tula_cli.services import messages
 from tula_cli.services import status as services_status
 from tula_cli.services.compare import Grid
 from tula_cli.services.comparison import accuracy, session, trainings
@@ -255,7 +257,7 @@ def test_methods_that_do_not_go_with_the_optimizer_are_refused_at_once(run: RunD
     plan(run, dataclasses.replace(grid, methods=("ags", "robust", "lamb")), scaled)
     with pytest.raises(SpecError) as error:
         plan(run, dataclasses.replace(grid, methods=("lamb",)))
-    assert "takes the place of Adam or AdamW, not of optimizer.name: SGD" in str(error.value.problems[0])
+    assert "replaces Adam or AdamW, so it cannot be used with optimizer.name: SGD" in str(error.value.problems[0])
 
 
 OPTIMIZERS = (
@@ -413,7 +415,7 @@ def test_a_failure_is_told_and_does_not_end_the_grid(run: RunDir) -> None:
     failed = row(report, "lrs", 256)
     assert [cell.state for cell in failed.cells] == ["failed", "failed"]
     assert (report.finished, report.total, failed.top1, failed.gap) == (18, 22, None, None)
-    assert "lrs, batch 128, seed 5 failed: KeyError: 'x'" in report.warnings
+    assert messages.job_ended(job="lrs, batch 128, seed 5", state="failed", reason="KeyError: 'x'") in report.warnings
     assert row(report, "ags", 256).top1 is not None
     launcher = Trains()
     assert trained(run, launcher).complete  # the next call trains what has failed
@@ -448,7 +450,8 @@ def test_a_diverged_training_is_over_without_a_number_and_not_tried_again(run: R
     assert [cell.state for cell in found.cells] == ["diverged", "diverged"]
     assert found.seeds == 0 and found.top1 is found.loss is found.gap is found.recovered is None
     assert report.complete and not plan(run).missing
-    assert f"lbt-x4, batch 256, seed 5 diverged: {launcher.DIVERGED}" in report.warnings
+    diverged = messages.job_ended(job="lbt-x4, batch 256, seed 5", state="diverged", reason=launcher.DIVERGED)
+    assert diverged in report.warnings
 
 
 def test_an_evaluation_that_is_not_finite_counts_with_its_accuracy(run: RunDir) -> None:
@@ -601,7 +604,7 @@ def test_a_training_that_fell_back_to_a_smaller_batch_is_marked(run: RunDir) -> 
     assert summary is not None
     run.write_summary(summary.model_copy(update={"batch": 64}))
     report = table(run, planned.comparison)
-    assert report.warnings == ("lbt at batch 128: out of memory, some of it was trained at 64",)
+    assert report.warnings == (messages.row_trained_at_smaller_batch(method="lbt", batch=128, smaller=[64]),)
 
 
 def test_a_training_whose_batch_norm_saw_fewer_samples_is_marked(run: RunDir) -> None:
@@ -615,8 +618,11 @@ def test_a_training_whose_batch_norm_saw_fewer_samples_is_marked(run: RunDir) ->
     assert table(run, planned.comparison).warnings == ()
     causes = (plain, f"{changed}, with BatchNorm's statistics over 32 samples", "signal: killed")
     run.write_summary(summary.model_copy(update={"causes": causes}))
-    words = "lbt at batch 128: out of memory, some of it was trained with BatchNorm's statistics over 32 samples"
-    assert table(run, planned.comparison).warnings == (words,)
+    assert table(run, planned.comparison).warnings == (
+        messages.row_trained_with_other_normalisation(
+            method="lbt", batch=128, normalisation="BatchNorm's statistics over 32 samples"
+        ),
+    )
 
 
 # --- the command
@@ -832,16 +838,17 @@ def test_the_density_of_factors_lies_at_their_edges() -> None:
 
 def test_post_local_sgd_alone_is_said_to_be_nothing(run: RunDir) -> None:
     grid = Grid(methods=("polo",), batches=(128,), seeds=1, nodes=1, controls=False)
-    assert any("polo on one GPU" in text for text in plan(run, grid).warnings)
+    assert "method-needs-several-gpus" in codes(plan(run, grid).warnings)
     two = dataclasses.replace(grid, nodes=2)
-    assert not [text for text in plan(run, two).warnings if "polo on one GPU" in text]
+    assert "method-needs-several-gpus" not in codes(plan(run, two).warnings)
 
 
 def test_a_warm_up_that_never_ends_is_told_of_every_method(run: RunDir) -> None:
     grid = Grid(methods=("polo", "lrs", "ags"), batches=(128,), seeds=1, nodes=2, controls=False)
-    ends = "never leaves its 5 epochs of warm-up: train.epochs is 4"
     given = make.spec(**SPEC, schedule={"warmup_epochs": 5})
-    assert plan(run, grid, given).warnings == (f"polo {ends}", f"lrs {ends}", f"ags {ends}")
+    assert plan(run, grid, given).warnings == tuple(
+        messages.only_warmup(method=method, warmup_epochs=5.0, epochs=4) for method in ("polo", "lrs", "ags")
+    )
     long = make.spec(**{**SPEC, "train": {**SPEC["train"], "epochs": 9}})
     assert plan(RunDir(Path("tula-runs") / "x"), grid, long).warnings == ()
 
@@ -927,9 +934,7 @@ def test_a_metric_of_a_script_whose_least_is_best_is_lost_upwards(tmp_path: Path
 
 def test_a_metric_that_no_training_told_is_said_to_be_missing(tmp_path: Path) -> None:
     report = compared(tmp_path, TrainsScripts(told=False), script_job(), methods=("lbt",), seeds=1, controls=False)
-    assert (
-        "lbt, batch 64, seed 0: acc was nowhere to be found in what the script told (script.metric)" in report.warnings
-    )
+    assert messages.metric_not_found(training="lbt, batch 64, seed 0", metric="acc") in report.warnings
     assert (report.complete, row(report, "lbt", 64).gap, row(report, "lbt", 64).seeds) == (True, None, 0)
     found = compared_document.build_comparison_document(report, [], spec=script_job(), run_id="own", at=0.0)
     assert "<td>-</td>" in render_page(found)
@@ -948,7 +953,7 @@ def test_a_script_whose_last_value_is_no_number_has_diverged(tmp_path: Path) -> 
     found = row(accuracy.build_compare_report(run, comparison, spec), "lbt", 128)
     assert (found.cells[0].state, found.gap) == ("diverged", None)
     (told,) = accuracy.build_compare_report(run, comparison, spec).warnings
-    assert told == "lbt, batch 128, seed 0 diverged: acc was not finite in the end"
+    assert (told.code, told.values["state"]) == ("job-ended", "diverged")
 
 
 def test_a_script_without_a_metric_is_not_compared(tmp_path: Path) -> None:
@@ -965,7 +970,7 @@ def test_seeds_of_a_script_have_to_reach_it(tmp_path: Path) -> None:
     grid = session.GridRequest(batches=(64,)).grid(run, without, None)
     assert grid.seeds == 1 and session.GridRequest(batches=(64,)).grid(run, script_job(), None).seeds == 3
     (told,) = services_compare.plan_comparison(run, without, grid, inspect=inspect, now=1.0).warnings
-    assert told.startswith("one seed: script.command has no {seed}")
+    assert told.code == "one-seed-only"
 
 
 @pytest.mark.parametrize("of_script", [True, False])
@@ -990,9 +995,9 @@ def test_batches_that_are_not_above_the_reference_are_named(
     told = services_compare.plan_comparison(
         run, spec, Grid(("lbt", "lrs"), batches, 1, 1), inspect=inspect, now=1.0
     ).warnings
-    named = [text for text in told if "the reference batch, 32" in text]
-    assert [int(text.split()[1]) for text in named] == list(below)
-    assert all(("script.reference.batch" in text) == of_script for text in named)
+    named = [warning.values for warning in told if warning.code == "batch-not-above-reference"]
+    assert [values["batch"] for values in named] == list(below)
+    assert all((values["key"] == "script.reference.batch") == of_script for values in named)
 
 
 def test_methods_of_a_script_are_those_that_run_on_it() -> None:
@@ -1005,7 +1010,7 @@ def test_methods_of_a_script_are_those_that_run_on_it() -> None:
     grid = session.GridRequest(batches=(64,)).grid(RunDir(Path("x")), own_scaling, None)
     assert not grid.controls, "there is no learning rate to raise"
     told = services_compare.plan_comparison(RunDir(Path("x")), own_scaling, grid, inspect=inspect, now=1.0).warnings
-    assert any("lbt-x2 and lbt-x4 are left out: script.command has no {lr}" in text for text in told)
+    assert [list(w.values["controls"]) for w in told if w.code == "controls-left-out"] == [["lbt-x2", "lbt-x4"]]
     with pytest.raises(SpecError) as error:
         grid = dataclasses.replace(grid, methods=("lbt", "lrs", "lars", "lbt-x2"), seeds=1)
         services_compare.plan_comparison(RunDir(Path("x")), own_scaling, grid, inspect=inspect, now=1.0)

@@ -686,10 +686,10 @@ def script(tmp_path: Path) -> RunDir:
 def test_a_script_is_recommended_by_its_steps_and_told_what_is_missing(script: RunDir) -> None:
     found = ask(script, "knee")
     assert "by their whole steps alone" in found.fit
-    assert [text for text in found.warnings if "time and cost" in text or "same progress" in text] == [
+    assert [text for text in found.warnings if "Time and cost" in text or "same progress" in text] == [
         "nothing is told of the same progress: gradients were not measured, which of a script takes"
         " DistributedDataParallel on two or more GPUs, and probes that the script does not end by itself",
-        "time and cost hold neither evaluation nor checkpoints (not measured of the script)",
+        "Time and cost do not include evaluation or checkpoints, because the probes did not measure it.",
     ]
     assert found.efficiency == "" and found.choice.same_progress is None
     assert RunDir.open(script.path).recommendation() == found

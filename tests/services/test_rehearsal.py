@@ -18,7 +18,7 @@ from tula_cli.run.imports import Source
 from tula_cli.run.records.scripts import Rehearsal, Rehearsed
 from tula_cli.run.records.tasks import RehearsalTask, Rung, TrainTask
 from tula_cli.run.script_attempt import ResumeTestRecords
-from tula_cli.services import resume_test, status
+from tula_cli.services import messages, resume_test, status
 from tula_cli.services.events import Event, Note, WarningEvent, follow
 from tula_cli.services.profile import count_measured_node_hours
 from tula_cli.services.waiting import WaitPolicy
@@ -89,7 +89,7 @@ def prepared(found: resume_test.TrainingStart, launcher: FakeLauncher | None = N
     ("job", "words"),
     [
         (make_runs.spec(), "for a job with section script"),
-        (spec(resume=None), "script.resume is not given"),
+        (spec(resume=None), "script.resume is missing"),
         (spec(resume={"args": "", "checkpoint": "/mine/x.pth"}), "must not write over your own files"),
     ],
 )
@@ -153,7 +153,7 @@ def test_what_found_nothing_out_is_no_success(run: RunDir) -> None:
     nothing = resume_test.ResumeFinding(
         ResumeTestRecords(run.path).records_of(compute_rehearsal_signature(run.spec(), ""))[0], "rehearse", kept=False
     )
-    with pytest.raises(NotRehearsed, match="was not found out: not rehearsed: no checkpoint within 30 s") as error:
+    with pytest.raises(NotRehearsed, match="was inconclusive: not rehearsed: no checkpoint within 30 s") as error:
         nothing.require_found("job.yaml")
     assert error.value.exit_code == 12
     nothing.require_resumable("job.yaml", "")
@@ -172,7 +172,7 @@ def capped(run: RunDir, *, hours: float) -> JobSpec:
 
 def test_a_rehearsal_counts_to_the_cap_on_node_hours(run: RunDir) -> None:
     job = capped(run, hours=0.6)
-    with pytest.raises(OverBudget, match=r"so far \(0.500 node-hours\) and a rehearsal may take 0.833"):
+    with pytest.raises(OverBudget, match=r"so far \(0.500 node-hours\) and a resume test may take 0.833"):
         follow(resume_test.run_resume_test(run, job, lambda _: FakeLauncher(), fresh=True), lambda _: None)
     enough = job.model_copy(update={"search": job.search.model_copy(update={"max_node_hours": 9.0})})
     assert resume_test.describe_cap_exceeded(run, enough) == ""
@@ -184,7 +184,7 @@ def test_a_training_is_not_kept_back_by_a_rehearsal_that_may_not_be_paid_for(run
     job, said = prepared(found)
     assert (found.is_test_due, job) == (False, "")
     assert [event.text for event in said if isinstance(event, WarningEvent)] == [
-        f"the script's resume is not rehearsed: {over}"
+        messages.resume_untested(reason=over).text
     ]
 
 
@@ -224,22 +224,22 @@ def test_a_long_training_by_a_script_that_cannot_resume_is_refused_until_that_is
     assert error.value.exit_code == 11 and "--no-rehearse" in error.value.hint
     for found in (training(run, run.spec(), wanted=False), training(run, run.spec(), hours=0.5)):
         job, said = prepared(found)
-        assert job == "" and isinstance(said[0], WarningEvent) and "begins anew: KeyError" in said[0].text
+        assert job == "" and isinstance(said[0], WarningEvent) and said[0].warning.code == "script-cannot-resume"
 
 
 @pytest.mark.parametrize(
-    ("setting", "verdict", "words"),
+    ("setting", "verdict", "code"),
     [
-        ("any", "epoch", "script.resume.batch: any allows more than the rehearsal found (epoch)"),
+        ("any", "epoch", "resume-setting-too-free"),
         ("same", "any", ""),
         ("rehearse", "same", ""),
-        ("epoch", None, "the script's resume: KeyError: 'a'; it goes on at the same batch, untried"),
+        ("epoch", None, "resume-test-inconclusive"),
     ],
 )
-def test_what_is_set_is_held_against_what_was_found(run: RunDir, setting: Any, verdict: Any, words: str) -> None:
+def test_what_is_set_is_held_against_what_was_found(run: RunDir, setting: Any, verdict: Any, code: str) -> None:
     found = Rehearsal(task="t", key="k", began_at=0.0, verdict=verdict, told=("KeyError: 'a'",))
     said = list(resume_test._list_finding_events(resume_test.ResumeFinding(found, setting, kept=True)))
-    assert [event.text.startswith(words) for event in said if isinstance(event, WarningEvent)] == [True] * bool(words)
+    assert [event.warning.code for event in said if isinstance(event, WarningEvent)] == [code] * bool(code)
 
 
 @pytest.mark.parametrize(

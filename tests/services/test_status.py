@@ -150,7 +150,8 @@ def test_a_damaged_result_is_a_warning_and_the_others_are_shown(run):
     damaged.write_text('{"kind": "measured"')
     now = services_status.run_status(run, make.FakeLauncher({name: "running"}), now=START)
     assert (now.measured, now.jobs[0].done, now.jobs[0].now.local_batch) == (2, 2, 64)
-    assert [str(damaged) in warning and "delete that file" in warning for warning in now.warnings] == [True]
+    (warning,) = now.warnings
+    assert warning.code == "damaged-record" and str(damaged) in str(warning.values["problem"])
 
 
 def test_a_running_job_names_the_probe_that_runs_and_what_is_left(run):
@@ -286,7 +287,7 @@ def test_a_damaged_job_is_a_warning_and_the_others_are_shown_and_cancelled(run):
     now = services_status.run_status(run, launcher, now=START)
     assert [job.id for job in now.jobs] == [good]
     (warning,) = now.warnings
-    assert f"{damaged} is damaged" in warning and "end it by the scheduler's own command" in warning
+    assert warning.code == "damaged-job" and f"{damaged} is damaged" in str(warning.values["problem"])
     assert services_status.cancel_jobs(run.parts(run.spec()), lambda _: launcher) == [good] and launcher.cancelled == [
         good
     ]

@@ -36,7 +36,7 @@ def run(tmp_path: Path) -> RunDir:
 def test_neither_recommended_nor_given_is_too_little(run: RunDir) -> None:
     with pytest.raises(BadMeasurements, match="no recommendation"):
         plan(run, run.spec())
-    with pytest.raises(BadMeasurements, match="--batch not given"):
+    with pytest.raises(BadMeasurements, match="--batch is not given"):
         plan(run, run.spec(), nodes=2)
 
 
@@ -255,7 +255,7 @@ def test_the_ladder_is_that_of_the_recommended_market(tmp_path: Path) -> None:
 def test_each_type_is_trained_at_its_own_recommendation(tmp_path: Path) -> None:
     job = make_runs.spec(node_types={"a": {}, "b": {}})
     run = RunDir.create(tmp_path, job)
-    with pytest.raises(BadMeasurements, match="--type not given"):
+    with pytest.raises(BadMeasurements, match="--type is not given"):
         train.choose_part_to_train(run, job, None)
     best = make_runs.recommendation(choice=make_runs.prediction(2, 256, type="a"))
     run.write_recommendation(best)

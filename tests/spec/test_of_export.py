@@ -21,8 +21,8 @@ def test_trackers_change_neither_measurements_nor_weights_and_stand_where_they_a
     ("entry", "words"),
     [
         ({"to": "tensorbord"}, "did you mean tensorboard"),
-        ({"to": "mlflow", "uri": "https://me:secret@host"}, "name or password does not belong into the address"),
-        ({"to": "mlflow", "every": 0.5}, "30 seconds, and tula export --every"),
+        ({"to": "mlflow", "uri": "https://me:secret@host"}, "must not contain a user name or password"),
+        ({"to": "mlflow", "every": 0.5}, "30 seconds; tula export --every"),
         ({"to": "mlflow", "when": "always"}, "when"),
     ],
 )

@@ -104,7 +104,7 @@ def test_both_names_of_a_key_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecError) as caught:
         loaded(tmp_path, text)
     assert [str(problem) for problem in caught.value.problems] == [
-        "train.oom: no such key any more (it is now oom_policy, which is given too)"
+        "train.oom: this key was removed (it was renamed to oom_policy, which is also set)"
     ]
 
 
@@ -250,7 +250,7 @@ def test_old_keys_of_a_node_type_with_a_dot_in_its_name_have_advice() -> None:
     types = {"a.b": {"search": {"packing": "single"}}}
     with pytest.raises(SpecError) as caught:
         load_job({**CONTENT, "train": {"epochs": 3}, "node_types": types})
-    assert "each number of nodes is measured by a job of its own" in str(caught.value.problems)
+    assert "each number of nodes is measured in a separate job" in str(caught.value.problems)
     assert load_job({**CONTENT, "train": {"epochs": 3}, "node_types": {"a.b": {"search": {"packing": "jobs"}}}})
 
 
@@ -285,5 +285,5 @@ def test_a_removed_key_with_another_value_is_refused_with_advice_and_left_out_of
     content[section] = {**content.get(section, {}), key: value}
     with pytest.raises(SpecError) as caught:
         load_job(content)
-    assert "no such key any more" in str(caught.value.problems)
+    assert "this key was removed" in str(caught.value.problems)
     validate(without_removed_values(content), source="a run")

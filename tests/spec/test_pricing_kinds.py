@@ -31,10 +31,13 @@ def test_costs_are_in_units_unless_they_have_a_price(pricing, price, currency):
 @pytest.mark.parametrize(
     ("pricing", "words"),
     [
-        ({"kind": "billing", "currency": "EUR"}, "currency EUR needs a price, of one SU"),
+        ({"kind": "billing", "currency": "EUR"}, "currency EUR needs a price per SU"),
         ({"kind": "gpu_hour"}, "pricing.price: is required"),
-        ({"price": 1.0, "unit": "core-hours"}, "unit: of kind billing, and kind is node_hour"),
-        ({"price": 1.0, "per_node": 3, "qos_factors": {"a": 1}}, "per_node, qos_factors: of kind billing"),
+        ({"price": 1.0, "unit": "core-hours"}, "unit: only valid with kind: billing, but kind is node_hour"),
+        (
+            {"price": 1.0, "per_node": 3, "qos_factors": {"a": 1}},
+            "per_node, qos_factors: only valid with kind: billing",
+        ),
         ({"kind": "billing", "per_node": 0}, "pricing.per_node: must be greater than 0"),
     ],
 )

@@ -36,7 +36,7 @@ def test_factors_are_of_tensors_unless_it_is_said_otherwise() -> None:
         (
             {"method": "lars"},
             {},
-            "method lars needs whole gradients or weights; the methods that do not: ags, lbt, lrs, ortho, ramp",
+            "method lars needs whole gradients or weights, which train.parallel: fsdp does not have; use ags, lbt, lrs, ortho, ramp",
         ),
         ({"method": "auto", "epochs": 5}, {}, "method auto needs whole"),
         ({"precision": "fp16"}, {}, "set bf16"),
@@ -45,7 +45,7 @@ def test_factors_are_of_tensors_unless_it_is_said_otherwise() -> None:
         ({"diagnostics": ["hessian"]}, {}, "train.diagnostics: hessian"),
         ({}, {"ags": {"granularity": "element"}}, "set ags.granularity: tensor"),
         ({}, {"ags": {"preset": "robust"}}, "set ags.source: small_batch"),
-        ({"parallel": "ddp", "fsdp_blocks": ["BasicBlock"]}, {}, "means nothing without train.parallel: fsdp"),
+        ({"parallel": "ddp", "fsdp_blocks": ["BasicBlock"]}, {}, "has no effect without train.parallel: fsdp"),
     ],
 )
 def test_what_needs_the_whole_is_refused(train: dict[str, Any], sections: dict[str, Any], why: str) -> None:

@@ -14,8 +14,9 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SpecError, TulaError
-from tula_cli.run import code_selection
+from tula_cli.run import code_selection, messages
 from tula_cli.run import format as run_format
 from tula_cli.run.code_selection import Selection, list_entries, list_selection_warnings, select_imported_files
 from tula_cli.run.directory import RunDir
@@ -115,18 +116,16 @@ def _choose_snapshot(run: RunDir | None, spec: JobSpec, workdir: Path, *, keep: 
     if run_snapshot is not None and run_snapshot.digest != present:
         assert run is not None
         if keep or is_gone:
-            why = f"is not in {workdir}" if is_gone else "has changed"
-            message = f"{describe_user_code(spec)} {why}: {run.id} goes on with the code that it was measured with"
-            return Source(Path(run_snapshot.workdir), run_snapshot.digest, kept=run_snapshot.name, warnings=(message,))
-        message = (
-            f"{describe_user_code(spec)} has changed since {run.id} was measured: what is there now is trained, but times and costs"
-            " are predicted from the code before"
-        )
-        return Source(workdir, present, warnings=(message, *_list_code_warnings(spec, selection, workdir)))
+            warning = messages.earlier_code_used(
+                code=describe_user_code(spec), run=run.id, missing_from=str(workdir) if is_gone else None
+            )
+            return Source(Path(run_snapshot.workdir), run_snapshot.digest, kept=run_snapshot.name, warnings=(warning,))
+        warning = messages.code_changed_since_measurement(code=describe_user_code(spec), run=run.id)
+        return Source(workdir, present, warnings=(warning, *_list_code_warnings(spec, selection, workdir)))
     return Source(workdir, present, warnings=_list_code_warnings(spec, selection, workdir))
 
 
-def _list_code_warnings(spec: JobSpec, selection: Selection, workdir: Path) -> tuple[str, ...]:
+def _list_code_warnings(spec: JobSpec, selection: Selection, workdir: Path) -> tuple[Diagnostic, ...]:
     return (*(list_script_warnings(spec.script, workdir) if spec.script else ()), *list_selection_warnings(selection))
 
 

@@ -9,7 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import TulaError
+from tula_cli.run import messages
 from tula_cli.run.imports import find_source_file, import_roots, is_foreign, list_files_of_imports
 from tula_cli.run.secrets import is_key_file, is_private_file
 from tula_cli.spec.job import JobSpec
@@ -219,25 +221,26 @@ def list_entries(folder: Path) -> list[Path] | None:
     return [path for path in paths if not (path.is_dir() and is_foreign(path))]
 
 
-def list_selection_warnings(selection: Selection) -> tuple[str, ...]:
+def list_selection_warnings(selection: Selection) -> tuple[Diagnostic, ...]:
     """Return warnings about files that the snapshot cannot hold, with the consequences."""
     warnings = []
     if selection.left_out:
         warnings.append(
-            f"{describe_paths(selection.left_out, selection.base)}: too large for the snapshot of the code"
-            f" ({MAX_FILE_BYTES // 10**6} MB a file, {MAX_TOTAL_BYTES // 10**6} MB and {MAX_FILE_COUNT} files in all), so it is linked, not"
-            " copied: a change to it reaches jobs submitted before"
+            messages.files_too_large_to_copy(
+                paths=describe_paths(selection.left_out, selection.base),
+                file_megabytes=MAX_FILE_BYTES // 10**6,
+                total_megabytes=MAX_TOTAL_BYTES // 10**6,
+                files=MAX_FILE_COUNT,
+            )
         )
     if selection.keys:
-        warnings.append(
-            f"{describe_paths(selection.keys, selection.base)}: may hold keys by the name, so it is linked, not copied: a change to it"
-            " reaches jobs submitted before, and makes no other run"
-        )
+        warnings.append(messages.secrets_linked(paths=describe_paths(selection.keys, selection.base)))
     crowded = [folder for folder in {module.parent for module in selection.modules} if list_entries(folder) is None]
     if crowded:
         warnings.append(
-            f"{describe_paths(crowded, selection.base)}: more than {MAX_ENTRIES} files beside the code; in a job they are found"
-            f" by their path from {selection.base}, not by the code's own __file__"
+            messages.folder_with_many_files(
+                paths=describe_paths(crowded, selection.base), most=MAX_ENTRIES, folder=str(selection.base)
+            )
         )
     return tuple(warnings)
 

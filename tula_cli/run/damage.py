@@ -10,63 +10,63 @@ from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, TulaError
+from tula_cli.run import messages
 from tula_cli.run.files import is_regular, read_content
 from tula_cli.run.training_run import TrainingRun
 
 SUMS = "sums.json"
 """The file with the checksums of the other files of a sharded checkpoint."""
-RESTORE_HINT = "put it back from a copy of the run, if there is one"
+RESTORE_HINT = "restore it from a copy of the run, if there is one"
 _MAX_SUMMED = 2**20
 """Bytes of a checkpoint whose checksums are verified; for the rest only the structure is checked, because it would take
 minutes."""
 _MAX_RANGES = 5
 _CONSEQUENCES = {
     "results/*": "its configuration counts as not measured",
-    "recommendation.json": "no recommendation is shown until tula recommend has made it anew",
-    "comparison.json": "what tula compare was asked for is not known, and its table is not shown",
+    "recommendation.json": "no recommendation is shown until tula recommend has run again",
+    "comparison.json": "the request of tula compare is unknown and its table is not shown",
     "tasks/*": "its job is not shown",
-    "attempts/*": "this attempt is not shown, nor how it ended",
-    "script/*": "this test of how the script resumes is not shown",
+    "attempts/*": "this attempt and its exit reason are not shown",
+    "script/*": "this resume test of the script is not shown",
     "train/*/result.json": "the training counts as not finished",
-    "train/*/summary.json": "its predicted and actual figures are not compared",
-    "train/*/tuning.json": "which arms it has tried, and which was chosen, is not known",
-    "train/*/energy.json": "the energy that was counted is not shown",
+    "train/*/summary.json": "its predicted and actual values are not compared",
+    "train/*/tuning.json": "the arms that it tried and its choice are unknown",
+    "train/*/energy.json": "the measured energy is not shown",
     "train/*/evaluations/*": "this result of tula evaluate is not shown",
-    "train/*/saves.json": "what the script has saved and lost is not known",
-    "train/*/script.json": "the newest checkpoint of the script is not known",
-    "train/*/micro_batches.json": "how far its micro-batches may be cut is not known",
+    "train/*/saves.json": "what the script has saved and lost is unknown",
+    "train/*/script.json": "the newest checkpoint of the script is unknown",
+    "train/*/micro_batches.json": "how far its micro-batches may be split is unknown",
 }
 """Consequence of a damaged record for the reader, by its path in the run."""
 _LOST_WEIGHTS = {
     "best": "the best weights cannot be evaluated or used",
-    "last": "the newest weights cannot be used: a restart resumes from an older checkpoint, or from the beginning",
+    "last": "the newest weights cannot be used; a restart resumes from an older checkpoint or from the beginning",
 }
 
 
-def describe_damaged_record(run: Path, path: Path, error: BadMeasurements) -> str:
-    """Describe a damaged record, its consequence and what to do."""
+def warn_damaged_record(run: Path, path: Path, error: BadMeasurements) -> Diagnostic:
+    """Return a warning about a damaged record, with its consequence and what to do."""
     name = path.relative_to(run).as_posix()
     lost = next(
         (consequence for pattern, consequence in _CONSEQUENCES.items() if fnmatchcase(name, pattern)), "it is left out"
     )
-    return f"{error.message}; {lost}; {error.hint}"
+    return messages.damaged_record(problem=error.message, consequence=lost, advice=error.hint)
 
 
-def list_curve_warnings(training: TrainingRun) -> Iterator[str]:
+def list_curve_warnings(training: TrainingRun) -> Iterator[Diagnostic]:
     """Yield warnings about damaged rows and damaged weights of a training."""
     for path, lines, lost in (
-        (training.metrics_path, training.damaged_rows(), "left out of what is shown, predicted and exported: charts lack"),
-        (training.steps_path, training.damaged_steps(), "left out: charts and exports of every step lack"),
-        (training.stages_path, training.damaged_stages(), "left out: the growth of the batch is shown without"),
+        (training.metrics_path, training.damaged_rows(), "predictions, charts and exports do not include"),
+        (training.steps_path, training.damaged_steps(), "charts and exports of every step do not include"),
+        (training.stages_path, training.damaged_stages(), "the growth of the batch is shown without"),
     ):  # fmt: skip
         if lines:
-            is_one = len(lines) == 1
-            yield (
-                f"{path} is damaged: {len(lines)} of its lines cannot be read ({describe_line_ranges(lines)}) and"
-                f" {'is' if is_one else 'are'} {lost} {'it' if is_one else 'them'}; {RESTORE_HINT}"
+            yield messages.damaged_lines(
+                path=str(path), lines=describe_line_ranges(lines), count=len(lines), consequence=lost
             )
-    yield from _describe_lost_weights(training)
+    yield from _warn_lost_weights(training)
 
 
 def describe_line_ranges(numbers: Iterable[int]) -> str:
@@ -82,7 +82,7 @@ def describe_line_ranges(numbers: Iterable[int]) -> str:
 # --- weights
 
 
-def _describe_lost_weights(training: TrainingRun) -> Iterator[str]:
+def _warn_lost_weights(training: TrainingRun) -> Iterator[Diagnostic]:
     """Yield warnings about the best and newest weights that are damaged or missing."""
     links = {name: training.path / name for name in _LOST_WEIGHTS}
     damage: dict[str, list[str]] = {}
@@ -95,7 +95,7 @@ def _describe_lost_weights(training: TrainingRun) -> Iterator[str]:
         if why:
             damage.setdefault(why, []).append(_LOST_WEIGHTS[name])
     for why, lost in damage.items():
-        yield f"{why}; {'; '.join(lost)}; {RESTORE_HINT}"
+        yield messages.damaged_weights(problem=why, consequence=" and ".join(lost))
 
 
 def _read_link_target(link: Path) -> Path:
@@ -105,7 +105,7 @@ def _read_link_target(link: Path) -> Path:
 
 def _describe_link_problem(link: Path, target: Path) -> str:
     if target != link and not os.path.lexists(target):
-        return f"{link} is damaged: it leads to {link.readlink()}, which is missing"
+        return f"{link} is damaged: it points to {link.readlink()}, which is missing"
     why = describe_checkpoint_problem(target)
     return f"{target} is damaged: {why}" if why else ""
 
@@ -119,7 +119,7 @@ def describe_checkpoint_problem(path: Path) -> str:
             return "it is no file"
         if path.stat().st_size == 0:
             return "it is empty"
-        return "" if is_complete_archive(path, summed=_MAX_SUMMED) else "it is cut off or overwritten"
+        return "" if is_complete_archive(path, summed=_MAX_SUMMED) else "it is truncated or overwritten"
     except OSError as error:
         return error.strerror or str(error)
 
@@ -161,7 +161,7 @@ def _describe_sharded_problem(folder: Path) -> str:
             path = folder / name
             size = path.stat().st_size
             if size == 0 or (size <= _MAX_SUMMED and zlib.crc32(read_content(path)) != total):
-                return f"its {name} is cut off or overwritten"
+                return f"its {name} is truncated or overwritten"
     except FileNotFoundError as error:
         return f"its {Path(error.filename).name} is missing"
     except (OSError, ValueError, AttributeError, TulaError) as error:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES
 from pathlib import Path
 
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SpecError
 from tula_cli.plugins import is_import_string
 from tula_cli.run.directory import LATEST
@@ -82,7 +83,7 @@ class Source:
     workdir: Path  # where the ranks work
     digest: str  # of the files that the spec leads to; empty where it names no code of the user's own
     kept: str = ""  # name of the earlier snapshot that is used again; empty where a new one is taken
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[Diagnostic, ...] = ()
     weights: str = ""  # digest of the file of first weights; empty where there is none
 
     @property

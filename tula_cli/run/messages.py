@@ -1,6 +1,7 @@
 """The sentences of the run directory: one function per code of a `Diagnostic`."""
 
 from tula_cli.diagnostics import diagnostic
+from tula_cli.words import start_sentence
 
 _RESTORE_ADVICE = "Restore it from a copy of the run, if there is one."
 
@@ -9,7 +10,7 @@ _RESTORE_ADVICE = "Restore it from a copy of the run, if there is one."
 
 @diagnostic
 def damaged_record(*, problem: str, consequence: str, advice: str) -> str:
-    return f"{problem}, so {consequence}. {advice}."
+    return f"{problem}, so {consequence}. {start_sentence(advice)}."
 
 
 @diagnostic
@@ -80,12 +81,12 @@ def folder_with_many_files(*, paths: str, most: int, folder: str) -> str:
 @diagnostic
 def earlier_code_used(*, code: str, run: str, missing_from: str | None) -> str:
     change = "has changed" if missing_from is None else f"is not in {missing_from}"
-    return f"{code[:1].upper()}{code[1:]} {change}. {run} continues with the code that it was measured with."
+    return f"{start_sentence(code)} {change}. {run} continues with the code that it was measured with."
 
 
 @diagnostic
 def code_changed_since_measurement(*, code: str, run: str) -> str:
     return (
-        f"{code[:1].upper()}{code[1:]} has changed since {run} was measured."
+        f"{start_sentence(code)} has changed since {run} was measured."
         " The new code is trained, but times and costs are predicted for the old code."
     )

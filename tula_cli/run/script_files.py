@@ -12,8 +12,9 @@ from enum import Enum, auto
 from functools import cache
 from pathlib import Path, PurePath
 
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import JobFailed, SpecError
-from tula_cli.run import code_selection
+from tula_cli.run import code_selection, messages
 from tula_cli.run.code_selection import Selection
 from tula_cli.run.directory import RunDir
 from tula_cli.run.imports import (
@@ -304,24 +305,16 @@ def select_script_files(script: Script, workdir: Path, *, path: Sequence[str] | 
     )
 
 
-def list_script_warnings(script: Script, workdir: Path) -> tuple[str, ...]:
+def list_script_warnings(script: Script, workdir: Path) -> tuple[Diagnostic, ...]:
     """Return warnings if the code that runs may differ, in part or completely, from the submitted code."""
-    by_then = "what runs is what the files are by then"
     if script.code == "none":
-        return (f"script.code is none: no code is copied, and {by_then}",)
+        return (messages.code_not_copied(),)
     words = split_command(script.command)
     program = find_program(words, workdir)
     if program is None:
-        return (
-            ()
-            if list_module_names(words)
-            else (f"script.command names no file of your own: no code is copied, and {by_then}",)
-        )
+        return () if list_module_names(words) else (messages.command_names_no_file(),)
     if program.file.suffix in SHELL_SUFFIXES:
-        return (
-            f"{program.file.name} itself is copied, but files that it names are looked for in {workdir}: a change to them reaches"
-            " jobs submitted before",
-        )
+        return (messages.only_shell_script_copied(name=program.file.name, folder=str(workdir)),)
     return ()
 
 

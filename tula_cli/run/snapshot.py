@@ -9,8 +9,10 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements
-from tula_cli.run.damage import describe_damaged_record, list_curve_warnings
+from tula_cli.run import messages
+from tula_cli.run.damage import list_curve_warnings, warn_damaged_record
 from tula_cli.run.files import list_files, list_names, read_record, read_text
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.probes import RESULT, Failed, Measured, OutOfMemory
@@ -121,17 +123,10 @@ class Snapshot:
         return self._readable_jobs[1]
 
     @property
-    def job_warnings(self) -> list[str]:
+    def job_warnings(self) -> list[Diagnostic]:
         """Warnings about jobs that are not shown: damaged ones, and those of the run of which this is a copy."""
-        damaged = [
-            f"{error.message}; the job is left out: end it by the scheduler's own command if it still runs, then delete that"
-            " file"
-            for error in self._readable_jobs[1]
-        ]
-        foreign_jobs = [
-            f"this run is a copy of {job.folder}: the jobs of that run are neither shown nor cancelled here"
-            for job in self._jobs_of_another_run[:1]
-        ]
+        damaged = [messages.damaged_job(problem=error.message) for error in self._readable_jobs[1]]
+        foreign_jobs = [messages.copy_of_run(original=str(job.folder)) for job in self._jobs_of_another_run[:1]]
         return [*damaged, *foreign_jobs]
 
     @cached_property
@@ -213,7 +208,7 @@ class Snapshot:
         return TrainingRun(self.path, train_signature, read=self._read)
 
     @cached_property
-    def record_warnings(self) -> list[str]:
+    def record_warnings(self) -> list[Diagnostic]:
         """Warnings about damaged records, except those of jobs and trainings.
 
         Only results are checked unless damaged records are skipped.
@@ -223,13 +218,13 @@ class Snapshot:
             _ = self.tasks, self.attempts, self.recommendation, self.comparison, self.rehearsals
         elsewhere = (self.path / "jobs", self.path / "train")
         return [
-            describe_damaged_record(self.path, path, error)
+            warn_damaged_record(self.path, path, error)
             for path, error in self._errors.items()
             if not any(map(path.is_relative_to, elsewhere))
         ]
 
     @cached_property
-    def training_warnings(self) -> list[str]:
+    def training_warnings(self) -> list[Diagnostic]:
         """Warnings about trainings whose rows, weights or records are damaged; the remaining ones are shown."""
         snapshot = self if self.skip_damaged else Snapshot(self.path, skip_damaged=True)
         signatures = dict.fromkeys(task.signature for task in snapshot.train_tasks)
@@ -238,7 +233,7 @@ class Snapshot:
         for training in trainings:
             training.read_records()
         of_records = [
-            describe_damaged_record(snapshot.path, path, error)
+            warn_damaged_record(snapshot.path, path, error)
             for path, error in snapshot._errors.items()
             if path.is_relative_to(snapshot.path / "train")
         ]

@@ -14,6 +14,7 @@ from typing import Literal
 
 from tula_cli.cluster.scripts.placeholders import get_learning_rate
 from tula_cli.cluster.slurm import first_job
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, Problem, SpecError, require_positive
 from tula_cli.models.cost import describe_price
 from tula_cli.presets import DIVIDING
@@ -23,7 +24,7 @@ from tula_cli.run.imports import import_strings
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.results import Cell, Comparison
 from tula_cli.run.snapshot import Snapshot
-from tula_cli.services import train
+from tula_cli.services import messages, train
 from tula_cli.services.comparison import rounds
 from tula_cli.services.comparison.rounds import ComparisonState
 from tula_cli.services.comparison.rows import (
@@ -147,7 +148,7 @@ class ComparePlan:
     currency: str
     price: str
     first: TrainPlan | None  # what is trained first, None where nothing is missing
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[Diagnostic, ...] = ()
 
     @property
     def hours_left(self) -> float | None:
@@ -207,8 +208,8 @@ def plan_comparison(run: RunDir, spec: JobSpec, grid: Grid, *, inspect: Inspect,
         price=describe_price(spec.pricing),
         first=plan_cell(run, spec, missing[0], inspect) if missing else None,
         warnings=(
-            *dict.fromkeys(text for p in plans.values() for text in p.code.warnings),
-            *(f"{row} is the same training as {twin}: it is trained once, as that row" for row, twin in twins.items()),
+            *_list_distinct(warning for p in plans.values() for warning in p.code.warnings),
+            *(messages.duplicate_row(row=row, twin=twin) for row, twin in twins.items()),
             *_warn_ineffective_methods(spec, grid),
         ),
     )
@@ -229,7 +230,7 @@ def _require_fitting_methods(spec: JobSpec, grid: Grid) -> None:
     problems = tuple(Problem(method, why) for method, why in reasons.items() if why)
     if problems:
         fitting = ",".join(method for method, why in reasons.items() if not why) or "lbt"
-        raise SpecError("methods: some do not go with the job", f"--methods {fitting}", problems=problems)
+        raise SpecError("some methods are incompatible with the job", f"--methods {fitting}", problems=problems)
 
 
 def _inspect_user_code(run: RunDir, spec: JobSpec, grid: Grid, inspect: Inspect) -> None:
@@ -270,24 +271,30 @@ def describe_why_not_a_row(spec: JobSpec, method: str) -> str:
         return "; ".join(problem.message for problem in error.problems) or error.message
 
 
-def _warn_ineffective_methods(spec: JobSpec, grid: Grid) -> Iterator[str]:
+def _list_distinct(warnings: Iterable[Diagnostic]) -> Iterator[Diagnostic]:
+    """Yield each warning once; its values need not be hashable."""
+    return iter({warning.text: warning for warning in warnings}.values())
+
+
+def _warn_ineffective_methods(spec: JobSpec, grid: Grid) -> Iterator[Diagnostic]:
     """Yield warnings about rows that this job cannot assess, such as batches not above the reference batch."""
     methods = [parse_row(method).training_method for method in grid.methods if method not in VARIANTS]
     reference = spec.train.reference_batch
     key = "train.reference_batch" if spec.script is None else "script.reference.batch"
     for batch in grid.batches:
         if batch <= reference:
-            how = "below" if batch < reference else "not above"
-            yield f"batch {batch} is {how} the reference batch, {reference} ({key}): its rows have no gap of a large batch to recover"
+            yield messages.batch_not_above_reference(batch=batch, reference=reference, key=key)
     if grid.nodes * spec.cluster.gpus_per_node == 1:
-        yield from (method.on_one_gpu for method in methods if method.on_one_gpu)
+        yield from (
+            messages.method_needs_several_gpus(reason=method.on_one_gpu) for method in methods if method.on_one_gpu
+        )
     if spec.script is not None:  # the warm-up is the script's own
         yield from warn_missing_controls(spec.script, controls=CONTROLS)
         return
     for method in grid.methods:
         warmup = get_warmup_epochs(make_job_of_cell(spec, method, spec.train.seed))
         if warmup >= spec.train.epochs:
-            yield f"{method} never leaves its {warmup:g} epochs of warm-up: train.epochs is {spec.train.epochs}"
+            yield messages.only_warmup(method=method, warmup_epochs=warmup, epochs=spec.train.epochs)
 
 
 def inspect_once(inspect: Inspect, remembered: dict[str, Inspection], spec: JobSpec) -> Inspection:

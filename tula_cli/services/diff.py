@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SpecError
 from tula_cli.models.time.changes import MIN_DIFFERENCE, TEST, StepRatio, compare_step_times, find_changed_parts
 from tula_cli.models.time.noise import compute_trimmed_mean
@@ -546,7 +547,7 @@ class RunDifference:
     trainings: tuple[TrainingPair, ...]
     only: tuple[tuple[str, ...], tuple[str, ...]]  # parts that A alone has, and B alone: types of node, lengths of text
     headline: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[Diagnostic, ...] = ()
     test: str = TEST  # how noise is told from a difference
 
     @property
@@ -644,7 +645,7 @@ def _compare_code_of_parts(pairs: Iterable[tuple[RunDir, RunDir]]) -> CodeDiffer
     return next(differences, CodeDifference())
 
 
-def _list_damage_warnings(snapshot: Snapshot) -> list[str]:
+def _list_damage_warnings(snapshot: Snapshot) -> list[Diagnostic]:
     return [*snapshot.record_warnings, *snapshot.training_warnings]
 
 

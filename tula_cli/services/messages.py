@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from tula_cli.diagnostics import diagnostic
-from tula_cli.words import format_bytes, format_count, format_number, join_words
+from tula_cli.words import format_bytes, format_count, format_number, join_words, start_sentence
 
 # --- Settings of a job that are unlikely together
 
@@ -346,17 +346,17 @@ def job_ended(*, job: str, state: str, reason: str) -> str:
 
 @diagnostic
 def part_left_out(*, part: str, reason: str) -> str:
-    return f"{part[:1].upper()}{part[1:]} is left out: {reason}."
+    return f"{start_sentence(part)} is left out: {reason}."
 
 
 @diagnostic
 def part_failed(*, part: str, reason: str) -> str:
-    return f"{part[:1].upper()}{part[1:]}: {reason}."
+    return f"{start_sentence(part)}: {reason}."
 
 
 @diagnostic
-def balance_too_low(*, account: str, available: str, needed: str) -> str:
-    return f"The balance of account {account} is too low: {available}, but {needed} needed."
+def balance_too_low(*, available: str, needed: str) -> str:
+    return f"The balance is too low: {available}, but up to {needed} are needed."
 
 
 # --- `tula train`
@@ -367,6 +367,14 @@ def earlier_training_unfinished(*, training: str, samples: int, code: str) -> st
     return (
         f"Training {training} reached {samples} samples with other code ({code}), so this training starts from the beginning."
         " Restore that code to resume the earlier one."
+    )
+
+
+@diagnostic
+def earlier_training_other_settings(*, training: str, samples: int, keys: Sequence[str]) -> str:
+    return (
+        f"Training {training} reached {samples} samples with other settings ({join_words(keys)}), so this training starts"
+        " from the beginning. Restore these settings to resume the earlier one."
     )
 
 
@@ -405,7 +413,7 @@ def batch_not_above_reference(*, batch: int, reference: int, key: str) -> str:
 
 @diagnostic
 def method_needs_several_gpus(*, reason: str) -> str:
-    return f"{reason[:1].upper()}{reason[1:]}."
+    return f"{start_sentence(reason)}."
 
 
 @diagnostic
@@ -413,3 +421,36 @@ def only_warmup(*, method: str, warmup_epochs: float, epochs: int) -> str:
     return (
         f"{method} has {warmup_epochs:g} epochs of warm-up, but train.epochs is {epochs}, so it trains in warm-up only."
     )
+
+
+@diagnostic
+def controls_left_out(*, controls: Sequence[str], reason: str) -> str:
+    return f"The controls {' and '.join(controls)} are left out: {reason}."
+
+
+@diagnostic
+def one_seed_only() -> str:
+    return "script.command has no {seed}, so only one seed is trained and the variation between runs is unknown."
+
+
+@diagnostic
+def row_trained_at_smaller_batch(*, method: str, batch: int, smaller: Sequence[int]) -> str:
+    return f"{method} at batch {batch} ran out of memory; part of it was trained at batch {join_words(smaller)}."
+
+
+@diagnostic
+def row_trained_with_other_normalisation(*, method: str, batch: int, normalisation: str) -> str:
+    return f"{method} at batch {batch} ran out of memory; part of it was trained with {normalisation}."
+
+
+@diagnostic
+def metric_not_found(*, training: str, metric: str) -> str:
+    return f"{training}: the output of the script contains no {metric}. Check script.metric."
+
+
+# --- `tula status`
+
+
+@diagnostic
+def tracker_problem(*, text: str) -> str:
+    return text

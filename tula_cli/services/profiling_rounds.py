@@ -12,10 +12,10 @@ from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.jobfile import list_all_parts, save_job
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.results import JobFile
-from tula_cli.services import profile
+from tula_cli.services import messages, profile
 from tula_cli.services.events import FirstJobPlanned, Note, ProfilePlanned, WarningEvent, Work
 from tula_cli.services.profile import ProfilePlan, ProfileReport, UpperBoundPlan, plan_upper_bound
-from tula_cli.services.site_charges import describe_lacking_for_probes, with_site_billing
+from tula_cli.services.site_charges import warn_balance_for_probes, with_site_billing
 from tula_cli.services.waiting import (
     Dependencies,
     DetachedJobs,
@@ -80,7 +80,7 @@ def plan_parts(
         elsewhere = sum(spent.values()) - spent[part.name] + sum(plan.node_hours_at_most for _, plan in planned)
         inspection = inspections[part.name]
         for text in inspection.warnings:
-            yield WarningEvent(text)
+            yield WarningEvent(messages.inspection_warning(text=text))
         try:
             planned.append(
                 (
@@ -94,9 +94,10 @@ def plan_parts(
             errors.append((part.name, error))
     if all(part.length is not None for part, _ in planned):
         raise errors[0][1]
-    left_out = [f"{describe_part(name)} is left out: {error.message}" for name, error in errors if name is not None]
-    for text in (*left_out, *(text for _, plan in planned for text in plan.code.warnings)):
-        yield WarningEvent(text)
+    for name, infeasible in errors:
+        if name is not None:
+            yield WarningEvent(messages.part_left_out(part=describe_part(name), reason=infeasible.message))
+    yield from (WarningEvent(warning) for _, plan in planned for warning in plan.code.warnings)
     return planned
 
 
@@ -269,8 +270,7 @@ class _Profiling:
         jobs = [_SubmittedPart(part, plan, self.dependencies.launcher_for(part.spec)) for part, plan in missing]
         if any(submitted.has_missing for submitted in jobs):
             for part, plan in missing:
-                if text := describe_lacking_for_probes(part.spec, plan.node_hours_at_most):
-                    yield WarningEvent(text)
+                yield from map(WarningEvent, warn_balance_for_probes(part.spec, plan.node_hours_at_most))
             planned_event = ProfilePlanned({part.name: plan for part, plan in planned})
             yield planned_event
             hours = [plan.node_hours_at_most for plan in planned_event.plans.values()]
@@ -340,7 +340,7 @@ def _collect_reports(planned: Plans) -> Work[ProfileResult]:
         except (BadMeasurements, JobFailed, OutOfMemoryAtMinimum) as error:
             errors.append(error)
             if part.name is not None:
-                yield WarningEvent(f"{describe_part(part.name)}: {error.message}")
+                yield WarningEvent(messages.part_failed(part=describe_part(part.name), reason=error.message))
     if all(part.length is not None for part, _ in planned if part.name in reports):
         raise errors[0]
     return ProfileResult(reports, bool(errors) or any(report.failed or report.missing for report in reports.values()))

@@ -391,6 +391,6 @@ def _list_measurement_warnings(measurements: TypeMeasurements) -> list[str]:
         *missing,
         *warn_disturbed_probes(snapshot.attempts),
         *map(str, measurements.forecast.warnings),
-        *snapshot.job_warnings,
-        *snapshot.training_warnings,
+        *map(str, snapshot.job_warnings),
+        *map(str, snapshot.training_warnings),
     ]

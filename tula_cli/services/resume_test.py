@@ -7,6 +7,7 @@ from typing import Literal
 
 from tula_cli import words
 from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submission
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import CannotResume, JobFailed, NotRehearsed, OverBudget, SpecError
 from tula_cli.run.code import choose_code, take_snapshot
 from tula_cli.run.directory import Part, RunDir
@@ -17,6 +18,7 @@ from tula_cli.run.records.results import JobFile
 from tula_cli.run.records.scripts import Rehearsal, Verdict
 from tula_cli.run.records.tasks import RehearsalTask, TrainTask
 from tula_cli.run.script_attempt import ResumeTestRecords
+from tula_cli.services import messages
 from tula_cli.services.events import Event, Note, WarningEvent, Work
 from tula_cli.services.profile import count_measured_node_hours
 from tula_cli.services.waiting import (
@@ -54,16 +56,16 @@ class ResumeFinding:
         return self.setting
 
     @property
-    def contradiction(self) -> str:
-        """Warning that the setting allows more than the test has shown; empty if it does not."""
+    def contradiction(self) -> Diagnostic | None:
+        """Warning that the setting allows more than the test has shown; None if it does not."""
         verdict = self.rehearsal.verdict
         if (
             verdict in (None, "none")
             or self.setting == "rehearse"
             or FREEDOM.index(self.setting) <= FREEDOM.index(verdict)
         ):
-            return ""
-        return f"script.resume.batch: {self.setting} allows more than the rehearsal found ({verdict}): {self.why}"
+            return None
+        return messages.resume_setting_too_free(setting=self.setting, verdict=verdict, reason=self.why)
 
     @property
     def why(self) -> str:
@@ -80,8 +82,8 @@ class ResumeFinding:
             NotRehearsed: the test has no verdict.
         """
         if self.rehearsal.verdict is None:
-            hint = "until it is known, trainings go on from a checkpoint at the same batch, untried"
-            raise NotRehearsed(f"how {name} goes on after an interruption was not found out: {self.why}", hint)
+            hint = "until the test succeeds, trainings resume from a checkpoint at the same batch, untested"
+            raise NotRehearsed(f"the resume test of {name} was inconclusive: {self.why}", hint)
 
     def require_resumable(self, name: str, hint: str) -> None:
         """Raise an error if the script cannot resume from its checkpoint.
@@ -94,7 +96,7 @@ class ResumeFinding:
             CannotResume: the script cannot resume.
         """
         if self.rehearsal.verdict == "none":
-            raise CannotResume(f"{name} cannot go on after an interruption: {self.why}", hint)
+            raise CannotResume(f"{name} cannot resume after an interruption: {self.why}", hint)
 
 
 def run_resume_test(
@@ -165,7 +167,7 @@ def submit_and_wait(
     if record is None or record.over_at is None:
         attempts = part.run.attempts(task.id)
         why = attempts[-1].message if attempts else "it has not started"
-        raise JobFailed(f"{task.id} ended without a finding: {why}", "tula logs shows what it said")
+        raise JobFailed(f"{task.id} ended without a finding: {why}", "tula logs shows its output")
     return ResumeFinding(record, resume_settings(part.spec).batch, kept=False)
 
 
@@ -201,7 +203,7 @@ def describe_cap_exceeded(run: RunDir, spec: JobSpec) -> str:
     """
     used_hours = sum(count_measured_node_hours(part.run) for part in run.parts(spec) if part.run.exists)
     subject = (
-        f"measuring so far ({words.format_number(used_hours)} node-hours) and a rehearsal"
+        f"profiling so far ({words.format_number(used_hours)} node-hours) and a resume test"
         if used_hours
         else "a rehearsal"
     )
@@ -224,7 +226,7 @@ def resume_settings(spec: JobSpec) -> Resume:
         raise SpecError("--rehearse is for a job with section script", "tula's own loop resumes with the same samples")
     if spec.script.resume is None:
         raise SpecError(
-            "script.resume is not given: there is nothing to rehearse",
+            "script.resume is missing, so there is nothing to test",
             'write how the script goes on: resume: {args: "--resume {checkpoint}", checkpoint: "{out}/checkpoint.pth"}',
         )
     if "out" not in find_placeholders(spec.script.resume.checkpoint):
@@ -261,7 +263,9 @@ def resume_test_batch(run: RunDir, spec: JobSpec, *, local_batch: int | None = N
 
 LONG_TRAINING_HOURS = 1.0
 """Hours above which a training is preceded by a resume test."""
-WITHOUT_RESUME_TEST = "mend its resume; or tula train --no-rehearse, which begins anew after each interruption"
+WITHOUT_RESUME_TEST = (
+    "correct how the script resumes; or use tula train --no-rehearse, which starts again after each interruption"
+)
 
 
 @dataclass(frozen=True)
@@ -326,14 +330,12 @@ def run_resume_test_if_due(training: TrainingStart, launcher: Launcher, policy: 
         batch = resume_test_batch(part.run, part.spec, local_batch=local_batch)
         if not policy.should_wait(part.spec):
             job = submit_resume_test(part, launcher, code, batch=batch).job
-            yield Note(
-                f"the training starts after {job}, and not at all if its script cannot go on from its checkpoint"
-            )
+            yield Note(f"the training starts after {job}, if the script can resume from its checkpoint")
             return job
         finding = yield from submit_and_wait(part, launcher, code, policy, batch=batch)
     else:
         if training.needs_test:
-            yield WarningEvent(f"the script's resume is not rehearsed: {training.over_cap}")
+            yield WarningEvent(messages.resume_untested(reason=training.over_cap))
         earlier = load_finding(part.run, part.spec, code)
         if earlier is None:
             return ""
@@ -347,10 +349,10 @@ def run_resume_test_if_due(training: TrainingStart, launcher: Launcher, policy: 
 def _list_finding_events(finding: ResumeFinding) -> Iterator[Event]:
     verdict = finding.rehearsal.verdict
     if verdict is None:
-        yield WarningEvent(f"the script's resume: {finding.why}; it goes on at the same batch, untried")
+        yield WarningEvent(messages.resume_test_inconclusive(reason=finding.why))
     elif verdict == "none":
-        yield WarningEvent(f"after an interruption this training begins anew: {finding.why}")
+        yield WarningEvent(messages.script_cannot_resume(reason=finding.why))
     elif finding.contradiction:
         yield WarningEvent(finding.contradiction)
     elif not finding.kept:
-        yield Note(f"the script's resume: {verdict}; {finding.why}")
+        yield Note(f"resume test of the script: {verdict}; {finding.why}")

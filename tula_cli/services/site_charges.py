@@ -15,11 +15,13 @@ from tula_cli.cluster.slurm.billing import (
     read_account_balance,
     read_billed_jobs,
 )
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import OverBudget, SpecError
 from tula_cli.models.cost import compute_hourly_charge
 from tula_cli.models.tres import truncate_billing
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import TrainTask
+from tula_cli.services import messages
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.resources import SiteBill
 from tula_cli.words import format_count, format_number
@@ -60,8 +62,8 @@ class BalanceCheck:
     account: str
     limits: tuple[TresLimit, ...]  # minutes of each TRES
     words: str  # of the tightest limit
-    lacking: str = ""  # what it lacks for what is expected; empty where it suffices, as far as is known
-    lacking_at_most: str = ""  # likewise for the upper end of the 90 % interval
+    lacking: Diagnostic | None = None  # about too low a balance for what is expected; None where it suffices
+    lacking_at_most: Diagnostic | None = None  # likewise for the upper end of the 90 % interval
     unknown: str = ""  # why nothing can be promised; empty where it can
 
 
@@ -96,10 +98,13 @@ def check_balance(
     balance = read_account_balance(spec, qos=bill.qos, ask=ask)
     if hours is None:
         return BalanceCheck(
-            balance.account, balance.limits, _describe_left(balance), unknown="nothing predicts what it takes"
+            balance.account,
+            balance.limits,
+            _describe_left(balance),
+            unknown="the duration is unknown because nothing was measured",
         )
     if uncounted := sorted({limit.tres for limit in balance.limits} - {"billing"}) if not bill.tres else []:
-        note = f"pricing.per_node tells the billing alone, and there are limits on {', '.join(uncounted)}"
+        note = f"pricing.per_node covers only the billing, but there are limits on {', '.join(uncounted)}"
         balance = replace(balance, unseen=balance.unseen or note)
     need = compute_needed_minutes(bill, nodes=nodes, hours=hours)
     most = compute_needed_minutes(bill, nodes=nodes, hours=max(hours, at_most or 0.0))
@@ -110,9 +115,9 @@ def check_balance(
     return BalanceCheck(
         account=balance.account,
         limits=balance.limits,
-        words=f"{_describe_limit(worst, spec)}, of which it takes {_describe_need(worst, need, spec)}",
-        lacking=_describe_lacking(worst, need, spec),
-        lacking_at_most=_describe_lacking(worst, most, spec),
+        words=f"{_describe_limit(worst, spec)}; it needs {_describe_need(worst, need, spec)}",
+        lacking=_warn_lacking(worst, need, spec),
+        lacking_at_most=_warn_lacking(worst, most, spec),
         unknown=balance.unseen,
     )
 
@@ -141,38 +146,36 @@ def require_balance(balance_check: BalanceCheck | None) -> None:
     """
     if balance_check is None:
         raise SpecError(
-            "--within-balance: the balance is that of SLURM's accounting, and pricing.kind is not billing on it",
-            "set pricing.kind: billing, with cluster.kind: slurm",
+            "--within-balance needs the balance of SLURM's accounting",
+            "set cluster.kind: slurm and pricing.kind: billing",
         )
     if balance_check.lacking or balance_check.lacking_at_most:
-        why = balance_check.lacking or f"at the upper end of its 90 % interval {balance_check.lacking_at_most}"
+        why = balance_check.lacking or f"At the upper end of the 90 % interval: {balance_check.lacking_at_most}"
         raise OverBudget(
-            f"--within-balance: {why}; nothing was submitted", "fewer epochs, cheaper nodes, or another account"
+            f"--within-balance: nothing was submitted. {why}", "use fewer epochs, cheaper nodes or another account"
         )
     if balance_check.unknown:
         raise OverBudget(
-            f"--within-balance cannot be kept: {balance_check.unknown}; nothing was submitted",
-            "leave the option out, or ask the site to show limits and usage to its users",
+            f"--within-balance: nothing was submitted, because the balance cannot be checked: {balance_check.unknown}",
+            "remove the option, or ask the site to show limits and usage to its users",
         )
 
 
 def _describe_left(balance: Balance) -> str:
     if balance.unseen:
-        return f"not known: {balance.unseen}"
-    return f"account {balance.account} has no limit on what this takes (GrpTRESMins)"
+        return f"unknown: {balance.unseen}"
+    return f"account {balance.account} has no limit for this (GrpTRESMins)"
 
 
-def _describe_lacking(limit: TresLimit, need: Mapping[str, float], spec: JobSpec) -> str:
+def _warn_lacking(limit: TresLimit, need: Mapping[str, float], spec: JobSpec) -> Diagnostic | None:
     if need[limit.tres] <= limit.remaining:
-        return ""
-    return (
-        f"the balance cannot carry it: {_describe_limit(limit, spec)}, and it takes {_describe_need(limit, need, spec)}"
-    )
+        return None
+    return messages.balance_too_low(available=_describe_limit(limit, spec), needed=_describe_need(limit, need, spec))
 
 
 def _describe_limit(limit: TresLimit, spec: JobSpec) -> str:
     whole, remaining = (_describe_minutes(minutes, limit.tres) for minutes in (limit.limit, limit.remaining))
-    runs = f" ({_describe_minutes(limit.running, limit.tres)} held for what runs)" if limit.running else ""
+    runs = f" ({_describe_minutes(limit.running, limit.tres)} reserved for running jobs)" if limit.running else ""
     return f"{limit.where} has {remaining} of {whole} {_get_unit_name(limit.tres, spec)} left{runs}"
 
 
@@ -192,14 +195,10 @@ def _get_unit_name(tres: str, spec: JobSpec) -> str:
     return {"mem": "GB-hours of memory"}.get(tres, f"{tres}-hours")
 
 
-def describe_lacking_for_probes(spec: JobSpec, node_hours: float, *, ask: Ask = ask_slurm) -> str:
-    """Return a warning if the balance may not cover profiling jobs of up to `node_hours`; else an empty string."""
+def warn_balance_for_probes(spec: JobSpec, node_hours: float, *, ask: Ask = ask_slurm) -> list[Diagnostic]:
+    """Return a warning if the balance may not cover profiling jobs of up to `node_hours`."""
     balance_check = check_balance(spec, nodes=1, hours=node_hours, ask=ask) if node_hours else None
-    return (
-        balance_check.lacking.replace("cannot carry it", "may not carry the probes") + " at most"
-        if balance_check and balance_check.lacking
-        else ""
-    )
+    return [balance_check.lacking] if balance_check and balance_check.lacking else []
 
 
 # --- The charge of a training

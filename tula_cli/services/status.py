@@ -14,6 +14,7 @@ from typing import Any, Literal
 from tula_cli.cluster.launcher import Launcher
 from tula_cli.cluster.relaunch import needs_new_allocation
 from tula_cli.cluster.scheduler import SchedulerState
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import (
     DeviceFault,
     DiskFull,
@@ -47,6 +48,7 @@ from tula_cli.run.records.scripts import Rehearsal
 from tula_cli.run.records.tasks import EvaluateTask, JobTask, ProbeTask, RehearsalTask, TrainTask, make_probe_id
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.run.training_run import A_COPY, CLOCKS_AGREE
+from tula_cli.services import messages
 from tula_cli.services.exporting import destination
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.scripts.script import count_requested_samples
@@ -442,7 +444,7 @@ class RunStatus:
     training: TrainingStatus | None
     attempts: tuple[AttemptStatus, ...]  # oldest first
     recommendation: Recommendation | None
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[Diagnostic, ...] = ()
     notes: tuple[str, ...] = ()  # of an upgrade under a job; what the probes of a script do not tell, and why
     rehearsal: Rehearsal | None = None  # the newest of a script's resume
     evaluations: tuple[EvaluationRecord, ...] = ()  # of the training's weights (tula evaluate), oldest first
@@ -497,7 +499,10 @@ def run_status(run: RunDir, launcher: Launcher, *, now: float, only: Set[str] | 
             *files_snapshot.job_warnings,
             *files_snapshot.record_warnings,
             *(files_snapshot.training_warnings if only is None else ()),
-            *(destination.describe_problems(run.path / "exports") if only is None else ()),
+            *(
+                messages.tracker_problem(text=text)
+                for text in (destination.describe_problems(run.path / "exports") if only is None else ())
+            ),
         ),
         notes=(
             *list_upgrades(files_snapshot),

@@ -40,8 +40,8 @@ from tula_cli.services.events import Note, TrainPlanned, WarningEvent, Work
 from tula_cli.services.planned_lengths import ExpectedEnd, predict_end
 from tula_cli.services.recommendation.from_training import (
     continue_training,
-    describe_interrupted_training,
     require_stopped,
+    warn_interrupted_training,
 )
 from tula_cli.services.recommendation.measured import (
     CachedTrainings,
@@ -99,7 +99,7 @@ def choose_part_to_train(run: RunDir, spec: JobSpec, node_type: str | None) -> t
     if spec.types and node_type is None:
         if recommendation is None:
             raise BadMeasurements(
-                f"{run.id} has no recommendation, and --type not given",
+                f"{run.id} has no recommendation, and --type is not given",
                 "run tula recommend first, or name all: tula train --type NAME --nodes N --batch B",
             )
         node_type = recommendation.choice.type
@@ -139,8 +139,8 @@ def plan_training(
     choice = recommendation.choice if recommendation is not None else None
     if choice is None and (nodes is None or batch is None):
         raise BadMeasurements(
-            f"{run.id} has no recommendation, and {'--batch' if nodes else '--nodes and --batch'} not given",
-            "run tula recommend, which says why where it leaves something out; or name both: tula train --nodes N --batch B",
+            f"{run.id} has no recommendation, and {'--batch is' if nodes else '--nodes and --batch are'} not given",
+            "run tula recommend, or name both: tula train --nodes N --batch B",
         )
     source = _describe_source(recommendation, [name for name, value in (("nodes", nodes), ("batch", batch)) if value])
     if choice is not None:
@@ -209,9 +209,8 @@ def _choose_code_to_train(run: RunDir, spec: JobSpec, nodes: int, batch: int) ->
         earlier = compute_train_signature(spec, nodes=nodes, batch=batch, code=with_weights(digest, code.weights))
         samples = run.training(earlier).newest_samples()
         if samples and not run.training(signature).newest_samples() and run.training(earlier).summary() is None:
-            warning = (
-                f"training {earlier} stands at {samples} samples, but {describe_user_code(spec)} was another then: this is a"
-                " training of its own, from the beginning (with the code as it was, the same command goes on there)"
+            warning = messages.earlier_training_unfinished(
+                training=earlier, samples=samples, code=describe_user_code(spec)
             )
             code = dataclasses.replace(code, warnings=(*code.warnings, warning))
     return code
@@ -226,7 +225,7 @@ def _require_size(spec: JobSpec, nodes: int, batch: int, dataset_size: int) -> N
     if batch > dataset_size:
         raise SpecError(
             f"batch {batch} is larger than the dataset: {dataset_size} training samples",
-            f"the largest power-of-two batch with a step in it is {1 << (dataset_size.bit_length() - 1)}",
+            f"the largest power of two that fits is {1 << (dataset_size.bit_length() - 1)}",
         )
     halving.require_tuning_samples(spec, batch=batch, dataset_size=dataset_size)
     check_stages(spec, batch=batch, nodes=nodes, dataset_size=dataset_size)
@@ -354,9 +353,8 @@ def prepare_training(
         other_sizes=read_measurements_of_other_sizes(part, CachedTrainings()),
         inspect=inspect,
     )
-    for text in (*plan_found.code.warnings, describe_interrupted_training(part.run, plan_found.task)):
-        if text:
-            yield WarningEvent(text)
+    yield from map(WarningEvent, plan_found.code.warnings)
+    yield from map(WarningEvent, warn_interrupted_training(part.run, plan_found.task))
     if part.spec.cluster.collective == "parameter_server":
         yield WarningEvent(messages.parameter_server_collective())
     ready = PreparedTraining(run, spec, part, plan_found, rehearse, within_balance)
@@ -398,7 +396,7 @@ def run_training(
     """
     plan, part = training.plan, training.part
     if plan.finished:
-        yield Note("this training run is finished already")
+        yield Note("this training has already finished")
         return load_summary(part.run, plan.task.signature)
     launcher = dependencies.launcher_for(part.spec)
     going_on = list_unfinished_jobs(part.run, launcher, [plan.task.job])

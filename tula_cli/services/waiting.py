@@ -12,7 +12,7 @@ from tula_cli.errors import Interruption, OverBudget, Pending, SpecError
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Measured
-from tula_cli.services import status
+from tula_cli.services import messages, status
 from tula_cli.services.events import Event, JobsProgress, Planned, WarningEvent, Work
 from tula_cli.services.exporting.background import send_beside
 from tula_cli.services.status import RunStatus
@@ -76,7 +76,7 @@ def get_only_part(run: RunDir, spec: JobSpec, node_type: str | None, *, purpose:
     """
     parts = run.parts(spec, node_type)
     if len(parts) > 1:
-        raise SpecError(f"{purpose} is for one type of node: add --type {' or --type '.join(spec.types)}")
+        raise SpecError(f"{purpose} needs a node type: add --type {' or --type '.join(spec.types)}")
     return parts[0]
 
 
@@ -94,7 +94,7 @@ def describe_beyond_cap(subject: str, node_hours: float, cap: float | None) -> s
     """Return a message if something may use more node-hours than the cap; else, or without a cap, an empty string."""
     if cap is None or node_hours <= cap:
         return ""
-    return f"{subject} may take {words.format_number(node_hours)} node-hours, search.max_node_hours is {cap:g}"
+    return f"{subject} may take {words.format_number(node_hours)} node-hours, but search.max_node_hours is {cap:g}"
 
 
 def require_within_cap(node_hours: Sequence[float], cap: float | None, *, first_jobs: float = 0.0) -> None:
@@ -111,7 +111,7 @@ def require_within_cap(node_hours: Sequence[float], cap: float | None, *, first_
     types = f" of all {len(node_hours)} parts (node types, lengths)" if len(node_hours) > 1 else ""
     subjects = [*([f"the probes{types}"] if node_hours else []), *([FIRST_JOB] if first_jobs else [])]
     if problem := describe_beyond_cap(" and ".join(subjects), sum(node_hours) + first_jobs, cap):
-        hint = "raise it with --set search.max_node_hours=..., or lower search.max_minutes, or search fewer nodes"
+        hint = "raise it with --set search.max_node_hours=..., lower search.max_minutes, or search fewer nodes"
         raise OverBudget(problem, hint)
 
 
@@ -130,12 +130,12 @@ def wait_for_jobs(run: RunDir, launcher: Launcher, jobs: Sequence[str], wait_pol
     own_jobs = [job for job in run_status.jobs if job.id in jobs]
     if unfinished := [f"{job.id} ({job.state})" for job in own_jobs if job.state in status.ACTIVE]:
         raise Pending(
-            f"not over within the time to wait: {', '.join(unfinished)}", "the same command attaches to them again"
+            f"not finished within the timeout: {', '.join(unfinished)}", "the same command attaches to them again"
         )
     reported = _list_reported_failures(run)
     for job in own_jobs:
         if job.state in FAILED_STATES and job.reason not in reported:
-            yield WarningEvent(f"{job.id} {job.state}: {words.get_first_line(job.reason)}")
+            yield WarningEvent(messages.job_ended(job=job.id, state=job.state, reason=words.get_first_line(job.reason)))
     return run_status
 
 
@@ -151,8 +151,8 @@ def make_interruption_of_jobs(
     run: RunDir, parts: Iterable[tuple[Part, Launcher]], wait_policy: WaitPolicy
 ) -> Interruption:
     """Return the error to raise on Ctrl-C while jobs of some parts of a run are submitted or running."""
-    hint = f"the same command attaches to them again; tula cancel {words.make_relative_path(run.path)} ends them"
-    return wait_policy.interruption(parts, hint=hint, message="interrupted; the jobs go on")
+    hint = f"the same command attaches to them again; tula cancel {words.make_relative_path(run.path)} cancels them"
+    return wait_policy.interruption(parts, hint=hint, message="interrupted; the jobs continue")
 
 
 def warn_new_jobs(
@@ -160,12 +160,12 @@ def warn_new_jobs(
 ) -> Iterator[Event]:
     """Warn of jobs that will not start or have other settings, and of environment variables not passed to sbatch."""
     if spec.cluster.kind == "slurm" and (names := list_overriding_variables(os.environ)):
-        yield WarningEvent(f"not passed to sbatch, because the job file decides that: {', '.join(names)} (environment)")
+        yield WarningEvent(messages.environment_not_passed(variables=names))
     submitted = [job for job in run.jobs() if job.id in jobs]
     for id_, state in launcher.states(run.read(), submitted).items():
         if state.hopeless:
-            yield WarningEvent(f"{id_}: {state.reason}; tula cancel, correct the cluster section, and start again")
+            yield WarningEvent(messages.job_will_not_start(job=id_, reason=state.reason))
     tasks = {task.job: task for task in run.tasks()}
     for id_ in under_way:
         if id_ in tasks and tasks[id_].spec.cluster != spec.cluster:
-            yield WarningEvent(f"{id_} was submitted with another cluster section; tula cancel first, to have this one")
+            yield WarningEvent(messages.other_cluster_section(job=id_))

@@ -69,12 +69,11 @@ class Ags(Section):
             return self
         if granularity == "element":
             raise ValueError(
-                "source local_norms knows one norm a tensor; set granularity: tensor or source: small_batch"
+                "source: local_norms has one norm per tensor; set granularity: tensor or source: small_batch"
             )
         if self.b_small != "auto":
             raise ValueError(
-                f"b_small {self.b_small} has no effect with source local_norms, where each GPU's own batch is the small"
-                " one; leave it out or set source: small_batch"
+                f"b_small {self.b_small} has no effect with source: local_norms, which uses the batch of each GPU; remove it, or set source: small_batch"
             )
         return self
 
@@ -137,9 +136,9 @@ class Auto(Section):
         names = [arm.name for arm in self.arms]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ValueError(f"arms need names of their own, got {', '.join(twice)} twice")
+            raise ValueError(f"arms need distinct names, got {', '.join(twice)} twice")
         if any(arm.name == "lbt" and arm != GivenArm(name="lbt") for arm in self.arms):
-            raise ValueError("the arm lbt is the large batch as it is; give yours another name")
+            raise ValueError("lbt is a built-in arm (the unchanged large batch); choose another name")
         return self
 
 
@@ -151,19 +150,18 @@ def divide_section(ags: Ags, train: "Train") -> Ags:
     """
     if not train.sharded:
         if train.fsdp_blocks != "auto":
-            raise ValueError("train.fsdp_blocks means nothing without train.parallel: fsdp")
+            raise ValueError("train.fsdp_blocks has no effect without train.parallel: fsdp")
         return ags
     for why in (_describe_why_not_on_shares(train), _needs_the_whole(train)):
         if why:
-            raise ValueError(f"train.parallel: fsdp divides the model among the GPUs, and {why}")
+            raise ValueError(f"train.parallel: fsdp divides the model among the GPUs, but {why}")
     if not train.training_method.scales:
         return ags
     if ags.granularity == "element":
-        raise ValueError("train.parallel: fsdp has factors of whole tensors alone; set ags.granularity: tensor")
+        raise ValueError("train.parallel: fsdp only supports factors per tensor; set ags.granularity: tensor")
     if ags.resolved().source == "local_norms":
         raise ValueError(
-            "train.parallel: fsdp has no gradients of single GPUs to compare; set ags.source: small_batch or ags.preset:"
-            " paper"
+            "train.parallel: fsdp cannot compare gradients of single GPUs; set ags.source: small_batch or ags.preset: paper"
         )
     return ags.model_copy(update={"granularity": "tensor"})
 
@@ -173,16 +171,14 @@ def _describe_why_not_on_shares(train: "Train") -> str:
     if train.training_method.on_shares:
         return ""
     can = ", ".join(name for name, method in METHODS.items() if method.on_shares)
-    return f"train.method {train.method} needs whole gradients or weights; the methods that do not: {can}"
+    return f"train.method {train.method} needs whole gradients or weights, which train.parallel: fsdp does not have; use {can}"
 
 
 def _needs_the_whole(train: "Train") -> str:
     refused = {
-        "train.precision fp16 scales the loss by what each GPU sees of the gradient; set bf16": train.precision
-        == "fp16",
-        "train.compile compiles the model as a whole; leave it out": bool(train.compile),
-        "train.channels_last lays out whole weights; leave it out": train.channels_last is True,
-        "train.diagnostics: hessian differentiates twice through whole weights; leave it out": "hessian"
-        in train.diagnostics,
+        "train.precision: fp16 scales the loss by each GPU's part of the gradient; set bf16": train.precision == "fp16",
+        "train.compile needs the whole model; remove it": bool(train.compile),
+        "train.channels_last needs whole weights; remove it": train.channels_last is True,
+        "train.diagnostics: hessian needs whole weights; remove it": "hessian" in train.diagnostics,
     }
     return next((why for why, is_refused in refused.items() if is_refused), "")

@@ -114,8 +114,7 @@ class JobSpec(Section):
         rule = self.train.training_method.choose_lr_rule(self.train.lr_scaling, is_adaptive=False)
         if self.script is not None and rule != "none" and not self.script.placeholders & {"lr", "lr_factor"}:
             raise ValueError(
-                f"the learning rate is to be scaled ({rule}), and script.command has neither {{lr}} nor {{lr_factor}}; add one,"
-                " or use train.method lbt where the script scales it itself"
+                f"the learning rate is to be scaled ({rule}), but script.command has neither {{lr}} nor {{lr_factor}}; add one, or use train.method lbt if the script scales it"
             )
         return self
 
@@ -134,7 +133,9 @@ class JobSpec(Section):
     @model_validator(mode="after")
     def _names_of_parameters_are_known(self) -> "JobSpec":
         if self.script is not None and self.ags.exclude:
-            raise ValueError("ags.exclude names parameters of tula's own loop; with a script wrap the optimizer there")
+            raise ValueError(
+                "ags.exclude only applies to tula's own loop; in a script, exclude parameters where you wrap the optimizer"
+            )
         return self
 
     @model_validator(mode="after")
@@ -143,12 +144,11 @@ class JobSpec(Section):
             return self
         if self.auto.after >= self.train.epochs:
             raise ValueError(
-                f"auto.after {self.auto.after} leaves nothing of train.epochs {self.train.epochs} to train as tuned"
+                f"auto.after {self.auto.after} is not less than train.epochs {self.train.epochs}, so nothing would be trained with the chosen settings"
             )
         if self.train.lr_scaling in ("linear", "sqrt"):
             raise ValueError(
-                f"train.lr_scaling {self.train.lr_scaling} would scale the learning rate under method auto, whose arms"
-                " scale it themselves; leave it out"
+                f"train.lr_scaling {self.train.lr_scaling} has no effect with method auto, whose arms scale the learning rate; remove it"
             )
         return self
 
@@ -195,8 +195,7 @@ class JobSpec(Section):
     def _schedule_fits_the_method(self) -> "JobSpec":
         if self.train.training_method.constant_schedule and self.schedule.kind != "constant":
             raise ValueError(
-                f"method {self.train.method} averages weights in place of a learning rate that falls; set schedule.kind:"
-                f" constant, not {self.schedule.kind} (a warm-up is fine)"
+                f"method {self.train.method} averages weights instead of decreasing the learning rate; set schedule.kind: constant, not {self.schedule.kind} (a warm-up is allowed)"
             )
         return self
 
@@ -207,13 +206,13 @@ class JobSpec(Section):
         kind = self.schedule.kind
         if is_import_string(kind):
             raise ValueError(
-                f"train.ramp: decay has to know before the training where the learning rate halves, and schedule.kind {kind} is"
+                f"train.ramp: decay needs to know where the learning rate halves, but schedule.kind {kind} is"
                 " your own code; name the stages, train.ramp: [{epochs: 30, batch: 128}, {epochs: 10, batch: 256}], with"
                 f" train.lr_scaling: {_get_noise_rule(self)}"
             )
         if compute_max_decay_growth(self) < 2:
             raise ValueError(
-                f"train.ramp: decay doubles the batch where the schedule halves the learning rate, and schedule.kind {kind}"
+                f"train.ramp: decay doubles the batch where the schedule halves the learning rate, but schedule.kind {kind}"
                 + (
                     " never does"
                     if kind == "constant"
@@ -230,20 +229,16 @@ class JobSpec(Section):
         if sequence is None:
             return self
         if self.script is not None:
-            raise ValueError(
-                "search.sequence is of tula's own loop; a script's length is in its command: profile each one"
-            )
+            raise ValueError("search.sequence only applies to tula's own loop; profile a script once per length")
         if self.length is None:
             raise ValueError(
-                f"search.sequence needs the job's own length: set {sequence.lengths_map_to[0]} to it, or name in"
-                " search.sequence.lengths_map_to the argument that holds it (dataset.args.X or model.args.X), as an integer"
+                f"search.sequence needs the length of the job: set {sequence.lengths_map_to[0]}, or name the integer argument that holds it (dataset.args.X or model.args.X) in search.sequence.lengths_map_to"
             )
         longest = max(sequence.lengths)
         for key, value in self.model.longest_text.items():
             if value < longest and f"model.args.{key}" not in sequence.lengths_map_to:
                 raise ValueError(
-                    f"search.sequence: the model takes at most {value} positions (model.args.{key}), and {longest} is to be"
-                    f" measured; add model.args.{key} to search.sequence.lengths_map_to, or raise it"
+                    f"search.sequence: the model has at most {value} positions (model.args.{key}), but length {longest} is to be measured; raise it, or add model.args.{key} to search.sequence.lengths_map_to"
                 )
         return self
 
@@ -252,7 +247,7 @@ class JobSpec(Section):
         there, searched = self.cluster.gpus_per_node, self.search.gpus_per_node or []
         if not self.node_types and max(searched, default=0) > there:
             raise ValueError(
-                f"search.gpus_per_node names {max(searched)}, and a node has {format_count(there, 'GPU')} (cluster.gpus_per_node)"
+                f"search.gpus_per_node contains {max(searched)}, but a node has {format_count(there, 'GPU')} (cluster.gpus_per_node)"
             )
         return self
 
@@ -269,9 +264,9 @@ class JobSpec(Section):
             raise ValidationError.from_exception_data("JobSpec", problems)
         if len(set(currencies.values())) > 1:
             priced = ", ".join(f"{name} in {currency}" for name, currency in currencies.items())
-            raise ValueError(f"node_types must be priced in one currency to be compared, got {priced}")
+            raise ValueError(f"all node_types need the same currency, got {priced}")
         if len(names := [name for each in self.node_types for name in self._named(each)]) > len(set(names)):
-            raise ValueError(f"node_types and search.gpus_per_node come to the same name more than once: {names}")
+            raise ValueError(f"node_types and search.gpus_per_node result in the same name more than once: {names}")
         return self
 
     @property
@@ -325,7 +320,7 @@ class JobSpec(Section):
                 f"no node type {only!r}",
                 f"there are: {', '.join(self.types)}"
                 if self.types
-                else "the job has no section node_types, nor search.gpus_per_node",
+                else "the job has neither section node_types nor search.gpus_per_node",
             )
         if not self.types:
             return {None: self}
@@ -593,7 +588,7 @@ def describe_misfit(spec: JobSpec) -> str:
     if misfit := spec.train.training_method.describe_misfit(name, divides_gradients=divides):
         return misfit
     if spec.optimizer.beta2_half_life is not None and ":" not in name and name not in WITH_BETA2:
-        return f"keeps optimizer.beta2_half_life, and {name} has no beta2: set optimizer.name: AdamW, or leave it out"
+        return f"keeps optimizer.beta2_half_life, but {name} has no beta2; set optimizer.name: AdamW, or remove it"
     return ""
 
 
@@ -612,7 +607,7 @@ def _describe_settings(spec: JobSpec) -> str:
     """Describe the schedule, beta1 and clipping that the job's method sets by default; empty if it sets none."""
     method, name, schedule = spec.train.training_method, spec.optimizer.name, spec.schedule
     if spec.train.stages == "decay":
-        return "The decay of the learning rate is spent as batch (train.ramp: decay)"
+        return "The batch grows instead of the learning rate decaying (train.ramp: decay)"
     if has_adam_defaults(spec):
         above = LARGE_BATCH_RATIO * spec.train.reference_batch
         late = f", falling linearly from {schedule.decay_from:g} of the epochs on" if schedule.decay_from else ""

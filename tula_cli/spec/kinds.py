@@ -39,9 +39,11 @@ def parse_size(value: object) -> object:
     else:
         size = value
     if isinstance(size, int | float) and size >= _MOST_MEMORY:
-        raise ValueError(f"{_shorten_value(value)} is more memory than any machine has; write it like 16GiB or 800MB")
+        raise ValueError(
+            f"{_shorten_value(value)} is more memory than any machine has; write a size like 16GiB or 800MB"
+        )
     if isinstance(size, int | float) and 0 < size < _LEAST_MEMORY:
-        raise ValueError(f"{value!r} is {size:g} bytes; write the unit, like {size:g}GiB")
+        raise ValueError(f"{value!r} is {size:g} bytes; add the unit, for example {size:g}GiB")
     return size
 
 
@@ -74,7 +76,7 @@ def as_typed(value: object) -> object:
     if isinstance(value, bool):
         raise ValueError(f"{str(value).lower()} must be quoted: 'true', '1', ...")
     if isinstance(value, float):
-        raise ValueError(f"must be text, got the number {value!r}; quote it, as it is to be written: '{value!r}'")
+        raise ValueError(f"must be text, got the number {value!r}; quote it: '{value!r}'")
     return str(value) if isinstance(value, int) else value
 
 
@@ -99,18 +101,20 @@ def require_plain_data(value: dict[str, Any]) -> dict[str, Any]:
         place, item, depth = pending.pop()
         seen += 1
         if depth > _DEEPEST or seen > _LARGEST:
-            raise ValueError(f"more than {_DEEPEST} levels or {_LARGEST} values are no arguments; write them to a file")
+            raise ValueError(
+                f"arguments with more than {_DEEPEST} levels or {_LARGEST} values are not supported; write them to a file"
+            )
         if isinstance(item, dict):
             pending += [(f"{place}.{_check_key(place, key)}", inner, depth + 1) for key, inner in item.items()]
         elif isinstance(item, list):
             pending += [(f"{place}[{number}]", inner, depth + 1) for number, inner in enumerate(item)]
         elif isinstance(item, float) and not math.isfinite(item):
             raise ValueError(
-                f"{place[1:]} is {item}, which is kept nowhere: write a word ({item!s}) for your code to read"
+                f"{place[1:]} is {item}, which cannot be stored: write text ({item!s}) for your code to read"
             )
         elif not isinstance(item, str | int | float | None):
             raise ValueError(
-                f"{place[1:]} is a {type(item).__name__}; words, numbers, true, false and null are passed on"
+                f"{place[1:]} is a {type(item).__name__}; only text, numbers, true, false and null can be passed on"
             )
     plain: dict[str, Any] = _to_plain(value)
     return plain
@@ -127,7 +131,7 @@ def _to_plain(value: Any) -> Any:
 def _check_key(place: str, key: object) -> str:
     if not isinstance(key, str):
         raise ValueError(
-            f"{place[1:] or 'a key'}: {_shorten_value(key)} is no word; quote it, for a key is always passed on as one"
+            f"{place[1:] or 'a key'}: {_shorten_value(key)} is not text; quote it, because keys are always passed on as text"
         )
     return key
 
@@ -143,13 +147,13 @@ def _shorten_value(value: object) -> str:
 
 def check_word(value: str) -> str:
     if not value:
-        raise ValueError("an empty word is no part of a command")
+        raise ValueError("must not contain an empty word")
     return value
 
 
 def require_shell_words(value: str) -> str:
     if "\0" in value:
-        raise ValueError(f"{value!r} holds a NUL, which no command can")
+        raise ValueError(f"{value!r} contains a NUL character, which a command cannot")
     try:
         words = shlex.split(value)
     except ValueError as error:
@@ -162,8 +166,7 @@ def require_shell_words(value: str) -> str:
 def check_price(value: object) -> object:
     if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < math.inf:
         raise ValueError(
-            f"a price must be above 0, got {value:g}; where nothing is paid leave the section out: cost is then counted"
-            " in node-hours"
+            f"a price must be above 0, got {value:g}; if nothing is paid, remove section pricing: costs are then in node-hours"
         )
     return value
 
@@ -222,7 +225,7 @@ def require_known_method(value: str) -> str:
     module, colon, attribute = value.partition(":")
     if module in METHODS and colon:
         raise ValueError(
-            f"{value!r}: settings stand behind a colon in rows of tula compare alone; in a job they are in its sections"
+            f"{value!r}: settings after a colon are only for rows of tula compare; in a job, set them in its sections"
         )
     if value in METHODS or (module and attribute):
         return value

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 DEFAULT_METHOD = "ramp"
-REASON = "tula's loop can change the batch while it trains"
+REASON = "tula's own loop can change the batch during training"
 """Why `DEFAULT_METHOD` is the default of tula's loop; for scripts see `spec.scripts.script.get_default_train`."""
 
 LrRule = Literal["none", "linear", "sqrt"]
@@ -72,7 +72,7 @@ class TrainingMethod:
     def describe_ramp_conflict(self, ramp: object, lr_scaling: str) -> str:
         """Return why train.ramp is impossible with this method and train.lr_scaling; empty if it is possible."""
         if self.tunes:
-            return f"ramp: method {self.name} compares settings at one batch; use method ramp, or another"
+            return f"ramp: method {self.name} needs a constant batch; use another method, such as ramp"
         if ramp != "decay":
             return ""
         if self.scales:
@@ -88,7 +88,7 @@ class TrainingMethod:
         if why := self.refuses_lr_scaling.get("linear"):
             return f"ramp: decay scales the learning rate with the batch: {why}"
         if lr_scaling == "none":
-            return "ramp: decay scales the learning rate with the batch; leave lr_scaling: none out"
+            return "ramp: decay scales the learning rate with the batch; remove lr_scaling: none"
         return ""
 
     def describe_misfit(self, optimizer: str, *, divides_gradients: bool) -> str:
@@ -99,13 +99,13 @@ class TrainingMethod:
             divides_gradients: whether the optimizer would divide the method's factors out, as they apply to gradients.
         """
         if self.replaces and optimizer not in self.replaces:
-            return f"takes the place of {' or '.join(self.replaces)}, not of optimizer.name: {optimizer}"
+            return f"replaces {' or '.join(self.replaces)}, so it cannot be used with optimizer.name: {optimizer}"
         if self.needs_sgd and optimizer != "SGD" and ":" not in optimizer:
             return f"needs optimizer.name: SGD, not {optimizer}"
         if self.orthogonalises and not self.ramps and optimizer == "Muon":
-            return "orthogonalises the steps of another optimizer, and Muon does so by itself: set train.method: ramp or lbt"
+            return "orthogonalises the updates of another optimizer, but Muon already does so; set train.method: ramp or lbt"
         if self.scales and divides_gradients:
-            return f"scales gradients, whose magnitude {optimizer} divides by: set ags.apply_to: update"
+            return f"scales gradients, but {optimizer} normalises them; set ags.apply_to: update"
         return ""
 
     def describe(self, optimizer: str | None, default: str = "", settings: str = "") -> str:
@@ -124,10 +124,10 @@ class TrainingMethod:
         if optimizer is None:
             return "" if self.orthogonalises else "If its optimizer is AdamW or Adam, compare train.method: ortho"
         if optimizer == "Muon":
-            return "Muon orthogonalises its steps by itself" if self.ramps else "Compare train.method: ramp"
+            return "Muon itself orthogonalises its updates" if self.ramps else "Compare train.method: ramp"
         if not (self.ramps or self.tunes):
             orthogonalised = (
-                f"With {optimizer} orthogonalised steps matter most: compare" if "Adam" in optimizer else "Compare"
+                f"With {optimizer} orthogonalised updates matter most: compare" if "Adam" in optimizer else "Compare"
             )
             return f"{orthogonalised} train.method: ramp"
         if "Adam" in optimizer:
@@ -148,14 +148,14 @@ _METHODS = (
         is_arm=True,
         on_scripts=True,
         on_shares=True,
-        summary="gradients times factors from a comparison with a small batch, whose pass and factors cost time and memory",
+        summary="scales gradients by comparison with a small batch; costs time and memory",
     ),
     TrainingMethod(
         "lbt",
         is_arm=True,
         on_scripts=True,
         on_shares=True,
-        summary="the large batch as it is; costs nothing",
+        summary="the unchanged large batch; costs nothing",
     ),
     TrainingMethod(
         "lrs",
@@ -163,9 +163,7 @@ _METHODS = (
         on_shares=True,
         lr_scaling="linear",
         warmup_epochs=5.0,
-        refuses_lr_scaling={
-            "none": "method lrs is the scaling of the learning rate; with lr_scaling: none use method lbt"
-        },
+        refuses_lr_scaling={"none": "method lrs scales the learning rate; with lr_scaling: none, use method lbt"},
         summary="the large batch with a scaled learning rate; costs nothing",
     ),
     TrainingMethod(
@@ -174,7 +172,7 @@ _METHODS = (
         lr_scaling="linear",
         warmup_epochs=5.0,
         replaces=("SGD",),
-        summary="the step of every tensor is in proportion to its norm",
+        summary="scales the step of every tensor by its norm",
     ),
     TrainingMethod(
         "lamb",
@@ -182,7 +180,7 @@ _METHODS = (
         lr_scaling="sqrt",
         warmup_epochs=5.0,
         replaces=("Adam", "AdamW"),
-        summary="the step of every tensor is in proportion to its norm",
+        summary="scales the step of every tensor by its norm",
     ),
     TrainingMethod(
         "polo",
@@ -190,7 +188,7 @@ _METHODS = (
         warmup_epochs=5.0,
         on_one_gpu="on one GPU, polo is plain SGD with a warm-up: there are no replicas to average",
         probes_overestimate=True,
-        summary="every GPU trains by itself and weights are averaged now and then; saves synchronisation",
+        summary="GPUs train independently and average their weights at intervals; saves synchronisation",
     ),
     TrainingMethod(
         "adascale",
@@ -198,10 +196,9 @@ _METHODS = (
         needs_sgd=True,
         refuses_lr_scaling=dict.fromkeys(
             ("linear", "sqrt"),
-            "method adascale multiplies the learning rate by its own gain, lr_scaling would scale it twice; leave"
-            " lr_scaling out",
+            "method adascale scales the learning rate itself; remove lr_scaling, which would scale it twice",
         ),
-        summary="the learning rate times a gain that the noise of the gradients allows",
+        summary="multiplies the learning rate by a gain that depends on the gradient noise",
     ),
     TrainingMethod(
         "static",
@@ -209,7 +206,7 @@ _METHODS = (
         section="ags",
         scales=True,
         is_arm=True,
-        summary="gradients times one constant factor",
+        summary="multiplies gradients by a constant factor",
     ),
     TrainingMethod(
         "ortho",
@@ -220,7 +217,7 @@ _METHODS = (
         is_arm=True,
         on_scripts=True,
         on_shares=True,
-        summary="orthogonalised steps; costs products of matrices in every step",
+        summary="orthogonalised updates; costs matrix products in every step",
     ),
     TrainingMethod(
         "ramp",
@@ -233,7 +230,7 @@ _METHODS = (
         is_arm=True,
         ramps=True,
         on_shares=True,
-        summary="batch and learning rate grow over the first epochs, with orthogonalised steps; costs smaller steps at first",
+        summary="batch and learning rate grow over the first epochs, with orthogonalised updates; costs smaller batches at first",
     ),
     TrainingMethod(
         "schedule_free",
@@ -241,14 +238,14 @@ _METHODS = (
         warmup_epochs=5.0,
         replaces=("SGD", "AdamW"),
         constant_schedule=True,
-        summary="averaged weights in place of a learning rate that falls",
+        summary="averages weights instead of decreasing the learning rate",
     ),
     TrainingMethod(
         "auto",
         section="auto",
         refreshes=True,
         max_grad_norm=1.0,
-        summary="takes the ramp unless short branches show that it breaks down; costs a quarter of the training's samples more",
+        summary="uses ramp unless short trial trainings diverge; costs a quarter more samples",
     ),
 )
 METHODS: dict[str, TrainingMethod] = {method.name: method for method in _METHODS}

@@ -37,7 +37,7 @@ MOVED: Mapping[str, str] = {
 ADVICE_ABOUT_MOVED: Mapping[str, str] = {
     "train.early_stopping.at_least": "set early_stopping.target; values rise to it unless best_checkpoint.mode is min",
     "train.early_stopping.at_most": "set early_stopping.target; values fall to it if best_checkpoint.mode is min",
-    "train.early_stopping.metric": "early_stopping.target is a value of best_checkpoint.metric: give both the same metric",
+    "train.early_stopping.metric": "early_stopping.target is a value of best_checkpoint.metric: use the same metric for both",
 }
 NODE_TYPE_SECTIONS = ("cluster", "pricing", "search")
 """Sections of which a node type, or a site file, may give a part. Kept here because the command line imports it without pydantic."""
@@ -53,36 +53,36 @@ class Removed:
     advice: str
 
 
-_ARMS_ADVICE = "an arm has a name, a method and lr_factor; train it as a job of its own"
+_ARMS_ADVICE = "an arm has a name, a method and lr_factor; train other settings as a separate job"
 REMOVED: Mapping[str, Removed] = {
     "ags.consensus": Removed(("broadcast",), "rank 0's norm decides for all ranks"),
     "ags.eps": Removed((None, 1e-8), "both presets have 1e-8"),
     "ags.norm_ewma": Removed((None, 0), "both presets have 0, no average"),
     "ags.s_min": Removed((None, 1e-3), "both presets have 0.001"),
     "ags.scale_ema": Removed((None,), "the preset sets it: paper 0, robust 0.9"),
-    "auto.arms.ags": Removed((None,), "arms of method ags have the job's section ags"),
+    "auto.arms.ags": Removed((None,), "arms of method ags use the job's section ags"),
     "auto.arms.beta1": Removed((None,), _ARMS_ADVICE),
     "auto.arms.decay_factor": Removed((1,), _ARMS_ADVICE),
     "auto.arms.decay_from": Removed((None,), _ARMS_ADVICE),
     "auto.arms.warmup_epochs": Removed((0,), _ARMS_ADVICE),
     "auto.holdout": Removed((0.1,), "a tenth of the training samples compares the arms, at most 10,000"),
     "export.every": Removed(
-        (30,), "a waiting command and a job send every 30 seconds, and tula export --every as often as it says"
+        (30,), "commands that wait and jobs send every 30 seconds; tula export --every sets another interval"
     ),
     "pricing.date": Removed(("",), 'write it into source: "the provider\'s list, 2025-11-30"'),
-    "schedule.peak": Removed((0.3,), "one-cycle has the full learning rate at 0.3 of the epochs"),
-    "search.memory_margin": Removed((0.1,), "a tenth is kept free; cluster.memory_per_gpu sets what a rank may use"),
-    "search.packing": Removed(("jobs",), "each number of nodes is measured by a job of its own"),
-    "search.steps": Removed(
-        (), "in its place are min_steps (10), min_seconds (2) and max_seconds (60): a probe ends by itself"
-    ),
+    "schedule.peak": Removed((0.3,), "one-cycle reaches the full learning rate after 0.3 of the epochs"),
+    "search.memory_margin": Removed((0.1,), "a tenth is kept free; cluster.memory_per_gpu limits the memory of a rank"),
+    "search.packing": Removed(("jobs",), "each number of nodes is measured in a separate job"),
+    "search.steps": Removed((), "use min_steps (10), min_seconds (2) and max_seconds (60), which end a probe"),
     "search.tolerance": Removed(
-        (0.01,), "adaptive stops where the expected regret is below 1 %; search.max_node_hours bounds its cost"
+        (0.01,), "adaptive stops if the expected regret is below 1 %; search.max_node_hours limits its cost"
     ),
     "train.cudnn_benchmark": Removed(
-        ("auto",), "cuDNN takes the fastest algorithms on NVIDIA GPUs, unless train.deterministic is true"
+        ("auto",), "cuDNN uses its fastest algorithms on NVIDIA GPUs, unless train.deterministic is true"
     ),
-    "train.ghost_batch": Removed((None,), "BatchNorm takes its statistics over the samples that a GPU has at a time"),
+    "train.ghost_batch": Removed(
+        (None,), "BatchNorm computes its statistics over the samples that a GPU processes at a time"
+    ),
     "train.gradient_noise.batches": Removed((32,), "diagnostics: [gradient_noise] takes 32 micro-batches"),
     "train.gradient_noise.every": Removed((1,), "diagnostics: [gradient_noise] measures after each epoch"),
     "train.hessian.every": Removed((1,), "diagnostics: [hessian] measures after each epoch"),
@@ -294,9 +294,7 @@ def _move_stopping(train: dict[str, Any], source: str | None) -> list[tuple[str,
         for path, target in moved:
             _warn_of_old_key(path, target, source)
         if metric not in (None, "auto") and not has_target:
-            text = (
-                "train.early_stopping.metric has no effect without a target; patience is about best_checkpoint.metric"
-            )
+            text = "train.early_stopping.metric has no effect without a target; patience uses best_checkpoint.metric"
             warnings.warn(f"{source}: {text}", OldKeyWarning, stacklevel=2)
     known = {path for path, _ in moved}
     return [*moved, *((f"train.early_stopping.{key}", "") for key in old if f"train.early_stopping.{key}" not in known)]
@@ -354,9 +352,9 @@ def advise_key(path: str) -> str:
     if removed := REMOVED.get(table_path):
         return removed.advice
     if table_path in RENAMED:
-        return f"it is now {RENAMED[table_path]}, which is given too"
+        return f"it was renamed to {RENAMED[table_path]}, which is also set"
     if table_path in MEASUREMENTS:
-        return f"write diagnostics: [{MEASUREMENTS[table_path]}]; it has no settings any more"
+        return f"write diagnostics: [{MEASUREMENTS[table_path]}]; its settings were removed"
     return ADVICE_ABOUT_MOVED.get(table_path, "")
 
 

@@ -14,8 +14,8 @@ from tula_cli.spec.resources import NodeType
 from tula_cli.spec.sections import REMOVED_STRATEGIES
 
 _BATCH = (
-    "tula chooses the batch: train.reference_batch is the one that optimizer.lr was tuned for, search.min_batch and"
-    " search.max_batch bound the search, and tula train --batch sets one"
+    "tula chooses the batch; see train.reference_batch (the batch that optimizer.lr was tuned for), search.min_batch,"
+    " search.max_batch, and tula train --batch"
 )
 _USUAL_NAMES: Mapping[str, str] = {
     **dict.fromkeys(
@@ -61,7 +61,7 @@ def describe_problem(item: Any, *, of_script: bool = False) -> Problem:
     path = _format_path(item["loc"])
     if item["type"] == "extra_forbidden":
         if hint := advise_key(re.sub(r"\[\d+\]", "", path)):
-            return Problem(path, "no such key any more", hint)
+            return Problem(path, "this key was removed", hint)
         return Problem(
             path,
             "no such key",
@@ -75,15 +75,17 @@ def describe_problem(item: Any, *, of_script: bool = False) -> Problem:
         and path.endswith("search.strategy")
         and str(item["input"]) in REMOVED_STRATEGIES
     ):
-        return Problem(path, f"there is no {item['input']!r} any more", REMOVED_STRATEGIES[item["input"]])
+        return Problem(path, f"{item['input']!r} was removed", REMOVED_STRATEGIES[item["input"]])
     if item["type"] == "literal_error":
         expected = item["ctx"]["expected"].replace(" or ", ", ")
         close = difflib.get_close_matches(str(item["input"]), re.findall(r"'([^']+)'", expected), n=1)
-        return Problem(path, f"{item['input']!r} is none of {expected}", f"did you mean {close[0]}?" if close else "")
+        return Problem(
+            path, f"{item['input']!r} must be one of {expected}", f"did you mean {close[0]}?" if close else ""
+        )
     if item["type"] == "string_pattern_mismatch":
         return Problem(
             path,
-            f"{item['input']!r} must be letters, digits, '.', '_' or '-', at most 64 of them, the first a letter or digit",
+            f"{item['input']!r} must have at most 64 letters, digits, '.', '_' or '-', and start with a letter or digit",
         )
     shown = "" if item["type"] == "value_error" or isinstance(item["input"], dict) else f", got {item['input']!r}"
     return Problem(path, message[:1].lower() + message[1:] + shown, _find_key_of_name(item))

@@ -28,7 +28,7 @@ KINDS = ("local", "slurm")
 def _check_kind(name: str) -> str:
     if name in KINDS or is_import_string(name):
         return name
-    hint = suggest_nearest(name, KINDS) or "a scheduler of your own is written package.module:attribute"
+    hint = suggest_nearest(name, KINDS) or "use package.module:attribute for your own scheduler"
     raise ValueError(f"unknown scheduler {name!r}: {hint}")
 
 
@@ -62,10 +62,10 @@ class Cluster(Section):
     @model_validator(mode="after")
     def _settings_belong_to_their_scheduler(self) -> "Cluster":
         if self.kind != "slurm" and self.slurm is not None:
-            raise ValueError(f"slurm settings mean nothing to kind {self.kind!r}; set kind: slurm")
+            raise ValueError(f"section slurm has no effect with kind {self.kind!r}; set kind: slurm")
         if self.kind in KINDS and self.scheduler is not None:
             raise ValueError(
-                f"scheduler settings mean nothing to kind {self.kind!r}; they are for one of your own, package.module:attribute"
+                f"section scheduler has no effect with kind {self.kind!r}; it is for your own scheduler (package.module:attribute)"
             )
         return self
 
@@ -161,7 +161,7 @@ class Pricing(Section):
             if "price" not in self.model_fields_set or (self.price == 1.0 and self.currency in _NO_MONEY):
                 if self.currency not in ("USD", self.unit, *_NO_MONEY):
                     raise ValueError(
-                        f"currency {self.currency} needs a price, of one {self.unit}; without one costs are in {self.unit}"
+                        f"currency {self.currency} needs a price per {self.unit}; without a price, costs are in {self.unit}"
                     )
                 object.__setattr__(self, "currency", self.unit)  # it is frozen
             return self
@@ -171,7 +171,7 @@ class Pricing(Section):
         of_billing = ("unit", "per_node", "qos_factors", "partition_factors", "slurm_billing")
         given = [name for name in of_billing if getattr(self, name) != type(self).model_fields[name].default]
         if given:
-            raise ValueError(f"{', '.join(given)}: of kind billing, and kind is {self.kind}")
+            raise ValueError(f"{', '.join(given)}: only valid with kind: billing, but kind is {self.kind}")
         return self
 
 
@@ -189,7 +189,7 @@ class NodeType(Section):
     @model_validator(mode="after")
     def _one_cap_for_all(self) -> "NodeType":
         if "max_node_hours" in self.search:
-            raise ValueError("search.max_node_hours bounds all types together; set it in the job's own section search")
+            raise ValueError("search.max_node_hours limits all node types together; set it in the job's section search")
         return self
 
 

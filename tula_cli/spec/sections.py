@@ -124,7 +124,7 @@ class Model(Section):
     @model_validator(mode="after")
     def _strict_is_about_weights(self) -> "Model":
         if not self.strict and self.weights is None:
-            raise ValueError("strict means nothing without weights, the file that it is about")
+            raise ValueError("strict has no effect without weights")
         return self
 
 
@@ -198,13 +198,11 @@ class Dataset(Section):
             return self
         tested = self.tested
         if tested.name != "ImageFolder" and not is_import_string(tested.name):
-            raise ValueError(f"test: {tested.name} has no third part; name ImageFolder or package.module:callable")
+            raise ValueError(f"test: {tested.name} has no test set; use ImageFolder or package.module:callable")
         if (tested.name, tested.root, tested.args) == (self.name, self.root, self.args):
-            raise ValueError(
-                "test: it is the same as the dataset; give another name or root, or args such as {split: test}"
-            )
+            raise ValueError("test: it is the same as dataset; set another name or root, or args such as {split: test}")
         if tested.name == "ImageFolder" and self.test.root is None:
-            raise ValueError("test: ImageFolder needs a root, the folder with one sub-folder a class")
+            raise ValueError("test: ImageFolder needs root, a folder with one subfolder per class")
         return self
 
     @model_validator(mode="after")
@@ -310,17 +308,17 @@ class Schedule(Section):
         if self.kind == "multistep" and not self.milestones:
             raise ValueError("multistep needs milestones (epochs), for example [30, 60, 80]")
         if self.kind != "multistep" and self.milestones:
-            raise ValueError(f"milestones mean nothing {kind}; use kind: multistep")
+            raise ValueError(f"milestones has no effect {kind}; use kind: multistep")
         if sorted(self.milestones) != self.milestones:
             raise ValueError(f"milestones must ascend, got {self.milestones}")
         if self.kind not in FALLING and self.min_lr:
-            raise ValueError(f"min_lr means nothing {kind}; use kind: {', '.join(FALLING)}")
+            raise ValueError(f"min_lr has no effect {kind}; use kind: {', '.join(FALLING)}")
         if self.kind == "one-cycle" and self.warmup_epochs:
-            raise ValueError("one-cycle has a warm-up of its own; leave warmup_epochs out")
+            raise ValueError("one-cycle has its own warm-up; remove warmup_epochs")
         if self.kind != "linear" and self.decay_from:
-            raise ValueError(f"decay_from means nothing {kind}; use kind: linear")
+            raise ValueError(f"decay_from has no effect {kind}; use kind: linear")
         if self.args and not is_import_string(self.kind):
-            raise ValueError(f"args mean nothing {kind}: they go to an import string")
+            raise ValueError(f"args has no effect {kind}; only an import string has arguments")
         return self
 
 
@@ -409,7 +407,7 @@ class Train(Section):
     def _metrics_are_known(self) -> "Train":
         for name, entry in self.metrics.items():
             if name in _RESERVED:
-                raise ValueError(f"metrics.{name}: the name is taken")
+                raise ValueError(f"metrics.{name}: this name is already in use")
             import_string_of(entry, f"metrics.{name}")
         known = ("auto", *BUILT_IN, *self.metrics)
         stopping = self.early_stopping
@@ -420,7 +418,7 @@ class Train(Section):
             )
         if stopping is not None and stopping.target is not None and name == "auto":
             raise ValueError(
-                "early_stopping.target is a value of best_checkpoint.metric, which is auto: set it, for example to top1"
+                "early_stopping.target needs best_checkpoint.metric, which is auto; set it, for example to top1"
             )
         return self
 
@@ -455,7 +453,7 @@ class Train(Section):
     @model_validator(mode="after")
     def _batch_grows(self) -> "Train":
         if self.ramp_noise is not None and self.ramp != "noise":
-            raise ValueError("ramp_noise means nothing without ramp: noise")
+            raise ValueError("ramp_noise has no effect without ramp: noise")
         if self.ramp is None:
             return self
         if why := self.training_method.describe_ramp_conflict(self.ramp, self.lr_scaling):
@@ -463,12 +461,12 @@ class Train(Section):
         named = self.ramp if isinstance(self.ramp, list) else []
         batches = [stage.batch for stage in named]
         if sorted(set(batches)) != batches:
-            raise ValueError(f"ramp: batches must ascend, got {batches}")
+            raise ValueError(f"ramp: batches must increase, got {batches}")
         nodes = [stage.nodes for stage in named if stage.nodes is not None]
         if sorted(nodes) != nodes:
-            raise ValueError(f"ramp: nodes must not become fewer, got {nodes}")
+            raise ValueError(f"ramp: nodes must not decrease, got {nodes}")
         if (epochs := sum(stage.epochs for stage in named)) >= self.epochs:
-            raise ValueError(f"ramp: its stages last {epochs:g} epochs, and epochs is {self.epochs}")
+            raise ValueError(f"ramp: its stages last {epochs:g} epochs, but epochs is {self.epochs}")
         return self
 
     @property
@@ -502,9 +500,9 @@ LOOKS = 3
 """Additional timings of a probe with separate steps: on available data, of synchronisation, and of local work."""
 
 REMOVED_STRATEGIES: Mapping[str, str] = {
-    "five": "use adaptive, which costs as little and chooses better, or partial, the four corners",
-    "few": "use partial, the four corners",
-    "two": "use partial, the four corners",
+    "five": "use adaptive (equally cheap, better choices), or partial (the four corners)",
+    "few": "use partial (the four corners)",
+    "two": "use partial (the four corners)",
 }
 """Values of `strategy` that were removed, and what to use instead."""
 
@@ -587,7 +585,7 @@ def without_password(uri: str) -> str:
     """
     if _WITH_PASSWORD.search(uri):
         raise ValueError(
-            "a user's name or password does not belong into the address: give them to the tracker's own variables, such as"
+            "must not contain a user name or password; set the tracker's own variables, such as"
             " MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or WANDB_API_KEY"
         )
     return uri
@@ -617,5 +615,5 @@ class Export(Section):
     def _tensorboard_has_a_folder(self) -> "Export":
         uri = self.uri or ""
         if self.to == "tensorboard" and "://" in uri and not uri.startswith("file:///"):
-            raise ValueError(f"tensorboard writes into a folder, and {uri} is none; give a path, or file:///path")
+            raise ValueError(f"tensorboard needs a folder, but got {uri}; set a path, or file:///path")
         return self

@@ -58,35 +58,35 @@ def normalize_option_name(name: str) -> str:
 
 def _check_option_name(name: str) -> str:
     if not re.fullmatch(r"[a-z][a-z0-9_-]+", name):
-        raise ValueError(f"{name!r} is not the long name of an option, as mail-type is of --mail-type")
+        raise ValueError(f"{name!r} is not the long name of an option (such as mail-type for --mail-type)")
     return name
 
 
 def _check_sbatch_option(name: str) -> str:
     if setting := _SBATCH_SETTINGS.get(normalize_option_name(_check_option_name(name))):
-        raise ValueError(f"{name!r} has a setting of its own: {setting}")
+        raise ValueError(f"{name!r} has its own setting: {setting}")
     if normalize_option_name(name) in _SBATCH_OURS:
-        raise ValueError(f"{name!r} is what tula itself tells sbatch; leave it out")
+        raise ValueError(f"{name!r} is set by tula; remove it")
     return name
 
 
 def _check_srun_option(name: str) -> str:
     if normalize_option_name(_check_option_name(name)) == "cpus-per-task":
-        raise ValueError(f"{name!r} has a setting of its own: cluster.slurm.cpus_per_task")
+        raise ValueError(f"{name!r} has its own setting: cluster.slurm.cpus_per_task")
     if normalize_option_name(name) in _SRUN_OURS:
-        raise ValueError(f"{name!r} is what tula itself tells srun; leave it out")
+        raise ValueError(f"{name!r} is set by tula; remove it")
     return name
 
 
 def _check_slurm_memory(value: str) -> str:
     if value and not re.fullmatch(r"\d+[KMGT]?B?", value.upper()):
-        raise ValueError(f"{value!r} is not a size as sbatch reads it; write it like 64G, or 0 for all of a node's")
+        raise ValueError(f"{value!r} is not a size for sbatch; write it like 64G, or 0 for all memory of a node")
     return value
 
 
 def _check_gpu_type(value: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_.-]*", value):
-        raise ValueError(f"{value!r} is not the name of one type of GPU, as a100 is of gpu:a100:4")
+        raise ValueError(f"{value!r} is not a type of GPU (such as a100 in gpu:a100:4)")
     return value
 
 
@@ -94,7 +94,7 @@ def _check_variable(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
         raise ValueError(f"{name!r} is not the name of an environment variable")
     if name in _RANK_VARIABLES:
-        raise ValueError(f"{name!r} is set by tula; leave it out")
+        raise ValueError(f"{name!r} is set by tula; remove it")
     return name
 
 
@@ -105,7 +105,7 @@ def _check_option_value(value: object) -> object:
         return value
     if not isinstance(value, int | float | str):
         raise ValueError(
-            f"{value!r} must be a text, a number, a list of them, true (the bare option) or false (left out)"
+            f"{value!r} must be text, a number, a list of them, true (option without value) or false (no option)"
         )
     return require_one_line(str(as_typed(value)))
 
@@ -138,7 +138,7 @@ class WallTime(Section):
 def _sort_bins(bins: list[WallTime]) -> list[WallTime]:
     nodes = [each.nodes for each in bins]
     if len(set(nodes)) < len(nodes):
-        raise ValueError(f"two bins are of the same number of nodes: {nodes}")
+        raise ValueError(f"two limits have the same number of nodes: {nodes}")
     return sorted(bins, key=lambda each: each.nodes)
 
 
@@ -208,11 +208,11 @@ def _list_gpu_problems(slurm: Slurm) -> _Unfit:
     if slurm.launcher == "torchrun" and slurm.gpus == "gpus_per_task":
         yield (
             ("gpus",),
-            "gpus_per_task is a GPU a task, and launcher: torchrun has a task a node; use gpus_per_node or gres",
+            "gpus_per_task assigns GPUs per task, but launcher: torchrun has one task per node; use gpus_per_node or gres",
         )
     if slurm.gpus == "none":
         if slurm.gpu_type:
-            yield ("gpu_type",), f"{slurm.gpu_type!r} means nothing to gpus: none"
+            yield ("gpu_type",), f"{slurm.gpu_type!r} has no effect with gpus: none"
         return
     for name, value in slurm.extra.items():
         # Other resources than GPUs have no other way in than gres.
@@ -221,7 +221,7 @@ def _list_gpu_problems(slurm: Slurm) -> _Unfit:
             and value not in (*_NOTHING, "0")
             and (normalize_option_name(name) != "gres" or "gpu" in str(value))
         ):
-            yield ("extra", name), "asks for GPUs a second time: gpus and gpu_type say how, or set gpus: none"
+            yield ("extra", name), "requests GPUs a second time; use gpus and gpu_type, or set gpus: none"
 
 
 def _list_option_problems(slurm: Slurm) -> _Unfit:

@@ -43,7 +43,7 @@ def _construct_text(loader: "yaml.constructor.SafeConstructor", node: yaml.Scala
     try:
         return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16")
     except UnicodeDecodeError:
-        problem = f"{text!r} holds half of a pair of UTF-16, which is no character"
+        problem = f"{text!r} contains half of a UTF-16 pair, which is not a character"
         raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
 
 
@@ -113,7 +113,7 @@ _PIPE_PATIENCE = 10.0
 _LARGEST = 2**24  # bytes
 _MOST_VALUES = 100_000
 """Maximum number of values with all anchors expanded, because nested anchors could exceed the memory."""
-_TOO_DEEP = f"it is nested in more than {_DEEPEST} levels"
+_TOO_DEEP = f"it has more than {_DEEPEST} levels"
 _BY_CONTENT = (ValueError, LookupError, AttributeError, TypeError, OverflowError, RecursionError)
 """Errors of PyYAML for a value that does not fit its tag (`!!bool x`, `!!timestamp x`) or is nested too deeply."""
 
@@ -133,8 +133,8 @@ def parse_yaml(text: str, *, source: str) -> Any:
         raise SpecError(f"{source}: not valid YAML: {_TOO_DEEP}")
     if _count_values(content, {}) > _MOST_VALUES:
         raise SpecError(
-            f"{source}: it holds more than {_MOST_VALUES} values with its anchors written out",
-            "write large data to a file of its own, and its path into the job",
+            f"{source}: it has more than {_MOST_VALUES} values after its anchors are expanded",
+            "write large data to a separate file, and its path into the job",
         )
     return content
 
@@ -182,7 +182,7 @@ def _parse_in_python(text: str, *, source: str) -> Any:
     except (yaml.YAMLError, ValueError) as error:
         raise SpecError(f"{source}: not valid YAML: {error}") from None
     except _BY_CONTENT:
-        raise SpecError(f"{source}: not valid YAML: a value is not of the kind that its tag (!!...) says") from None
+        raise SpecError(f"{source}: not valid YAML: a value does not have the type of its tag (!!...)") from None
 
 
 _PAIR = re.compile(r"(?:^|[{,]|- )\s*(?P<key>[\w.-]+):\s+(?P<value>\S.*?)(?=,\s*[\w.-]+:\s|\s+#|\s*$)")
@@ -222,22 +222,22 @@ def read_yaml(path: Path) -> dict[str, Any]:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             # a pipe of the shell too, but nothing without end
             if not select.select([file], [], [], _PIPE_PATIENCE)[0]:
-                raise SpecError(f"{path} is a pipe into which nothing was written for {_PIPE_PATIENCE:g} s")
+                raise SpecError(f"{path} is a pipe that received nothing for {_PIPE_PATIENCE:g} s")
             os.set_blocking(file.fileno(), True)
             content = file.read(_LARGEST + 1)
         if len(content) > _LARGEST:
-            raise SpecError(f"{path} is larger than {_LARGEST >> 20} MiB, and a job is a page of text")
+            raise SpecError(f"{path} is larger than {_LARGEST >> 20} MiB; a job file has about a page of text")
         text = content.decode()
     except FileNotFoundError:
-        raise SpecError(f"no such file: {path}", "tula init writes a job.yaml to start from") from None
+        raise SpecError(f"no such file: {path}", "tula init writes a template") from None
     except IsADirectoryError:
-        raise SpecError(f"{path} is a folder, and a job is a file", f"where it is a run: --run {path}") from None
+        raise SpecError(f"{path} is a folder, but a job is a file", f"if it is a run: --run {path}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     sections = parse_yaml(text, source=str(path))
     if not isinstance(sections, dict):
         kind = "nothing" if sections is None else f"a {type(sections).__name__}"
         raise SpecError(
-            f"{path}: a job spec is a mapping of sections, found {kind}", "tula init writes one to start from"
+            f"{path}: a job file must be a mapping of sections, but it is {kind}", "tula init writes a template"
         )
     return sections

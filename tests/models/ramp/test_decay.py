@@ -188,7 +188,7 @@ def test_a_warm_up_stays() -> None:
         ({}, {"method": "schedule_free"}, "method schedule_free has none"),
         (COSINE, {"method": "auto"}, "method auto compares settings at one batch"),
         (COSINE, {"lr_scaling": "none"}, "leave lr_scaling: none out"),
-        (COSINE, {"ramp_noise": 2}, "ramp_noise means nothing without ramp: noise"),
+        (COSINE, {"ramp_noise": 2}, "ramp_noise has no effect without ramp: noise"),
         (COSINE, {"ramp": "decy"}, "did you mean decay"),
     ],
 )  # fmt: skip

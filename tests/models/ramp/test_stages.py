@@ -162,7 +162,7 @@ def test_check_tells_stages_that_last_too_long_once_the_dataset_is_known() -> No
     [
         ([{"epochs": 1, "batch": 64}, {"epochs": 1, "batch": 64}], {}, "must ascend"),
         ([{"batch": 64}], {}, "is required"),
-        ([{"batch": 64, "epochs": 1, "samples": 7}], {}, "no such key any more"),
+        ([{"batch": 64, "epochs": 1, "samples": 7}], {}, "this key was removed"),
         ([{"epochs": 20, "batch": 64}], {}, "its stages last 20 epochs, and epochs is 20"),
         ([], {}, "at least 1 item"),
         ("auto", {"method": "auto"}, "method auto compares settings at one batch"),

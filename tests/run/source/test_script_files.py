@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tula_cli.errors import JobFailed, SpecError, TulaError
-from tula_cli.run import code, code_selection, script_files
+from tula_cli.run import code, code_selection, messages, script_files
 from tula_cli.run import code_selection as git_files
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import ProbeTask
@@ -123,7 +123,7 @@ def test_keys_caches_environments_and_runs_stay_where_they_are(here: Path, run: 
     assert all((home / name).is_symlink() for name in keys), "a script that reads them finds them"
     assert not any((home / name).exists() for name in ("env", "tula-runs", ".env", ".git", "node_modules"))
     (warning,) = code.choose_code(None, job(), here, keep=True).warnings
-    assert "aws_credentials.py" in warning and "may hold keys by the name, so it is linked, not copied" in warning
+    assert warning.code == "secrets-linked" and "aws_credentials.py" in str(warning.values["paths"])
 
 
 def test_what_is_large_is_linked_and_told_and_what_is_near_the_script_comes_first(
@@ -142,7 +142,7 @@ def test_what_is_large_is_linked_and_told_and_what_is_near_the_script_comes_firs
     assert (home / "main" / "table.csv").is_symlink() and (home / "main" / "table.csv").read_text() == "x" * 1001
     assert (home / "a").is_symlink()
     (warning,) = code.choose_code(None, spec, here, keep=True).warnings
-    assert warning.startswith("main/table.csv, a/far.py: too large for the snapshot of the code")
+    assert warning.code == "files-too-large-to-copy" and warning.values["paths"] == "main/table.csv, a/far.py"
 
 
 def test_a_repository_inside_comes_along(here: Path, run: RunDir) -> None:
@@ -165,11 +165,11 @@ def test_a_walk_without_git_ends_and_tells_what_it_left_out(here: Path, monkeypa
     assert code.choose_code(None, job(), here, keep=True).warnings == (), "a folder of data is none of code"
     write(here, "data/net.py")
     (warning,) = code.choose_code(None, job(), here, keep=True).warnings
-    assert warning.startswith("data: too large for the snapshot of the code")
+    assert warning.code == "files-too-large-to-copy" and warning.values["paths"] == "data"
     monkeypatch.setattr(script_files, "MAX_FILES_WALKED", 4)
     assert files(job(), here)[0] == ["train.py"]
     (warning,) = code.choose_code(None, job(), here, keep=True).warnings
-    assert warning.startswith("a, b, data: too large")
+    assert warning.code == "files-too-large-to-copy" and warning.values["paths"] == "a, b, data"
 
 
 def test_what_the_script_imports_is_copied_though_git_ignores_it(here: Path) -> None:
@@ -353,18 +353,18 @@ def test_git_that_lists_nothing_in_time_is_told(here: Path, tmp_path: Path, monk
 
 
 @pytest.mark.parametrize(
-    ("spec", "told"),
+    ("spec", "code_of_warning"),
     [
-        (job(code="none"), "script.code is none: no code is copied, and what runs is what the files are by then"),
-        (job("lightning fit {batch}"), "script.command names no file of your own: no code is copied, and"),
+        (job(code="none"), "code-not-copied"),
+        (job("lightning fit {batch}"), "command-names-no-file"),
         (job("python -m timm.train {batch}"), None),
     ],
 )
 def test_a_job_without_code_of_ones_own_has_no_snapshot_and_says_why(
-    here: Path, run: RunDir, spec: JobSpec, told: str | None
+    here: Path, run: RunDir, spec: JobSpec, code_of_warning: str | None
 ) -> None:
     source = code.choose_code(run, spec, here, keep=False)
-    assert [warning.startswith(told or "") for warning in source.warnings] == ([] if told is None else [True])
+    assert [warning.code for warning in source.warnings] == [code_of_warning] * (code_of_warning is not None)
     assert (source.digest, code.take_snapshot(run, spec, source), code.compute_code_digest(spec, here)) == ("", "", "")
     assert not (run.path / "code").exists()
 
@@ -372,7 +372,7 @@ def test_a_job_without_code_of_ones_own_has_no_snapshot_and_says_why(
 def test_what_a_shell_script_names_is_told_to_be_outside_of_the_snapshot(here: Path) -> None:
     write(here, "train.py", {"run.sh": "python train.py"})
     (warning,) = code.choose_code(None, job("bash run.sh {batch}"), here, keep=True).warnings
-    assert warning.startswith(f"run.sh itself is copied, but files that it names are looked for in {here}")
+    assert warning == messages.only_shell_script_copied(name="run.sh", folder=str(here))
 
 
 def test_a_script_that_is_missing_is_told_before_anything_is_submitted(here: Path) -> None:
@@ -395,14 +395,13 @@ def test_a_run_goes_on_with_its_own_code_where_the_script_is_not(here: Path, run
     write(here, {"train.py": "x = 2"})
     kept = code.choose_code(run, job(), here, keep=True)
     assert (kept.kept, kept.workdir) == (name, here)
-    assert kept.warnings == (
-        f"the code of train.py has changed: {run.id} goes on with the code that it was measured with",
-    )
+    code_name = "the code of train.py"
+    assert kept.warnings == (messages.earlier_code_used(code=code_name, run=run.id, missing_from=None),)
     now = code.choose_code(run, job(), here, keep=False)
-    assert now.kept == "" and "the code of train.py has changed since" in now.warnings[0]
+    assert now.kept == "" and now.warnings[0] == messages.code_changed_since_measurement(code=code_name, run=run.id)
     elsewhere = code.choose_code(run, job(), tmp_path, keep=False)
     assert (elsewhere.kept, elsewhere.workdir) == (name, here)
-    assert f"the code of train.py is not in {tmp_path}" in elsewhere.warnings[0]
+    assert elsewhere.warnings[0].values["missing_from"] == str(tmp_path)
 
 
 def test_runs_of_the_same_script_with_other_code_are_found(here: Path, tmp_path: Path) -> None:

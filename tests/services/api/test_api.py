@@ -182,7 +182,7 @@ def test_ctrl_c_leaves_the_jobs_and_is_no_error_of_tula(cluster: AtOnce) -> None
         if isinstance(event, JobsProgress):
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt, match="the jobs go on") as pressed:
+    with pytest.raises(KeyboardInterrupt, match="the jobs continue") as pressed:
         tula.profile(make.SPEC, on_event=press)
     assert isinstance(pressed.value, Interruption) and not isinstance(pressed.value, tula.TulaError)
     assert cluster.submitted and not cluster.cancelled
@@ -207,7 +207,7 @@ def test_ctrl_c_while_jobs_are_submitted_leaves_none_that_is_not_written_down(
         Dependencies(launcher.make_launcher, inspection.inspect, lambda _: True),
         WaitPolicy(cancel_on_interrupt=cancels),
     )
-    with pytest.raises(Interruption, match="cancelled probe-n001, probe-n002" if cancels else "the jobs go on"):
+    with pytest.raises(Interruption, match="cancelled probe-n001, probe-n002" if cancels else "the jobs continue"):
         follow(work, lambda _: None)
     assert [job.id for job in run.jobs()] == cluster.submitted == ["probe-n001", "probe-n002"]
     assert cluster.cancelled == (cluster.submitted if cancels else [])
@@ -229,7 +229,7 @@ def test_ctrl_c_while_a_training_is_submitted_tells_that_it_goes_on(
 ) -> None:
     run = tula.profile(make.SPEC)
     press_ctrl_c_at_submission(monkeypatch)
-    with pytest.raises(Interruption, match="the jobs go on"):
+    with pytest.raises(Interruption, match="the jobs continue"):
         tula.train(run, nodes=1, batch=64)
     assert any(job.id.startswith("train-") for job in run.directory.jobs())
 
@@ -350,7 +350,7 @@ def test_overrides_are_what_set_is_on_the_command_line(cluster: AtOnce, tmp_path
     [
         (["model.name=vgg11"], "was measured otherwise"),
         (["search.nods=[1]"], "has a problem"),
-        (["search"], "not of the form a.b=c"),
+        (["search"], "not of the form key.subkey=value"),
     ],
 )
 def test_an_override_that_cannot_be_used_is_refused(cluster: AtOnce, overrides: list[str], why: str) -> None:

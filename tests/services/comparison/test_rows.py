@@ -9,7 +9,7 @@ from make_results import inspected
 from tula_cli.errors import SpecError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import Inspection
-from tula_cli.services import compare
+from tula_cli.services import compare, messages
 from tula_cli.services.compare import Grid, make_job_of_cell
 from tula_cli.services.comparison.rows import parse_row, split_rows
 from tula_cli.spec.job import JobSpec
@@ -121,13 +121,13 @@ def test_each_row_is_a_training_of_its_own_under_its_own_words(run: RunDir) -> N
 def test_a_row_that_changes_nothing_is_one_with_the_other_and_that_is_said(run: RunDir) -> None:
     found = plan(run, "ags", "ags:delta=0.5", "lbt:train.diagnostics=[gradient_norms]")
     assert [cell.method for cell in found.comparison.cells] == ["lbt", "ags", "lbt:train.diagnostics=[gradient_norms]"]
-    assert "ags:delta=0.5 is the same training as ags: it is trained once, as that row" in found.warnings
+    assert messages.duplicate_row(row="ags:delta=0.5", twin="ags") in found.warnings
 
 
 def test_a_control_that_a_row_with_settings_is_already_is_said_too(run: RunDir) -> None:
     grid = Grid(methods=("lbt", "lbt:optimizer.lr=0.2"), batches=(128,), seeds=1, nodes=1)
     found = compare.plan_comparison(run, run.spec(), grid, inspect=lambda spec: inspected(), now=1.0)
-    assert "lbt-x2 is the same training as lbt:optimizer.lr=0.2: it is trained once, as that row" in found.warnings
+    assert messages.duplicate_row(row="lbt-x2", twin="lbt:optimizer.lr=0.2") in found.warnings
 
 
 def test_a_method_of_ones_own_is_inspected_and_its_code_is_a_part_of_the_signature(

@@ -295,7 +295,7 @@ def test_a_tracker_that_is_down_is_told_once_and_caught_up_with(run: RunDir, pla
     assert [event.text for event in told if isinstance(event, WarningEvent)] == ["the tracker is down; wait"]
     assert (
         "export to fake_tracker:FakeTracker: the tracker is down"
-        in run_status(run, FakeLauncher(), now=START).warnings[0]
+        in run_status(run, FakeLauncher(), now=START).warnings[0].text
     )
     DOWN.discard(place)
     (found,), told = send(run, place)
@@ -396,9 +396,7 @@ def test_a_damaged_curve_is_told(run: RunDir, place: str) -> None:
     add_training(run, rows=metrics())
     run.training("ab12cd34").metrics_path.write_bytes(b"\x8f\xe1\n")
     _, told = send(run, place)
-    assert [": 1 of its lines cannot be read" in event.text for event in told if isinstance(event, WarningEvent)] == [
-        True
-    ]
+    assert ["cannot be read" in event.text for event in told if isinstance(event, WarningEvent)] == [True]
 
 
 def test_a_run_that_cannot_be_written_is_told(run: RunDir, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,9 +434,9 @@ def test_trackers_are_those_named_else_those_of_the_job() -> None:
         ([], "x", "need --to"),
         (["mlflow", "wandb"], "x", "are of one tracker"),
         (["mlflo"], None, "did you mean mlflow"),
-        (["mlflow"], "http://me:pw@host", "name or password does not belong into the address"),
-        (["tensorboard"], "http://x.example", "--uri: tensorboard writes into a folder, and http://x.example is none"),
-        (["tensorboard"], "file://host/board", "give a path, or file:///path"),
+        (["mlflow"], "http://me:pw@host", "must not contain a user name or password"),
+        (["tensorboard"], "http://x.example", "--uri: tensorboard needs a folder, but got http://x.example"),
+        (["tensorboard"], "file://host/board", "set a path, or file:///path"),
     ],
 )
 def test_what_does_not_go_together_is_refused(to: list[str], uri: str | None, words: str) -> None:

@@ -9,8 +9,8 @@ from tula_cli.errors import OverBudget, SpecError
 from tula_cli.services.site_charges import (
     check_balance,
     compute_needed_minutes,
-    describe_lacking_for_probes,
     require_balance,
+    warn_balance_for_probes,
     with_site_billing,
 )
 from tula_cli.spec.resources import SiteBill
@@ -43,32 +43,32 @@ def test_the_tightest_limit_of_all_above_decides():
     """41 minutes of billing are left of account big: at 5 an hour that is 8.2 minutes of one node."""
     fits = check_balance(job(), nodes=1, hours=8 / 60, ask=ASK)
     assert fits is not None and not fits.lacking and not fits.lacking_at_most
-    assert fits.words.startswith("account big has 0.683 of 1.67 SU left (0.667 held for what runs), of which it takes")
+    assert fits.words.startswith("account big has 0.683 of 1.67 SU left (0.667 reserved for running jobs); it needs")
     require_balance(fits)
     beyond = check_balance(job(), nodes=1, hours=9 / 60, ask=ASK)
-    assert beyond is not None and "the balance cannot carry it: account big" in beyond.lacking
+    assert beyond is not None and "account big" in beyond.lacking.values["available"]
     with pytest.raises(
-        OverBudget, match=r"account big has 0\.683 of 1\.67 SU left .* takes 0\.750 SU; nothing was submitted"
+        OverBudget, match=r"nothing was submitted.*account big has 0\.683 of 1\.67 SU left .* 0\.750 SU"
     ):
         require_balance(beyond)
 
 
 def test_a_dear_qos_takes_twice_as_much_and_has_a_limit_of_its_own():
-    assert check_balance(job(qos="dear"), nodes=1, hours=4 / 60, ask=ASK).lacking == ""
-    assert "account big" in check_balance(job(qos="dear"), nodes=1, hours=5 / 60, ask=ASK).lacking
+    assert check_balance(job(qos="dear"), nodes=1, hours=4 / 60, ask=ASK).lacking is None
+    assert "account big" in check_balance(job(qos="dear"), nodes=1, hours=5 / 60, ask=ASK).lacking.text
 
 
 def test_the_upper_end_of_the_interval_is_held_to_it_too():
     found = check_balance(job(), nodes=1, hours=8 / 60, at_most=9 / 60, ask=ASK)
-    assert found.lacking == "" and found.lacking_at_most
-    with pytest.raises(OverBudget, match="at the upper end of its 90 % interval"):
+    assert found.lacking is None and found.lacking_at_most
+    with pytest.raises(OverBudget, match="upper end of the 90 % interval"):
         require_balance(found)
 
 
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (check_balance(job(), nodes=1, hours=None, ask=ASK), "nothing predicts what it takes"),
+        (check_balance(job(), nodes=1, hours=None, ask=ASK), "nothing was measured"),
         (
             check_balance(job(), nodes=1, hours=0.01, ask=Slurm(get_user_name(), without=["assoc_mgr", "sshare"])),
             "access denied",
@@ -77,15 +77,15 @@ def test_the_upper_end_of_the_interval_is_held_to_it_too():
     ],
 )
 def test_what_cannot_be_known_is_told_and_not_promised(found, words):
-    assert found.lacking == ""
-    with pytest.raises(OverBudget, match=f"--within-balance cannot be kept: .*{words}"):
+    assert found.lacking is None
+    with pytest.raises(OverBudget, match=f"cannot be checked: .*{words}"):
         require_balance(found)
 
 
 def test_a_price_of_another_kind_has_no_balance():
     found = check_balance(spec(pricing={"price": 2.0}), nodes=1, hours=1.0, ask=ASK)
     assert found is None
-    with pytest.raises(SpecError, match=r"set pricing.kind: billing"):
+    with pytest.raises(SpecError, match=r"pricing.kind: billing"):
         require_balance(found)
 
 
@@ -100,15 +100,14 @@ def test_no_limit_is_as_much_as_one_likes():
 
 def test_own_charge_factors_are_not_in_the_balance_of_slurm():
     found = check_balance(job(pricing={"partition_factors": {"billed": 3}}), nodes=1, hours=8 / 60, ask=ASK)
-    assert found.lacking == "" and "billing-hours left" in found.words
+    assert found.lacking is None and "billing-hours left" in found.words
 
 
 def test_probes_are_told_when_the_balance_may_not_carry_them():
-    assert "may not carry the probes: account big has 0.683 of 1.67 SU" in describe_lacking_for_probes(
-        job(), 1.0, ask=ASK
-    )
-    assert describe_lacking_for_probes(job(), 0.05, ask=ASK) == ""
-    assert describe_lacking_for_probes(spec(), 100.0, ask=ASK) == ""
+    (warning,) = warn_balance_for_probes(job(), 1.0, ask=ASK)
+    assert warning.code == "balance-too-low" and "account big has 0.683 of 1.67 SU" in warning.values["available"]
+    assert warn_balance_for_probes(job(), 0.05, ask=ASK) == []
+    assert warn_balance_for_probes(spec(), 100.0, ask=ASK) == []
 
 
 def test_each_type_of_node_has_its_own_bill():

@@ -13,8 +13,8 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.files import write_atomic
 from tula_cli.run.records.recommendations import Continuation, Recommendation
 from tula_cli.run.records.tasks import TrainTask
-from tula_cli.services import train
-from tula_cli.services.recommendation.from_training import describe_interrupted_training
+from tula_cli.services import messages, train
+from tula_cli.services.recommendation.from_training import warn_interrupted_training
 from tula_cli.spec.job import JobSpec
 
 
@@ -119,12 +119,10 @@ def test_each_part_of_a_training_is_paid_for_its_own_nodes(run: RunDir) -> None:
 def test_a_training_that_other_settings_make_one_of_its_own_says_what_it_leaves_behind(run: RunDir) -> None:
     begun = first(run)
     ended = run.spec().model_copy(update={"train": run.spec().train.model_copy(update={"epochs": 11})})
-    told = describe_interrupted_training(run, plan(run, ended, nodes=2, batch=128).task)
-    assert (
-        f"training {begun.signature} stands at 640 samples, with another train.epochs: this is a training of its own"
-        in told
-    )
-    assert not describe_interrupted_training(run, begun), "it is begun"
-    assert not describe_interrupted_training(run, plan(run, ended, nodes=1, batch=128).task), (
+    assert warn_interrupted_training(run, plan(run, ended, nodes=2, batch=128).task) == [
+        messages.earlier_training_other_settings(training=begun.signature, samples=640, keys=["train.epochs"])
+    ]
+    assert not warn_interrupted_training(run, begun), "it is begun"
+    assert not warn_interrupted_training(run, plan(run, ended, nodes=1, batch=128).task), (
         "another configuration is meant to be another"
     )

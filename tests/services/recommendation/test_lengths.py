@@ -81,8 +81,8 @@ def test_each_length_is_written_into_its_options_and_a_few_batches_are_measured(
 @pytest.mark.parametrize(
     ("job", "told"),
     [
-        ({"dataset": {"name": "python_source"}}, "needs the job's own length: set dataset.args.length"),
-        ({"dataset": {"name": "python_source", "args": {"length": "long"}}}, "needs the job's own length"),
+        ({"dataset": {"name": "python_source"}}, "needs the length of the job: set dataset.args.length"),
+        ({"dataset": {"name": "python_source", "args": {"length": "long"}}}, "needs the length of the job"),
         ({"model": {"name": "transformers:GPT2LMHeadModel", "args": {"n_positions": 128}}}, "at most 128 positions"),
     ],
 )
@@ -104,7 +104,7 @@ def test_a_script_has_no_lengths_of_its_own() -> None:
     script = {"command": "python t.py -b {local_batch}", "length": {"epochs": 1}, "reference": {"batch": 8}}
     with pytest.raises(Exception, match="sequence") as refused:
         validate({"script": script, "search": TEXT["search"]}, source="test")
-    assert "profile each one" in str([refused.value, *refused.value.problems])  # type: ignore[attr-defined]
+    assert "profile a script once per length" in str([refused.value, *refused.value.problems])  # type: ignore[attr-defined]
 
 
 # --- where it is kept
@@ -185,7 +185,7 @@ def test_profile_measures_the_lengths_as_jobs_of_their_own(tmp_path: Path) -> No
     assert found["length-64"] == {1: (32, 128, 256)} and found["length-256"] == {1: (32, 64, 128)}
     assert found[None] == {1: (32, 64, 128, 256), 2: (16, 64, 128)}
     found, told = planned(job, run, 250)
-    assert set(found) == {None, "length-64"} and told and told[0].startswith("length 256 is left out: out of memory")
+    assert set(found) == {None, "length-64"} and told and told[0].startswith("Length 256 is left out: out of memory")
     with pytest.raises(Infeasible):
         planned(job, run, 60)  # the job's own length is what is trained
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from tula_cli.cluster.scripts.training import is_lower_better
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.models.out_of_memory import parse_statistics_in_cause
 from tula_cli.models.time.noise import Z90
 from tula_cli.run.directory import RunDir
@@ -15,6 +16,7 @@ from tula_cli.run.frames import make_frame
 from tula_cli.run.records.recommendations import Accuracy
 from tula_cli.run.records.results import Cell, Comparison
 from tula_cli.run.training_run import TrainingRun
+from tula_cli.services import messages
 from tula_cli.services.compare import ENDED, FINISHED, State, compute_mean_hours_by_row, estimate_hours, sum_hours
 from tula_cli.services.comparison import rounds
 from tula_cli.services.comparison.rows import REFERENCE
@@ -125,7 +127,7 @@ class CompareReport:
     total: int
     finished: int
     hours_left: float | None  # expected for what is missing, one after the other
-    warnings: tuple[str, ...]
+    warnings: tuple[Diagnostic, ...]
     undecided: int = 0  # trainings of the total that may not be needed
     first_round: tuple[ComparisonRow, ...] = ()  # rows after the short trainings; those of `rows` are of all epochs
     epochs: tuple[int, int] | None = None  # of the first round, and of the job
@@ -374,18 +376,21 @@ def compute_standard_error(*stats: SeedStatistics) -> float | None:
     return math.hypot(*((stat.sd or 0.0) / math.sqrt(stat.n) for stat in stats))
 
 
-def _list_comparison_warnings(rows: Iterable[ComparisonRow], metric: str) -> Iterator[str]:
+def _list_comparison_warnings(rows: Iterable[ComparisonRow], metric: str) -> Iterator[Diagnostic]:
     for row in rows:
         smaller = sorted({cell.batch for cell in row.cells if cell.batch is not None and cell.batch != row.batch})
         if smaller:
-            yield f"{row.method} at batch {row.batch}: out of memory, some of it was trained at {', '.join(map(str, smaller))}"
+            yield messages.row_trained_at_smaller_batch(method=row.method, batch=row.batch, smaller=smaller)
         for normalisation in sorted({cell.normalised for cell in row.cells} - {""}):
-            yield f"{row.method} at batch {row.batch}: out of memory, some of it was trained with {normalisation}"
+            yield messages.row_trained_with_other_normalisation(
+                method=row.method, batch=row.batch, normalisation=normalisation
+            )
         for cell in row.cells:
             if cell.state in ENDED or (cell.state == "diverged" and cell.reason):
-                yield f"{cell.cell.description} {cell.state}: {cell.reason.strip().partition(chr(10))[0]}"
+                reason = cell.reason.strip().partition(chr(10))[0]
+                yield messages.job_ended(job=cell.cell.description, state=cell.state, reason=reason)
             elif cell.state == "done" and cell.value(metric) is None:
-                yield f"{cell.cell.description}: {metric} was nowhere to be found in what the script told (script.metric)"
+                yield messages.metric_not_found(training=cell.cell.description, metric=metric)
 
 
 # --- the answer

@@ -11,8 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SpecError
 from tula_cli.plugins import suggest_nearest
+from tula_cli.services import messages
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.merge import apply_overrides
 from tula_cli.spec.methods import METHODS, TrainingMethod, get_training_method
@@ -76,12 +78,12 @@ def scale_lr_of_script(section: Mapping[str, Any], script: Script, *, factor: fl
     return {**section, "reference": {**section["reference"], "lr": lr * factor}}
 
 
-def warn_missing_controls(script: Script, *, controls: Sequence[str]) -> Iterator[str]:
+def warn_missing_controls(script: Script, *, controls: Sequence[str]) -> Iterator[Diagnostic]:
     """Yield warnings about what a script's comparison lacks: controls with a raised learning rate, or several seeds."""
     if not takes_lr(script):
-        yield f"the controls {' and '.join(controls)} are left out: {_NO_LR}"
+        yield messages.controls_left_out(controls=controls, reason=_NO_LR)
     if not takes_seed(script):
-        yield "one seed: script.command has no {seed}, so nothing tells how much runs differ by chance"
+        yield messages.one_seed_only()
 
 
 # --- Rows

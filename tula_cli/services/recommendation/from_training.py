@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, SchedulerError, SpecError
 from tula_cli.models.choice.early_stopping import compute_remaining_share
 from tula_cli.models.choice.offers import Offers
@@ -19,6 +20,7 @@ from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Continuation, Prediction, Recommendation
 from tula_cli.run.records.results import StepParts
 from tula_cli.run.records.tasks import TrainTask
+from tula_cli.services import messages
 from tula_cli.services.recommendation.doubts import Results
 from tula_cli.spec.signature import compute_train_signature
 from tula_cli.words import format_count, make_relative_path
@@ -242,10 +244,10 @@ def continue_training(run: RunDir, task: TrainTask, recommendation: Recommendati
     )
 
 
-def describe_interrupted_training(run: RunDir, task: TrainTask) -> str:
-    """Return a warning if an interrupted training differs from this new one only in settings; empty if none does."""
+def warn_interrupted_training(run: RunDir, task: TrainTask) -> list[Diagnostic]:
+    """Return a warning if an interrupted training differs from this new one only in settings."""
     if run.training(task.signature).newest_task() is not None:
-        return ""
+        return []
     for signature in run.train_signatures():
         training = run.training(signature)
         newest, samples = training.newest_task(), training.newest_samples()
@@ -258,11 +260,8 @@ def describe_interrupted_training(run: RunDir, task: TrainTask) -> str:
             continue
         keys = [key for key in compare_jobs(newest.spec, task.spec) if key.split(".")[0] not in _NOT_TRAINED_BY]
         if keys:
-            return (
-                f"training {signature} stands at {samples} samples, with another {' and '.join(keys)}: this is a training of"
-                " its own, from the beginning (with the settings as they were, the same command goes on there)"
-            )
-    return ""
+            return [messages.earlier_training_other_settings(training=signature, samples=samples, keys=keys)]
+    return []
 
 
 _NOT_TRAINED_BY = ("name", "search", "pricing", "cluster", "node_types")

@@ -85,7 +85,7 @@ def _list_values(singular: str, many: str, values: Sequence[int]) -> str:
 
 def build_comparison_sections(report: CompareReport, curves: Sequence[CellCurve]) -> Iterator[Section]:
     """Yield the sections of a comparison: result tables, metrics during training, and gradient diagnostics."""
-    notes = tuple(Fact("note", text) for text in report.warnings)
+    notes = tuple(Fact("note", warning.text) for warning in report.warnings)
     by_batch = tuple(
         figure for metric in _list_drawn_metrics(report) for figure in _build_figure_by_batch(report, metric)
     )

@@ -95,7 +95,7 @@ class _Reader:
                 refuse_unknown(word)
                 self.environment[name] = word.text
         warnings = tuple(
-            f"{self._place(other)}{self._raw(other)!r} is not part of the job: run it before, if the training needs it"
+            f"{self._place(other)}{self._raw(other)!r} is not part of the job; run it first if the training needs it"
             for other in programs
             if other is not training
         )
@@ -116,9 +116,8 @@ class _Reader:
             if is_program_start(words) or has_launcher(words):
                 opener = first.words[0].raw + "()" * (len(first.words) > 2 and first.words[2].raw == ")")
                 raise SpecError(
-                    f"{self._place(pipeline)}{_shorten_words(words)!r} stands in a loop, a branch or a function ({opener}), and a"
-                    " job has one training command",
-                    "give the command of one of them, with its values written out",
+                    f"{self._place(pipeline)}{_shorten_words(words)!r} is in a loop, a branch or a function ({opener}), but a job has one training command",
+                    "give one command, with its values written out",
                 )
         if first.inside:
             return False
@@ -132,14 +131,14 @@ class _Reader:
 
     def _training(self, programs: Sequence[_Pipeline]) -> _Pipeline:
         if not programs:
-            what = "there is no command that starts a program" if self.text.strip() else "the command is empty"
+            what = "no command starts a program" if self.text.strip() else "the command is empty"
             raise SpecError(what, "give the whole command that you type today")
         likely = [each for each in programs if _is_likely(each)] if self.keeps_setup else programs
         if len(programs) > 1 and len(likely) != 1:
             lines = "; ".join(f"{self._place(each)}{_shorten_words(each[0].words)!r}" for each in programs)
             raise SpecError(
-                f"there is more than one command that starts a program ({lines}), and a job has one",
-                "give the one that trains; run the others before it",
+                f"several commands start a program ({lines}), but a job has one",
+                "give only the one that trains, and run the others first",
             )
         return likely[0] if likely else programs[0]
 
@@ -161,13 +160,13 @@ class _Reader:
                 self.environment[variable] = word.text
         elif not self.keeps_setup:
             raise SpecError(
-                f"{self._place(pipeline)}{raw!r} is for a shell, and {_WITHOUT_SHELL}",
+                f"{self._place(pipeline)}{raw!r} needs a shell, but {_WITHOUT_SHELL}",
                 "run it before tula; or write the job with tula init slurm, which keeps such lines as cluster.slurm.setup",
             )
         elif re.search(r"\$(?:[1-9@*#]|\{[1-9@*#])", raw) and not re.match(r"function|.*\(\)", raw):
             raise SpecError(
-                f"{self._place(pipeline)}{_shorten_words(first.words)!r} reads the arguments of the script, and a job has none",
-                "write their values in their places",
+                f"{self._place(pipeline)}{_shorten_words(first.words)!r} uses the arguments of the script, but a job has none",
+                "replace them by their values",
             )
         else:
             self.setup.append(raw)
@@ -183,9 +182,8 @@ class _Reader:
         is_here = not target.unknown and Path(target.text or Path.home()).resolve() == Path.cwd()
         if not is_here and "SLURM_SUBMIT_DIR" not in target.unknown:
             raise SpecError(
-                f"{self._place(pipeline)}{_shorten_words(words)!r} is not kept: tula starts the command in the folder that tula"
-                " itself is run in",
-                f"run tula init in {target.text or 'that folder'}, and give the command without it",
+                f"{self._place(pipeline)}{_shorten_words(words)!r} is ignored: tula starts the command in the folder in which tula runs",
+                f"run tula init in {target.text or 'that folder'}, and omit it from the command",
             )
         self.left_out.append(_shorten_words(words))
 
@@ -197,12 +195,12 @@ class _Reader:
             outside.append(f"{before.operator} {self._raw([after])}")
             if before.operator == "||" or after.program[0].name != "tee":
                 raise SpecError(
-                    f"{self._place(pipeline)}{outside[-1]!r} is for a shell, and {_WITHOUT_SHELL}",
-                    "leave it out: what the ranks print is kept in the run's logs",
+                    f"{self._place(pipeline)}{outside[-1]!r} needs a shell, but {_WITHOUT_SHELL}",
+                    "remove it: the output of the ranks is in the run's logs",
                 )
         if redirection := next((each for each in first.redirections if re.match(r"\d*<", each)), ""):
             raise SpecError(
-                f"{self._place(pipeline)}{redirection!r} gives the command an input, and tula starts it without one",
+                f"{self._place(pipeline)}{redirection!r} redirects the input, but tula starts the command without input",
                 "give the script an option for it",
             )
         self.left_out += [*outside, *(["&"] if pipeline[-1].operator == "&" else [])]
@@ -222,13 +220,13 @@ def refuse_unknown(word: ShellWord) -> None:
     """
     if word.raw[:1] in tuple("\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}\N{LEFT DOUBLE QUOTATION MARK}") and not word.filled:
         raise SpecError(
-            f"{word.raw!r} begins with {word.raw[0]!r}, as text that was copied from a page may",
-            "type '-' or '\"'; or quote the word by ' where it is meant as it is",
+            f"{word.raw!r} begins with {word.raw[0]!r}, as in text copied from a web page",
+            "type '-' or '\"', or quote the word with ' if it is meant literally",
         )
     if word.unknown:
         raise SpecError(
-            f"{word.raw!r} is for a shell ({word.unknown}), and {_WITHOUT_SHELL}",
-            "give its value in place of it; or quote it by ' where it is meant as it is",
+            f"{word.raw!r} needs a shell ({word.unknown}), but {_WITHOUT_SHELL}",
+            "replace it by its value, or quote it with ' if it is meant literally",
         )
 
 

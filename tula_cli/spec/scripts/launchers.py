@@ -102,15 +102,15 @@ _LAUNCHERS = {
 }
 """Launchers by the name of the program, or of the module after `python -m`."""
 _MPI = "starts the processes itself and tells them of each other in MPI's variables, which a script under tula does not get"
-_SUBMITS = "submits a job, and tula submits its own"
+_SUBMITS = "submits a job, but tula itself submits the jobs"
 _FOREIGN = {
     **dict.fromkeys(("mpirun", "mpiexec", "orterun", "horovodrun", "jsrun", "aprun", "ibrun"), _MPI),
-    **dict.fromkeys(("docker", "podman", "kubectl"), "does not hand the variables of a rank on to the container"),
+    **dict.fromkeys(("docker", "podman", "kubectl"), "does not pass the variables of a rank to the container"),
     **dict.fromkeys(("sudo", "su"), "runs it as another user, without the variables of a rank"),
-    **dict.fromkeys(("ssh", "pdsh"), "runs it on another machine, and tula starts it on the nodes itself"),
+    **dict.fromkeys(("ssh", "pdsh"), "runs it on another machine, but tula itself starts it on the nodes"),
     **dict.fromkeys(("sbatch", "salloc", "qsub", "bsub", "torchx", "sky", "ray"), _SUBMITS),
-    **dict.fromkeys(("xargs", "parallel", "watch", "tmux", "screen"), "makes the command while it runs"),
-    **dict.fromkeys(("colossalai", "fabric", "lightning"), "is a launcher whose options are not read here"),
+    **dict.fromkeys(("xargs", "parallel", "watch", "tmux", "screen"), "builds the command at run time"),
+    **dict.fromkeys(("colossalai", "fabric", "lightning"), "is a launcher that tula does not support"),
 }
 _WRAPPERS = frozenset({
     "uv", "poetry", "pixi", "pdm", "rye", "hatch", "pipenv", "conda", "mamba", "micromamba", "apptainer", "singularity",
@@ -201,7 +201,7 @@ def _find_inner_command(words: Sequence[ShellWord]) -> list[ShellWord] | None:
     if len(commands) != 1 or commands[0].inside or commands[0].assignments or commands[0].redirections:
         raise SpecError(
             f"{words[0].text} -c holds more than one command: {words[-1].text!r}",
-            "give the command that starts the training by itself",
+            "give only the command that starts the training",
         )
     return list(commands[0].program)
 
@@ -210,7 +210,7 @@ def _launch(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
     first = words[0]
     if why := _FOREIGN.get(first.name):
         hint = (
-            "tula init --from-sbatch FILE reads a script of sbatch"
+            "tula init --from-sbatch FILE reads an sbatch script"
             if first.name in ("sbatch", "salloc")
             else "give the command that each GPU runs, with torchrun --nproc_per_node=N before the script for its processes"
         )
@@ -246,7 +246,7 @@ def _launch_by_python(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
         start = words[: place + 1] if launcher is _ACCELERATE else words[: place - (words[place - 1].text == "-m")]
         return _take(launcher, start, words[place + 1 :], known)
     if words[place - 1].text == "-m" and re.search(r"launch|\.distributed\b|elastic", name):
-        raise SpecError(f"{name} is a launcher whose options are not read here", _HOW_TO_START)
+        raise SpecError(f"{name} is a launcher that tula does not support", _HOW_TO_START)
     return _make_launch_without_launcher(
         Launch(tuple(words[: place + 1]), tuple(words[place + 1 :])), known, is_script=True
     )
@@ -271,7 +271,7 @@ def count(option: Option | None, key: str, known: KnownFacts, *, missing: str = 
     flag = re.split(r"[ =]", written)[0]
     equals = "=" if "=" in written and " " not in written else " "
     raise Unknown(
-        f"the command does not say how many {key} it starts: {written}{'' if option else ' is not given'}",
+        f"the number of {key} is not in the command: {written}{'' if option else ' is not given'}",
         f"write the number, as in {flag}{equals}4",
         key=key,
         question=f"how many {key} does the command start ({written})?",
@@ -290,9 +290,7 @@ def _ask_processes(what: str, hint: str, known: KnownFacts) -> int:
     if (answer := known.answer(PROCESSES)) is not None:
         return answer
     question = f"how many {PROCESSES} does it start by itself ({what})?"
-    raise Unknown(
-        f"{what}: how many processes it starts by itself is not known", hint, key=PROCESSES, question=question
-    )
+    raise Unknown(f"{what}: the number of processes that it starts is unknown", hint, key=PROCESSES, question=question)
 
 
 def _count_processes_per_node(
@@ -412,8 +410,8 @@ def _launch_by_srun(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
         raise SpecError("the command has a launcher but no script", _WHOLE)
     if container := next((name for name in options if name.startswith("container")), ""):
         raise SpecError(
-            f"srun's {options[container].written} starts the job's own supervisor in the container too, without tula",
-            "start the container by words before the script, as apptainer exec does",
+            f"srun's {options[container].written} would also start tula's supervisor in the container, which has no tula",
+            "start the container with words before the script, for example apptainer exec",
         )
     nodes, tasks, each = options.get("nodes"), options.get("ntasks"), options.get("ntasks_per_node")
     several = (_parse_number(each or tasks) or known.tasks_per_node) > 1
@@ -466,11 +464,11 @@ def _make_launch_without_launcher(launch: Launch, known: KnownFacts, *, is_scrip
     name = launch.program[-1].name
     if _SUBMITIT.fullmatch(name):
         raise SpecError(
-            f"{name} submits jobs of its own (submitit), and tula submits its own",
+            f"{name} submits jobs of its own (submitit), but tula itself submits the jobs",
             "give the command that such a job runs: torchrun --nproc_per_node=8 main.py ... without the options of the job",
         )
     if any(word.text == "--multirun" for word in launch.arguments):
-        raise SpecError("--multirun starts several trainings, and a job has one", "give the values of one of them")
+        raise SpecError("--multirun starts several trainings, but a job has one", "give the values of one training")
     given = read_options(launch.arguments)
     by_name = {option.name: option for option in given}
     is_lightning = {"strategy", "accelerator"} & by_name.keys() and {"devices", "gpus"} & by_name.keys()

@@ -51,7 +51,7 @@ def find_placeholders(text: str) -> tuple[str, ...]:
         if token[0] in ("{{", "}}"):
             continue
         if token[1] is None:
-            raise ValueError(f"a single {token[0]} in {text!r}: write {token[0] * 2} for a brace that is meant")
+            raise ValueError(f"a single {token[0]} in {text!r}: write {token[0] * 2} for a literal brace")
         if token[1] not in PLACEHOLDERS:
             raise ValueError(_describe_unknown(token[1]))
         found_names.append(token[1])
@@ -81,10 +81,8 @@ def fill(text: str, values: Mapping[str, str | float]) -> str:
     return _TOKEN.sub(lambda token: token[0][0] if token[1] is None else _format_value(values[token[1]]), text)
 
 
-FOR_A_SHELL = "is for a shell, and tula starts the command without one"
-IN_A_FILE = (
-    "give values in place of variables and leave out where the output goes; or put it into a file: bash train.sh"
-)
+FOR_A_SHELL = "needs a shell, but tula starts the command without one"
+IN_A_FILE = "replace variables by values and remove redirections; or put the command into a file: bash train.sh"
 _OF_A_SHELL = re.compile(r"&&|\|\|?|.*;|&|\d?[<>]{1,2}(&\d|.*)?|.*\$[A-Za-z_{(].*")
 
 _QUOTED = re.compile(r"""\\.|'[^']*'|"((?:\\.|[^"\\])*)\"""", re.DOTALL)
@@ -120,4 +118,4 @@ def _format_value(value: str | float) -> str:
 def _describe_unknown(name: str) -> str:
     near = difflib.get_close_matches(name, PLACEHOLDERS, 1)
     hint = f"did you mean {{{near[0]}}}" if near else f"there are {', '.join(PLACEHOLDERS)}"
-    return f"no placeholder {{{name}}}; {hint}; braces that are meant are doubled"
+    return f"no placeholder {{{name}}}; {hint}; double literal braces"

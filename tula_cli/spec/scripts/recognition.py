@@ -44,9 +44,7 @@ _LENGTHS = ("epochs", "steps")
 _COUNTS = {*BATCHES, *_LENGTHS, "some_batch", "accumulate"}
 """Meanings of options whose values must be positive integers: --max_steps -1 and --epochs 0.5 are left unchanged."""
 _BY_HAND = re.compile(r"(?<!\{)\{(\w+)(?:=([^{}\s]*))?\}(?!\})")
-_HOW_TO_SAY = (
-    "write {{local_batch={0}}} in place of its value where that is one process's, {{batch={0}}} where it is that of all"
-)
+_HOW_TO_SAY = "write {{local_batch={0}}} in place of its value if it is the batch of one process, {{batch={0}}} if it is that of all"
 
 
 @dataclass(frozen=True)
@@ -171,7 +169,7 @@ class _Reader:
         for option in reversed(options):
             if _find_option_meaning(option) == "resume" and option.value.text and option.words[0].text.startswith("-"):
                 self.resume = f"{option.flag}{{checkpoint}}"
-                self.sources.append((option.written, "script.resume: a training begins without"))
+                self.sources.append((option.written, "script.resume: a training starts without it"))
                 del result[option.place : option.place + len(option.words)]
         return result
 
@@ -182,7 +180,9 @@ class _Reader:
                 continue
             self.by_hand.add(name)
             if value and not _fits(name, value):
-                raise SpecError(f"{word.text}: {value!r} is no value of {{{name}}}", "give the number of today")
+                raise SpecError(
+                    f"{word.text}: {value!r} is no value of {{{name}}}", "give the number that you use today"
+                )
             if value:
                 self.values[name], self.flags[flag] = value, name
 
@@ -226,7 +226,7 @@ class _Reader:
             of_tokens = []
         if of_tokens := [*kinds.get("tokens", []), *of_tokens]:
             raise SpecError(
-                f"{of_tokens[0].written} counts tokens, or may do so, and tula's batches are samples",
+                f"{of_tokens[0].written} may count tokens, but tula's batches are samples",
                 "give the script an option for samples (sequences) of a step, and that one in the command; where it counts"
                 f" samples, {_HOW_TO_SAY.format(of_tokens[0].value.text)}",
             )
@@ -299,8 +299,8 @@ class _Reader:
     def _asked_of_all(self, option: Option, key: str, what: str, hint: str) -> bool:
         if (answer := self.known.answers.get(key)) is not None:
             return answer == "all"
-        message = f"{option.written}: whether it gives {what} of one process or of all {self.ranks} is not known"
-        question = f"{option.written}: does it give {what} of one process, or of all {self.ranks}?"
+        message = f"{option.written}: it is unclear whether this is {what} of one process or of all {self.ranks}"
+        question = f"{option.written}: is this {what} of one process, or of all {self.ranks}?"
         raise Unknown(message, hint, key=key, question=question, choices=("one", "all"))
 
     def number(self, name: str) -> float | None:
@@ -333,7 +333,7 @@ def _check_count(option: Option, what: str) -> None:
     if option.value.unknown or not _fits("batch", option.value.text):
         raise SpecError(
             f"{option.written}: {option.value.text!r} is no number of {what}",
-            "give the number that it stands for today",
+            "give the number that you use today",
         )
 
 
@@ -355,7 +355,7 @@ def _make_no_batch_error(options: Sequence[Option], words: Sequence[ShellWord]) 
     if not numbers:
         return SpecError(message, hint)
     flags = tuple(option.label for option in numbers)
-    return Unknown(message, hint, key="option of the batch", question="which option is the batch?", choices=flags)
+    return Unknown(message, hint, key="option of the batch", question="which option sets the batch?", choices=flags)
 
 
 # --- words

@@ -42,7 +42,7 @@ def _require_pattern(text: str) -> str:
         raise ValueError(f"{text!r} is no regular expression: {error}") from None
     if groups != 1:
         raise ValueError(
-            f"{text!r} must have one group, around the number, for example 'top1 ([0-9.]+)'; it has {groups}"
+            f"{text!r} must have exactly one group, around the number, for example 'top1 ([0-9.]+)'; it has {groups}"
         )
     return text
 
@@ -50,7 +50,9 @@ def _require_pattern(text: str) -> str:
 def _require_save_request(text: str) -> str:
     if text in ("none", "hooks", "SIGUSR1", "SIGUSR2", "SIGTERM") or re.fullmatch(r"file:.+", text):
         return _require_known_placeholders(text)
-    raise ValueError(f"{text!r} is no way to ask for a checkpoint: none, hooks, SIGUSR1, SIGUSR2, SIGTERM or file:PATH")
+    raise ValueError(
+        f"{text!r} is not a way to request a checkpoint; use none, hooks, SIGUSR1, SIGUSR2, SIGTERM or file:PATH"
+    )
 
 
 Filled = Annotated[Line, AfterValidator(_require_known_placeholders)]
@@ -167,13 +169,12 @@ class Script(Section):
         placeholders = set(find_placeholders(self.command))
         if not placeholders & BATCHES:
             raise ValueError(
-                "command has no batch that tula could choose; write {local_batch} (a GPU's), {batch} (all GPUs') or"
+                "command has no placeholder for the batch; write {local_batch} (a GPU's), {batch} (all GPUs') or"
                 " {micro_batch} in place of its number"
             )
         if "micro_batch" in placeholders and not placeholders & {"accumulate", "accumulate_total"}:
             raise ValueError(
-                "command has {micro_batch} but neither {accumulate} nor {accumulate_total}: with several micro-batches a step"
-                " it would train on too few samples; write {local_batch}, or tell it how many there are"
+                "command has {micro_batch} but neither {accumulate} nor {accumulate_total}, so with several micro-batches per step it would train on too few samples; write {local_batch}, or pass their number"
             )
         return self
 
@@ -190,14 +191,13 @@ class Script(Section):
                 raise ValueError(f"command asks for {{{name}}}, which {where} gives")
         if self.reference.lr is not None and not placeholders & {"lr", "lr_factor"}:
             raise ValueError(
-                "reference.lr reaches nothing: command has neither {lr} nor {lr_factor}; leave it out where the script scales"
-                " its learning rate itself"
+                "reference.lr has no effect: command has neither {lr} nor {lr_factor}; remove it if the script scales its learning rate"
             )
         for name in ("steps", "samples"):
             if name in placeholders and self.known_dataset_size is None:
                 raise ValueError(f"command asks for {{{name}}}: with length.epochs, give dataset_size")
         if "checkpoint" in find_placeholders(self.command):
-            raise ValueError("{checkpoint} belongs into resume.args: at the start there is none")
+            raise ValueError("{checkpoint} belongs in resume.args, because there is no checkpoint at the first start")
         return self
 
 
@@ -221,14 +221,14 @@ def get_default_train(command: object) -> tuple[dict[str, str], str]:
         command: command of the script; if it is not text or has invalid placeholders, this is reported by the check of
             section script.
     """
-    reason = "the batch of a script cannot change while it trains"
+    reason = "the batch of a script cannot change during training"
     try:
         takes_rate = isinstance(command, str) and bool({"lr", "lr_factor"} & set(find_placeholders(command)))
     except ValueError:
         takes_rate = False
     if takes_rate:
         return {"method": "lrs", "lr_scaling": "sqrt"}, reason
-    return {"method": "lbt"}, f"{reason}, and its command takes no learning rate"
+    return {"method": "lbt"}, f"{reason}, but its command has no learning rate"
 
 
 def fill_script_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -243,11 +243,11 @@ def fill_script_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: the content has a setting that would not reach the script.
     """
     if foreign := [name for name in OWN_LOOP if content.get(name) is not None]:
-        raise ValueError(f"{' and '.join(foreign)} mean nothing beside script, which builds its own; leave them out")
+        raise ValueError(f"{' and '.join(foreign)} has no effect with section script, which builds its own; remove it")
     train = {key: value for key, value in (content.get("train") or {}).items() if value is not None}
     if unknown := sorted(key for key in train.keys() - TRAIN if not advise_key(f"train.{key}")):
         raise ValueError(
-            f"train.{unknown[0]} means nothing to a script, whose command says what it does; of section train it has"
+            f"train.{unknown[0]} has no effect on a script, whose command decides; of section train, a script has"
             f" {', '.join(sorted(TRAIN))}"
         )
     if "method" not in train:
@@ -255,12 +255,10 @@ def fill_script_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
         train = {"method": "lbt", **train} if "lr_scaling" in train else {**default, **train}
     method = train["method"]
     if method not in (there_are := [name for name, known in METHODS.items() if known.on_scripts]):
-        raise ValueError(
-            f"train.method {method} acts inside of tula's own loop; for a script there are {', '.join(there_are)}"
-        )
+        raise ValueError(f"train.method {method} needs tula's own loop; for a script, use {', '.join(there_are)}")
     reads_ags = METHODS[method].reads("ags")
     if not reads_ags and content.get("ags") is not None:
-        raise ValueError(f"section ags means nothing to train.method {method}; leave it out, or set train.method: ags")
+        raise ValueError(f"section ags has no effect with train.method: {method}. Remove it, or set train.method: ags")
     length, reference = (_get_mapping_at(content["script"], name) for name in ("length", "reference"))
     return {
         **content,

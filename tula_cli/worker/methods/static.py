@@ -1,4 +1,4 @@
-"""Method static: gradients times one constant factor (Eq. 8 of the paper)."""
+"""Method static: multiplies gradients by a constant factor (Eq. 8 of the paper)."""
 
 from collections.abc import Sequence
 from typing import Any

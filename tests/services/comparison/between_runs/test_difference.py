@@ -220,7 +220,7 @@ def test_a_damaged_result_is_left_out_and_told(runs):
     add(other)
     (other.path / "results" / "probe-n001-l000064.json").write_text("{")
     found = compare_runs(one, other)
-    assert len(found.steps.rows) == 5 and "probe-n001-l000064" in found.warnings[0]
+    assert len(found.steps.rows) == 5 and "probe-n001-l000064" in found.warnings[0].text
 
 
 @pytest.mark.parametrize("times", [(), (0.0,) * 10, (-1.0,) * 10])

@@ -31,12 +31,10 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask
 from tula_cli.services import check as services_check
 from tula_cli.services import estimate as services_estimate
-from tula_cli.services import nodes as node_check
 from tula_cli.services import nodes as services_nodes
-from tula_cli.services import status
-from tula_cli.services import status as services_status
 from tula_cli.show import live
 from tula_cli.show import screen as show_screen
+from tula_cli.spec.backend import BACKENDS
 from tula_cli.spec.job import describe_training_method
 from tula_cli.spec.load import load_spec
 from tula_cli.version import __version__
@@ -60,8 +58,8 @@ class Answer:
 def here(tmp_path, monkeypatch):
     """An empty working directory with a job.yaml, no terminal, and no settings of the person who runs the tests."""
     quiet(monkeypatch, tmp_path)
-    monkeypatch.setitem(status.GRACE, "local", 0.05)
-    monkeypatch.setitem(services_status.POLL, "local", (0.01, 0.01))
+    local = dataclasses.replace(BACKENDS["local"], grace=0.05, poll=(0.01, 0.01))
+    monkeypatch.setitem(BACKENDS, "local", local)
     monkeypatch.setattr(services_nodes, "POLL_INTERVALS", (0.01, 0.01))
     monkeypatch.setattr(site, "ask_site", lambda: None)
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(make.SPEC))
@@ -1080,7 +1078,7 @@ def test_check_on_cluster_shows_the_nodes_and_the_network(cluster):
     [("folder", 6, "n2 reads another file"), ("user", 6, "no interface ib7"), ("vanishes", 6, "left no word")],
 )
 def test_check_on_cluster_fails_as_its_job_does(cluster, monkeypatch, fails, code, words):
-    monkeypatch.setitem(node_check.MAX_FILE_LAG, "local", 0.05)
+    monkeypatch.setitem(BACKENDS, "local", dataclasses.replace(BACKENDS["local"], file_lag=0.05))
     cluster.launcher = Here(fails)
     answer = tula("check", "job.yaml", "--on-cluster")
     assert (answer.code, words in answer.err) == (code, True), answer.err

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.rank_program import WorkerProgram
 from tula_cli.cluster.rank_programs import make_rank_program
@@ -61,3 +62,14 @@ def test_ranks_of_the_worker_that_leave_no_result_have_failed(tmp_path: Path) ->
     assert isinstance(program, WorkerProgram)
     assert program.reason_of_clean_exit() == ExitReason("unknown", "the ranks ended without a result")
     assert not program.find_meeting_address() and not program.preview_command()
+
+
+@pytest.mark.parametrize(("launch", "index", "ranks"), [("node", 1, ["2", "3"]), ("rank", 1, ["1"])])
+def test_a_check_on_a_cluster_starts_every_rank_of_the_job(
+    tmp_path: Path, launch: str, index: int, ranks: list[str]
+) -> None:
+    cluster = {"kind": "slurm", "gpus_per_node": 2}
+    task = tasks(tmp_path, {"script": {**SCRIPT, "launch": launch}, "cluster": cluster})["check"]
+    program, allocation = make_rank_program(RunDir(tmp_path), task), Allocation(index, 4, job_id="7", environ={})
+    start = program.start(allocation, program.make_command(attempt=1, meeting=""))
+    assert [command.environment["RANK"] for command in start.rank_commands(None)] == ranks

@@ -1,19 +1,19 @@
 """Settings of tests of the command line: nothing of the person who runs them reaches it, and jobs are polled often."""
 
+import dataclasses
 import io
 import os
 from pathlib import Path
 
 import pytest
 
-from tula_cli.services import status
-from tula_cli.services import status as services_status
+from tula_cli.spec.backend import BACKENDS
 
 
 def poll_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Poll jobs on this machine often, and count them as lost soon."""
-    monkeypatch.setitem(status.GRACE, "local", 0.02)
-    monkeypatch.setitem(services_status.POLL, "local", (0.01, 0.01))
+    local = dataclasses.replace(BACKENDS["local"], grace=0.02, poll=(0.01, 0.01))
+    monkeypatch.setitem(BACKENDS, "local", local)
 
 
 def quiet(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -103,7 +103,7 @@ def logs(
             run, launcher.make_launcher(run.spec(), submits=False), now=time.time()
         ).active(job and [job])
 
-    pause = services_status.get_poll_interval(run.spec().cluster.kind)[0] if follow else 0.0
+    pause = run.spec().cluster.backend.poll[0] if follow else 0.0
     moment = None if since is None else parse_since(since, now=time.time())
     wanted = services_logs.LogQuery(job=job, rank=rank, since=moment, every=every, last=last)
     place = None

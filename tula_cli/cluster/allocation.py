@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 
 from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.scheduler import END_SIGNALS, WARNING_SIGNALS, LocalScheduler, Scheduler
+from tula_cli.cluster.slurm import sbatch
 from tula_cli.cluster.slurm.scheduler import SlurmScheduler
 from tula_cli.errors import SchedulerError
 from tula_cli.run.records.base import OutcomeClass
+from tula_cli.run.records.tasks import Task
+from tula_cli.spec.job import JobSpec
 
 POLL = 0.2  # seconds
 MAX_POLL = 2.0
@@ -39,6 +42,15 @@ class TerminationSignal:
 
 def _ignore_signal(*_: object) -> None:
     """Ignore warning signals: the time limit is known from the clock, and SIGCONT precedes each SIGTERM."""
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """The position of a rank in its job."""
+
+    rank: int
+    local_rank: int
+    node: int
 
 
 @dataclass
@@ -114,6 +126,25 @@ class Allocation:
     @property
     def id(self) -> str:
         return "" if self.is_local else f"{self.job_id}.{self.restarts}"
+
+    def list_ranks(self, task: Task) -> list[RankPlace]:
+        """Return the ranks that this supervisor starts: one, those of its node, or all on this machine."""
+        gpus = task.spec.cluster.gpus_per_node
+        if self.is_local:  # the machine's GPUs are counted through, whatever node they are taken for
+            return [RankPlace(rank, rank, rank // gpus) for rank in range(task.ranks)]
+        if task.spec.task_per_node:
+            return [RankPlace(self.index * gpus + local_rank, local_rank, self.index) for local_rank in range(gpus)]
+        return [RankPlace(self.index, self.local_index, self.index // gpus)]
+
+    def count_cores_per_rank(self, task: Task) -> int | None:
+        """Return the cores that the scheduler allocates per rank; None if unknown, and on this machine, which is shared."""
+        if self.is_local or self.cpus is None:
+            return None
+        return max(1, self.cpus // (task.spec.cluster.gpus_per_node if task.spec.task_per_node else 1))
+
+    def list_wrapper_words(self, spec: JobSpec) -> list[str]:
+        """Return the configured words before the command of a rank; none on this machine."""
+        return [] if self.is_local else sbatch.get_wrapper_words(spec, environ=self.environ)
 
     def has_nodes(self, nodes: int) -> bool:
         """Return whether the allocation has at least `nodes` nodes; always true on this machine."""

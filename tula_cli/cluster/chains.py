@@ -33,7 +33,7 @@ def count_links(task: Task) -> int:
 
 def list_chain_tasks(task: Task) -> Sequence[Task]:
     """Return the jobs of a task's chain, each as a copy of the task with the number of nodes that the job requests."""
-    if task.spec.cluster.kind == "local" or not isinstance(task, TrainTask):
+    if not task.spec.cluster.backend.has_queue or not isinstance(task, TrainTask):
         return [task]
     predicted = task.prediction
     hours = None if predicted is None else predicted.hours

@@ -88,9 +88,9 @@ def _warn_missing_program(spec: JobSpec, script: Script) -> tuple[str, ...]:
     if program.endswith(".py") or "{" in program or shutil.which(program):  # which takes a path from here, too
         return ()
     problem = f"script.command: there is no program {program} on this machine"
-    if spec.cluster.kind != "local":
-        return (f"{problem}: the nodes need one",)
-    raise SpecError(problem, "install it, activate its environment, or write its path")
+    return _refuse_here(
+        spec, problem, "install it, activate its environment, or write its path", ": the nodes need one"
+    )
 
 
 def _warn_missing_torch(spec: JobSpec, script: Script) -> tuple[str, ...]:
@@ -113,9 +113,15 @@ def _warn_missing_torch(spec: JobSpec, script: Script) -> tuple[str, ...]:
         return ()
     why = (tried.stderr.strip().splitlines() or ["no reason given"])[-1]
     problem = f"script.command: {python} cannot import torch: {why}"
-    if spec.cluster.kind != "local":
-        return (f"{problem}; on the nodes it has to",)
-    raise SpecError(problem, "activate the environment that has it, or write the path of its python")
+    hint = "activate the environment that has it, or write the path of its python"
+    return _refuse_here(spec, problem, hint, "; on the nodes it has to")
+
+
+def _refuse_here(spec: JobSpec, problem: str, hint: str, on_nodes: str) -> tuple[str, ...]:
+    """Raise an error if a job runs on this machine, which has a problem; else return it as a warning about the nodes."""
+    if spec.cluster.backend.has_queue:
+        return (f"{problem}{on_nodes}",)
+    raise SpecError(problem, hint)
 
 
 # --- The inspection

@@ -15,7 +15,6 @@ from typing import IO, Any, Union
 
 from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.node_log import RankOutput
-from tula_cli.cluster.slurm import sbatch
 from tula_cli.host import network
 from tula_cli.host.processes import adopt_orphans, become_child
 from tula_cli.run.directory import RunDir
@@ -201,9 +200,7 @@ def find_rendezvous_address(task: Task) -> str:
     Raises:
         JobFailed: the configured network interface does not exist.
     """
-    cluster = task.spec.cluster
-    interface = cluster.interface or ("lo" if cluster.kind == "local" else None)
-    return f"{network.find_own_address(interface)}:{network.find_free_port()}"
+    return f"{network.find_own_address(task.spec.cluster.network_interface)}:{network.find_free_port()}"
 
 
 def uses_torchrun(task: Task) -> bool:
@@ -245,7 +242,7 @@ class RankStart:
         """Return the command line of a rank, or of torchrun, which starts the ranks of a node."""
         task, spec = self.task, self.task.spec
         worker = ["-m", "tula_cli.worker", str(self.run.path.resolve()), task.id, str(self.command.attempt)]
-        wrapper = [] if self.allocation.is_local else sbatch.get_wrapper_words(spec, environ=self.allocation.environ)
+        wrapper = self.allocation.list_wrapper_words(spec)
         if not uses_torchrun(task):
             return [*wrapper, sys.executable, "-u", *worker]
         address, _, port = self.command.meeting.rpartition(":")
@@ -262,19 +259,16 @@ class RankStart:
     def environments(self) -> list[dict[str, str]]:
         """Return the environment of each process that this supervisor starts."""
         allocation = self.allocation
-        threads = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(self._threads_per_rank())}
+        threads = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(allocation.count_cores_per_rank(self.task) or 1)}
         variables = {**allocation.environ, **threads, **allocation.time_limit_variable()}
         if uses_torchrun(self.task):
             return [variables]
         # A rendezvous of the site's set-up lines, or of a shell, is not ours.
         variables = {name: value for name, value in variables.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
-        world = self.task.ranks
-        ranks = [(rank, rank) for rank in range(world)]
-        if not allocation.is_local:
-            ranks = [(allocation.index, allocation.local_index)]
+        world = str(self.task.ranks)
         return [
-            {**variables, "RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(world)}
-            for rank, local in ranks
+            {**variables, "RANK": str(place.rank), "LOCAL_RANK": str(place.local_rank), "WORLD_SIZE": world}
+            for place in allocation.list_ranks(self.task)
         ]
 
     def _python_folder(self) -> str:
@@ -282,13 +276,6 @@ class RankStart:
         task = self.task
         code = self.run.code_dir(task.code) if task.code else Path(task.workdir)
         return str(code) if code.is_dir() else task.workdir  # the ranks say what is missing
-
-    def _threads_per_rank(self) -> int:
-        """Return the number of threads per rank; one for jobs on this machine, whose ranks share its cores."""
-        if self.allocation.is_local:
-            return 1
-        threads = self.allocation.cpus or 1
-        return max(1, threads // self.task.spec.cluster.gpus_per_node) if uses_torchrun(self.task) else threads
 
 
 # --- The processes of one supervisor

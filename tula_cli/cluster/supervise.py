@@ -574,7 +574,7 @@ class Supervisor:
         last_attempt = self._correct_end(earlier[-1])
         if last_attempt.outcome == "cancelled" and not self.allocation.is_local:
             self.run.cancel(task.job, by=self.allocation.scheduler.cancel_command)
-        progress, setting = self.run.training(task.signature).progress(), task.spec.cluster.minutes_setting
+        progress, setting = self.run.training(task.signature).progress(), task.spec.cluster.backend.minutes_setting
         if why := describe_no_progress(earlier, progress, task.spec.train.max_attempts, setting):
             self.run.write_attempt(last_attempt.model_copy(update={"message": f"{last_attempt.message}; {why}"}))
             return None

@@ -39,17 +39,15 @@ def find_own_address(interface: str | None = None) -> str:
     return find_named_address() or next(_list_outside_addresses(), socket.gethostname())
 
 
-def make_interface_variables(interface: str | None, *, local: bool) -> dict[str, str]:
+def make_interface_variables(interface: str | None) -> dict[str, str]:
     """Return the environment variables that set the interface for gloo and NCCL.
 
     Args:
-        interface: the configured interface, or None.
-        local: whether all ranks are on this machine.
+        interface: the interface, or None to detect one.
 
     Raises:
         JobFailed: the interface does not exist or has no address.
     """
-    interface = interface or ("lo" if local else None)
     if interface:
         find_own_address(interface)
         return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}

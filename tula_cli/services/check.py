@@ -221,7 +221,7 @@ def check(
         jobs=jobs,
         largest_local_batch=get_highest_limit(largest),
         node_hours_at_most=node_hours,
-        machine_hours_at_most=one_by_one if spec.cluster.kind == "local" else None,
+        machine_hours_at_most=None if spec.cluster.backend.has_queue else one_by_one,
         price_at_most=compute_max_price(
             spec, node_hours, inspection.capacity if inspection else spec.cluster.memory_per_gpu
         ),

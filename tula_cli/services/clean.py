@@ -28,7 +28,7 @@ from tula_cli.run.clean import (
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Job
 from tula_cli.run.snapshot import Snapshot
-from tula_cli.spec.resources import KINDS
+from tula_cli.spec.backend import BACKENDS, get_backend
 
 JUST_SUBMITTED_SECONDS = 600.0
 """Seconds after its submission for which a job that SLURM does not list counts as pending."""
@@ -182,7 +182,7 @@ def _describe_why_alive(
         if snapshot.damaged_jobs:
             return f"{snapshot.damaged_jobs[0].message}: nobody knows whether that job runs"
         local = LocalLauncher().states(snapshot, [job for job in jobs if job.scheduler == "local"])
-        if job_ids := [id_ for job in jobs if job.scheduler not in KINDS for id_ in job.ids]:
+        if job_ids := [id_ for job in jobs if job.scheduler not in BACKENDS for id_ in job.ids]:
             states = {**states, **make_scheduler(RunDir(snapshot.path).spec().cluster).ask(job_ids)}
     except TulaError as error:
         return error.message
@@ -193,7 +193,7 @@ def _describe_why_alive(
         state = local[job.id] if job.scheduler == "local" else _get_queue_state(job, states, now)
         if state.state != "ended":
             reason_text = f" ({state.reason})" if state.reason else ""
-            who = "SLURM" if job.scheduler == "slurm" else "its scheduler"
+            who = get_backend(job.scheduler).title
             description = f"may run: {who} does not tell" if state.state == "unknown" else f"is {state.state}"
             return f"{job.id} {description}{reason_text}"
     return ""

@@ -184,7 +184,7 @@ def run_evaluation(
     if not going_on:
         planned = EvaluationPlanned(task)
         yield planned
-        if part.spec.cluster.kind != "local":  # here it costs nothing, and no more memory than the training
+        if part.spec.cluster.backend.has_queue:  # else it costs nothing, and no more memory than the training
             require_confirmed(dependencies.confirm, planned)
     try:
         _start_job(part.run, task, launcher)

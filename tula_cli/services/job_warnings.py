@@ -77,9 +77,8 @@ def count_loader_processes(spec: JobSpec, inspection: Inspection | None, *, rank
 
 def _may_run_on_gpu(spec: JobSpec, inspection: Inspection | None) -> bool:
     """Return whether the jobs may run on GPUs; the memory estimate assumes the same."""
-    if spec.cluster.device == "cpu":
-        return False
-    return spec.cluster.kind != "local" or (inspection is not None and inspection.device == "cuda")
+    here = None if inspection is None else inspection.device
+    return spec.cluster.backend.may_have_gpu(spec.cluster.device, here=here)
 
 
 def _describe_gpu_settings(spec: JobSpec, inspection: Inspection | None) -> Iterator[str]:
@@ -218,9 +217,9 @@ def check_memory(
 
 def _make_measuring_job(spec: JobSpec, inspection: Inspection, nodes: int, local_batches: Sequence[int]) -> _JobMemory:
     cluster = spec.cluster
-    ranks = cluster.gpus_per_node * (nodes if cluster.kind == "local" else 1)  # on this machine all are here
+    ranks = cluster.backend.count_ranks_per_machine(nodes * cluster.gpus_per_node, gpus_per_node=cluster.gpus_per_node)
     workers = count_loader_processes(spec, inspection, ranks=ranks)[1]
-    on_gpu = cluster.device != "cpu" and (cluster.kind != "local" or inspection.device == "cuda")
+    on_gpu = _may_run_on_gpu(spec, inspection)
     sizes = [size // spec.train.accumulate for size in local_batches]
     data = {
         size: estimate_data_memory(

@@ -22,7 +22,7 @@ from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.files import open_file, read_error, read_lines, read_lines_back
 from tula_cli.run.records.tasks import Task
 from tula_cli.run.snapshot import Snapshot
-from tula_cli.services.status import POLL
+from tula_cli.spec.backend import get_backend
 
 _NAME = re.compile(r"(?P<task>.+?)\.(?P<attempt>[0-9]{3,})(?:\.(?P<index>[0-9]{4,}))?\.log")
 """File names of `RunDir.log_path`."""
@@ -129,7 +129,7 @@ def read_logs(
             yield from reader.first_failure(log)
         if not going_on:
             return
-        sleep(POLL["local"][0])
+        sleep(get_backend("local").poll[0])
 
 
 def describe_place(run: RunDir, line: LogLine) -> str:

@@ -27,23 +27,17 @@ from tula_cli.run.records.tasks import CheckTask
 from tula_cli.services import messages
 from tula_cli.services.events import NodeCheckProgress, Work
 from tula_cli.services.waiting import get_only_part
+from tula_cli.spec.backend import get_backend
 from tula_cli.spec.job import JobSpec
 
 # --- Findings
 
-MAX_FILE_LAG = {"local": 2.0, "slurm": 30.0}
-"""Seconds until a file written on another node is visible here, at most (NFS caches a folder for that long)."""
 SLOW_INSIDE = 8 * 32e9
 """Bits per second between two GPUs of one node, in each direction: PCIe 4.0 x16. NVLink is faster from V100 on."""
 SMALL_SHARED = 2**30
 """Bytes of /dev/shm below which large batches of a few loader processes do not fit; containers default to 64 MiB."""
 MAX_CLOCK_OFFSET = 1.0
 """Seconds by which the clocks of two nodes may differ."""
-
-
-def estimate_file_lag(scheduler: str) -> float:
-    """Return the seconds until a file written on another node is visible here, at most, for the job's scheduler."""
-    return MAX_FILE_LAG["local" if scheduler == "local" else "slurm"]
 
 
 def find_silent_nodes(run: RunDir, report: ClusterReport) -> list[NodeReport]:
@@ -61,7 +55,7 @@ def list_node_problems(run: RunDir, task: CheckTask, report: ClusterReport) -> I
         if node.write_error:
             yield messages.cannot_write_run_directory(host=node.host, reason=node.write_error)
     for node in find_silent_nodes(run, report):
-        seconds = estimate_file_lag(task.spec.cluster.kind)
+        seconds = task.spec.cluster.backend.file_lag
         yield messages.files_not_visible(host=node.host, folder=str(folder), seconds=seconds)
     yield from _list_dataset_problems(task, report)
     yield from _list_gpu_problems(task.spec, report)
@@ -366,7 +360,7 @@ def watch_cluster(
             raise _cancel_hopeless(run, launcher, task, job, state)
         now = clock()
         some_since = (some_since or now) if 0 < len(_list_nodes_seen(run, task, job)) < task.nodes else None
-        if some_since is not None and now - some_since > estimate_file_lag(job.scheduler):
+        if some_since is not None and now - some_since > get_backend(job.scheduler).file_lag:
             raise _cancel_half_seen(run, launcher, task, job)
         if timeout is not None and now - started >= timeout:
             reason = f" ({state.reason})" if state.reason else ""
@@ -419,7 +413,7 @@ def conclude_cluster(
     """
     job = run.job(task.job)
     assert job is not None
-    deadline = clock() + estimate_file_lag(job.scheduler)
+    deadline = clock() + get_backend(job.scheduler).file_lag
     while not _has_all_reports(run, task, job) and clock() < deadline:
         sleep(POLL_INTERVALS[0])
     run.checks.mark_told(task.id)

@@ -50,6 +50,7 @@ from tula_cli.run.snapshot import Snapshot
 from tula_cli.run.training_run import A_COPY, CLOCKS_AGREE
 from tula_cli.services import messages
 from tula_cli.services.exporting import destination
+from tula_cli.spec.backend import get_backend
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.scripts.script import count_requested_samples
 from tula_cli.words import format_count
@@ -57,16 +58,8 @@ from tula_cli.words import format_count
 JobState = Literal["queued", "running", "suspended", "held", "done", "failed", "diverged", "cancelled", "lost"]
 ACTIVE: tuple[JobState, ...] = ("queued", "running", "suspended")
 
-GRACE = {"local": 2.0, "slurm": 60.0}
-"""Seconds after the end of a job for which its files may not be visible yet (NFS, Lustre)."""
-
 MAX_CLOCK_DIFFERENCE = 60.0
 """Seconds by which the clocks of two machines may differ."""
-
-
-def get_grace_seconds(scheduler: str) -> float:
-    """Return the seconds after the end of a job for which its files may not be visible yet, by its scheduler."""
-    return GRACE["local" if scheduler == "local" else "slurm"]
 
 
 @dataclass(frozen=True)
@@ -210,7 +203,7 @@ def get_job_status(
     if (
         state == "lost"
         and recent
-        and _has_just_ended(recent[-1], progress, now, grace=get_grace_seconds(job.scheduler))
+        and _has_just_ended(recent[-1], progress, now, grace=get_backend(job.scheduler).grace)
     ):
         state, reason = "running", "it has ended well: its results are on their way here"
     if scheduler.released and state in ("failed", "diverged", "lost"):
@@ -333,7 +326,7 @@ def _get_state_from_attempts(
                 f"{last_attempt.message} on {last_attempt.host}; {advise(last_attempt.outcome, last_attempt.message, spec=spec)}",
             )
         message = last_attempt.message or f"ended with {progress.done} of {progress.total} probes"
-        who = "SLURM" if spec.cluster.kind == "slurm" else "its scheduler"
+        who = spec.cluster.backend.title
         verdict = (
             "" if scheduler.reason.startswith("FAILED") or not scheduler.reason else f" ({who}: {scheduler.reason})"
         )
@@ -407,16 +400,8 @@ def compute_mean_probe_seconds(
 
 # --- The status of a run
 
-POLL = {"local": (0.5, 2.0), "slurm": (10.0, 60.0)}
-"""Seconds between two queries to the scheduler: the first interval, and the longest that it grows to."""
-
 FILE_POLL_SECONDS = 2.0
 """Seconds between two polls of the results, which show the end of a job before the scheduler does."""
-
-
-def get_poll_interval(scheduler: str) -> tuple[float, float]:
-    """Return the first and the longest interval, in seconds, between two polls of jobs, by their scheduler."""
-    return POLL["local" if scheduler == "local" else "slurm"]
 
 
 @dataclass(frozen=True)
@@ -696,8 +681,10 @@ def watch_jobs(
     """
     waiting_for, started, lost_since = set(job_ids), clock(), dict[str, float]()
     launcher = launcher.patient()
-    kinds = {job.scheduler for job in run.jobs() if job.id in waiting_for}
-    pause, longest = get_poll_interval("local" if kinds <= {"local"} else "slurm")
+    pause, longest = max(
+        (get_backend(job.scheduler).poll for job in run.jobs() if job.id in waiting_for),
+        default=get_backend("local").poll,
+    )
     hopeless = 0  # polls in sequence: a busy controller may give such a reason for a moment
     while True:
         now, folders = clock(), _list_result_folders(run)
@@ -763,7 +750,7 @@ def _is_waiting(job: JobStatus, lost_since: dict[str, float], *, now: float) -> 
     if job.state != "lost":
         lost_since.pop(job.id, None)
         return job.state in ACTIVE
-    return now - lost_since.setdefault(job.id, now) < get_grace_seconds(job.scheduler)
+    return now - lost_since.setdefault(job.id, now) < get_backend(job.scheduler).grace
 
 
 # --- ending

@@ -42,7 +42,7 @@ class WaitPolicy:
 
     def should_wait(self, spec: JobSpec) -> bool:
         """Return whether to wait for jobs of this cluster."""
-        return spec.cluster.kind == "local" if self.wait is None else self.wait
+        return not spec.cluster.backend.has_queue if self.wait is None else self.wait
 
     def interruption(self, parts: Iterable[tuple[Part, Launcher]], *, hint: str, message: str) -> Interruption:
         """Return the error to raise on Ctrl-C, after cancelling the jobs of all parts if they are to be cancelled."""

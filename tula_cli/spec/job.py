@@ -107,7 +107,7 @@ class JobSpec(Section):
         In a queue this is the time that the job requests, and that its user may be charged for.
         """
         most = self.search.max_minutes
-        return math.ceil(most) + ROOM if self.cluster.kind != "local" else most
+        return math.ceil(most) + ROOM if self.cluster.backend.has_queue else most
 
     @model_validator(mode="after")
     def _learning_rate_reaches_the_script(self) -> "JobSpec":

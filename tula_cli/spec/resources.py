@@ -7,6 +7,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, Wi
 from pydantic_core import InitErrorDetails
 
 from tula_cli.plugins import is_import_string, suggest_nearest
+from tula_cli.spec.backend import BACKENDS, Backend, get_backend
 from tula_cli.spec.kinds import (
     Arguments,
     Command,
@@ -21,18 +22,15 @@ from tula_cli.spec.kinds import (
 from tula_cli.spec.kinds import check_price as no_free_price
 from tula_cli.spec.slurm_options import Slurm
 
-KINDS = ("local", "slurm")
-"""Schedulers included in tula; a user-defined one is named by an import string."""
-
 
 def _check_kind(name: str) -> str:
-    if name in KINDS or is_import_string(name):
+    if name in BACKENDS or is_import_string(name):
         return name
-    hint = suggest_nearest(name, KINDS) or "use package.module:attribute for your own scheduler"
+    hint = suggest_nearest(name, BACKENDS) or "use package.module:attribute for your own scheduler"
     raise ValueError(f"unknown scheduler {name!r}: {hint}")
 
 
-_WRITTEN_KIND = WithJsonSchema({"anyOf": [{"enum": list(KINDS)}, {"type": "string", "pattern": "^[^:]+:.+$"}]})
+_WRITTEN_KIND = WithJsonSchema({"anyOf": [{"enum": list(BACKENDS)}, {"type": "string", "pattern": "^[^:]+:.+$"}]})
 
 
 class OwnScheduler(Section):
@@ -63,16 +61,20 @@ class Cluster(Section):
     def _settings_belong_to_their_scheduler(self) -> "Cluster":
         if self.kind != "slurm" and self.slurm is not None:
             raise ValueError(f"section slurm has no effect with kind {self.kind!r}; set kind: slurm")
-        if self.kind in KINDS and self.scheduler is not None:
+        if self.kind in BACKENDS and self.scheduler is not None:
             raise ValueError(
                 f"section scheduler has no effect with kind {self.kind!r}; it is for your own scheduler (package.module:attribute)"
             )
         return self
 
     @property
+    def backend(self) -> Backend:
+        return get_backend(self.kind)
+
+    @property
     def own_scheduler(self) -> OwnScheduler | None:
         """Settings of a user-defined scheduler; None for the included ones."""
-        return None if self.kind in KINDS else self.scheduler or OwnScheduler()
+        return None if self.kind in BACKENDS else self.scheduler or OwnScheduler()
 
     @property
     def minutes(self) -> int:
@@ -81,19 +83,9 @@ class Cluster(Section):
         return (self.slurm or Slurm()).minutes if scheduler is None else scheduler.minutes
 
     @property
-    def minutes_setting(self) -> str:
-        """The key that sets `minutes`."""
-        return "cluster.slurm.minutes" if self.kind in KINDS else "cluster.scheduler.minutes"
-
-    @property
-    def memory_setting(self) -> str:
-        """The key that requests a node's memory."""
-        return "cluster.slurm.memory" if self.kind in KINDS else "cluster.scheduler.options"
-
-    @property
-    def more_memory(self) -> str:
-        """Advice to a user whose job has used up a node's memory."""
-        return "end other programs there" if self.kind == "local" else f"ask for more with {self.memory_setting}"
+    def network_interface(self) -> str | None:
+        """The network interface of the ranks; None if it is to be detected on the nodes."""
+        return self.interface or self.backend.default_interface
 
     @property
     def python(self) -> str | None:

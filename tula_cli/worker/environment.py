@@ -98,7 +98,7 @@ def select_recorded_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 def count_local_ranks(ranks: Ranks, cluster: Cluster) -> int:
     """Return the number of ranks per machine; in a local cluster, whose nodes are sets of processes here, all ranks."""
-    return ranks.world if cluster.kind == "local" else cluster.gpus_per_node
+    return cluster.backend.count_ranks_per_machine(ranks.world, gpus_per_node=cluster.gpus_per_node)
 
 
 def is_oversubscribed(ranks: Ranks, *, ranks_here: int) -> bool:

@@ -168,5 +168,5 @@ def _set_network(cluster: Cluster) -> None:
     Raises:
         JobFailed: this node has no such interface.
     """
-    for name, interface in network.make_interface_variables(cluster.interface, local=cluster.kind == "local").items():
+    for name, interface in network.make_interface_variables(cluster.network_interface).items():
         os.environ.setdefault(name, interface)

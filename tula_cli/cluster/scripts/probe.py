@@ -224,8 +224,9 @@ def _find_dataset_size(task: ProbeTask, ranks: Sequence[RankResult]) -> int:
 
 
 def _is_oversubscribed(task: ProbeTask, ranks: Sequence[RankResult], cores: int) -> bool:
-    ranks_on_node = len(ranks) if task.spec.cluster.kind == "local" else task.spec.cluster.gpus_per_node
-    return ranks[0].device == "cpu" and ranks_on_node > cores
+    cluster = task.spec.cluster
+    sharing = cluster.backend.count_ranks_per_machine(task.ranks, gpus_per_node=cluster.gpus_per_node)
+    return ranks[0].device == "cpu" and sharing > cores
 
 
 # --- The program
@@ -255,7 +256,7 @@ class ScriptProbe(ScriptProgram):
         return command.model_copy(update={"batch": (self.run.current_probe(self.task) or 0) * self.task.ranks})
 
     def monitor(self, allocation: Allocation, command: LeaderCommand) -> ScriptMonitor:
-        return ScriptMonitor(self, command, self.list_ranks(allocation, command))
+        return ScriptMonitor(self, command, self.list_ranks(allocation))
 
     def output_folder_of(self, command: LeaderCommand) -> Path:
         return self.attempt(command).output_folder
@@ -268,7 +269,7 @@ class ScriptProbe(ScriptProgram):
 
     def record_results(self, command: LeaderCommand, reason: ExitReason) -> ExitReason:
         """Write the result of the measured batch."""
-        attempt, may_lag = self.attempt(command), self.task.spec.cluster.kind != "local"
+        attempt, may_lag = self.attempt(command), self.task.spec.cluster.backend.has_queue
         ranks = _read_rank_results(attempt, command.ranks, patient=reason.outcome is None and may_lag)
         stopped = len(ranks) == command.ranks and all(rank.why == "stopped" for rank in ranks)
         if reason.outcome is not None and not stopped:

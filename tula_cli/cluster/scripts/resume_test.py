@@ -135,7 +135,7 @@ class ResumeTest(ScriptProgram):
         return command.model_copy(update=update)
 
     def monitor(self, allocation: Allocation, command: LeaderCommand) -> ScriptMonitor:
-        return ScriptMonitor(self, command, self.list_ranks(allocation, command))
+        return ScriptMonitor(self, command, self.list_ranks(allocation))
 
     def output_folder_of(self, command: LeaderCommand) -> Path:
         return Path(_get_start(command).out)

@@ -13,15 +13,12 @@ from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.rank_processes import (
     RankCommand,
-    count_ranks_of_supervisor,
     find_rendezvous_address,
-    get_first_rank,
 )
 from tula_cli.cluster.rank_program import RankProgram
 from tula_cli.cluster.scripts import methods, placeholders
 from tula_cli.cluster.scripts.methods import copy_shim
 from tula_cli.cluster.scripts.placeholders import ScriptProcess, get_script
-from tula_cli.cluster.slurm import sbatch
 from tula_cli.host.devices import has_gpu
 from tula_cli.host.network import make_interface_variables
 from tula_cli.run.directory import RunDir
@@ -68,11 +65,10 @@ class ScriptProgram(RankProgram):
     def start(self, allocation: Allocation, command: LeaderCommand) -> "ScriptStart":
         return ScriptStart(self, allocation, command)
 
-    def list_ranks(self, allocation: Allocation, command: LeaderCommand) -> range:
+    def list_ranks(self, allocation: Allocation) -> range:
         """Return the ranks that a supervisor, or the command that it runs, starts."""
-        first_rank = get_first_rank(allocation, self.task)
-        end = command.ranks if allocation.is_local else first_rank + count_ranks_of_supervisor(self.task)
-        return range(first_rank, end)
+        ranks = [place.rank for place in allocation.list_ranks(self.task)]
+        return range(ranks[0], ranks[-1] + 1)
 
     def reason_of_clean_exit(self) -> ExitReason:
         return ExitReason(None)  # the leader then reads what the ranks have written
@@ -199,18 +195,13 @@ class ScriptStart:
         """Return the processes of this supervisor: a rank, all ranks of a node or machine, or a command per node."""
         task, allocation = self.task, self.allocation
         address, _, port = self.command.meeting.rpartition(":")
-        gpus = task.spec.cluster.gpus_per_node
 
         def place(node: int, rank: int | None = None, local_rank: int | None = None) -> ScriptProcess:
             return ScriptProcess(task.nodes, node, address.strip("[]"), int(port), rank, local_rank)
 
         if self.program.script.launch == "node":
             return [place(node) for node in (range(task.nodes) if allocation.is_local else [allocation.index])]
-        if allocation.is_local:  # the machine's GPUs are counted through, whatever node they are taken for
-            return [place(rank // gpus, rank, rank) for rank in range(task.nodes * gpus)]
-        if task.spec.task_per_node:
-            return [place(allocation.index, allocation.index * gpus + local, local) for local in range(gpus)]
-        return [place(allocation.index // gpus, allocation.index, allocation.local_index)]
+        return [place(position.node, position.rank, position.local_rank) for position in allocation.list_ranks(task)]
 
     def plan(self) -> ShimPlan:
         """Return the plan for the shim."""
@@ -251,7 +242,9 @@ class ScriptStart:
     def _values(self, process: ScriptProcess) -> dict[str, str | float]:
         """Return the values of the placeholders."""
         command, program = self.command, self.program
-        workers = placeholders.count_loader_workers(self.task, threads=self._cores_per_rank(), ranks_here=command.ranks)
+        workers = placeholders.count_loader_workers(
+            self.task, threads=self.allocation.count_cores_per_rank(self.task), ranks_here=command.ranks
+        )
         return placeholders.list_placeholder_values(
             program.spec_of(command), process, batch=command.batch, out=program.output_folder_of(command),
             run=self.run.path.absolute(), workers=workers, checkpoint=command.checkpoint,
@@ -260,19 +253,18 @@ class ScriptStart:
 
     def argv(self, process: ScriptProcess) -> tuple[str, ...]:
         """Return the command line of a process."""
-        spec, values = self.task.spec, self._values(process)
+        values = self._values(process)
         arguments = render(self.program.script.command, values)
         arguments += render(self.program.further_arguments(self.command), values)
         arguments = move_command_to_snapshot(arguments, Path(self.task.workdir), self._code_snapshot)
         if arguments[0].endswith(".py"):
             arguments = [sys.executable, "-u", *arguments]
-        wrapper = [] if self.allocation.is_local else sbatch.get_wrapper_words(spec, environ=self.allocation.environ)
-        return (*wrapper, *arguments)
+        return (*self.allocation.list_wrapper_words(self.task.spec), *arguments)
 
     def _environment(self, process: ScriptProcess, shim: Path) -> dict[str, str]:
         """Return the environment of a process; inherited rendezvous variables (set-up lines, shell) are dropped."""
         spec, allocation = self.task.spec, self.allocation
-        network = make_interface_variables(spec.cluster.interface, local=spec.cluster.kind == "local")
+        network = make_interface_variables(spec.cluster.network_interface)
         inherited = network | {
             name: value for name, value in allocation.environ.items() if name not in _GROUP_VARIABLES
         }
@@ -287,12 +279,13 @@ class ScriptStart:
             variables["CUDA_VISIBLE_DEVICES"] = self._gpus_of(process.node_rank)
         if process.rank is None:
             return {**inherited, **variables}
-        local_world = self.command.ranks if allocation.is_local else spec.cluster.gpus_per_node
+        cluster, ranks = spec.cluster, self.command.ranks
+        local_world = cluster.backend.count_ranks_per_machine(ranks, gpus_per_node=cluster.gpus_per_node)
         group = {
             "RANK": process.rank, "LOCAL_RANK": process.local_rank, "WORLD_SIZE": self.command.ranks,
             "LOCAL_WORLD_SIZE": local_world, "MASTER_ADDR": process.master_addr, "MASTER_PORT": process.master_port,
         }  # fmt: skip
-        threads = {"OMP_NUM_THREADS": str(self._cores_per_rank() or 1)}
+        threads = {"OMP_NUM_THREADS": str(allocation.count_cores_per_rank(self.task) or 1)}
         return {**threads, **inherited, **variables, **{name: str(value) for name, value in group.items()}}
 
     @property
@@ -306,11 +299,3 @@ class ScriptStart:
         names = [name for name in self.allocation.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
         own_numbers = range(node * gpus, (node + 1) * gpus)
         return ",".join(names[number] if number < len(names) else str(number) for number in own_numbers)
-
-    def _cores_per_rank(self) -> int | None:
-        """Return the cores that the scheduler allocates per rank; None if unknown."""
-        cores = None if self.allocation.is_local else self.allocation.cpus
-        if cores is None:
-            return None
-        cluster = self.task.spec.cluster
-        return max(1, cores // (cluster.gpus_per_node if self.task.spec.task_per_node else 1))

@@ -439,7 +439,7 @@ class ScriptTraining(ScriptProgram):
         return command.model_copy(update=update)
 
     def monitor(self, allocation: Allocation, command: LeaderCommand) -> TrainingMonitor:
-        return TrainingMonitor(self, command, self.list_ranks(allocation, command), leads=allocation.is_leader)
+        return TrainingMonitor(self, command, self.list_ranks(allocation), leads=allocation.is_leader)
 
     def output_folder_of(self, command: LeaderCommand) -> Path:
         return self.output_folder

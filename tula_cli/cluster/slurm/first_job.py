@@ -190,7 +190,7 @@ def inspect_on_node(
             raise
         raise JobFailed(
             f"the job that builds the model and the dataset used up its memory: {exceeded[1]}",
-            f"ask for more with {spec.cluster.memory_setting}",
+            f"ask for more with {spec.cluster.backend.memory_setting}",
         ) from error
     write_record(get_inspection_path(run, spec), inspection)
     return inspection

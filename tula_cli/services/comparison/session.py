@@ -190,7 +190,7 @@ def _require_waiting(spec: JobSpec, wait_policy: WaitPolicy) -> None:
     Raises:
         SpecError: the command is not to wait.
     """
-    if spec.cluster.kind == "local" and wait_policy.wait is False:
+    if not spec.cluster.backend.has_queue and wait_policy.wait is False:
         raise SpecError(
             "--no-wait: on this machine one training follows the other, and this command starts the next",
             "leave it out; what is done is kept whenever it ends",
@@ -203,7 +203,7 @@ def _train_missing(
     """Run the missing trainings: one after another on this machine, in parallel on a cluster."""
     run = part.run
     try:
-        if part.spec.cluster.kind == "local":
+        if not part.spec.cluster.backend.has_queue:
             one_by_one = trainings.train_cells_one_by_one(run, plan, launcher, inspect=dependencies.inspect)
             yield from send_beside(run, None, map(ComparisonProgress, one_by_one))
             return

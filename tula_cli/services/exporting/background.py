@@ -31,7 +31,7 @@ class BackgroundExport:
         self.process: subprocess.Popen[bytes] | None = None
         spec = run.spec()
         self.wanted = any(section.by == "command" for section in spec.export)
-        self.later = self.wanted and spec.cluster.kind == "local" and not _has_training(run, jobs)
+        self.later = self.wanted and not spec.cluster.backend.has_queue and not _has_training(run, jobs)
         self.told = b""
         if self.wanted and not self.later:
             self._start()

@@ -306,7 +306,7 @@ def _ask_seldom(ask: Callable[[Part], bool]) -> Callable[[Part], bool]:
 
     def asked_of(part: Part) -> bool:
         at, answer = known.get(part.run.path, (float("-inf"), False))
-        pause = status.get_poll_interval(part.spec.cluster.kind)[0]
+        pause = part.spec.cluster.backend.poll[0]
         if time.monotonic() - at >= pause:
             at, answer = time.monotonic(), ask(part)
             known[part.run.path] = at, answer

@@ -319,7 +319,7 @@ def _get_local_device(spec: JobSpec) -> str:
 
 def _needs_gpu_memory_estimate(spec: JobSpec, device: str) -> bool:
     """Return whether to estimate memory for a GPU: if there is one here, or may be one on the nodes of the jobs."""
-    return device == "cuda" or (spec.cluster.kind != "local" and spec.cluster.device != "cpu")
+    return device == "cuda" or spec.cluster.backend.may_have_gpu(spec.cluster.device, here=device)
 
 
 def _get_memory_limit_per_rank(spec: JobSpec, device: str) -> int | None:

@@ -1,0 +1,74 @@
+"""Where jobs run, as plans, messages and waiting commands depend on it: this machine, SLURM, or a user's scheduler.
+
+The `Scheduler` of the same name (`cluster/schedulers.py`) submits, watches and cancels the jobs.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A value of `cluster.kind`; the defaults are those of a user-defined scheduler."""
+
+    title: str = "its scheduler"  # in messages
+    minutes_setting: str = "cluster.scheduler.minutes"  # the key that sets the time limit of a training job
+    memory_setting: str = "cluster.scheduler.options"  # the key that requests a node's memory
+    grace: float = 60.0  # seconds after the end of a job for which its files may not be visible yet (NFS, Lustre)
+    file_lag: float = 30.0  # seconds until a file written on another node is visible here (NFS caches a folder)
+    # seconds between two queries for the states of jobs: the first interval, and the longest that it grows to
+    poll: tuple[float, float] = (10.0, 60.0)
+    has_queue: bool = True  # jobs wait for nodes, cost node-hours, and are chained
+    default_interface: str | None = None  # network interface of the ranks if the job names none; None: detected
+
+    def count_ranks_per_machine(self, ranks: int, *, gpus_per_node: int) -> int:
+        """Return how many of a job's ranks share a machine."""
+        return gpus_per_node
+
+    def may_have_gpu(self, requested: Literal["auto", "cuda", "cpu"], *, here: str | None) -> bool:
+        """Return whether the ranks may have GPUs.
+
+        Args:
+            requested: value of cluster.device.
+            here: device of an inspection on this machine; None if there was none.
+        """
+        return requested != "cpu"
+
+    @property
+    def more_memory(self) -> str:
+        """Advice to a user whose job has used up a node's memory."""
+        return f"ask for more with {self.memory_setting}"
+
+
+class ThisMachine(Backend):
+    """Jobs are processes of this machine, which all nodes of the search share."""
+
+    def count_ranks_per_machine(self, ranks: int, *, gpus_per_node: int) -> int:
+        return ranks
+
+    def may_have_gpu(self, requested: Literal["auto", "cuda", "cpu"], *, here: str | None) -> bool:
+        return requested != "cpu" and here == "cuda"
+
+    @property
+    def more_memory(self) -> str:
+        return "end other programs there"
+
+
+BACKENDS: dict[str, Backend] = {
+    "local": ThisMachine(
+        minutes_setting="cluster.slurm.minutes",
+        memory_setting="cluster.slurm.memory",
+        grace=2.0,
+        file_lag=2.0,
+        poll=(0.5, 2.0),
+        has_queue=False,
+        default_interface="lo",
+    ),
+    "slurm": Backend("SLURM", "cluster.slurm.minutes", "cluster.slurm.memory"),
+}
+"""The included backends by `cluster.kind`."""
+
+
+def get_backend(kind: str) -> Backend:
+    """Return the backend of a value of `cluster.kind`, or of the same in the record of a job."""
+    return BACKENDS.get(kind) or Backend()

@@ -1,7 +1,6 @@
 """The program of each task: tula's worker, or a probe, a training or a resume test of the user's script."""
 
 from tula_cli.cluster.rank_program import RankProgram, WorkerProgram
-from tula_cli.cluster.scripts.probe import ScriptProbe
 from tula_cli.cluster.scripts.resume_test import ResumeTest
 from tula_cli.cluster.scripts.training import ScriptTraining
 from tula_cli.run.directory import RunDir
@@ -14,6 +13,8 @@ def make_rank_program(run: RunDir, task: Task) -> RankProgram:
         return WorkerProgram(run, task)
     match task:
         case ProbeTask():
+            from tula_cli.cluster.scripts.probe import ScriptProbe  # here: it needs numpy, and tula status does not
+
             return ScriptProbe(run, task)
         case TrainTask():
             return ScriptTraining(run, task)

@@ -45,9 +45,9 @@ class Command:
     is_recorded: bool = True
 
 
-PROFILE = Command(f"profile {JOB} --yes", until="    2    512")
-RECOMMEND = Command("recommend", until="* chosen")
-TRAIN = Command("train --yes", until="cost", is_trained=True)
+PROFILE = Command(f"profile {JOB} --yes", until="    1    128")
+RECOMMEND = Command("recommend", until="3")
+TRAIN = Command("train --yes", until="  steps", is_trained=True)
 FROM_COMMAND = Command(
     'init --from-command "torchrun --nproc-per-node 4 train.py --batch-size 64 --lr 0.1 --epochs 90 --output-dir out"',
     is_recorded=False,

@@ -24,7 +24,7 @@ from tula_cli.spec.yaml_text import parse_yaml
 
 ROOT = Path(__file__).parents[1]
 PAGES = {str(path.relative_to(ROOT)): path for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]}
-MOST_WRITTEN = 142_000
+MOST_WRITTEN = 132_000
 """Bytes of README and of the pages that people write."""
 each_page = pytest.mark.parametrize("page", PAGES)
 

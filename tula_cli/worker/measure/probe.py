@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -37,7 +37,7 @@ from tula_cli.worker.device import get_gpu_uuid
 from tula_cli.worker.energy import EnergyMeter, open_nvml_device
 from tula_cli.worker.measure import meter as worker_measure_meter
 from tula_cli.worker.measure.first_samples import find_longest_sample
-from tula_cli.worker.parallel.sharding import Sharded
+from tula_cli.worker.parallel.sharding import Replicated
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import checkpoint, evaluation
 from tula_cli.worker.train import loop as worker_train_loop
@@ -195,7 +195,7 @@ class GradientNormRecorder:
     @classmethod
     def attach(cls, trainer: Trainer) -> "GradientNormRecorder":
         """Attach a recorder to a trainer between two of its steps; DDP keeps a reference to it."""
-        assert not isinstance(trainer.parallel, Sharded), "shares are reduced in another way"
+        assert isinstance(trainer.parallel, Replicated), "shares are reduced in another way"
         spy = cls(trainer.ranks)
         add_listener(trainer.parallel, spy)
         return spy
@@ -351,13 +351,13 @@ def _measure_gradient_stats(trainer: Trainer, stream: Iterator[Step], *, norms: 
     """
     pairs: list[Pair] = []
     half = trainer.micro_batch // 2
-    if isinstance(trainer.parallel, Sharded):
+    if not trainer.parallel.separates_communication:
         if trainer.micro_batch < 4:
             return summarise([], local_batch=trainer.local_batch, batch=trainer.batch)
         _run_steps(
             trainer, stream, trainer.spec.search.split_steps, lambda: pairs.append(measure_half_batch_norms(trainer))
         )
-        samples = half * trainer.ranks.world
+        samples = trainer.parallel.count_samples_of_gradient(half)
         return summarise(pairs, local_batch=samples, batch=2 * samples)
     if _compute_max_search_ranks(trainer) > 1 or trainer.micro_batch < 4:  # batch norm cannot do with one sample
         recorder = GradientNormRecorder.attach(trainer)
@@ -379,7 +379,7 @@ def _compute_max_search_ranks(trainer: Trainer) -> int:
 
 def _measure_synchronisation_time(trainer: Trainer, stream: Iterator[Step], count: int) -> float | None:
     """Return the exposed synchronisation in seconds; None for a sharded model, which communicates throughout."""
-    if isinstance(trainer.parallel, Sharded):
+    if not isinstance(trainer.parallel, Replicated):
         return None
     with SynchronisationTimer(trainer.clock, trainer.parallel) as spy:
         _run_steps(trainer, stream, count, spy.reduced)
@@ -399,13 +399,9 @@ def _measure_local_step_time(
         room: bytes of GPU memory that the probe has left free; None if there is no limit.
     """
     trainer.synchronise = False
-    independent: AbstractContextManager[None] = nullcontext()
-    if isinstance(trainer.parallel, Sharded):
-        if not trainer.parallel.can_run_without_communication or (
-            room is not None and room < _MEMORY_MARGIN * trainer.parallel.gathered_bytes
-        ):
-            return None, ()
-        independent = trainer.parallel.without_communication()
+    independent = trainer.parallel.run_alone(lambda needed: room is None or room >= _MEMORY_MARGIN * needed)
+    if independent is None:
+        return None, ()
     with independent:
         steps = _run_steps(trainer, stream, count, None)  # last: the replicas drift apart
     own_pace = RankPace(
@@ -681,7 +677,7 @@ def _measure_eval_time(trainer: Trainer) -> float:
 
 def _measure_save_time(trainer: Trainer, run: RunDir) -> float:
     """Return the seconds taken to write a checkpoint to the file system on which training will write them."""
-    if checkpoint.needs_all_ranks(trainer):
+    if trainer.parallel.needs_all_ranks:
         began = time.perf_counter()
         checkpoint.write_sharded(run.path / ".timing.dcp", trainer, best={})
         seconds = time.perf_counter() - began

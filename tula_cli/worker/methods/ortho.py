@@ -32,7 +32,7 @@ class WithOrtho(Plain):
 
     def local_stepper(self, loop: Loop) -> torch.optim.Optimizer:
         # orthogonalising a step is local work, unless the ranks have to gather the updates for it
-        return loop.base if loop.spec.train.sharded else loop.optimizer
+        return loop.base if loop.parallel.needs_all_ranks else loop.optimizer
 
 
 METHOD = WithOrtho()

@@ -3,7 +3,7 @@ periodic averaging."""
 
 from tula_cli.optim.post_local_sgd import SWITCH_EPOCHS, average_due, average_replicas, synchronise_gradients
 from tula_cli.worker.methods.plain import Loop, Plain
-from tula_cli.worker.parallel.sharding import Sharded
+from tula_cli.worker.parallel.sharding import Replicated
 
 
 class PostLocal(Plain):
@@ -15,7 +15,7 @@ class PostLocal(Plain):
     def before_backward(self, loop: Loop) -> None:
         """Average gradients over the ranks until the switch, and not afterwards."""
         if loop.ranks.world > 1:
-            assert not isinstance(loop.parallel, Sharded), "the spec refuses polo on shares"
+            assert isinstance(loop.parallel, Replicated), "the spec refuses polo on shares"
             synchronise_gradients(loop.parallel, wanted=not self.is_local(loop))
 
     def after_step(self, loop: Loop) -> None:

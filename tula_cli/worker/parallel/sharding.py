@@ -1,13 +1,13 @@
-"""Fully sharded data parallelism (FSDP2; ZeRO stage 3, Rajbhandari et al. 2020).
+"""The parallel strategies: a copy of the model per rank (DDP), or fully sharded data parallelism.
 
-Each rank holds 1/N of every parameter, of its gradient and of its optimizer state. A block of the model is gathered
+In fully sharded data parallelism (FSDP2; ZeRO stage 3, Rajbhandari et al. 2020) each rank holds 1/N of every parameter, of its gradient and of its optimizer state. A block of the model is gathered
 just before it computes, forward and backward, and released afterwards; its gradient is averaged and divided in one
 reduce-scatter.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,12 +15,45 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tula_cli.errors import SpecError
+from tula_cli.optim.gradient_stats import squared_norm
+from tula_cli.optim.sharding import sharded_squared_norm
 from tula_cli.spec.sections import Train
 from tula_cli.worker.build.recompute import list_blocks
 
 
+class Replicated(DistributedDataParallel):
+    """A copy of the model per rank (DDP), whose gradients are averaged while the backward pass runs."""
+
+    needs_all_ranks: ClassVar[bool] = False
+    """Whether every rank must take part where weights or gradients are read, evaluated or saved."""
+    separates_communication: ClassVar[bool] = True
+    """Whether a rank has a gradient of its own before it communicates, so that both can be measured."""
+
+    def count_samples_of_gradient(self, samples: int) -> int:
+        """Return how many samples a gradient is of that this rank computes from `samples` samples."""
+        return samples
+
+    def compute_squared_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the squared norm of the averaged gradient, from what this rank holds of it."""
+        return squared_norm(gradients)
+
+    def release_gathered(self) -> None:
+        """Release what forward passes without a backward pass have gathered: nothing."""
+
+    def run_alone(self, fits: Callable[[int], bool]) -> AbstractContextManager[None] | None:
+        """Return a context in which steps run without communication; None if that is not possible.
+
+        Args:
+            fits: returns whether a number of bytes of memory is available.
+        """
+        return nullcontext()
+
+    def prepare_local_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Prepare a step of the optimizer in such a context, after the backward pass."""
+
+
 class Sharded(nn.Module):
-    """A sharded model, called as DistributedDataParallel is.
+    """A sharded model, called as DistributedDataParallel is; the interface is that of `Replicated`.
 
     Code that reads `parameters()` outside of a forward or backward pass sees DTensors: the full shape, this rank's
     values. Every forward pass involves all ranks.
@@ -50,9 +83,18 @@ class Sharded(nn.Module):
             fully_shard(block, mesh=mesh)
         self.module = model
 
+    needs_all_ranks: ClassVar[bool] = True
+    separates_communication: ClassVar[bool] = False
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
         return self.module(*args, **kwargs)
+
+    def count_samples_of_gradient(self, samples: int) -> int:
+        return samples * dist.get_world_size()
+
+    def compute_squared_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        return sharded_squared_norm(gradients)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -62,15 +104,11 @@ class Sharded(nn.Module):
         """
         yield
 
-    @property
-    def gathered_bytes(self) -> int:
-        """Return the bytes that `without_communication` needs besides the shards: all parameters and gradients."""
-        return sum(p.numel() * p.element_size() * (1 + p.requires_grad) for p in self.parameters())
-
-    @property
-    def can_run_without_communication(self) -> bool:
-        """Return whether this torch supports `without_communication`: from 2.8 on."""
-        return all(hasattr(block, "set_reshard_after_forward") for block in self.parts)
+    def run_alone(self, fits: Callable[[int], bool]) -> AbstractContextManager[None] | None:
+        """Return `without_communication`, which torch supports from 2.8 on and which needs all parameters and gradients."""
+        can_run = all(hasattr(block, "set_reshard_after_forward") for block in self.parts)
+        gathered_bytes = sum(p.numel() * p.element_size() * (1 + p.requires_grad) for p in self.parameters())
+        return self.without_communication() if can_run and fits(gathered_bytes) else None
 
     @contextmanager
     def without_communication(self) -> Iterator[None]:
@@ -93,12 +131,12 @@ class Sharded(nn.Module):
                 block.reshard()
             root.set_reshard_after_backward(True)
 
-    def reshard(self) -> None:
+    def release_gathered(self) -> None:
         """Reduce each rank to its own shards, after forward passes without a backward pass have left more gathered."""
         for block in self.parts:
             block.reshard()
 
-    def replace_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+    def prepare_local_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace the full gradients from `without_communication` by zeros, for a step of the usual duration."""
         self.zero_grad()
         for group in optimizer.param_groups:
@@ -197,7 +235,7 @@ def _broadcast_tensors(tensors: Iterable[Tensor], device: torch.device) -> None:
 
 # --- Wrapping
 
-Parallel = DistributedDataParallel | Sharded
+Parallel = Replicated | Sharded
 """Its `module` is the model; inside `no_sync()`, DDP keeps the gradients of a backward pass local, and a sharded model
 does not."""
 
@@ -216,4 +254,4 @@ def wrap_model(model: nn.Module, train: Train, device: torch.device) -> Parallel
     if train.sharded:
         return Sharded(model, blocks=train.fsdp_blocks, device=device)
     ids = [device] if device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+    return Replicated(model, device_ids=ids, gradient_as_bucket_view=True)

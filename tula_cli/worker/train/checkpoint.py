@@ -23,7 +23,6 @@ from tula_cli.run.file_changes import wait_until_listed
 from tula_cli.run.files import remove_path, write_atomic
 from tula_cli.worker.build.data import Position
 from tula_cli.worker.parallel import sharded_checkpoint
-from tula_cli.worker.parallel.sharding import Sharded
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train.loop import Trainer
 
@@ -125,10 +124,10 @@ def save_checkpoint(
 ) -> Path:
     """Save the trainer's state, point `last` (and `best`) at it, and delete checkpoints that are no longer needed.
 
-    Called on rank 0 alone, or on all ranks if the model is sharded (`needs_all_ranks`). `keep` are the samples of
+    Called on rank 0 alone, or on all ranks if the model is sharded (`Parallel.needs_all_ranks`). `keep` are the samples of
     checkpoints that must not be deleted.
     """
-    shares = needs_all_ranks(trainer)
+    shares = trainer.parallel.needs_all_ranks
     path = run.training(signature).checkpoint_path(trainer.position.samples, shares=shares)
     if shares:
         write_sharded(path, trainer, best=best, owed=owed, ended=ended)
@@ -137,11 +136,6 @@ def save_checkpoint(
     if trainer.ranks.is_first:
         _remove_outdated(run, signature, path, is_best=is_best, keep=keep)
     return path
-
-
-def needs_all_ranks(trainer: Trainer) -> bool:
-    """Return whether every rank takes part in writing a checkpoint."""
-    return isinstance(trainer.parallel, Sharded)
 
 
 def write_sharded(path: Path, trainer: Trainer, *, best: dict[str, float], owed: bool = False, ended: str = "") -> None:

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from tula_cli.optim import TulaOptimizer, sharding
-from tula_cli.optim.gradient_stats import squared_norm
 from tula_cli.run.step_series import StepRow, round_value
-from tula_cli.worker.parallel.sharding import Sharded
 from tula_cli.worker.train.loop import Step, Trainer
 
 QUANTILES = {"q05": 0.05, "q25": 0.25, "q50": 0.5, "q75": 0.75, "q95": 0.95}
@@ -62,7 +60,7 @@ class Diagnostics:
         # The averaged gradient is the same on all ranks; post-local SGD's is not, after its switch. Shares need them all.
         if not trainer.ranks.is_first:
             if (
-                isinstance(trainer.parallel, Sharded)
+                trainer.parallel.needs_all_ranks
                 and "gradient_norms" in trainer.spec.train.diagnostics
                 and _find_scaling_optimizer(trainer) is None
             ):
@@ -184,9 +182,7 @@ def _compute_squared_norm(trainer: Trainer) -> Tensor | None:
     gradients = [sharding.local_shard(p.grad) for p in trainer.parallel.parameters() if p.grad is not None]
     if not gradients:
         return None
-    return (
-        sharding.sharded_squared_norm(gradients) if isinstance(trainer.parallel, Sharded) else squared_norm(gradients)
-    )
+    return trainer.parallel.compute_squared_norm(gradients)
 
 
 def _find_scaling_optimizer(trainer: Trainer) -> TulaOptimizer | None:

@@ -21,7 +21,6 @@ from tula_cli.worker.build.compiled import without_compilation
 from tula_cli.worker.build.construct import call_with_arguments
 from tula_cli.worker.build.data import build_eval_loader
 from tula_cli.worker.build.norms import list_batch_norms
-from tula_cli.worker.parallel.sharding import Sharded
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.seeding import compute_stable_seed, seed_torch
 from tula_cli.worker.train import loop as worker_train_loop
@@ -288,8 +287,7 @@ class Evaluator:
         for _ in range(batches_done, min(most, max_batches or most)):
             self._join_extra_batch(newest)
             self.own.update(None)
-        if isinstance(trainer.parallel, Sharded):
-            trainer.parallel.reshard()
+        trainer.parallel.release_gathered()
         trainer.parallel.train()
         loss, top1, top5, samples, language = trainer.ranks.sum(sums.tolist())
         if not samples:
@@ -306,7 +304,7 @@ class Evaluator:
     def _join_extra_batch(self, batch: Any) -> None:
         """Run the model along with ranks that have one more batch, if they need this rank's shards of the model."""
         trainer = self.trainer
-        if not isinstance(trainer.parallel, Sharded):
+        if not trainer.parallel.needs_all_ranks:
             return
         if batch is None:  # fewer samples than ranks
             batch = make_batch(trainer.datasets.collate, trainer.datasets.train.first_samples(1))

@@ -63,7 +63,7 @@ def measure_gradient_noise(
         trainer.parallel.train()
         for _ in range(count // size):
             pairs.append(_measure_group(trainer, itertools.islice(stream, size), between))
-    together = trainer.micro_batch * (trainer.ranks.world if isinstance(trainer.parallel, Sharded) else 1)
+    together = trainer.parallel.count_samples_of_gradient(trainer.micro_batch)
     stats = summarise(_average_over_ranks(trainer, pairs), local_batch=together, batch=size * together)
     noise = estimate_noise_scale([stats])
     interval = {} if noise is None else {"scale": noise.scale, "low": noise.low, "high": noise.high}
@@ -131,7 +131,7 @@ def compute_gradient(trainer: Trainer, batch: Any) -> Gradient:
 
 def compute_squared_norm(trainer: Trainer, gradient: Gradient) -> float:
     """Return the squared norm of the whole gradient; if the model is sharded, every rank must call this."""
-    if isinstance(trainer.parallel, Sharded):
+    if trainer.parallel.needs_all_ranks:
         return float(sharding.sharded_squared_norm(list(gradient.values())))
     pieces = (piece for tensor in gradient.values() for piece in tensor.flatten().split(_PIECE))
     return float(torch.stack([piece.double().square().sum() for piece in pieces]).sum().item())

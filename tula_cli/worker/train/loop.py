@@ -28,7 +28,7 @@ from tula_cli.worker.build.recompute import apply_activation_checkpointing
 from tula_cli.worker.device import Clock, Mark, move_to_device, should_use_channels_last, to_channels_last
 from tula_cli.worker.methods.plain import Configuration, Plain
 from tula_cli.worker.methods.table import get_method
-from tula_cli.worker.parallel.sharding import Parallel, Sharded, wrap_model
+from tula_cli.worker.parallel.sharding import Parallel, wrap_model
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.seeding import compute_stable_seed, seed_torch
 from tula_cli.worker.train.batch_partition import compute_batch_sizes
@@ -344,8 +344,7 @@ def _update(trainer: Trainer) -> None:
         trainer.optimizer.zero_grad()
         return
     if not trainer.synchronise:  # AGS's consensus would synchronise
-        if isinstance(trainer.parallel, Sharded):
-            trainer.parallel.replace_gradients(trainer.base)
+        trainer.parallel.prepare_local_step(trainer.base)
         trainer.scaler.step(trainer.method.local_stepper(trainer))
         trainer.scaler.update()
         trainer.base.zero_grad()

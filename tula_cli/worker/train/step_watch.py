@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from tula_cli.models.time.changes import Level, LevelDetector, StepSample
 from tula_cli.models.time.noise import compute_trimmed_mean
@@ -88,7 +87,7 @@ class StepWatch:
     def can_separate_parts(self) -> bool:
         """Whether computation and synchronisation can be timed separately: with DDP, and uncompiled (hooks
         recompile)."""
-        return isinstance(self.trainer.parallel, DistributedDataParallel) and not self.trainer.spec.train.compile
+        return self.trainer.parallel.separates_communication and not self.trainer.spec.train.compile
 
     def _start_sampling(self) -> None:
         """Start a sample at the trainer's position."""

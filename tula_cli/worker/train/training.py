@@ -170,7 +170,7 @@ class Training:
             elif self.first:
                 self.log.write_steps_when_due(overhead=self._overhead)
                 # A checkpoint is the state of every rank.
-                if not self.trainer.apart and not checkpoint.needs_all_ranks(self.trainer) and self._is_due():
+                if not self.trainer.apart and not self.trainer.parallel.needs_all_ranks and self._is_due():
                     self._save_finite()
             self._leave_for_more_nodes()
             self._check()
@@ -207,7 +207,7 @@ class Training:
         if self.context.preemption.check(reserve=1.5 * self.save_time):
             self._check_divergence()
             self._check_step_times()
-            shares = checkpoint.needs_all_ranks(self.trainer) and not self.owed
+            shares = self.trainer.parallel.needs_all_ranks and not self.owed
             if shares and self.context.ranks.broadcast(int(self._is_due())):
                 self._save_finite()
 
@@ -259,7 +259,7 @@ class Training:
     @property
     def takes_part_in_saving(self) -> bool:
         """Whether this rank takes part in writing a checkpoint."""
-        return self.first or checkpoint.needs_all_ranks(self.trainer)
+        return self.first or self.trainer.parallel.needs_all_ranks
 
     def _is_due(self) -> bool:
         """Return whether the next checkpoint is due, by the time since the newest one."""
@@ -272,7 +272,7 @@ class Training:
     def _save_finite(self) -> None:
         """Save, unless weights are not finite on this rank, or on any rank if all ranks take part in saving."""
         spoilt = not self.divergence.has_finite_weights()
-        if checkpoint.needs_all_ranks(self.trainer):
+        if self.trainer.parallel.needs_all_ranks:
             spoilt = bool(self.context.ranks.max(float(spoilt)))
         if not spoilt:
             self._save(is_best=False)

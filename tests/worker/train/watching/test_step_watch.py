@@ -45,6 +45,12 @@ class HoggedClock(Clock):
         return self.now
 
 
+class Whole(torch.nn.Linear):
+    """A model whose communication cannot be timed apart."""
+
+    separates_communication = False
+
+
 @pytest.fixture
 def hogged(alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A training of 220 steps, beside which a CPU hog was started and ended."""
@@ -88,7 +94,7 @@ def fake(world: int = 2, *, others: tuple[float, float, float] = (0.0, 0.0, -9.0
     job = spec(train={"compile": False})
     return SimpleNamespace(
         ranks=SimpleNamespace(world=world, is_first=True, elementwise_max=maxima), clock=Clock(torch.device("cpu")), spec=job,
-        position=SimpleNamespace(samples=0), epoch=0.0, local_sgd=False, parallel=torch.nn.Linear(1, 1), on_backward=None,
+        position=SimpleNamespace(samples=0), epoch=0.0, local_sgd=False, parallel=Whole(1, 1), on_backward=None,
     )  # fmt: skip
 
 

@@ -30,11 +30,8 @@ def with_priors(priors: Priors) -> Model:
         def predict(places: Sequence[Where]) -> list[Estimate]:
             columns = ([p.nodes for p in places], [p.gpus_per_node for p in places], [p.local_batch for p in places])
             refused = [bool(fit.refusal(p.nodes, p.gpus_per_node, p.local_batch)) for p in places]
-            rows = zip(*fit.predict_all(*columns), strict=True)
-            return [
-                Estimate(math.nan) if why else Estimate(float(seconds), float(low), float(high))
-                for (seconds, low, high), why in zip(rows, refused, strict=True)
-            ]
+            steps = fit.predict_all(*columns)
+            return [Estimate(math.nan) if why else steps.at(index) for index, why in enumerate(refused)]
 
         return predict
 

@@ -60,11 +60,11 @@ def _judged(
     places = [place for place in wanted if not fit.refusal(place.nodes, place.gpus_per_node, place.local_batch)]
     nodes, gpus, batches = ([getattr(at, name) for at in places] for name in ("nodes", "gpus_per_node", "local_batch"))
     seconds = np.array([wanted[place].seconds for place in places])
-    middle, low, high = fit.predict_all(nodes, gpus, batches)
-    alone = fit.predict_all(nodes, [1] * len(nodes), batches)[0]
+    steps = fit.predict_all(nodes, gpus, batches)
+    alone = fit.predict_all(nodes, [1] * len(nodes), batches).seconds
     return Judged(
-        cluster, app, corner, len(places), float(np.median(np.abs(middle / seconds - 1))),
-        float(np.mean((low <= seconds) & (seconds <= high))), float(np.median(high / low)),
+        cluster, app, corner, len(places), float(np.median(np.abs(steps.seconds / seconds - 1))),
+        float(np.mean((steps.low <= seconds) & (seconds <= steps.high))), float(np.median(steps.high / steps.low)),
         float(np.median(np.abs(alone / seconds - 1))),
     )  # fmt: skip
 

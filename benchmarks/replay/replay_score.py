@@ -12,6 +12,7 @@ from replay_baselines import MODELS, Model, Predictor
 from replay_data import MeasuredSet, Offer, Where
 
 from tula_cli.models.choice import adaptive, objective
+from tula_cli.models.choice.candidates import Candidates
 from tula_cli.models.time import steptime
 from tula_cli.models.time.steptime import Estimate, Observation
 from tula_cli.query import Curve
@@ -70,7 +71,7 @@ def _open_candidates(offer: Offer, fit: steptime.StepTimeFit, seen: Iterable[Obs
             job_seconds=offer.size(place) * START_UP,
             measured=measured.get(place),
         )
-        for place, seconds in zip(places, fit.predict_all(*columns)[0], strict=True)
+        for place, seconds in zip(places, fit.predict_all(*columns).seconds, strict=True)
     ]
 
 
@@ -226,7 +227,7 @@ class Choices:
             actual = {(row.nodes, row.batch): _value(row, wanted) for row in true if row.batch <= cap}
             if len(actual) > 1:
                 rows = [row for row in believed if row.batch <= cap]
-                chosen = objective.choose(rows, objective=wanted).prediction
+                chosen = objective.choose(Candidates.from_predictions(rows), objective=wanted).prediction
                 regrets.append(actual[chosen.nodes, chosen.batch] / min(actual.values()) - 1)
         return Regrets(regrets[-1], tuple(regrets[:-1]))
 
@@ -246,7 +247,7 @@ def _value(row: Prediction, wanted: Curve) -> float:
 
 def knee(rows: Sequence[Prediction]) -> int:
     """Return the global batch that the product takes for the objective knee."""
-    return objective.choose(rows, objective="knee").prediction.batch
+    return objective.choose(Candidates.from_predictions(rows), objective="knee").prediction.batch
 
 
 @cache

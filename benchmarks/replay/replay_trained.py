@@ -88,8 +88,8 @@ def _beside(one: Where, other: Where) -> bool:
 
 
 def _predicted(fit: StepTimeFit, place: Where) -> Sequence[float]:
-    found = fit.predict_all([place.nodes], [place.gpus_per_node], [place.local_batch])
-    return [float(values[0]) for values in found]
+    steps = fit.predict_all([place.nodes], [place.gpus_per_node], [place.local_batch])
+    return [float(values[0]) for values in (steps.seconds, steps.low, steps.high)]
 
 
 def _row(fit: StepTimeFit, truth: Observation) -> Row:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tula_cli.models import efficiency
-from tula_cli.models.choice.offers import Offers
+from tula_cli.models.choice.candidates import Candidates
 from tula_cli.models.efficiency import (
     SLOWEST_GROWTH,
     Noise,
@@ -18,7 +18,7 @@ from tula_cli.models.efficiency import (
 )
 from tula_cli.models.ramp.by_noise import GROWTH
 from tula_cli.run.records.probes import GradientStats
-from tula_cli.run.records.recommendations import Prediction
+from tula_cli.run.records.recommendations import Prediction, SameProgress
 
 SIGNAL, TRACE = 4.0, 4.0 * 50
 """|G|^2 and tr(Sigma): a noise scale of 50 samples."""
@@ -97,7 +97,7 @@ def test_a_gradient_lost_in_its_noise_leaves_the_scale_open() -> None:
     assert 0 < noise.low <= noise.scale < math.inf
     lost = found([stats(10.0, 4.9, local=8, batch=16)])
     assert lost.high == math.inf
-    assert 0 < efficiency.predict_same_progress(row(256), epochs=10, reference=128, noise=lost).epochs[0] <= 10.0001
+    assert 0 < predict_progress(256, epochs=10, noise=lost).epochs <= 10.0001
 
 
 def test_what_tells_nothing_is_left_out() -> None:
@@ -135,12 +135,15 @@ def test_the_noise_grows_with_the_length_of_the_training() -> None:
     )
 
 
-def row(batch: int, *, hours: float = 3.0) -> Offers:
-    one = Prediction(
-        nodes=2, batch=batch, local_batch=batch // 2, step_time=1.0, step_low=None, step_high=None, hours=hours,
-        hours_low=0.9 * hours, hours_high=1.2 * hours, cost=12.0, peak_memory=None, headroom=None, measured=False,
+def predict_progress(batch: int, *, epochs: int, noise: Noise) -> SameProgress:
+    row = Prediction(
+        nodes=2, batch=batch, local_batch=batch // 2, step_time=1.0, step_low=None, step_high=None, hours=3.0,
+        hours_low=2.7, hours_high=3.6, cost=12.0, peak_memory=None, headroom=None, measured=False,
     )  # fmt: skip
-    return Offers.of([one])
+    table = efficiency.with_same_progress(Candidates.from_predictions([row]), epochs=epochs, reference=128, noise=noise)
+    progress = table.prediction(0).same_progress
+    assert progress is not None
+    return progress
 
 
 NOISE = Noise(scale=100.0, low=80.0, high=120.0, error=10.0, probes=3)
@@ -148,7 +151,7 @@ NOISE = Noise(scale=100.0, low=80.0, high=120.0, error=10.0, probes=3)
 
 @pytest.mark.parametrize("batch", [32, 64, 256, 4096])
 def test_time_and_cost_go_with_the_epochs_and_lie_in_their_range(batch: int) -> None:
-    told = efficiency.predict_same_progress(row(batch), epochs=30, reference=128, noise=NOISE)
+    told = predict_progress(batch, epochs=30, noise=NOISE)
     assert told.epochs_low <= told.epochs <= told.epochs_high
     assert told.hours == pytest.approx(3.0 * told.epochs / 30)
     assert told.cost == pytest.approx(12.0 * told.epochs / 30)
@@ -158,13 +161,13 @@ def test_time_and_cost_go_with_the_epochs_and_lie_in_their_range(batch: int) -> 
 
 
 def test_the_range_is_from_perfect_scaling_to_the_slowest_growth_of_the_lowest_noise() -> None:
-    told = efficiency.predict_same_progress(row(4096), epochs=30, reference=128, noise=NOISE)
+    told = predict_progress(4096, epochs=30, noise=NOISE)
     least = (128 + 80) * 30**SLOWEST_GROWTH - 128
-    assert (told.epochs_low[0], told.epochs_high[0]) == pytest.approx((30, 30 * (4096 + least) / (128 + least)))
+    assert (told.epochs_low, told.epochs_high) == pytest.approx((30, 30 * (4096 + least) / (128 + least)))
 
 
 def test_the_reference_batch_keeps_its_epochs() -> None:
-    told = efficiency.predict_same_progress(row(128), epochs=30, reference=128, noise=NOISE)
+    told = predict_progress(128, epochs=30, noise=NOISE)
     assert told.epochs == told.epochs_low == told.epochs_high == pytest.approx(30)
 
 

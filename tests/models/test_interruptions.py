@@ -6,7 +6,7 @@ import pytest
 from make_results import Truth, of_a_script, probe_all
 
 from tula_cli.models import cost, interruptions
-from tula_cli.models.forecast import Forecast
+from tula_cli.models.estimator import Estimator
 from tula_cli.models.interruptions import CheckpointSchedule
 from tula_cli.run.records.probes import Overheads
 from tula_cli.run.records.results import Save
@@ -97,16 +97,16 @@ def test_each_interruption_takes_a_script_back_to_its_own_checkpoint() -> None:
     assert lost == pytest.approx(2 * (300 + 100), rel=0.15), "two interruptions of half an interval and a restart each"
 
 
-def forecast(spec: JobSpec, seen: list[Save]) -> Forecast:
+def forecast(spec: JobSpec, seen: list[Save]) -> Estimator:
     probes = [of_a_script(probe) for probe in probe_all(Truth(), PROBES)]
-    return Forecast.from_results(spec, probes, saves=seen)
+    return Estimator.fit(spec, probes, saves=seen)
 
 
 def test_spot_nodes_are_priced_by_what_the_script_loses() -> None:
     each = 32 * (SIZE // 32)
     spec = job(pricing=SPOT)
     often, seldom = (forecast(spec, saves(n, n)) for n in (3200, each))
-    first, second = (found.offers().records() for found in (often, seldom))
+    first, second = (found.candidates().predictions() for found in (often, seldom))
     assert {row.market for row in first} == {"spot", "on_demand"} == {row.market for row in second}
     for here, there in zip(*(sorted((r for r in rows if r.market == "spot"), key=lambda r: (r.nodes, r.batch)) for rows in (first, second)), strict=True):  # fmt: skip
         assert here.hours < there.hours and here.cost < there.cost
@@ -116,9 +116,9 @@ def test_spot_nodes_are_priced_by_what_the_script_loses() -> None:
 
 def test_no_spot_nodes_are_offered_while_nobody_knows_what_is_lost() -> None:
     found = forecast(job(pricing=SPOT), [])
-    assert {row.market for row in found.offers().records()} == {"on_demand"}
+    assert {row.market for row in found.candidates().predictions()} == {"on_demand"}
     lost = [warning.values.get("epochs_lost_on_spot") for warning in found.warnings]
     assert True not in lost, "that would be a guess"
     anew = forecast(job(None, pricing=SPOT), [])
-    spot = [row for row in anew.offers().records() if row.market == "spot"]
+    spot = [row for row in anew.candidates().predictions() if row.market == "spot"]
     assert all(row.hours > anew.predictions([row.nodes])[0].hours for row in spot)

@@ -6,7 +6,7 @@ from make_results import Truth, measured, probe_all, spec
 
 from tula_cli.models import power
 from tula_cli.models.choice.grid import Config
-from tula_cli.models.forecast import Forecast
+from tula_cli.models.estimator import Estimator
 from tula_cli.run.records.probes import Measured
 
 SWEEP = {2: (16, 32, 64, 128, 256), 4: (8,), 8: (4,), 16: (2, 256)}
@@ -86,20 +86,20 @@ def test_probes_without_a_counter_are_left_out_of_the_fit() -> None:
 def test_where_a_configuration_was_measured_its_own_energy_counts() -> None:
     probes = [counted(probe) for probe in probe_all(Truth(), SWEEP)]
     probes[2] = counted(probes[2], 1.5)
-    forecast = Forecast.from_results(spec(), probes)
+    forecast = Estimator.fit(spec(), probes)
     row = forecast.predict(Config(2, 128))
     assert row.measured and row.energy == pytest.approx(probes[2].energy, rel=1e-6)
     silent = [probe if place != 2 else probe.model_copy(update={"energy": None}) for place, probe in enumerate(probes)]
-    row = Forecast.from_results(spec(), silent).predict(Config(2, 128))
+    row = Estimator.fit(spec(), silent).predict(Config(2, 128))
     assert row.measured and row.energy == pytest.approx(2 * joules(row.step_time, 64), rel=1e-6)
 
 
 def test_spot_nodes_draw_while_they_are_there() -> None:
     """Waiting for a node takes time, and no energy."""
     pricing = {"spot": {"discount": 0.5, "interruptions_per_day": 2.0, "wait_minutes": 600}}
-    forecast = Forecast.from_results(spec(pricing=pricing), [counted(probe) for probe in probe_all(Truth(), SWEEP)])
+    forecast = Estimator.fit(spec(pricing=pricing), [counted(probe) for probe in probe_all(Truth(), SWEEP)])
     here = forecast.predict(Config(2, 128))
-    spot = forecast.on_spot(here)
+    spot = forecast.predict_on_spot(here)
     assert spot is not None and here.kwh is not None and spot.kwh is not None
     paid = spot.cost / (2 * 2.0 * 0.5)
     assert spot.kwh / here.kwh == pytest.approx(paid / here.hours)

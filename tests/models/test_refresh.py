@@ -9,7 +9,7 @@ from make_results import Truth, measured, of_a_script, probe_all, spec
 
 from tula_cli.models import refresh
 from tula_cli.models.choice.grid import Config
-from tula_cli.models.forecast import Forecast
+from tula_cli.models.estimator import Estimator
 from tula_cli.optim.ags import draw_counts
 from tula_cli.run.records.probes import Measured, Overheads
 
@@ -82,7 +82,7 @@ def test_the_forecast_holds_the_refreshes_and_says_their_share() -> None:
     found = {}
     for method in ("ags", "lbt"):
         job = spec(train={"method": method, "epochs": 10, "reference_batch": 32})
-        found[method] = Forecast.from_results(job, results).predict(Config(2, 256))
+        found[method] = Estimator.fit(job, results).predict(Config(2, 256))
     extra = 3600 * (found["ags"].hours - found["lbt"].hours)
     assert extra == pytest.approx(10 * truth.overheads.refresh)
     assert found["ags"].refresh_share == pytest.approx(extra / 3600 / found["ags"].hours)
@@ -94,7 +94,7 @@ def test_few_steps_between_refreshes_make_them_a_large_share() -> None:
     shares = []
     for every in (100, 10, 2):
         job = spec(train={"method": "ags", "epochs": 10, "reference_batch": 32}, ags={"refresh": {"every": every}})
-        shares.append(Forecast.from_results(job, results).predict(Config(2, 256)).refresh_share)
+        shares.append(Estimator.fit(job, results).predict(Config(2, 256)).refresh_share)
     assert shares[0] < 0.05 < shares[1] < shares[2]
 
 
@@ -102,7 +102,7 @@ def test_a_refresh_that_no_probe_tells_is_unknown() -> None:
     job = spec(**AGS)
     silent = [of_a_script(measured(Truth(), nodes, 64)) for nodes in (2, 4)]
     assert math.isnan(seconds(silent, 2, 128)) and refresh.is_refresh_time_unknown(job, silent)
-    row = Forecast.from_results(job, silent).predict(Config(2, 128))
+    row = Estimator.fit(job, silent).predict(Config(2, 128))
     assert row.refresh_share is None
     one = of_a_script(measured(Truth(), 1, 64))  # has no synchronisation: its step is a forward and a backward pass
     assert seconds([*silent, one], 2, 128) == pytest.approx(Truth().step_time(1, 64))

@@ -1,19 +1,19 @@
 from make_results import Truth, probe_all, spec
 
-from tula_cli.models.forecast import Forecast
+from tula_cli.models.estimator import Estimator
 from tula_cli.models.summaries import list_regression_summaries
 
 PROBES = {2: (16, 64, 256), 4: (16,), 8: (16, 64, 256)}
 
 
 def test_steps_whose_compute_was_measured_have_one_regression() -> None:
-    found = list(list_regression_summaries(Forecast.from_results(spec(), probe_all(Truth(), PROBES))))
+    found = list(list_regression_summaries(Estimator.fit(spec(), probe_all(Truth(), PROBES))))
     assert [one.name for one in found] == ["step time", "step time by the paper", "memory", "cost"]
 
 
 def test_whole_steps_have_one_with_overlap_and_one_without_and_their_probabilities() -> None:
     whole = [probe.model_copy(update={"compute_time": None}) for probe in probe_all(Truth(), PROBES)]
-    overlapped, additive, *_ = list_regression_summaries(Forecast.from_results(spec(), whole))
+    overlapped, additive, *_ = list_regression_summaries(Estimator.fit(spec(), whole))
     assert (overlapped.name, additive.name) == ("step time, overlapped", "step time, nothing overlapped")
     assert overlapped.coefficients["level"] != additive.coefficients["level"] and "ln step time" in additive.summary
     shares = [int(one.about.partition("counts ")[2].partition("%")[0]) for one in (overlapped, additive)]
@@ -26,6 +26,6 @@ def test_a_small_model_has_both_where_its_compute_was_measured() -> None:
         probe.model_copy(update={"memory": probe.memory.model_copy(update={"gradients": 1 << 20})})
         for probe in probe_all(Truth(), PROBES)
     ]
-    overlapped, additive, *_ = list_regression_summaries(Forecast.from_results(spec(), small))
+    overlapped, additive, *_ = list_regression_summaries(Estimator.fit(spec(), small))
     assert (overlapped.name, additive.name) == ("step time, overlapped", "step time, nothing overlapped")
     assert "gradients as small as these may be hidden or not" in additive.about

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from make_results import MIB, Truth, measured, of_a_script, out_of_memory, probe_all, shared_storage, spec, with_noise
 
 from tula_cli.errors import BadMeasurements, Infeasible, Pending, SpecError
-from tula_cli.models.forecast import Forecast
+from tula_cli.models.estimator import Estimator
 from tula_cli.query import Query
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import PeakMemory
@@ -658,7 +658,7 @@ def test_the_other_market_is_that_of_the_chosen_type(tmp_path: Path) -> None:
 
 def test_a_second_opinion_that_sees_the_choice_quite_differently_is_told(tmp_path: Path) -> None:
     run = run_with(tmp_path, probe_all(Truth(), {2: (16, 64, 256), 4: (8,), 8: (4,), 16: (2,)}))
-    forecast = Forecast.from_results(run.spec(), run.results())
+    forecast = Estimator.fit(run.spec(), run.results())
     row = next(row for row in forecast.predictions() if not row.measured)
     gpus = run.spec().cluster.gpus_per_node
     other = forecast.steps.second_opinion(row.nodes, gpus, row.local_batch)

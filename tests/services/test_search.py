@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from make_results import Truth, probe_all, spec
 
 from tula_cli.errors import Infeasible
-from tula_cli.models.forecast import Forecast
+from tula_cli.models.estimator import Estimator
 from tula_cli.models.observations import OtherSizes
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Measured, OutOfMemory
@@ -175,7 +175,7 @@ def test_rounds_end_before_everything_is_measured_and_find_the_best() -> None:
     assert "expected regret" in found.words
     everything = list_feasible_candidates(ADAPTIVE, dataset_size=truth.dataset_size, max_local_batch=None)
     assert rounds >= 2 and len(results) < len(everything) / 2
-    rows = Forecast.from_results(ADAPTIVE, list(results.values())).predictions()
+    rows = Estimator.fit(ADAPTIVE, list(results.values())).predictions()
     best = min(truth.step_time(row.nodes, row.local_batch) / row.batch for row in rows)
     assert truth.step_time(rows[0].nodes, rows[0].local_batch) / rows[0].batch < 1.03 * best
 

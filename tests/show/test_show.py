@@ -13,7 +13,7 @@ from make_results import Truth, measured, of_a_script, out_of_memory
 from tula_cli import words
 from tula_cli.errors import JobFailed, Pending, Problem, SpecError
 from tula_cli.models import efficiency
-from tula_cli.models.choice.offers import Offers
+from tula_cli.models.choice.candidates import Candidates
 from tula_cli.models.efficiency import Noise
 from tula_cli.models.time import changes
 from tula_cli.run.directory import RunDir
@@ -186,9 +186,8 @@ def with_progress(found):
     noise = Noise(scale=100.0, low=80.0, high=130.0, error=10.0, probes=4)
 
     def beside(row):
-        row = Offers.of([row])
-        told = efficiency.predict_same_progress(row, epochs=60, reference=64, noise=noise)
-        return dataclasses.replace(row, same_progress=told).record(0)
+        row = Candidates.from_predictions([row])
+        return efficiency.with_same_progress(row, epochs=60, reference=64, noise=noise).prediction(0)
 
     words = efficiency.describe_noise(noise, reference=64, epochs=60)
     rows = tuple(beside(row) for row in found.rows)

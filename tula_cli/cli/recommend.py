@@ -111,7 +111,7 @@ def _render_answer(
     screen: Screen, answer: "Answer", *, pareto: bool, every: bool, kept: bool
 ) -> "Iterator[RenderableType]":
     """Yield the answer for terminal output; `kept` states whether the answer was written."""
-    whole = every and len(answer.offers) <= show_recommend.MOST
+    whole = every and len(answer.candidates) <= show_recommend.MOST
     yield from show_recommend.render_recommendation(
         answer.with_all_rows() if whole else answer.recommendation,
         drawn=answer.with_drawn_rows(),

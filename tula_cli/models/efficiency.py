@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from tula_cli.models.choice.offers import Offers, ProgressColumns
+from tula_cli.models.choice.candidates import Candidates
 from tula_cli.models.ramp.by_noise import GROWTH
 from tula_cli.models.time.noise import Z90
 from tula_cli.run.records.probes import GradientStats
@@ -207,8 +207,8 @@ def compute_equivalent_epochs(epochs: float, batch: Number, *, reference: float,
     return epochs * compute_steps_ratio(batch, reference=reference, noise=noise) * batch / reference
 
 
-def predict_same_progress(rows: Offers, *, epochs: int, reference: int, noise: Noise) -> ProgressColumns:
-    """Return epochs, time and cost of configurations for the same progress as `epochs` at the reference batch.
+def with_same_progress(rows: Candidates, *, epochs: int, reference: int, noise: Noise) -> Candidates:
+    """Add epochs, time and cost for the same progress as `epochs` at the reference batch to the table of candidates.
 
     If the batch grows (`train.ramp`), each stage makes the progress of its batch in its share of the epochs.
 
@@ -229,31 +229,33 @@ def predict_same_progress(rows: Offers, *, epochs: int, reference: int, noise: N
         for value in (noise_of_training, math.inf, least)
     )
     fewest, most = np.minimum(alike, lossy), np.maximum(alike, lossy)
-    low, high = (np.where(np.isnan(end), rows.hours, end) for end in (rows.hours_low, rows.hours_high))
-    return ProgressColumns(
-        epochs=count,
-        epochs_low=fewest,
-        epochs_high=most,
-        epochs_alike=alike,
-        epochs_lossy=lossy,
-        hours=rows.hours * count / epochs,
-        hours_low=low * fewest / epochs,
-        hours_high=high * most / epochs,
-        cost=rows.cost * count / epochs,
-    )
+    hours = rows["hours"]
+    low, high = (np.where(np.isnan(end), hours, end) for end in (rows["hours_low"], rows["hours_high"]))
+    columns = {
+        "epochs": count,
+        "epochs_low": fewest,
+        "epochs_high": most,
+        "epochs_alike": alike,
+        "epochs_lossy": lossy,
+        "hours": hours * count / epochs,
+        "hours_low": low * fewest / epochs,
+        "hours_high": high * most / epochs,
+        "cost": rows["cost"] * count / epochs,
+    }
+    return rows.with_columns({f"same_progress_{name}": column for name, column in columns.items()})
 
 
-def _count_epochs_over_stages(rows: Offers, epochs_at: Callable[[Number], Number]) -> Number:
+def _count_epochs_over_stages(rows: Candidates, epochs_at: Callable[[Number], Number]) -> Number:
     """Return the epochs that configurations need, shape (n,).
 
     `epochs_at` gives the epochs at a constant batch; all stages are stretched equally.
     """
-    epochs_needed = epochs_at(rows.batch) + np.zeros(len(rows))
-    if not any(rows.stages):
+    epochs_needed = epochs_at(rows["batch"]) + np.zeros(len(rows))
+    if not any(rows["stages"]):
         return epochs_needed
     slower = [  # progress an epoch, beside that at the configuration's own batch
-        sum(stage.share * (1 / epochs_at(stage.batch) - 1 / stage_epochs) for stage in stages or ())
-        for stages, stage_epochs in zip(rows.stages, epochs_needed, strict=True)
+        sum(stage.share * (1 / epochs_at(stage.batch) - 1 / stage_epochs) for stage in stages)
+        for stages, stage_epochs in zip(rows["stages"], epochs_needed, strict=True)
     ]
     return 1 / (1 / epochs_needed + np.array(slower))
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tula_cli.models.choice.grid import Config
-from tula_cli.models.forecast import Forecast
+from tula_cli.models.estimator import Estimator
 from tula_cli.models.time.formulas import Floats
 from tula_cli.models.time.mixture import Overlap, StepModel
 from tula_cli.models.time.steptime import StepTimeFit
@@ -43,16 +43,16 @@ class RegressionSummary:
     summary: str  # the tables of statsmodels; empty likewise
 
 
-def list_regression_summaries(forecast: Forecast) -> Iterator[RegressionSummary]:
+def list_regression_summaries(estimator: Estimator) -> Iterator[RegressionSummary]:
     """Yield the regressions of one type of node.
 
     Args:
-        forecast: the models, fitted to its probes.
+        estimator: the models, fitted to its probes.
     """
-    yield from _summarize_step_time(forecast.steps.model)
-    yield _summarize_paper_fit(forecast.steps)
-    yield _summarize_memory(forecast)
-    yield _summarize_cost(forecast)
+    yield from _summarize_step_time(estimator.steps.model)
+    yield _summarize_paper_fit(estimator.steps)
+    yield _summarize_memory(estimator)
+    yield _summarize_cost(estimator)
 
 
 def _summarize_step_time(model: StepModel) -> Iterator[RegressionSummary]:
@@ -95,8 +95,8 @@ def _summarize_paper_fit(steps: StepTimeFit) -> RegressionSummary:
     return _summarize_ols("step time by the paper", about, "step (ms)", 1e3 * seconds, columns)
 
 
-def _summarize_memory(forecast: Forecast) -> RegressionSummary:
-    probes = list(forecast.probes.values())
+def _summarize_memory(estimator: Estimator) -> RegressionSummary:
+    probes = list(estimator.probes.values())
     micro_batch = np.array([probe.local_batch / probe.accumulate for probe in probes])
     peak = np.array([probe.memory.peak for probe in probes]) / _MIB
     about = "the peak memory of a GPU in MiB, by ordinary least squares on the micro-batch"
@@ -105,9 +105,9 @@ def _summarize_memory(forecast: Forecast) -> RegressionSummary:
     )
 
 
-def _summarize_cost(forecast: Forecast) -> RegressionSummary:
-    gpus = forecast.spec.cluster.gpus_per_node
-    rows = [forecast.predict(Config(nodes, local * nodes * gpus)) for nodes, local in forecast.probes]
+def _summarize_cost(estimator: Estimator) -> RegressionSummary:
+    gpus = estimator.spec.cluster.gpus_per_node
+    rows = [estimator.predict(Config(nodes, local * nodes * gpus)) for nodes, local in estimator.probes]
     columns = {"fixed": np.ones(len(rows))}
     columns |= {f"ln {name}": np.log([getattr(row, name) for row in rows]) for name in ("nodes", "batch")}
     about = (
@@ -118,7 +118,7 @@ def _summarize_cost(forecast: Forecast) -> RegressionSummary:
     if not (cost > 0).all():
         return RegressionSummary("cost", f"{about}; a training costs nothing here", {}, "")
     varying = {name: column for name, column in columns.items() if name == "fixed" or np.ptp(column) > 0}
-    return _summarize_ols("cost", about, f"ln cost ({forecast.spec.pricing.currency})", np.log(cost), varying)
+    return _summarize_ols("cost", about, f"ln cost ({estimator.spec.pricing.currency})", np.log(cost), varying)
 
 
 def _summarize_ols(name: str, about: str, of: str, target: Floats, columns: Mapping[str, Floats]) -> RegressionSummary:

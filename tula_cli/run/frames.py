@@ -1,10 +1,20 @@
-"""Records as a pandas table, for exports and the Python API."""
+"""Records as a pandas table, for the table of candidates, exports and the Python API.
 
+pandas is imported in the functions that make or read a table, so that commands without one start without it.
+"""
+
+import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from types import NoneType
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
+
+from tula_cli.run.records.base import Record
 
 if TYPE_CHECKING:
     import pandas as pd
+
+RecordType = TypeVar("RecordType", bound=Record)
 
 
 def make_frame(rows: Sequence[Mapping[str, Any]]) -> "pd.DataFrame":
@@ -26,3 +36,110 @@ def _make_column(values: Sequence[Any]) -> "pd.Series[Any]":
         isinstance(value, int) and not isinstance(value, bool) for value in known_values
     )
     return pd.Series(values, dtype="Int64" if are_integers else None)
+
+
+# --- Tables of one kind of record
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table of records: a field of the record, or of a record nested in it."""
+
+    name: str  # of the field; that of a nested record has the name of its parent before it: parts_steps
+    field: str
+    parent: str  # field of the record that holds the nested one; empty for a field of the record itself
+    dtype: str  # of numpy; an optional number is a float64, nan where it is unknown
+    is_integer: bool
+    is_optional: bool
+    description: str  # with the unit
+
+    def value_of(self, record: Record) -> Any:
+        """Return the value of the column for a record; None if the nested record is missing."""
+        holder = getattr(record, self.parent) if self.parent else record
+        return None if holder is None else getattr(holder, self.field)
+
+    def read_values(self, frame: "pd.DataFrame") -> list[Any]:
+        """Return the column's values as they stand in records."""
+        values: list[Any] = frame[self.name].tolist()
+        if self.is_optional:
+            values = [None if value != value else value for value in values]
+        return [value if value is None else int(value) for value in values] if self.is_integer else values
+
+
+@functools.cache
+def list_columns(kind: type[Record], parent: str = "") -> tuple[Column, ...]:
+    """Return the columns of a table of records, in the order of their fields, with those of nested records in place."""
+    columns: list[Column] = []
+    for name, field in kind.model_fields.items():
+        is_collection = get_origin(field.annotation) is tuple
+        members = (field.annotation,) if is_collection else get_args(field.annotation) or (field.annotation,)
+        nested = _find_nested_record(members)
+        if nested is not None:
+            columns += list_columns(nested, name)
+            continue
+        is_optional = NoneType in members
+        columns.append(
+            Column(
+                name=f"{parent}_{name}" if parent else name,
+                field=name,
+                parent=parent,
+                dtype=_find_dtype(members, is_optional=is_optional),
+                is_integer=int in members,
+                is_optional=is_optional,
+                description=field.description or "",
+            )
+        )
+    return tuple(columns)
+
+
+def _find_nested_record(members: Sequence[Any]) -> type[Record] | None:
+    return next((member for member in members if isinstance(member, type) and issubclass(member, Record)), None)
+
+
+def _find_dtype(members: Sequence[Any], *, is_optional: bool) -> str:
+    if bool in members:
+        return "bool"
+    if int in members and not is_optional:
+        return "int64"
+    return "float64" if float in members or int in members else "object"
+
+
+def make_record_frame(records: Sequence[Record], kind: type[Record]) -> "pd.DataFrame":
+    """Return a table of records of one kind, a row each (see `list_columns`)."""
+    import numpy as np
+
+    columns: dict[str, Any] = {}
+    for column in list_columns(kind):
+        columns[column.name] = values = np.empty(len(records), dtype=column.dtype)
+        for index, record in enumerate(records):
+            value = column.value_of(record)
+            values[index] = np.nan if value is None and column.dtype == "float64" else value
+    return make_column_frame(columns)
+
+
+def make_column_frame(columns: Mapping[str, Any]) -> "pd.DataFrame":
+    """Return a table of arrays of equal length, by name."""
+    import pandas as pd
+
+    return pd.DataFrame(dict(columns), copy=False)
+
+
+def read_records(frame: "pd.DataFrame", kind: type[RecordType]) -> tuple[RecordType, ...]:
+    """Return the rows of a table as records, in their order; a nested record without any known value is None."""
+    values: dict[str, list[Any]] = {}
+    nested: dict[str, dict[str, list[Any]]] = {}
+    for column in list_columns(kind):
+        holder = nested.setdefault(column.parent, {}) if column.parent else values
+        holder[column.field] = column.read_values(frame)
+    for parent, values_by_field in nested.items():
+        record = _find_nested_record(get_args(kind.model_fields[parent].annotation))
+        assert record is not None
+        values[parent] = [
+            record(**dict(zip(values_by_field, row, strict=True))) if _has_known_value(row) else None
+            for row in zip(*values_by_field.values(), strict=True)
+        ]
+    return tuple(kind(**dict(zip(values, row, strict=True))) for row in zip(*values.values(), strict=True))
+
+
+def _has_known_value(row: Sequence[Any]) -> bool:
+    return any(value is not None and value == value for value in row)

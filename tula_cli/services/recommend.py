@@ -10,9 +10,9 @@ import numpy as np
 
 from tula_cli.cluster.launcher import Launcher
 from tula_cli.models import cost
+from tula_cli.models.choice.candidates import Candidates
 from tula_cli.models.choice.grid import Config
-from tula_cli.models.choice.objective import choose, describe_open_knees, mark_pareto
-from tula_cli.models.choice.offers import Offers
+from tula_cli.models.choice.objective import choose, describe_open_knees
 from tula_cli.models.efficiency import Noise
 from tula_cli.models.overheads import compute_median_queue_wait
 from tula_cli.models.ramp.by_noise import describe_stages, with_epochs
@@ -93,17 +93,19 @@ def recommend(
     noise = find_gradient_noise_of_job(all_measurements, needed=query.objective == "accuracy-time")
     allowed, untold = select_offers_within_limits(all_measurements, query, noise), warn_no_gradients(all_measurements)
 
-    def answer(all_measurements: Sequence[TypeMeasurements], rows: Offers, warnings: Sequence[str]) -> Recommendation:
+    def answer(
+        all_measurements: Sequence[TypeMeasurements], rows: Candidates, warnings: Sequence[str]
+    ) -> Recommendation:
         recommendation = _build_recommendation(all_measurements, rows, query, warnings, noise, now=now)
         query_fields = {"options": tuple(query.options), "overrides": tuple(overrides)}
         return recommendation.model_copy(update={**query_fields, **_list_training_fields(all_measurements)})
 
     by_type = {
-        measurements.part.type: answer([measurements], mark_pareto(allowed.take(rows_of_type)), untold)
+        measurements.part.type: answer([measurements], allowed.take(rows_of_type).with_pareto_front(), untold)
         for measurements in all_measurements
-        if measurements.part.type is not None and (rows_of_type := allowed.type == measurements.type).any()
+        if measurements.part.type is not None and (rows_of_type := allowed["type"] == measurements.type).any()
     }
-    allowed, spoken = mark_pareto(allowed), [*all_warnings, *untold]
+    allowed, spoken = allowed.with_pareto_front(), [*all_warnings, *untold]
     final_answer = with_continuation(training, answer(all_measurements, allowed, spoken), allowed)
     return Answer(final_answer, by_type, all_measurements, allowed)
 
@@ -132,12 +134,12 @@ def _gather_by_type(
     ]
     stage_objective = choose_stage_objective(query.objective, query.curve)
     forecasts = [
-        replace(measurements.forecast, stages_by=stage_objective, queue=wait)
+        replace(measurements.estimator, stages_by=stage_objective, queue=wait)
         for measurements, wait in zip(measurements_found, waits, strict=True)
     ]
     return [
-        replace(measurements, forecast=forecast)
-        for measurements, forecast in zip(measurements_found, forecasts, strict=True)
+        replace(measurements, estimator=estimator)
+        for measurements, estimator in zip(measurements_found, forecasts, strict=True)
     ], [*explanations, *left_out]
 
 
@@ -222,7 +224,7 @@ def cross_validate(answer: Answer) -> dict[str, tuple[Validation, ...]]:
 def explain_fits(answer: Answer) -> dict[str, tuple[RegressionSummary, ...]]:
     """Return the regressions that an answer is based on, by node type ("" if the job names none)."""
     return {
-        measurements.type: tuple(list_regression_summaries(measurements.forecast))
+        measurements.type: tuple(list_regression_summaries(measurements.estimator))
         for measurements in answer.all_measurements
     }
 
@@ -256,9 +258,9 @@ def store_answer(run: RunDir, job: JobSpec, answer: Answer, *, every: bool = Fal
     all_measurements = {measurements.part.type: measurements for measurements in answer.all_measurements}
     for part in run.parts(job):
         if part.type is not None and part.type in answer.by_type:
-            offers = mark_pareto(answer.offers.take(answer.offers.type == part.type)) if every else None
-            write_answer(part.run, part.spec, [all_measurements[part.type]], answer.by_type[part.type], offers)
-    write_answer(run, job, answer.all_measurements, answer.recommendation, answer.offers if every else None)
+            candidates = answer.candidates.select(type=part.type).with_pareto_front() if every else None
+            write_answer(part.run, part.spec, [all_measurements[part.type]], answer.by_type[part.type], candidates)
+    write_answer(run, job, answer.all_measurements, answer.recommendation, answer.candidates if every else None)
 
 
 def save_answer(
@@ -293,7 +295,7 @@ def save_answer(
 
 def _build_recommendation(
     all_measurements: Sequence[TypeMeasurements],
-    rows: Offers,
+    rows: Candidates,
     query: Query,
     warnings: Sequence[str],
     noise: Noise | None,
@@ -320,22 +322,22 @@ def _build_recommendation(
         f"{describe_chain(choice.prediction, choice_measurements)}",
         rows=rows.take(
             select_rows(rows, choice, "accuracy-time" if query.objective == "accuracy-time" else "time")
-        ).records(),
-        candidates=int(rows.configurations().max()) + 1,
-        beaten_by_none=int(rows.pareto.sum()),
+        ).predictions(),
+        candidates=int(rows.number_configurations().max()) + 1,
+        beaten_by_none=int(rows["pareto"].sum()),
         runners_up=choice.runners_up,
-        warnings=(*warnings, *warnings_told, *list_choice_warnings(choice_measurements.forecast, choice, query)),
+        warnings=(*warnings, *warnings_told, *list_choice_warnings(choice_measurements.estimator, choice, query)),
         currency=spec.pricing.currency,
         price=_join_by_type(all_measurements, lambda measurements: cost.describe_price(measurements.part.spec.pricing)),
-        fit_error=choice_measurements.forecast.steps.error,
-        fit=_join_by_type(all_measurements, lambda measurements: measurements.forecast.steps.words),
+        fit_error=choice_measurements.estimator.steps.error,
+        fit=_join_by_type(all_measurements, lambda measurements: measurements.estimator.steps.words),
         power=_join_by_type(
             all_measurements,
-            lambda measurements: measurements.forecast.power.words if measurements.forecast.power else "",
+            lambda measurements: measurements.estimator.power.words if measurements.estimator.power else "",
         ),
         efficiency="" if noise is None else describe_noise_basis(noise, choice_measurements),
-        interruption=choice_measurements.forecast.describe_interruption(choice.prediction),
-        fallback=predict_first_fallback(choice_measurements.forecast, choice.prediction),
+        interruption=choice_measurements.estimator.describe_interruption(choice.prediction),
+        fallback=predict_first_fallback(choice_measurements.estimator, choice.prediction),
         **_list_growth_fields(choice_measurements, choice.prediction),
         other_market=choice_measurements.other_market(choice.prediction),
         created_at=now,
@@ -345,13 +347,13 @@ def _build_recommendation(
 def _list_growth_fields(measurements: TypeMeasurements, choice: Prediction) -> dict[str, Any]:
     """Return the fields of a recommendation on sequence lengths, the batch ramp with its alternatives, and accuracy."""
     lengths, growth = predict_lengths(measurements)
-    stages = measurements.forecast.trainings.stages.stage_positions(Config(choice.nodes, choice.batch))
-    written = with_epochs(stages, measurements.forecast.dataset_size)
-    alternatives = predict_ramp_alternatives(measurements.forecast, choice)
+    stages = measurements.estimator.stages.stage_positions(Config(choice.nodes, choice.batch))
+    written = with_epochs(stages, measurements.estimator.dataset_size)
+    alternatives = predict_ramp_alternatives(measurements.estimator, choice)
     sentences = [
         describe_stages(written),
         describe_stage_nodes(choice),
-        describe_decay_savings(measurements.forecast.spec, alternatives),
+        describe_decay_savings(measurements.estimator.spec, alternatives),
         describe_alternatives(alternatives),
     ]
     ramp = ". ".join(filter(None, sentences))
@@ -360,11 +362,11 @@ def _list_growth_fields(measurements: TypeMeasurements, choice: Prediction) -> d
     return {**fields, "accuracy": accuracy}
 
 
-def _describe_knees(measurements: TypeMeasurements, rows: Offers, query: Query) -> str:
-    line = rows.take((rows.type == measurements.type) & (rows.market == "on_demand"))
-    gpus = measurements.forecast.spec.cluster.gpus_per_node
+def _describe_knees(measurements: TypeMeasurements, rows: Candidates, query: Query) -> str:
+    line = rows.select(type=measurements.type, market="on_demand")
+    gpus = measurements.estimator.spec.cluster.gpus_per_node
     return (
-        describe_open_knees(measurements.forecast.steps, line, gpus_per_node=gpus, curve=query.curve)
+        describe_open_knees(measurements.estimator.steps, line, gpus_per_node=gpus, curve=query.curve)
         if query.objective == "knee"
         else ""
     )
@@ -377,10 +379,10 @@ def _join_by_type(all_measurements: Sequence[TypeMeasurements], describe: Callab
     )
 
 
-def _select_choosable_offers(rows: Offers, all_measurements: Sequence[TypeMeasurements]) -> Offers:
+def _select_choosable_offers(rows: Candidates, all_measurements: Sequence[TypeMeasurements]) -> Candidates:
     """Return the configurations to choose among: on node types with delayed ranks only measured ones, if any."""
-    doubtful = [measurements.type for measurements in all_measurements if measurements.forecast.held_up]
-    is_known = rows.measured | ~np.isin(rows.type, doubtful)
+    doubtful = [measurements.type for measurements in all_measurements if measurements.estimator.held_up]
+    is_known = rows["measured"] | ~np.isin(rows["type"], doubtful)
     return rows.take(is_known) if doubtful and is_known.any() else rows
 
 
@@ -390,7 +392,7 @@ def _list_measurement_warnings(measurements: TypeMeasurements) -> list[str]:
     return [
         *missing,
         *warn_disturbed_probes(snapshot.attempts),
-        *map(str, measurements.forecast.warnings),
+        *map(str, measurements.estimator.warnings),
         *map(str, snapshot.job_warnings),
         *map(str, snapshot.training_warnings),
     ]

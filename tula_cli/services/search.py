@@ -24,7 +24,7 @@ from tula_cli.words import describe_probe_place
 
 if TYPE_CHECKING:
     from tula_cli.models.choice.adaptive import Candidate
-    from tula_cli.models.forecast import Forecast
+    from tula_cli.models.estimator import Estimator
     from tula_cli.models.observations import OtherSizes
 
 REGRET_TOLERANCE = 0.01
@@ -104,7 +104,7 @@ def choose_next_round(
         BadMeasurements: the results cannot be fitted together.
     """
     from tula_cli.models.choice import adaptive
-    from tula_cli.models.forecast import Forecast  # numpy and more: of no use to the other strategies
+    from tula_cli.models.estimator import Estimator  # numpy and more: of no use to the other strategies
     from tula_cli.models.observations import OtherSizes
     from tula_cli.models.time.formulas import may_hide_nothing
     from tula_cli.models.time.stragglers import choose_priors_of_job
@@ -128,7 +128,7 @@ def choose_next_round(
     if missing := [probe for probe in start if probe not in results_by_config]:
         reasons = [f"{describe_probe_place(*probe)}: one of those to start from" for probe in missing]
         return Round(group_probes_by_nodes(missing), tuple(reasons), "")
-    forecast = Forecast.from_results(
+    estimator = Estimator.fit(
         spec,
         results,
         inspection=inspection,
@@ -136,12 +136,12 @@ def choose_next_round(
         trained=trained,
         other_sizes=others or OtherSizes(),
     )
-    rows = _select_weighed(forecast, fitting)
+    rows = _select_weighed(estimator, fitting)
     if not rows:
         raise BadMeasurements("the probes tell no configuration's step time", "use search.strategy: sweep")
     proposal = adaptive.propose(
-        forecast.steps,
-        [_make_candidate(forecast, row) for row in rows],
+        estimator.steps,
+        [_make_candidate(estimator, row) for row in rows],
         tolerance=REGRET_TOLERANCE,
     )
     picked = [(pick.candidate.nodes, pick.candidate.local_batch) for pick in proposal.picks]
@@ -156,7 +156,7 @@ def _has_whole_steps_only(spec: JobSpec, measured: Iterable[Measured]) -> bool:
     return all(probe.compute_time is None for probe in together)
 
 
-def _select_weighed(forecast: "Forecast", fitting: Set[Config]) -> tuple[Prediction, ...]:
+def _select_weighed(estimator: "Estimator", fitting: Set[Config]) -> tuple[Prediction, ...]:
     """Return the configurations to compare, fastest first.
 
     These are the measured ones, and the fastest and the cheapest of each batch, up to `_MAX_WEIGHED`: the cost of the
@@ -167,43 +167,43 @@ def _select_weighed(forecast: "Forecast", fitting: Set[Config]) -> tuple[Predict
     from tula_cli.models.choice.columns import to_configs
     from tula_cli.models.choice.objective import find_best_few
 
-    rows = forecast.table(*forecast.known_candidates()).ordered()
-    rows = rows.take([config in fitting for config in to_configs(rows.nodes, rows.batch)])
-    worth = rows.measured.copy()
+    rows = estimator.estimate(*estimator.known_configurations()).ordered()
+    rows = rows.take([config in fitting for config in to_configs(rows["nodes"], rows["batch"])])
+    worth = rows["measured"].copy()
     worth[
         np.union1d(find_best_few(rows, "time", most=_MAX_WEIGHED), find_best_few(rows, "cost", most=_MAX_WEIGHED))
     ] = True
-    return rows.take(worth).records()
+    return rows.take(worth).predictions()
 
 
-def _make_candidate(forecast: "Forecast", row: Prediction) -> "Candidate":
+def _make_candidate(estimator: "Estimator", row: Prediction) -> "Candidate":
     from tula_cli.models.choice.adaptive import Candidate
 
-    search = forecast.spec.search
-    start = statistics.median(probe.overheads.startup for probe in forecast.probes.values())
+    search = estimator.spec.search
+    start = statistics.median(probe.overheads.startup for probe in estimator.probes.values())
     return Candidate(
         nodes=row.nodes,
-        gpus_per_node=forecast.spec.cluster.gpus_per_node,
+        gpus_per_node=estimator.spec.cluster.gpus_per_node,
         local_batch=row.local_batch,
         batch=row.batch,
         size=row.nodes,
         steps=row.hours * 3600 / row.step_time,
         price=row.cost / row.hours if row.hours else 0.0,
         probe_seconds=row.nodes * search.probe_seconds(row.step_time),
-        job_seconds=row.nodes * (start + forecast.shutdown),
+        job_seconds=row.nodes * (start + estimator.shutdown),
         measured=row.step_time if row.measured else None,
-        doubt=_compute_reducible_deviation(forecast, row),
+        doubt=_compute_reducible_deviation(estimator, row),
     )
 
 
-def _compute_reducible_deviation(forecast: "Forecast", row: Prediction) -> float:
+def _compute_reducible_deviation(estimator: "Estimator", row: Prediction) -> float:
     """Return the standard deviation of ln(step time) without its variation between jobs, which no probe reduces."""
     from tula_cli.models.choice.objective import INTERVAL
 
     if not row.step_low or not row.step_high:
         return 0.0
-    gpus = forecast.spec.cluster.gpus_per_node
-    (repeats,) = forecast.steps.repeat_deviation([row.nodes], [gpus], [row.local_batch])
+    gpus = estimator.spec.cluster.gpus_per_node
+    (repeats,) = estimator.steps.repeat_deviation([row.nodes], [gpus], [row.local_batch])
     return math.sqrt(max(0.0, (math.log(row.step_high / row.step_low) / INTERVAL) ** 2 - 2 * repeats**2))
 
 

@@ -45,7 +45,7 @@ from tula_cli.services.recommendation.from_training import (
 )
 from tula_cli.services.recommendation.measured import (
     CachedTrainings,
-    make_forecast_of_recommendation,
+    fit_estimator_of_recommendation,
     plan_stages,
     read_measurements_of_other_sizes,
 )
@@ -255,10 +255,10 @@ def _list_fallback_rungs(
     market: Market = chosen.market if chosen and (chosen.nodes, chosen.batch) == (nodes, batch) else "on_demand"
     with contextlib.suppress(BadMeasurements, Infeasible):  # given without a profile: train without a prediction
         queue = compute_median_queue_wait(run.jobs(), run.attempts())
-        forecast = dataclasses.replace(
-            make_forecast_of_recommendation(run, spec, other_sizes), stages_by=by, queue=queue
+        estimator = dataclasses.replace(
+            fit_estimator_of_recommendation(run, spec, other_sizes), stages_by=by, queue=queue
         )
-        if rungs := forecast.fallback_rungs(nodes, batch, market=market):
+        if rungs := estimator.fallback_rungs(nodes, batch, market=market):
             return rungs
     divisor = nodes * spec.cluster.gpus_per_node * spec.train.accumulate
     smaller = [b for b in list_batches(spec.search.min_batch, batch) if b < batch and b % divisor == 0]

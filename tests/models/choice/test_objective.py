@@ -6,7 +6,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tula_cli.models.choice.objective import choose, find_envelope
+from tula_cli.models.choice import objective as objectives
+from tula_cli.models.choice.candidates import Candidates
+from tula_cli.models.choice.objective import Choice, Curve, Objective, find_envelope
 from tula_cli.run.records.recommendations import Prediction, SameProgress
 
 
@@ -26,6 +28,10 @@ def row(nodes: int, batch: int, hours: float, *, cost: float | None = None, spre
         headroom=None,
         measured=False,
     )
+
+
+def choose(rows: Sequence[Prediction], *, objective: Objective, curve: Curve = "time") -> Choice:
+    return objectives.choose(Candidates.from_predictions(rows), objective=objective, curve=curve)
 
 
 def curve(time: Callable[[int], float], count: int = 9, **rest: float) -> list[Prediction]:

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_cli.models.choice.objective import find_pareto_front
+from tula_cli.models.choice.candidates import find_pareto_front
 
 VALUES = st.integers(0, 6).map(float)  # few, so that ties are common
 POINTS = st.integers(2, 3).flatmap(lambda count: st.lists(st.tuples(*[VALUES] * count), max_size=30))

@@ -11,7 +11,7 @@ from make_results import spec as measured_spec
 from read_diagnostics import codes
 
 from tula_cli.models.choice.grid import Config
-from tula_cli.models.forecast import Forecast
+from tula_cli.models.estimator import Estimator
 from tula_cli.models.ramp.by_noise import (
     GROWTH,
     NoisePath,
@@ -172,18 +172,18 @@ def test_a_training_that_goes_on_at_another_batch_keeps_the_stages_it_has_had() 
 def test_a_forecast_knows_the_stages_and_what_they_lack() -> None:
     spec = measured_spec(train={"method": "lrs", "ramp": "noise", "epochs": 10, "reference_batch": 32})
     results = probe_all(Truth(dataset_size=12_800), {2: (16, 32, 64, 128), 16: (2, 64)})
-    known = Forecast.from_results(spec, results, noise=path((0, 20), (1, 70), reference=32))
+    known = Estimator.fit(spec, results, noise=path((0, 20), (1, 70), reference=32))
     row = known.predict(Config(2, 256))
-    stages = known.trainings.stages.stage_positions(Config(2, 256))
+    stages = known.stages.stage_positions(Config(2, 256))
     assert [stage.batch for stage in row.stages] == [32, 64, 128] == [stage.batch for stage in stages[:-1]]
     assert row.stages[0].steps == pytest.approx(stages[1].begin / 32, abs=1)
     assert not {"noise-only-at-start", "noise-not-measured"} & set(codes(known.warnings))
-    start = Forecast.from_results(spec, results, noise=path((0, 20), reference=32))
+    start = Estimator.fit(spec, results, noise=path((0, 20), reference=32))
     assert "noise-only-at-start" in codes(start.warnings)
     short = spec.model_copy(update={"train": spec.train.model_copy(update={"epochs": 1})})
-    told = [Forecast.from_results(one, results, noise=path((0, 20), reference=32)).warnings for one in (spec, short)]
+    told = [Estimator.fit(one, results, noise=path((0, 20), reference=32)).warnings for one in (spec, short)]
     assert ["stages-not-delayed" in codes(warnings) for warnings in told] == [False, True]
-    untold = Forecast.from_results(spec, results)
+    untold = Estimator.fit(spec, results)
     assert "noise-not-measured" in codes(untold.warnings)
 
 

@@ -13,7 +13,7 @@ from make_results import spec as searched
 
 from tula_cli.errors import SpecError
 from tula_cli.models.choice.grid import Config
-from tula_cli.models.forecast import Forecast
+from tula_cli.models.estimator import Estimator
 from tula_cli.models.ramp.stage_nodes import check_stages, describe_unusable_stages
 from tula_cli.models.ramp.stages import Ramp, build_ramp
 from tula_cli.run.records.recommendations import Stage
@@ -230,10 +230,10 @@ def test_a_place_without_its_stages_is_refused(where: dict[str, int], train: dic
 TRUTH, PROBES = Truth(dataset_size=12_800), {1: (16, 32, 64, 128, 256), 8: (2, 64)}
 
 
-def forecast(schedule: Any = COSINE, **train: Any) -> Forecast:
+def forecast(schedule: Any = COSINE, **train: Any) -> Estimator:
     own = {"method": "lbt", "ramp": "decay", "epochs": 10, "reference_batch": 32, **train}
     subject = searched(train=own, schedule=schedule, search={"nodes": [1, 2, 4, 8]})
-    return replace(Forecast.from_results(subject, probe_all(TRUTH, PROBES)), stages_by="cost")
+    return replace(Estimator.fit(subject, probe_all(TRUTH, PROBES)), stages_by="cost")
 
 
 def test_each_stage_has_the_nodes_that_it_is_worth_unless_the_job_says_otherwise() -> None:
@@ -276,7 +276,7 @@ def test_what_it_saves_is_held_against_the_reference_batch_on_its_best_nodes() -
     assert describe_decay_savings(forecast(ramp="auto").spec, tuple(rows.values())) == ""
 
 
-def choice_steps(subject: Forecast, batch: int) -> int:
+def choice_steps(subject: Estimator, batch: int) -> int:
     """Return the steps at the training's own batch."""
-    ramp = Ramp(subject.trainings.stages.stage_positions(Config(8, batch)))
+    ramp = Ramp(subject.stages.stage_positions(Config(8, batch)))
     return ramp.remaining_steps(size=12_800, epochs=10)[batch]

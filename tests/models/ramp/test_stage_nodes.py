@@ -11,7 +11,7 @@ from make_results import Truth, probe_all, spec
 
 from tula_cli.errors import SpecError
 from tula_cli.models.choice.grid import Config
-from tula_cli.models.forecast import Forecast
+from tula_cli.models.estimator import Estimator
 from tula_cli.models.ramp.stage_nodes import (
     MAX_CHANGES,
     Change,
@@ -39,8 +39,8 @@ def job(**train: object) -> JobSpec:
     return spec(train=own, search={"nodes": [1, 2, 4, 8]})
 
 
-def forecast(by: Worth, **train: object) -> Forecast:
-    return replace(Forecast.from_results(job(**train), probe_all(TRUTH, PROBES)), stages_by=by)
+def forecast(by: Worth, **train: object) -> Estimator:
+    return replace(Estimator.fit(job(**train), probe_all(TRUTH, PROBES)), stages_by=by)
 
 
 # --- by hand
@@ -162,9 +162,7 @@ def test_node_hours_and_hours_are_the_sums_over_the_stages_and_their_starts() ->
             forecast("cost", ramp=None).predict(Config(count, stage.batch)).step_time
         )
     model = forecast("cost", ramp=None)
-    start = float(
-        model.trainings.overheads_model.overheads_at(*(__import__("numpy").array([n]) for n in (8, 32, 256))).startup[0]
-    )
+    start = float(model.overheads.overheads_at(*(__import__("numpy").array([n]) for n in (8, 32, 256))).startup[0])
     changes = len({*nodes, 8}) - 1
     longer = sum(a.steps * (a.step_time - b.step_time) for a, b in zip(grown.stages, same.stages, strict=True))
     assert grown.hours - same.hours == pytest.approx((longer + changes * start) / 3600)
@@ -209,7 +207,7 @@ def test_the_wait_for_nodes_counts_in_the_time_and_not_in_the_cost() -> None:
 # --- what its jobs take
 
 
-def task(subject: JobSpec, forecast_: Forecast | None) -> TrainTask:
+def task(subject: JobSpec, forecast_: Estimator | None) -> TrainTask:
     row = None if forecast_ is None else forecast_.predict(Config(8, 256))
     rung = Rung(batch=256, prediction=row)
     stages = build_ramp_on_nodes(subject, batch=256, nodes=8, dataset_size=12_800).stages

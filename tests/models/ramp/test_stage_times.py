@@ -4,16 +4,16 @@ import pytest
 from make_results import Truth, probe_all, spec
 from read_diagnostics import codes
 
+from tula_cli.models.choice.candidates import Candidates
 from tula_cli.models.choice.early_stopping import compute_remaining_share, shorten_prediction
 from tula_cli.models.choice.grid import Config
-from tula_cli.models.choice.offers import Offers
 from tula_cli.models.efficiency import (
     Noise,
     compute_equivalent_constant_noise,
     compute_equivalent_epochs,
-    predict_same_progress,
+    with_same_progress,
 )
-from tula_cli.models.forecast import Forecast
+from tula_cli.models.estimator import Estimator
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import EarlyStopping
 
@@ -25,8 +25,8 @@ def job(ramp: object, method: str = "lrs", **search: object) -> JobSpec:
     return spec(train={"method": method, "ramp": ramp, "epochs": 10, "reference_batch": 32}, search=search)
 
 
-def forecast(ramp: object, **how: object) -> Forecast:
-    return Forecast.from_results(job(ramp, **how), probe_all(TRUTH, PROBES))  # type: ignore[arg-type]
+def forecast(ramp: object, **how: object) -> Estimator:
+    return Estimator.fit(job(ramp, **how), probe_all(TRUTH, PROBES))  # type: ignore[arg-type]
 
 
 def test_a_training_takes_the_sum_over_its_stages() -> None:
@@ -58,7 +58,7 @@ def test_a_training_that_ends_early_has_taken_its_stages_whole() -> None:
 def test_epochs_that_are_not_trained_take_nothing() -> None:
     subject = job("auto")
     train = subject.train.model_copy(update={"early_stopping": EarlyStopping(epochs=1)})
-    short = Forecast.from_results(subject.model_copy(update={"train": train}), probe_all(TRUTH, PROBES))
+    short = Estimator.fit(subject.model_copy(update={"train": train}), probe_all(TRUTH, PROBES))
     row = short.predict(Config(2, 256))
     assert [(stage.batch, stage.steps) for stage in row.stages] == [(32, 200), (64, 100), (128, 0)]
     assert row.parts is not None
@@ -80,7 +80,7 @@ def test_spot_nodes_wait_for_the_stages_too() -> None:
     rows = []
     for ramp in (None, "auto"):
         subject = job(ramp).model_copy(update={"pricing": spec(pricing=price).pricing})
-        row = Forecast.from_results(subject, probe_all(TRUTH, PROBES)).on_spot(forecast(ramp).predict(Config(2, 256)))
+        row = Estimator.fit(subject, probe_all(TRUTH, PROBES)).predict_on_spot(forecast(ramp).predict(Config(2, 256)))
         assert row is not None
         rows.append(row.hours / forecast(ramp).predict(Config(2, 256)).hours)
     assert rows[0] == pytest.approx(rows[1], rel=0.05)
@@ -103,7 +103,7 @@ def test_what_a_training_would_refuse_to_begin_at_is_not_offered_and_stays_to_fa
 
 def test_a_stage_of_which_nothing_tells_takes_as_long_as_the_training_and_that_is_said() -> None:
     results = probe_all(TRUTH, {2: (128,), 4: (128,)})
-    subject = Forecast.from_results(job("auto"), results)
+    subject = Estimator.fit(job("auto"), results)
     row = subject.predict(Config(2, 256))
     assert {stage.step_time for stage in row.stages} == {row.step_time}
     assert "stage-times-not-measured" in codes(subject.warnings)
@@ -112,17 +112,18 @@ def test_a_stage_of_which_nothing_tells_takes_as_long_as_the_training_and_that_i
 
 def test_the_same_progress_knows_that_stages_lose_less() -> None:
     noise = Noise(scale=100.0, low=80.0, high=120.0, error=10.0, probes=4)
+    rows = [Candidates.from_predictions([forecast(ramp).predict(Config(2, 256))]) for ramp in (None, "auto")]
     plain, grown = (
-        predict_same_progress(Offers.of([forecast(ramp).predict(Config(2, 256))]), epochs=10, reference=32, noise=noise)
-        for ramp in (None, "auto")
+        with_same_progress(row, epochs=10, reference=32, noise=noise).prediction(0).same_progress for row in rows
     )
+    assert plain is not None and grown is not None
     whole = compute_equivalent_constant_noise(100.0, reference=32, epochs=10)
     at = {batch: compute_equivalent_epochs(10, batch, reference=32, noise=whole) for batch in (32, 64, 128, 256)}
-    assert plain.epochs[0] == pytest.approx(at[256]) and at[32] == pytest.approx(10)
+    assert plain.epochs == pytest.approx(at[256]) and at[32] == pytest.approx(10)
     shares = {32: 0.05, 64: 0.05, 128: 0.05, 256: 0.85}
-    assert grown.epochs[0] == pytest.approx(1 / sum(share / at[batch] for batch, share in shares.items()))
-    assert grown.epochs[0] < plain.epochs[0]
-    assert grown.epochs_alike[0] == pytest.approx(10), "where every sample counts alike a batch loses nothing"
+    assert grown.epochs == pytest.approx(1 / sum(share / at[batch] for batch, share in shares.items()))
+    assert grown.epochs < plain.epochs
+    assert grown.epochs_alike == pytest.approx(10), "where every sample counts alike a batch loses nothing"
 
 
 def test_what_is_left_behind_the_stages_takes_less_than_its_share_of_the_epochs() -> None:

@@ -42,11 +42,11 @@ def test_more_nodes_than_were_measured_are_less_certain_and_not_any_number() -> 
 
 def test_all_at_once_is_the_same_as_one_by_one() -> None:
     found = fit_step_time([overlapped(n, b) for n, b in GRID], collective="ring")
-    seconds, low, high = found.predict_all([2, 6, 16], [1, 1, 1], [16, 48, 512])
+    together = found.predict_all([2, 6, 16], [1, 1, 1], [16, 48, 512])
     for index, (nodes, batch) in enumerate([(2, 16), (6, 48), (16, 512)]):
         estimate = found.predict(nodes, 1, batch)
         assert (estimate.seconds, estimate.low, estimate.high) == pytest.approx(
-            (seconds[index], low[index], high[index])
+            (together.seconds[index], together.low[index], together.high[index])
         )
 
 

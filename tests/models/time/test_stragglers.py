@@ -5,7 +5,7 @@ import pytest
 from make_results import Truth, measured, probe_all, shared_storage, spec
 from read_diagnostics import values
 
-from tula_cli.models.forecast import Forecast
+from tula_cli.models.estimator import Estimator
 from tula_cli.models.time.stragglers import find_gradient_bytes, find_stragglers, fit_with_stragglers
 from tula_cli.run.records.base import Components, ModelStates, PeakMemory
 from tula_cli.run.records.probes import Measured, RankPace
@@ -59,7 +59,7 @@ def test_steps_that_wait_for_other_ranks_the_longer_the_larger_the_batch_are_rec
                 found = fit.predict(probe.nodes, 1, probe.local_batch)
                 assert found.low is not None and found.high is not None
                 inside.append(found.low <= probe.step_times[0] <= found.high)
-        assert Forecast.from_results(job, seen).held_up
+        assert Estimator.fit(job, seen).held_up
     assert np.mean(inside) > 0.7
 
 

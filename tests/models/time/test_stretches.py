@@ -11,7 +11,7 @@ import pytest
 from make_results import Truth, measured, spec
 from read_diagnostics import codes
 
-from tula_cli.models.forecast import Forecast
+from tula_cli.models.estimator import Estimator
 from tula_cli.models.observations import as_observation
 from tula_cli.models.time import steptime, stretches
 from tula_cli.models.time.noise import Z90
@@ -152,7 +152,8 @@ def unseen(seen: Sequence[Observation]) -> tuple[float, float, float]:
     """Return the mean error at the neighbours, the share of them inside their intervals, and how wide these are."""
     fit = steptime.fit_step_time(seen, collective="ring")
     nodes, local_batches = zip(*NEAR, strict=True)
-    seconds, low, high = fit.predict_all(nodes, [1] * len(NEAR), local_batches)
+    steps = fit.predict_all(nodes, [1] * len(NEAR), local_batches)
+    seconds, low, high = steps.seconds, steps.low, steps.high
     truth = np.array([TRUTH.step_time(*place) for place in NEAR])
     held = np.mean((low <= truth) & (truth <= high))
     return float(np.abs(seconds / truth - 1).mean()), float(held), float(np.log(high / low).mean())
@@ -172,17 +173,17 @@ def test_a_training_at_the_choice_betters_what_is_predicted_of_its_neighbours() 
 
 def test_the_fit_says_how_many_of_its_observations_are_trainings() -> None:
     probes = [measured(TRUTH, nodes, b) for nodes, own in PROBES.items() for b in own]
-    forecast = Forecast.from_results(spec(), probes, trained=[trained(0.1), trained(0.102, until=5.0)])
+    forecast = Estimator.fit(spec(), probes, trained=[trained(0.1), trained(0.102, until=5.0)])
     assert "(8 probes and 2 trainings, " in forecast.steps.words
     row = next(row for row in forecast.predictions() if (row.nodes, row.batch) == (8, 512))
     assert row.measured and row.trained == "ab12cd34" and row.step_time == pytest.approx(0.101, rel=1e-3)
     assert "fit-misses" not in codes(forecast.warnings)
-    before = Forecast.from_results(spec(), probes)
+    before = Estimator.fit(spec(), probes)
     assert "training" not in before.steps.words and not any(row.trained for row in before.predictions())
 
 
 def test_a_training_on_more_nodes_than_any_probe_had_is_no_extrapolation() -> None:
     probes = [measured(TRUTH, nodes, b) for nodes in (2, 4) for b in (8, 128)]
-    rows = Forecast.from_results(spec(), probes, trained=[trained(0.11)]).predictions([8])
+    rows = Estimator.fit(spec(), probes, trained=[trained(0.11)]).predictions([8])
     assert not any(row.further for row in rows)
-    assert all(row.further for row in Forecast.from_results(spec(), probes).predictions([8]))
+    assert all(row.further for row in Estimator.fit(spec(), probes).predictions([8]))

@@ -12,7 +12,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.services.recommend import recommend
-from tula_cli.services.recommendation.measured import MAX_TRAININGS, make_forecast_of_recommendation
+from tula_cli.services.recommendation.measured import MAX_TRAININGS, fit_estimator_of_recommendation
 from tula_cli.show import recommend as show_recommend
 from tula_cli.show import tables
 from tula_cli.spec.job import JobSpec
@@ -84,7 +84,7 @@ def test_the_next_answer_has_learnt_from_a_training(run: RunDir) -> None:
 
 def test_what_is_trained_is_predicted_as_it_was_recommended(run: RunDir) -> None:
     train(run, 1.15 * TRUTH.step_time(2, 64))
-    forecast = make_forecast_of_recommendation(run, run.spec())
+    forecast = fit_estimator_of_recommendation(run, run.spec())
     assert forecast.predictions()[0] == ask(run).rows[0].model_copy(update={"pareto": False, "same_progress": None})
 
 

@@ -6,17 +6,15 @@ import pytest
 from make_results import Truth, probe_all, spec
 
 from tula_cli.models.choice.grid import Config
-from tula_cli.models.forecast import Forecast
+from tula_cli.models.estimator import Estimator
 from tula_cli.models.ramp.stage_nodes import describe_stage_nodes
 from tula_cli.services.recommendation.alternatives import describe_alternatives, predict_ramp_alternatives
 
 
-def forecast(by: str, **train: object) -> Forecast:
+def forecast(by: str, **train: object) -> Estimator:
     own = {"method": "lrs", "ramp": "auto", "epochs": 10, "reference_batch": 32, **train}
     subject = spec(train=own, search={"nodes": [1, 2, 4, 8]})
-    found = Forecast.from_results(
-        subject, probe_all(Truth(dataset_size=12_800), {1: (16, 32, 64, 128, 256), 8: (2, 64)})
-    )
+    found = Estimator.fit(subject, probe_all(Truth(dataset_size=12_800), {1: (16, 32, 64, 128, 256), 8: (2, 64)}))
     return replace(found, stages_by=by)  # type: ignore[arg-type]
 
 

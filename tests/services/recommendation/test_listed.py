@@ -10,11 +10,12 @@ import pytest
 from make_results import Truth, inspected, probe_all, spec, with_noise
 
 from tula_cli.cli import app
-from tula_cli.models.choice import offers
+from tula_cli.models.choice import candidates
 from tula_cli.models.choice.grid import Config
-from tula_cli.models.forecast import Forecast
+from tula_cli.models.estimator import Estimator
 from tula_cli.query import Query
 from tula_cli.run.directory import RunDir
+from tula_cli.run.frames import read_records
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.services import search
 from tula_cli.services.recommend import recommend, store_answer
@@ -71,10 +72,12 @@ def test_of_few_all_are_listed(run: RunDir) -> None:
 
 def test_a_record_is_made_only_of_what_is_listed(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    monkeypatch.setattr(offers, "Prediction", lambda **fields: made.append(fields) or Prediction(**fields))
+    monkeypatch.setattr(
+        candidates, "read_records", lambda frame, kind: made.extend(frame.index) or read_records(frame, kind)
+    )
     answer = ask(run)
     store_answer(run, run.spec(), answer)
-    assert len(made) < len(answer.offers) / 2
+    assert len(made) < len(answer.candidates) / 2
 
 
 def test_the_table_holds_what_was_measured_and_listed_and_all_where_that_is_asked(run: RunDir) -> None:
@@ -85,7 +88,7 @@ def test_the_table_holds_what_was_measured_and_listed_and_all_where_that_is_aske
     every = table(run)
     assert set(listed) == places(answer.recommendation.rows) | {(n, n * b) for n, sizes in PLAN.items() for b in sizes}
     assert set(every) == {
-        (config.nodes, config.batch) for config in Forecast.from_results(MANY, run.results()).candidates()
+        (config.nodes, config.batch) for config in Estimator.fit(MANY, run.results()).configurations()
     }
     assert all(every[place] == line for place, line in listed.items())
     kept = run.recommendation()
@@ -117,8 +120,8 @@ def test_reasons_beyond_some_are_told_together(run: RunDir) -> None:
 def test_a_search_weighs_the_best_of_each_batch_and_what_was_measured(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forecast = Forecast.from_results(MANY, run.results())
-    fitting = set(forecast.candidates())
+    forecast = Estimator.fit(MANY, run.results())
+    fitting = set(forecast.configurations())
     monkeypatch.setattr(search, "_MAX_WEIGHED", 10**6)
     whole = search._select_weighed(forecast, fitting)
     monkeypatch.setattr(search, "_MAX_WEIGHED", 9)

@@ -7,16 +7,15 @@ import functools
 import math
 import sys
 import warnings
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from tula_cli.models.choice.columns import Flags, Floats, Ints
-from tula_cli.models.choice.offers import Offers
+from tula_cli.models.choice.candidates import Candidates
+from tula_cli.models.choice.columns import Floats, Ints
 from tula_cli.models.time.noise import Z90
 from tula_cli.models.time.steptime import StepTimeFit
 from tula_cli.query import Curve, Objective
@@ -141,52 +140,6 @@ def count_knee_shares(batches: NDArray[np.int_], log_values: Floats) -> dict[int
     return {batch: float(np.mean(best_values == batch)) for batch in inside if (best_values == batch).any()}
 
 
-# --- The Pareto front
-
-
-def find_pareto_front(points: ArrayLike) -> Flags:
-    """Return for each point whether no other is as small in all values and smaller in one, shape (n,).
-
-    Equal points do not dominate each other: either all of them are in the front, or none.
-
-    Args:
-        points: two or three values to minimise, for example time and cost, shape (n, values).
-    """
-    values = np.asarray(points, dtype=float)
-    if not len(values):
-        return np.zeros(0, dtype=bool)
-    order = np.lexsort(values.T[::-1])
-    new = np.append(True, (values[order[1:]] != values[order[:-1]]).any(axis=1))
-    rest = values[order[new]][:, 1:].tolist()  # ascending by the first value: nothing is beaten by what comes after it
-    inside = np.array(_flag_undominated([(row[0], row[-1]) for row in rest]))
-    on_front = np.zeros(len(values), dtype=bool)
-    on_front[order] = inside[np.cumsum(new) - 1]
-    return on_front
-
-
-def _flag_undominated(points: list[tuple[float, float]]) -> list[bool]:
-    """Return for each point whether no earlier one is as small in both values."""
-    firsts: list[float] = []  # of those that no other one before is as small as: ascending, and their seconds falling
-    seconds: list[float] = []
-    inside = []
-    for first, second in points:
-        place = bisect_right(firsts, first)
-        inside.append(not place or seconds[place - 1] > second)
-        if not inside[-1]:
-            continue
-        start = end = bisect_left(firsts, first, hi=place)
-        while end < len(seconds) and seconds[end] >= second:
-            end += 1
-        firsts[start:end], seconds[start:end] = [first], [second]
-    return inside
-
-
-def mark_pareto(rows: Offers) -> Offers:
-    """Mark the rows in the Pareto front of time, cost and, if all rows have it, energy."""
-    energy = [rows.kwh] if not np.isnan(rows.kwh).any() else []
-    return replace(rows, pareto=find_pareto_front(np.stack([rows.hours, rows.cost, *energy], axis=1)))
-
-
 # --- Objectives
 
 Quantity = Literal["time", "cost", "accuracy-time", "energy"]
@@ -213,49 +166,49 @@ class Choice:
     runners_up: tuple[Prediction, ...]
 
 
-def choose(
-    predictions: Offers | Iterable[Prediction], *, objective: Objective, curve: Curve = "time", among: str = "feasible"
-) -> Choice:
+def choose(candidates: Candidates, *, objective: Objective, curve: Curve = "time", among: str = "feasible") -> Choice:
     """Choose among feasible configurations.
 
     Args:
-        predictions: at least one.
+        candidates: at least one.
         objective: time and cost minimise that quantity; knee selects the batch beyond which `curve` hardly falls;
             accuracy-time minimises the time to the same progress, and energy the kWh, which every prediction must then
             have.
         curve: the curve in which the knee is sought; ignored by the other objectives.
         among: property that the configurations share, for the wording of the reason.
     """
-    rows = predictions if isinstance(predictions, Offers) else Offers.of(predictions)
-    assert len(rows), "choose among at least one configuration"
-    return _choose_knee(rows, curve) if objective == "knee" else _choose_least(rows, objective, among)
+    assert len(candidates), "choose among at least one configuration"
+    return _choose_knee(candidates, curve) if objective == "knee" else _choose_least(candidates, objective, among)
 
 
-def find_envelope(predictions: Offers | Iterable[Prediction], *, curve: Quantity = "time") -> tuple[Prediction, ...]:
+def find_envelope(rows: Iterable[Prediction], *, curve: Quantity = "time") -> tuple[Prediction, ...]:
     """Return the best configuration (fastest, cheapest ...) of each batch, ascending by batch."""
-    rows = predictions if isinstance(predictions, Offers) else Offers.of(predictions)
-    return rows.take(find_best_of_each_batch(rows, curve)).records()
+    return _find_envelope_of_table(Candidates.from_predictions(rows), curve)
 
 
-def find_best_of_each_batch(rows: Offers, curve: Quantity) -> Ints:
+def _find_envelope_of_table(rows: Candidates, curve: Quantity) -> tuple[Prediction, ...]:
+    return rows.take(find_best_of_each_batch(rows, curve)).predictions()
+
+
+def find_best_of_each_batch(rows: Candidates, curve: Quantity) -> Ints:
     """Return the indices of the best row at each batch, ascending by batch."""
     order = _sort_rows(rows, curve)
-    indices: Ints = order[np.unique(rows.batch[order], return_index=True)[1]]
+    indices: Ints = order[np.unique(rows["batch"][order], return_index=True)[1]]
     return indices
 
 
-def find_best_few(rows: Offers, curve: Quantity, *, most: int) -> Ints:
+def find_best_few(rows: Candidates, curve: Quantity, *, most: int) -> Ints:
     """Return the indices of at most `most` rows, an equal number of the best at each batch, in their order."""
     if len(rows) <= most:
         return np.arange(len(rows))
     order = _sort_rows(rows, curve)
-    by_batch = order[np.argsort(rows.batch[order], kind="stable")]
-    first = np.unique(rows.batch[by_batch], return_index=True, return_inverse=True)
+    by_batch = order[np.argsort(rows["batch"][order], kind="stable")]
+    first = np.unique(rows["batch"][by_batch], return_index=True, return_inverse=True)
     rank = np.arange(len(rows)) - first[1][first[2]]
     return np.sort(by_batch[rank < max(1, most // len(first[1]))])
 
 
-def describe_open_knees(steps: StepTimeFit, line: Offers, *, gpus_per_node: int, curve: Curve) -> str:
+def describe_open_knees(steps: StepTimeFit, line: Candidates, *, gpus_per_node: int, curve: Curve) -> str:
     """Describe how often each batch is the knee in curves sampled from the fit's posterior; empty with few batches.
 
     Args:
@@ -264,47 +217,48 @@ def describe_open_knees(steps: StepTimeFit, line: Offers, *, gpus_per_node: int,
         gpus_per_node: of all of them.
         curve: the curve in which the knee is sought.
     """
-    if len(np.unique(line.batch)) < FEWEST:
+    if len(np.unique(line["batch"])) < FEWEST:
         return ""
     line = line.take(find_best_few(line, curve, most=_MOST_DRAWN))
-    drawn = steps.draws(line.nodes, np.full(len(line), gpus_per_node), line.local_batch)
-    share_by_batch = count_knee_shares(
-        line.batch, drawn + np.log(_get_value_on_curve(line, curve)) - np.log(line.step_time)
-    )
+    drawn = steps.draws(line["nodes"], np.full(len(line), gpus_per_node), line["local_batch"])
+    share_by_batch = count_knee_shares(line["batch"], drawn + np.log(line[_COLUMNS[curve]]) - np.log(line["step_time"]))
     shares_in_words = ", ".join(f"{batch} in {share:.0%}" for batch, share in share_by_batch.items() if share >= _RARE)
     return f"; of the curves that the probes leave open the knee is {shares_in_words}" if shares_in_words else ""
 
 
-def _sort_rows(rows: Offers, curve: Quantity) -> Ints:
+def _sort_rows(rows: Candidates, curve: Quantity) -> Ints:
     """Sort by cautious value; ties by the other value, then fewer nodes and a smaller batch.
 
     Returns:
         Indices.
     """
-    other = rows.hours if curve == "cost" else rows.cost
-    return np.lexsort((rows.batch, rows.nodes, other, _compute_cautious_values(rows, curve)))
+    other = rows["hours"] if curve == "cost" else rows["cost"]
+    return np.lexsort((rows["batch"], rows["nodes"], other, _compute_cautious_values(rows, curve)))
 
 
-def _compute_cautious_values(rows: Offers, curve: Quantity) -> Floats:
+def _compute_cautious_values(rows: Candidates, curve: Quantity) -> Floats:
     """Return the values, increased by their uncertainty.
 
-    Among many uncertain forecasts the minimum is more often one that is too low by error than the best. A factor
+    All quantities except kWh have the relative uncertainty of the hours. Among many uncertain forecasts the minimum is more often one that is too low by error than the best. A factor
     exp(variance of ln time) compensates for that: negligible for intervals within 5 %, 6 % for an interval of +-50 %.
     """
-    low, _, high = _get_value_interval(rows, curve)
+    low, high = (rows["kwh_low"], rows["kwh_high"]) if curve == "energy" else (rows["hours_low"], rows["hours_high"])
     known = (low > 0) & (high > 0)  # not where they are nan
     sd = np.log(np.where(known, high, 1.0) / np.where(known, low, 1.0)) / INTERVAL
-    cautious: Floats = _get_value_on_curve(rows, curve) * np.exp(np.minimum(sd**2, _MOST_CAUTIOUS))
+    cautious: Floats = rows[_COLUMNS[curve]] * np.exp(np.minimum(sd**2, _MOST_CAUTIOUS))
     return cautious
 
 
-def _get_value_interval(row: Any, curve: Quantity) -> tuple[Any, Any, Any]:
-    """Return the value and its interval; all quantities except kWh have the relative uncertainty of the hours."""
-    return (row.kwh_low, row.kwh, row.kwh_high) if curve == "energy" else (row.hours_low, row.hours, row.hours_high)
+_COLUMNS: dict[Quantity, str] = {
+    "time": "hours",
+    "cost": "cost",
+    "accuracy-time": "same_progress_hours",
+    "energy": "kwh",
+}
+"""The column of each quantity."""
 
 
-def _get_value_on_curve(row: Any, curve: Quantity) -> Any:
-    """Return the value of a record, or the values of columns."""
+def _get_value_on_curve(row: Prediction, curve: Quantity) -> float:
     if curve == "energy":
         assert row.kwh is not None, "choose by energy where it is known"
         return row.kwh
@@ -322,8 +276,8 @@ _LEAST = {
 }
 
 
-def _choose_least(rows: Offers, curve: Quantity, among: str) -> Choice:
-    best, *others = rows.take(_sort_rows(rows, curve)[: 1 + _RUNNERS_UP]).records()
+def _choose_least(rows: Candidates, curve: Quantity, among: str) -> Choice:
+    best, *others = rows.take(_sort_rows(rows, curve)[: 1 + _RUNNERS_UP]).predictions()
     what = _LEAST[curve]
     count = f"the only {among} configuration" if len(rows) == 1 else f"of {len(rows)} {among} configurations"
     reason = f"the {what} {count}{_describe_noise_range(rows, curve)}" if len(rows) > 1 else count
@@ -331,9 +285,9 @@ def _choose_least(rows: Offers, curve: Quantity, among: str) -> Choice:
     return Choice(best, reason, tuple(others))
 
 
-def _describe_passed_over(chosen: Prediction, rows: Offers, curve: Quantity) -> str:
+def _describe_passed_over(chosen: Prediction, rows: Candidates, curve: Quantity) -> str:
     """Describe the configuration that is forecast to be better than the chosen one but is too uncertain to rely on."""
-    least = rows.record(int(np.lexsort((rows.batch, rows.nodes, _get_value_on_curve(rows, curve)))[0]))
+    least = rows.prediction(int(np.lexsort((rows["batch"], rows["nodes"], rows[_COLUMNS[curve]]))[0]))
     saved = (
         1 - _get_value_on_curve(least, curve) / _get_value_on_curve(chosen, curve)
         if _get_value_on_curve(chosen, curve)
@@ -347,27 +301,26 @@ def _describe_passed_over(chosen: Prediction, rows: Offers, curve: Quantity) -> 
     )
 
 
-def _describe_noise_range(rows: Offers, curve: Quantity) -> str:
+def _describe_noise_range(rows: Candidates, curve: Quantity) -> str:
     """Describe the best batches at both ends of the range due to the growth of the gradient noise."""
     if curve != "accuracy-time":
         return ""
-    assert rows.same_progress is not None
-    ends = (rows.same_progress.epochs_lossy, rows.same_progress.epochs_alike)
-    lossy, alike = (int(rows.batch[np.argmin(rows.hours * epochs)]) for epochs in ends)
+    ends = (rows["same_progress_epochs_lossy"], rows["same_progress_epochs_alike"])
+    lossy, alike = (int(rows["batch"][np.argmin(rows["hours"] * epochs)]) for epochs in ends)
     if lossy == alike:
         return f" (batch {alike} over the whole range of the noise)"
     return f" (over the range of the noise the best batch runs from {min(lossy, alike)} to {max(lossy, alike)})"
 
 
-def find_knee_batch(rows: Offers, curve: Curve) -> int | None:
+def find_knee_batch(rows: Candidates, curve: Curve) -> int | None:
     """Return the batch at the knee of a curve, as `choose` selects it for objective knee; None if there is no knee."""
     best = rows.take(find_best_of_each_batch(rows, curve))
-    return find_knee(best.batch.tolist(), _fit_envelope(rows, best, curve)) if len(rows) else None
+    return find_knee(best["batch"].tolist(), _fit_envelope(rows, best, curve)) if len(rows) else None
 
 
-def _choose_knee(rows: Offers, curve: Curve) -> Choice:
+def _choose_knee(rows: Candidates, curve: Curve) -> Choice:
     best = rows.take(find_best_of_each_batch(rows, curve))
-    line, values = best.records(), _fit_envelope(rows, best, curve)
+    line, values = best.predictions(), _fit_envelope(rows, best, curve)
     batches = [row.batch for row in line]
     batch = find_knee(batches, values)
     if batch is None:
@@ -386,24 +339,24 @@ def _choose_knee(rows: Offers, curve: Curve) -> Choice:
     return Choice(chosen, reason, tuple(line[place] for place in others[:_RUNNERS_UP]))
 
 
-def _fit_envelope(rows: Offers, best: Offers, curve: Curve) -> list[float]:
+def _fit_envelope(rows: Candidates, best: Candidates, curve: Curve) -> list[float]:
     """Return the least fitted value at each batch: measured values contain a single job's noise, which moves a knee."""
-    values = _get_value_on_curve(rows, curve) * _compute_fitted_over_forecast(rows)
-    return [float(values[rows.batch == batch].min()) for batch in best.batch]
+    values = rows[_COLUMNS[curve]] * _compute_fitted_over_forecast(rows)
+    return [float(values[rows["batch"] == batch].min()) for batch in best["batch"]]
 
 
-def _compute_fitted_over_forecast(rows: Offers) -> Floats:
+def _compute_fitted_over_forecast(rows: Candidates) -> Floats:
     """Return the ratio of fitted to forecast step times."""
-    return np.where(np.isnan(rows.step_fitted), 1.0, rows.step_fitted / rows.step_time)
+    return np.where(np.isnan(rows["step_fitted"]), 1.0, rows["step_fitted"] / rows["step_time"])
 
 
-def _describe_better(chosen: Prediction, rows: Offers, curve: Curve) -> str:
+def _describe_better(chosen: Prediction, rows: Candidates, curve: Curve) -> str:
     """Describe the best configuration that needs clearly less time and cost than the knee."""
-    less = (rows.hours < chosen.hours * (1 - ALIKE)) & (rows.cost < chosen.cost * (1 - ALIKE))
-    better = rows.take(less & (rows.batch != chosen.batch))
+    less = (rows["hours"] < chosen.hours * (1 - ALIKE)) & (rows["cost"] < chosen.cost * (1 - ALIKE))
+    better = rows.take(less & (rows["batch"] != chosen.batch))
     if not len(better):
         return ""
-    best = better.record(int(_sort_rows(better, curve)[0]))
+    best = better.prediction(int(_sort_rows(better, curve)[0]))
     return (
         f"; batch {best.batch} on {format_count(best.nodes)} takes {1 - best.hours / chosen.hours:.0%} less time and"
         f" {1 - best.cost / chosen.cost:.0%} less cost, where the accuracy bears that batch"
@@ -448,12 +401,12 @@ def _describe_other_knees(chosen: Prediction, line: Sequence[Prediction], curve:
     return f" (the knee may as well be at {' or '.join(str(row.batch) for row in close)})" if close else ""
 
 
-def _as_good(chosen: Prediction, rows: Offers, curve: Quantity) -> str:
+def _as_good(chosen: Prediction, rows: Candidates, curve: Quantity) -> str:
     """Name the neighbouring batches that cannot be distinguished from the chosen one.
 
     The resolution is one step of the batch.
     """
-    line = find_envelope(rows, curve=curve)
+    line = _find_envelope_of_table(rows, curve)
     larger = [row for row in line if row.batch > chosen.batch][:1]
     smaller = [row for row in line if row.batch < chosen.batch][-1:]
     alike = [row for row in smaller + larger if _are_alike(chosen, row, curve)]
@@ -466,7 +419,11 @@ def _as_good(chosen: Prediction, rows: Offers, curve: Quantity) -> str:
 def _are_alike(chosen: Prediction, other: Prediction, curve: Quantity) -> bool:
     here, there = _get_value_on_curve(chosen, curve), _get_value_on_curve(other, curve)
     low = high = here
-    least, middle, most = _get_value_interval(chosen, curve)
+    least, middle, most = (
+        (chosen.kwh_low, chosen.kwh, chosen.kwh_high)
+        if curve == "energy"
+        else (chosen.hours_low, chosen.hours, chosen.hours_high)
+    )
     if least is not None and most is not None and middle:
         low, high = here * least / middle, here * most / middle
     return bool(min(low, here * (1 - ALIKE)) <= there <= max(high, here * (1 + ALIKE)))

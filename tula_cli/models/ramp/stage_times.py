@@ -174,11 +174,12 @@ class StageTimes:
         return np.array([not self.why_not_begun(config) for config in to_configs(nodes, batch)], dtype=bool)
 
     def stages_column(self, nodes: Ints, batch: Ints) -> NDArray[np.object_]:
-        """Return the stages of configurations, shape (n,), as returned by `stages_at`; None if there are none."""
-        column = np.full(len(nodes), None, dtype=object)
+        """Return the stages of configurations, shape (n,), as returned by `stages_at`."""
+        column = np.empty(len(nodes), dtype=object)
+        column.fill(())
         if self.spec.train.stages is not None:
             for index, config in enumerate(to_configs(nodes, batch)):
-                column[index] = self.stages_at(config) or None
+                column[index] = self.stages_at(config)
         return column
 
     def count_equivalent_work(self, nodes: Ints, batch: Ints, work: WorkCount) -> WorkCount:

@@ -64,12 +64,41 @@ class Observation:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds, with a 90 % interval (None if its width is unknown)."""
+    """A step time in seconds, with a 90 % interval (None if its width is unknown)."""
 
     seconds: float
     low: float | None = None
     high: float | None = None
     fitted: float | None = None  # what the model says where seconds are measured ones
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """Step times in seconds at many configurations, with their 90 % intervals: arrays of shape (n,), nan if unknown."""
+
+    seconds: Floats
+    low: Floats
+    high: Floats
+    fitted: Floats  # by the model, where seconds are measured ones; else nan
+
+    def at(self, index: int) -> Estimate:
+        """Return the estimate at one of the configurations."""
+        low, high, fitted = (
+            None if math.isnan(column[index]) else float(column[index]) for column in (self.low, self.high, self.fitted)
+        )
+        return Estimate(float(self.seconds[index]), low, high, fitted)
+
+    def put_measured(self, index: int, measured: Estimate) -> None:
+        """Put the estimate by measurements in place of that by the model, in the arrays themselves."""
+        self.fitted[index] = self.seconds[index]
+        for column, value in ((self.seconds, measured.seconds), (self.low, measured.low), (self.high, measured.high)):
+            column[index] = math.nan if value is None else value
+
+    def scaled(self, factor: float) -> "Estimates":
+        """Return the step times multiplied by a factor, with the same relative intervals."""
+        return Estimates(
+            factor * self.seconds, factor * self.low, factor * self.high, np.full(len(self.seconds), math.nan)
+        )
 
 
 def estimate_measured(step_times: Sequence[float], repeats: float) -> Estimate:
@@ -198,20 +227,22 @@ class StepTimeFit:
         """
         if why := self.refusal(nodes, gpus_per_node, local_batch):
             raise make_prediction_error(describe_probe_place(nodes, local_batch), why)
-        seconds, low, high = self.predict_all([nodes], [gpus_per_node], [local_batch])
-        return Estimate(float(seconds[0]), float(low[0]), float(high[0]))
+        return self.predict_all([nodes], [gpus_per_node], [local_batch]).at(0)
 
-    def predict_all(
-        self, nodes: Numbers, gpus_per_node: Numbers, local_batch: Numbers
-    ) -> tuple[Floats, Floats, Floats]:
-        """Return step times and the ends of their 90 % intervals, each of shape (n,); `refusal` is not checked."""
+    def predict_all(self, nodes: Numbers, gpus_per_node: Numbers, local_batch: Numbers) -> Estimates:
+        """Return the step times at many configurations, with their intervals; `refusal` is not checked."""
         columns = [np.asarray(column, dtype=float) for column in (nodes, gpus_per_node, local_batch)]
         blocks = range(0, max(1, len(columns[0])), _BLOCK)
         blocks_predicted = [
             self.model.predict(self.points(*(column[at : at + _BLOCK] for column in columns))) for at in blocks
         ]
         log_seconds, sd = (np.concatenate(column_blocks) for column_blocks in zip(*blocks_predicted, strict=True))
-        return np.exp(log_seconds), np.exp(log_seconds - Z90 * sd), np.exp(log_seconds + Z90 * sd)
+        return Estimates(
+            seconds=np.exp(log_seconds),
+            low=np.exp(log_seconds - Z90 * sd),
+            high=np.exp(log_seconds + Z90 * sd),
+            fitted=np.full(len(log_seconds), math.nan),
+        )
 
     def repeat_deviation(self, nodes: Numbers, gpus_per_node: Numbers, local_batch: Numbers) -> Floats:
         """Return the standard deviation between one job and the mean of all jobs, as a share, shape (n,).

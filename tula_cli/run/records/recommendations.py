@@ -3,9 +3,10 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
 from tula_cli.query import Curve, Objective
+from tula_cli.run.frames import make_record_frame
 from tula_cli.run.records.base import Market, Record, RecordedText
 from tula_cli.words import is_too_wide
 
@@ -19,26 +20,26 @@ class SameProgress(Record):
     `low` and `high` bound the range due to the growth of the gradient noise and the 90 % interval of the step time.
     """
 
-    epochs: float
-    epochs_low: float
-    epochs_high: float
-    epochs_alike: float  # the end of the range where every sample counts alike
-    epochs_lossy: float  # and that where a large batch loses most
-    hours: float
-    hours_low: float
-    hours_high: float
-    cost: float
+    epochs: float = Field(description="epochs for the same progress")
+    epochs_low: float = Field(description="epochs, lower end of the range")
+    epochs_high: float = Field(description="epochs, upper end of the range")
+    epochs_alike: float = Field(description="epochs at the end of the range where every sample counts equally")
+    epochs_lossy: float = Field(description="epochs at the end of the range where a large batch loses most")
+    hours: float = Field(description="hours for the same progress")
+    hours_low: float = Field(description="hours, lower end of the range")
+    hours_high: float = Field(description="hours, upper end of the range")
+    cost: float = Field(description="cost for the same progress, in the currency of the pricing")
 
 
 class TimeParts(Record):
     """Breakdown of a training's wall-clock time; seconds."""
 
-    steps: float  # with their data and their synchronisation, and the refreshing of scaling factors
-    data: float | None  # of them, waiting for the data loader; None where no probe tells
-    evaluation: float
-    checkpoints: float
-    branches: float  # of a self-tuning training
-    rest: float  # starts and ends of the ranks; what interruptions cost
+    steps: float = Field(description="seconds of steps, with data, synchronisation and updates of scaling factors")
+    data: float | None = Field(description="seconds of the steps that wait for the data loader; None if not measured")
+    evaluation: float = Field(description="seconds of evaluations")
+    checkpoints: float = Field(description="seconds of writing checkpoints")
+    branches: float = Field(description="seconds of the branches of a self-tuning training")
+    rest: float = Field(description="seconds of starts and exits of the ranks, and the cost of interruptions")
 
     @property
     def total(self) -> float:
@@ -70,37 +71,51 @@ class StageSteps(Record):
 
 
 class Prediction(Record):
-    """A forecast of one configuration; `low` and `high` bound a 90 % interval (None if there is no residual)."""
+    """A forecast of one configuration; `low` and `high` bound a 90 % interval (None if there is no residual).
 
-    nodes: int
-    batch: int
-    local_batch: int
-    step_time: float
-    step_low: float | None
-    step_high: float | None
-    hours: float
-    hours_low: float | None
-    hours_high: float | None
-    cost: float
-    peak_memory: int | None  # bytes a GPU
-    headroom: float | None  # share of the capacity left free
-    measured: bool
-    further: bool = False  # on more nodes than any probe had
-    step_fitted: float | None = None  # what the fit says where step_time is a measured one
-    trained: str = ""  # the newest training that has measured it, beside a probe or without one; empty where none has
-    type: str = ""  # of the nodes; empty where the job names none
-    market: Market = "on_demand"  # on spot nodes hours and cost are expected values
-    same_progress: SameProgress | None = None  # None where no probe has told the gradient noise
-    refresh_share: float | None = 0.0  # of the hours, for refreshing the scaling factors; None where no probe tells
-    energy: float | None = None  # joules a step of all GPUs; None, as of the kWh, where no probe has a counter of them
-    kwh: float | None = None  # of the training, all GPUs
-    kwh_low: float | None = None
-    kwh_high: float | None = None
-    parts: TimeParts | None = None  # of the hours; None of a script
-    stages: tuple[StageSteps, ...] = ()  # before it has its own batch (train.ramp), ascending by batch
-    node_hours: float | None = None  # fewer than nodes x hours where stages run on fewer nodes; None of an older tula
-    pareto: bool = (
-        False  # nothing within the limits is better in time, cost or (where all have it) kWh and as good in all
+    Its fields, with those of `parts` and `same_progress`, are the columns of the table of candidates
+    (`frames.list_columns`): each is described here, with its unit, and nowhere else.
+    """
+
+    nodes: int = Field(description="number of nodes")
+    batch: int = Field(description="global batch: samples per optimizer step over all GPUs")
+    local_batch: int = Field(description="samples per optimizer step on one GPU")
+    step_time: float = Field(description="seconds per optimizer step")
+    step_low: float | None = Field(description="seconds per step, lower end of the interval")
+    step_high: float | None = Field(description="seconds per step, upper end of the interval")
+    hours: float = Field(description="hours of the training; expected ones on spot nodes")
+    hours_low: float | None = Field(description="hours, lower end of the interval")
+    hours_high: float | None = Field(description="hours, upper end of the interval")
+    cost: float = Field(description="cost in the currency of the pricing; expected on spot nodes")
+    peak_memory: int | None = Field(description="reserved memory of one GPU, bytes")
+    headroom: float | None = Field(description="share of a GPU's memory that remains free")
+    measured: bool = Field(description="whether a probe or training measured the step time")
+    further: bool = Field(default=False, description="whether on more nodes than any probe")
+    step_fitted: float | None = Field(default=None, description="seconds per step by the fit, if step_time is measured")
+    trained: str = Field(default="", description="signature of the newest training that measured it; empty if none")
+    type: str = Field(default="", description="node type; empty if the job names none")
+    market: Market = Field(default="on_demand", description="on_demand or spot")
+    same_progress: SameProgress | None = Field(default=None, description="None if the gradient noise was not measured")
+    refresh_share: float | None = Field(
+        default=0.0, description="share of the hours for updates of scaling factors; None if not measured"
+    )
+    energy: float | None = Field(
+        default=None, description="joules per step of all GPUs; None, as kWh, without a counter"
+    )
+    kwh: float | None = Field(default=None, description="kWh of the training, all GPUs")
+    kwh_low: float | None = Field(default=None, description="kWh, lower end of the interval")
+    kwh_high: float | None = Field(default=None, description="kWh, upper end of the interval")
+    parts: TimeParts | None = Field(default=None, description="breakdown of the hours; None for a script")
+    stages: tuple[StageSteps, ...] = Field(
+        default=(), description="stages before the training's own batch (train.ramp), ascending by batch"
+    )
+    node_hours: float | None = Field(
+        default=None,
+        description="node-hours paid for, fewer than nodes x hours if stages run on fewer nodes; None of an older tula",
+    )
+    pareto: bool = Field(
+        default=False,
+        description="whether no other row is better in time, cost or (if all have it) kWh and equal in the others",
     )
 
     @property
@@ -370,21 +385,18 @@ class Recommendation(Record):
         return "time" if objective == "result-time" else objective
 
     def frame(self) -> "pd.DataFrame":
-        """Return the rows as a table, fastest first: hours, cost, kWh, step times (seconds), peak memory (bytes)."""
-        from tula_cli.run.frames import make_frame
+        """Return the table of candidates with the rows of this answer, fastest first.
 
-        columns = [name for name in Prediction.model_fields if name not in ("same_progress", "parts")]
+        The columns are the fields of `Prediction`, those of its time parts and of the same progress (`parts_steps`,
+        `same_progress_hours`), `chosen` and `caveats`.
+        """
         caveats = self.caveats
-        return make_frame(
-            [
-                {
-                    **{name: getattr(row, name) for name in columns},
-                    "chosen": row == self.choice,
-                    "caveats": caveats.caveats_of(row),
-                }
-                for row in self.rows
-            ]
-        )
+        frame = make_record_frame(self.rows, Prediction).astype({"peak_memory": "Int64"})
+        marks: dict[str, Any] = {
+            "chosen": [row == self.choice for row in self.rows],
+            "caveats": [caveats.caveats_of(row) for row in self.rows],
+        }
+        return frame.assign(**marks)
 
     @property
     def caveats(self) -> Caveats:

@@ -6,7 +6,7 @@ from typing import Any
 
 from tula_cli.models import refresh
 from tula_cli.models.choice.grid import Config
-from tula_cli.models.forecast import Forecast
+from tula_cli.models.estimator import Estimator
 from tula_cli.models.out_of_memory import MIN_NORMALISED, cannot_accumulate, list_splits
 from tula_cli.models.ramp.stage_nodes import list_nodes_named_by_stages
 from tula_cli.models.ramp.stages import Ramp
@@ -15,39 +15,39 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.words import format_count, format_duration, format_number
 
 
-def predict_ramp_alternatives(forecast: Forecast, choice: Prediction) -> tuple[RampAlternative, ...]:
+def predict_ramp_alternatives(estimator: Estimator, choice: Prediction) -> tuple[RampAlternative, ...]:
     """Return the predicted hours and cost of a choice with a batch-size ramp, and of its alternatives without one.
 
     Empty if the batch does not grow. The nodes of the reference batch are those with the least time or cost, whichever
     determines the stages. A possible loss of accuracy at a fixed batch is not included; `tula compare` measures it.
 
     Args:
-        forecast: forecast on the node type of the choice.
+        estimator: the models of the node type of the choice.
         choice: the choice; alternatives are predicted on its market, on demand or spot.
     """
-    spec = forecast.spec
+    spec = estimator.spec
     if not choice.stages:
         return ()
+    configuration = Config(choice.nodes, choice.batch)
     predictions: dict[str, Prediction | None] = {"as chosen": choice}
     if any(stage.nodes is not None for stage in choice.stages) and not list_nodes_named_by_stages(spec):
-        predictions["its nodes throughout"] = _predict_batch(
-            _with_train_settings(forecast, ramp_nodes="same"), choice, choice.batch
-        )
+        on_its_nodes = _with_train_settings(estimator, ramp_nodes="same")
+        predictions["its nodes throughout"] = on_its_nodes.predict_if_known(configuration, choice.market)
     fixed = _with_train_settings(
-        forecast,
+        estimator,
         ramp=None,
         ramp_nodes="same",
         ramp_noise=None,
         **({"method": "lrs"} if spec.train.training_method.ramps else {}),
     )
-    predictions["a fixed batch"] = _predict_batch(fixed, choice, choice.batch)
+    predictions["a fixed batch"] = fixed.predict_if_known(configuration, choice.market)
     reference = [
         row
-        for row in fixed.offers().records()
+        for row in fixed.candidates().predictions()
         if row.batch == spec.train.reference_batch and row.market == choice.market
     ]
     if reference:
-        by_cost = forecast.stages_by == "cost"
+        by_cost = estimator.stages_by == "cost"
         predictions["the reference batch"] = min(reference, key=lambda row: row.cost if by_cost else row.hours)
     return tuple(
         RampAlternative(
@@ -57,36 +57,28 @@ def predict_ramp_alternatives(forecast: Forecast, choice: Prediction) -> tuple[R
             hours=row.hours,
             cost=row.cost,
             node_hours=row.all_node_hours,
-            steps=_count_steps(forecast, row),
+            steps=_count_steps(estimator, row),
         )
         for name, row in predictions.items()
         if row is not None
     )
 
 
-def _count_steps(forecast: Forecast, row: Prediction) -> int:
+def _count_steps(estimator: Estimator, row: Prediction) -> int:
     """Return the number of steps of a whole training, at the batches of its stages."""
-    size, epochs = forecast.dataset_size, forecast.spec.train.epochs_at_most
-    stages = forecast.trainings.stages.stage_positions(Config(row.nodes, row.batch)) if row.stages else ()
+    size, epochs = estimator.dataset_size, estimator.spec.train.epochs_at_most
+    stages = estimator.stages.stage_positions(Config(row.nodes, row.batch)) if row.stages else ()
     return sum(
         (Ramp(stages) if stages else Ramp.constant(row.batch)).remaining_steps(size=size, epochs=epochs).values()
     )
 
 
-def _with_train_settings(forecast: Forecast, **train: Any) -> Forecast:
+def _with_train_settings(estimator: Estimator, **train: Any) -> Estimator:
     settings: Mapping[str, Any] = train
     return replace(
-        forecast, spec=forecast.spec.model_copy(update={"train": forecast.spec.train.model_copy(update=dict(settings))})
+        estimator,
+        spec=estimator.spec.model_copy(update={"train": estimator.spec.train.model_copy(update=dict(settings))}),
     )
-
-
-def _predict_batch(forecast: Forecast, choice: Prediction, batch: int) -> Prediction | None:
-    """Return the forecast on the choice's nodes and market; None if it cannot run or its step time is unknown."""
-    configuration = Config(choice.nodes, batch)
-    if forecast.why_not(configuration) or forecast.why_unknown(configuration):
-        return None
-    row = forecast.predict(configuration)
-    return row if choice.market == "on_demand" else forecast.on_spot(row)
 
 
 def describe_alternatives(alternatives: tuple[RampAlternative, ...]) -> str:
@@ -131,27 +123,27 @@ def describe_decay_savings(spec: JobSpec, alternatives: tuple[RampAlternative, .
 # --- The fallback
 
 
-def predict_first_fallback(forecast: Forecast, choice: Prediction) -> Fallback | None:
+def predict_first_fallback(estimator: Estimator, choice: Prediction) -> Fallback | None:
     """Return the first out-of-memory fallback of a configuration, or None if there is none or its step time is unknown.
 
     Whether the model has a BatchNorm, which limits the fallback, is known only to the training.
 
     Args:
-        forecast: forecast on the node type of the choice.
+        estimator: the models of the node type of the choice.
         choice: the recommended configuration.
     """
-    spec = forecast.spec
+    spec = estimator.spec
     world, accumulate = choice.nodes * spec.cluster.gpus_per_node, spec.train.accumulate
     micro_batch = choice.local_batch // accumulate
     fewest = refresh.compute_max_samples_drawn(spec, choice.batch, available=micro_batch, world=world)
     limits = [(lambda samples: samples >= fewest, "AGS's small batch")]
     splits = list_splits(choice.batch, micro_batch=micro_batch, micro_batches=accumulate, limits=limits)
     if cannot_accumulate(spec) or not splits.into:
-        return _find_smaller_batch(forecast, choice)
+        return _find_smaller_batch(estimator, choice)
     split = splits.into[0]
-    row = _make_forecast_on_market(forecast, choice, forecast.predict_split(Config(choice.nodes, choice.batch), split))
+    row = estimator.predict_split(Config(choice.nodes, choice.batch), split, choice.market)
     local_batch = choice.local_batch // split
-    measured = (choice.nodes, local_batch) in forecast.probes
+    measured = (choice.nodes, local_batch) in estimator.probes
     bound = ", unless its BatchNorm forbids it" if micro_batch // split < MIN_NORMALISED else ""
     if row is None:
         return None
@@ -165,16 +157,14 @@ def predict_first_fallback(forecast: Forecast, choice: Prediction) -> Fallback |
     )
 
 
-def _find_smaller_batch(forecast: Forecast, choice: Prediction) -> Fallback | None:
+def _find_smaller_batch(estimator: Estimator, choice: Prediction) -> Fallback | None:
     """Return the next smaller batch as a fallback; None if there is none or its step time is unknown."""
-    below = [config for config in forecast.feasible([choice.nodes]) if config.batch < choice.batch]
+    below = [config for config in estimator.feasible([choice.nodes]) if config.batch < choice.batch]
     config = max(below, key=lambda config: config.batch, default=None)
-    if config is None or forecast.why_unknown(config):
-        return None
-    row = _make_forecast_on_market(forecast, choice, forecast.predict(config))
+    row = None if config is None else estimator.predict_if_known(config, choice.market)
     if row is None:
         return None
-    accumulate = forecast.spec.train.accumulate
+    accumulate = estimator.spec.train.accumulate
     return Fallback(
         batch=row.batch,
         micro_batch=row.local_batch // accumulate,
@@ -183,8 +173,3 @@ def _find_smaller_batch(forecast: Forecast, choice: Prediction) -> Fallback | No
         hours=row.hours,
         basis="measured" if row.measured else f"by the fit at local batch {row.local_batch}",
     )
-
-
-def _make_forecast_on_market(forecast: Forecast, choice: Prediction, row: Prediction | None) -> Prediction | None:
-    """Return a forecast on the market of the choice."""
-    return row if row is None or choice.market == "on_demand" else forecast.on_spot(row)

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from tula_cli.models.choice.candidates import Candidates
 from tula_cli.models.choice.columns import to_columns
 from tula_cli.models.choice.grid import Config
-from tula_cli.models.choice.offers import Offers
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Caveats, Prediction, Recommendation
@@ -37,11 +37,11 @@ class Answer:
     recommendation: Recommendation
     by_type: Mapping[str, Recommendation]  # of each node type alone, where the job names any
     all_measurements: Sequence[TypeMeasurements]
-    offers: Offers  # every feasible configuration on each market, fastest first
+    candidates: Candidates  # every feasible configuration on each market, fastest first
 
     def with_all_rows(self) -> Recommendation:
         """Return the recommendation with all feasible configurations as its rows, of which there may be 100,000."""
-        return self.recommendation.model_copy(update={"rows": self.offers.records()})
+        return self.recommendation.model_copy(update={"rows": self.candidates.predictions()})
 
     def rows_as_json(self, *, every: bool = True) -> Iterator[str]:
         """Yield rows with their caveats as JSON texts: the listed rows, or all, which are created in blocks."""
@@ -49,15 +49,15 @@ class Answer:
             caveats = self.recommendation.caveats
             yield from (_convert_row_to_json(row, caveats) for row in self.recommendation.rows)
             return
-        steps = (getattr(self.offers, name).tolist() for name in ("type", "nodes", "batch", "local_batch", "step_time"))
+        steps = (self.candidates[name].tolist() for name in ("type", "nodes", "batch", "local_batch", "step_time"))
         caveats = Caveats(self.recommendation.choice, zip(*steps, strict=True))
-        for at in range(0, len(self.offers), _BLOCK):
-            block = self.offers.take(np.arange(at, min(at + _BLOCK, len(self.offers))))
-            yield from (_convert_row_to_json(row, caveats) for row in block.records())
+        for at in range(0, len(self.candidates), _BLOCK):
+            block = self.candidates.take(np.arange(at, min(at + _BLOCK, len(self.candidates))))
+            yield from (_convert_row_to_json(row, caveats) for row in block.predictions())
 
     def with_drawn_rows(self) -> Recommendation:
         """Return the recommendation with the rows of its plots: all if there are few, else the listed ones."""
-        return self.with_all_rows() if len(self.offers) <= _MAX_ROWS_DRAWN else self.recommendation
+        return self.with_all_rows() if len(self.candidates) <= _MAX_ROWS_DRAWN else self.recommendation
 
 
 def _convert_row_to_json(row: Prediction, caveats: Caveats) -> str:
@@ -82,7 +82,7 @@ def write_answer(
     spec: JobSpec,
     all_measurements: Sequence[TypeMeasurements],
     recommendation: Recommendation,
-    every: Offers | None = None,
+    every: Candidates | None = None,
 ) -> None:
     """Write the files of an answer; recommendation.json is written last, so that if it exists, the others do too.
 
@@ -117,7 +117,7 @@ def _render_recommended_yaml(spec: JobSpec, recommendation: Recommendation, *, t
 
 
 def _make_results_table(
-    all_measurements: Sequence[TypeMeasurements], recommendation: Recommendation, every: Offers | None
+    all_measurements: Sequence[TypeMeasurements], recommendation: Recommendation, every: Candidates | None
 ) -> str:
     """Return candidates and every result as CSV, ordered by node type, nodes and local batch.
 
@@ -140,23 +140,23 @@ def _make_results_table(
     return text.getvalue()
 
 
-def _list_row_keys(rows: Sequence[Prediction] | Offers) -> Iterator[tuple[str, Config]]:
+def _list_row_keys(rows: Sequence[Prediction] | Candidates) -> Iterator[tuple[str, Config]]:
     """Yield the node type and the configuration of each forecast."""
-    if isinstance(rows, Offers):
-        columns = zip(rows.type.tolist(), rows.nodes.tolist(), rows.batch.tolist(), strict=True)
+    if isinstance(rows, Candidates):
+        columns = zip(rows["type"].tolist(), rows["nodes"].tolist(), rows["batch"].tolist(), strict=True)
         yield from ((kind, Config(nodes, batch)) for kind, nodes, batch in columns)
     else:
         yield from ((row.type, Config(row.nodes, row.batch)) for row in rows)
 
 
-def _take_rows(rows: Sequence[Prediction] | Offers, indices: Sequence[int]) -> Sequence[Prediction]:
-    return rows.take(indices).records() if isinstance(rows, Offers) else [rows[index] for index in indices]
+def _take_rows(rows: Sequence[Prediction] | Candidates, indices: Sequence[int]) -> Sequence[Prediction]:
+    return rows.take(indices).predictions() if isinstance(rows, Candidates) else [rows[index] for index in indices]
 
 
 def _list_table_lines(
     measurements: TypeMeasurements,
     recommendation: Recommendation,
-    rows: Sequence[Prediction] | Offers,
+    rows: Sequence[Prediction] | Candidates,
     within: Mapping[tuple[str, Config], Sequence[int]],
 ) -> Iterator[dict[str, Any]]:
     """Yield the lines of a node type, created in blocks: 100,000 records would take more than a gigabyte.
@@ -164,7 +164,7 @@ def _list_table_lines(
     `rows` are the forecasts within the limits; `within` maps a configuration to the indices of its forecasts.
     """
     listed = [config for kind, config in within if kind == measurements.type]
-    configs = _select_listed_configs(measurements, listed, every=isinstance(rows, Offers))
+    configs = _select_listed_configs(measurements, listed, every=isinstance(rows, Candidates))
     names = list(configs)
     for at in range(0, len(names), _BLOCK):
         block = names[at : at + _BLOCK]
@@ -189,8 +189,12 @@ def _select_listed_configs(
     """
     gpus = measurements.part.spec.cluster.gpus_per_node
     probes = {Config(result.nodes, result.local_batch * result.nodes * gpus): result for result in measurements.results}
-    forecast = measurements.forecast
-    configurations = {*probes, *listed, *(forecast.candidates() if every or forecast.count <= MAX_ROWS_LISTED else ())}
+    estimator = measurements.estimator
+    configurations = {
+        *probes,
+        *listed,
+        *(estimator.configurations() if every or estimator.count <= MAX_ROWS_LISTED else ()),
+    }
     return {config: probes.get(config) for config in sorted(configurations)}
 
 
@@ -198,12 +202,12 @@ def _make_forecasts_of_configs(
     measurements: TypeMeasurements, configs: Sequence[Config]
 ) -> tuple[dict[Config, Prediction], dict[Config, Prediction], dict[Config, str]]:
     """Return the forecasts of configurations on demand and on spot nodes, and the reasons why others have none."""
-    forecast = measurements.forecast
-    whys = {config: forecast.why_not_begun(config) or forecast.why_unknown(config) for config in configs}
-    offers = forecast.table(*to_columns([config for config, why in whys.items() if not why]))
+    estimator = measurements.estimator
+    whys = {config: estimator.why_not_begun(config) or estimator.why_unknown(config) for config in configs}
+    candidates = estimator.estimate(*to_columns([config for config, why in whys.items() if not why]))
     on_demand, on_spot = (
-        {Config(row.nodes, row.batch): row for row in rows.records()}
-        for rows in (offers, forecast.trainings.on_spot(offers))
+        {Config(row.nodes, row.batch): row for row in rows.predictions()}
+        for rows in (candidates, estimator.on_spot(candidates))
     )
     return on_demand, on_spot, whys
 
@@ -223,7 +227,7 @@ def _make_table_row(
     market, whether within the limits or not.
     """
     probe = result if isinstance(result, Measured) else None
-    gpus = measurements.forecast.spec.cluster.gpus_per_node
+    gpus = measurements.estimator.spec.cluster.gpus_per_node
     return {
         "node_type": measurements.type,
         "nodes": config.nodes,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tula_cli.models.choice.objective import Choice
-from tula_cli.models.forecast import Forecast
+from tula_cli.models.estimator import Estimator
 from tula_cli.query import Query
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
@@ -65,18 +65,18 @@ def warn_disturbed_probes(attempts: Sequence[Attempt]) -> list[str]:
     ]
 
 
-def list_choice_warnings(forecast: Forecast, choice: Choice, query: Query) -> list[str]:
+def list_choice_warnings(estimator: Estimator, choice: Choice, query: Query) -> list[str]:
     """Return the reasons why the choice may be worse than predicted."""
     chosen, warnings = choice.prediction, []
-    if forecast.steps.determined_exactly and not all(row.measured for row in (chosen, *choice.runners_up)):
+    if estimator.steps.determined_exactly and not all(row.measured for row in (chosen, *choice.runners_up)):
         warnings.append(
             "the fit is exactly determined: as many parameters as probes, so nothing tells its error;"
             " measure more (search.strategy: sweep or full) to know it"
         )
     warnings += _warn_wide_interval(chosen)
     if chosen.further:
-        warnings.append(_warn_extrapolated(forecast, chosen))
-    warnings += _warn_second_opinion(forecast, chosen)
+        warnings.append(_warn_extrapolated(estimator, chosen))
+    warnings += _warn_second_opinion(estimator, chosen)
     if chosen.headroom is not None and chosen.headroom < MEMORY_MARGIN:
         warnings.append(
             f"the choice ran in its probe, but leaves only {chosen.headroom:.0%} of the memory free (wanted: {MEMORY_MARGIN:.0%})"
@@ -85,8 +85,12 @@ def list_choice_warnings(forecast: Forecast, choice: Choice, query: Query) -> li
     latest_hours = timed.hours_high or 0.0
     if query.deadline_hours is not None and latest_hours > query.deadline_hours:
         warnings.append(f"the choice may miss the deadline: up to {latest_hours:.3g} hours (90 % interval)")
-    if chosen.market == "on_demand" and forecast.spec.pricing.spot is not None and forecast.on_spot(chosen) is None:
-        warnings.append(f"no spot nodes for {format_count(chosen.nodes)}: {_describe_why_no_spot(forecast)}")
+    if (
+        chosen.market == "on_demand"
+        and estimator.spec.pricing.spot is not None
+        and estimator.predict_on_spot(chosen) is None
+    ):
+        warnings.append(f"no spot nodes for {format_count(chosen.nodes)}: {_describe_why_no_spot(estimator)}")
     if chosen.market == "spot" and query.deadline_hours is not None:
         warnings.append("the time on spot nodes is an expected one: a run with more interruptions takes longer")
     return warnings
@@ -102,10 +106,10 @@ def _warn_wide_interval(chosen: Prediction) -> list[str]:
     ]
 
 
-def _warn_extrapolated(forecast: Forecast, chosen: Prediction) -> str:
-    most, gpus = format_count(max(nodes for nodes, _ in forecast.probes)), forecast.spec.cluster.gpus_per_node
+def _warn_extrapolated(estimator: Estimator, chosen: Prediction) -> str:
+    most, gpus = format_count(max(nodes for nodes, _ in estimator.probes)), estimator.spec.cluster.gpus_per_node
     had, follows = f"more than {most}", "how synchronisation has grown up to there"
-    if forecast.steps.levels:
+    if estimator.steps.levels:
         had, follows = (
             f"{format_count(gpus, 'GPU')} a node on more than {most}",
             "probes with other numbers of GPUs a node",
@@ -116,16 +120,16 @@ def _warn_extrapolated(forecast: Forecast, chosen: Prediction) -> str:
     )
 
 
-def _describe_why_no_spot(forecast: Forecast) -> str:
-    if forecast.saving is not None and not forecast.saving.is_known:
+def _describe_why_no_spot(estimator: Estimator) -> str:
+    if estimator.saving is not None and not estimator.saving.is_known:
         return "how often the script saves is not known until it trains (or say script.resume.checkpoint_interval)"
     return "interruptions would leave no time to get anywhere"
 
 
-def _warn_second_opinion(forecast: Forecast, chosen: Prediction) -> list[str]:
+def _warn_second_opinion(estimator: Estimator, chosen: Prediction) -> list[str]:
     """Warn if a fit without overlap, which is accurate if little is overlapped, predicts a very different step time."""
-    gpus = forecast.spec.cluster.gpus_per_node
-    second_opinion = None if chosen.measured else forecast.steps.second_opinion(chosen.nodes, gpus, chosen.local_batch)
+    gpus = estimator.spec.cluster.gpus_per_node
+    second_opinion = None if chosen.measured else estimator.steps.second_opinion(chosen.nodes, gpus, chosen.local_batch)
     if second_opinion is None or chosen.step_low is None or chosen.step_high is None:
         return []
     if (

@@ -4,14 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, SchedulerError, SpecError
+from tula_cli.models.choice.candidates import Candidates
 from tula_cli.models.choice.early_stopping import compute_remaining_share
-from tula_cli.models.choice.offers import Offers
 from tula_cli.models.cost import compute_cost
-from tula_cli.models.forecast import Forecast
+from tula_cli.models.estimator import Estimator
 from tula_cli.models.time.changes import compute_median_parts
 from tula_cli.models.time.pace import TrainingPace, scale_results_to_pace
 from tula_cli.run.directory import Part, RunDir
@@ -123,11 +121,11 @@ def scale_results_now(
     Raises:
         BadMeasurements, Infeasible: the probes cannot be fitted.
     """
-    steps, gpus = Forecast.from_results(training.part.spec, results).steps, training.pace.gpus_per_node
+    steps, gpus = Estimator.fit(training.part.spec, results).steps, training.pace.gpus_per_node
     paced_results = scale_results_to_pace(
         results,
         training.pace,
-        step_of=lambda nodes, local: float(steps.predict_all([nodes], [gpus], [local])[0][0]),
+        step_of=lambda nodes, local: steps.predict_all([nodes], [gpus], [local]).at(0).seconds,
         compute_of=lambda nodes, local: steps.compute(nodes, gpus, local),
     )
     return paced_results.results, tuple(map(str, paced_results.warnings))
@@ -169,16 +167,18 @@ def predict_continuation(training: UnfinishedTraining, choice: Prediction, stay:
 
 
 def with_continuation(
-    training: UnfinishedTraining | None, recommendation: Recommendation, rows: Offers
+    training: UnfinishedTraining | None, recommendation: Recommendation, rows: Candidates
 ) -> Recommendation:
     """Return a recommendation with the prediction for the rest of a training, if it is based on the steps of one."""
     if training is None:
         return recommendation
-    is_here = (rows.nodes == training.task.nodes) & (rows.batch == training.task.batch)
-    (positions,) = np.nonzero(
-        is_here & (rows.type == (training.part.type or "")) & (rows.market == recommendation.choice.market)
+    here = rows.select(
+        type=training.part.type or "",
+        nodes=training.task.nodes,
+        batch=training.task.batch,
+        market=recommendation.choice.market,
     )
-    stay = rows.record(int(positions[0])) if len(positions) else None
+    stay = here.prediction(0) if len(here) else None
     return recommendation.model_copy(
         update={"continuation": predict_continuation(training, recommendation.choice, stay)}
     )

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from tula_cli.errors import BadMeasurements, Infeasible
-from tula_cli.models.forecast import Forecast
+from tula_cli.models.estimator import Estimator
 from tula_cli.models.out_of_memory import find_smallest_ruled_out
 from tula_cli.models.time import growth
 from tula_cli.models.time.growth import LengthGrowth, Point
@@ -36,26 +36,26 @@ def predict_lengths(measurements: TypeMeasurements) -> tuple[tuple[SequenceLengt
     if own_length is None or not other_parts:
         return (), ""
     nodes = min(part.spec.search.nodes)
-    forecasts: dict[int, Forecast] = {own_length: measurements.forecast}
-    rows = [_predict_length(own_length, measurements.forecast, nodes=nodes, is_own_length=True)]
+    forecasts: dict[int, Estimator] = {own_length: measurements.estimator}
+    rows = [_predict_length(own_length, measurements.estimator, nodes=nodes, is_own_length=True)]
     for other_part in other_parts:
         assert other_part.length is not None
         results = other_part.run.results()
         try:
-            forecast = Forecast.from_results(other_part.spec, results, attempts=other_part.run.attempts())
+            estimator = Estimator.fit(other_part.spec, results, attempts=other_part.run.attempts())
         except (BadMeasurements, Infeasible) as error:
             rows.append(SequenceLength(length=other_part.length, own=False, nodes=nodes, note=error.message))
         else:
-            forecasts[other_part.length] = forecast
+            forecasts[other_part.length] = estimator
             failed = "; ".join(list_probe_warnings(results, (), pending=0))
-            rows.append(_predict_length(other_part.length, forecast, nodes=nodes, is_own_length=False, note=failed))
+            rows.append(_predict_length(other_part.length, estimator, nodes=nodes, is_own_length=False, note=failed))
     return tuple(sorted(rows, key=lambda row: row.length)), _describe_growth(forecasts, nodes)
 
 
 def _predict_length(
-    length: int, forecast: Forecast, *, nodes: int, is_own_length: bool, note: str = ""
+    length: int, estimator: Estimator, *, nodes: int, is_own_length: bool, note: str = ""
 ) -> SequenceLength:
-    probes = [probe for (count, _), probe in forecast.probes.items() if count == nodes]
+    probes = [probe for (count, _), probe in estimator.probes.items() if count == nodes]
     tokens = [probe.tokens for probe in probes if probe.tokens is not None]
     return SequenceLength(
         length=length,
@@ -64,28 +64,28 @@ def _predict_length(
         note=note,
         tokens=statistics.fmean(probe_tokens.real for probe_tokens in tokens) if tokens else float(length),
         padding=statistics.fmean(probe_tokens.padding for probe_tokens in tokens) if tokens else 0.0,
-        largest_batch=_find_largest_batch(forecast, nodes),
-        rows=tuple(sorted(forecast.predictions([nodes]), key=lambda row: row.batch)),
+        largest_batch=_find_largest_batch(estimator, nodes),
+        rows=tuple(sorted(estimator.predictions([nodes]), key=lambda row: row.batch)),
     )
 
 
-def _find_largest_batch(forecast: Forecast, nodes: int) -> int | None:
+def _find_largest_batch(estimator: Estimator, nodes: int) -> int | None:
     """Return the largest global batch that fits in memory, candidate or not; None if memory sets no bound."""
-    accumulate, ran = forecast.spec.train.accumulate, max(size for _, size in forecast.probes)
-    bounds = [forecast.largest_local_batch(nodes)]
-    oom = find_smallest_ruled_out(forecast.ooms, nodes, sys.maxsize, sharded=forecast.spec.train.sharded)
+    accumulate, ran = estimator.spec.train.accumulate, max(size for _, size in estimator.probes)
+    bounds = [estimator.largest_local_batch(nodes)]
+    oom = find_smallest_ruled_out(estimator.ooms, nodes, sys.maxsize, sharded=estimator.spec.train.sharded)
     if oom is not None:
         bounds.append((oom - 1) // accumulate * accumulate)
     known_bounds = [bound for bound in bounds if bound is not None]
-    return max(min(known_bounds), ran) * nodes * forecast.spec.cluster.gpus_per_node if known_bounds else None
+    return max(min(known_bounds), ran) * nodes * estimator.spec.cluster.gpus_per_node if known_bounds else None
 
 
-def _describe_growth(forecasts: dict[int, Forecast], nodes: int) -> str:
+def _describe_growth(forecasts: dict[int, Estimator], nodes: int) -> str:
     """Describe how step time and memory grow with the length; empty if fewer than two lengths were measured."""
     probes = [
         (length, probe)
-        for length, forecast in forecasts.items()
-        for (count, _), probe in forecast.probes.items()
+        for length, estimator in forecasts.items()
+        for (count, _), probe in estimator.probes.items()
         if count == nodes
     ]
     time = growth.fit_length_growth(

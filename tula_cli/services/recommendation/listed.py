@@ -2,18 +2,18 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from tula_cli.cluster.chains import MAX_LINKS, SPARE_LINKS
 from tula_cli.errors import Infeasible
 from tula_cli.models import efficiency
+from tula_cli.models.choice.candidates import Candidates
 from tula_cli.models.choice.columns import Flags, Floats, Ints
 from tula_cli.models.choice.objective import Choice, Quantity, find_best_of_each_batch
-from tula_cli.models.choice.offers import Offers
 from tula_cli.models.efficiency import Noise
-from tula_cli.models.forecast import Forecast
+from tula_cli.models.estimator import Estimator
 from tula_cli.query import Query
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Prediction
@@ -28,7 +28,7 @@ MAX_ROWS_LISTED = 40
 _MAX_FRONT_ROWS = 200
 
 
-def select_rows(rows: Offers, choice: Choice, quantity: Quantity) -> Flags:
+def select_rows(rows: Candidates, choice: Choice, quantity: Quantity) -> Flags:
     """Return which rows are listed, shape (n,); of each configuration, all markets or none.
 
     If there are many, these are the choice and the runners-up, the Pareto front (thinned out from the fastest to the
@@ -39,48 +39,47 @@ def select_rows(rows: Offers, choice: Choice, quantity: Quantity) -> Flags:
         choice: the choice among them.
         quantity: the quantity that the best of a batch minimises.
     """
-    numbers = rows.configurations()
+    numbers = rows.number_configurations()
     if numbers.max() < MAX_ROWS_LISTED:
         return np.ones(len(rows), dtype=bool)
-    worth = rows.measured.copy()
-    (front,) = np.nonzero(rows.pareto)
+    worth = rows["measured"].copy()
+    (front,) = np.nonzero(rows["pareto"])
     worth[front[np.unique(np.linspace(0, len(front) - 1, _MAX_FRONT_ROWS).round().astype(int))]] = True
     worth[find_best_of_each_batch(rows, quantity)] = True
     for row in (choice.prediction, *choice.runners_up):
-        worth |= (rows.nodes == row.nodes) & (rows.batch == row.batch) & (rows.type == row.type)
+        worth |= (rows["nodes"] == row.nodes) & (rows["batch"] == row.batch) & (rows["type"] == row.type)
     return np.isin(numbers, numbers[worth])
 
 
-def _with_progress(rows: Offers, measurements: TypeMeasurements, noise: Noise | None) -> Offers:
+def _with_progress(rows: Candidates, measurements: TypeMeasurements, noise: Noise | None) -> Candidates:
     """Return forecasts with the time and cost of the same progress added, if the gradient noise is known."""
     if noise is None:
         return rows
     spec = measurements.part.spec
-    epochs = count_trained_epochs(spec, measurements.forecast.dataset_size)
-    progress = efficiency.predict_same_progress(rows, epochs=epochs, reference=spec.train.reference_batch, noise=noise)
-    return replace(rows, same_progress=progress)
+    epochs = count_trained_epochs(spec, measurements.estimator.dataset_size)
+    return efficiency.with_same_progress(rows, epochs=epochs, reference=spec.train.reference_batch, noise=noise)
 
 
 def select_offers_within_limits(
     all_measurements: Sequence[TypeMeasurements], query: Query, noise: Noise | None = None
-) -> Offers:
+) -> Candidates:
     """Return the forecasts within the limits, fastest first.
 
     Raises:
         Infeasible: there is none; the message names the first limit that excludes all, and the configuration closest to
             it.
     """
-    remaining = Offers.join(
-        [_with_progress(measurements.offers(query), measurements, noise) for measurements in all_measurements]
+    remaining = Candidates.concatenate(
+        [_with_progress(measurements.candidates(query), measurements, noise) for measurements in all_measurements]
     )
     if not len(remaining):
-        raise _describe_nothing_fits(all_measurements[0].forecast, query)
+        raise _describe_nothing_fits(all_measurements[0].estimator, query)
     remaining = select_within_bins(remaining, all_measurements)
     for limit in _list_limits(query):
         values = limit.values(_with_limited_columns(remaining, query))
         if not (values <= limit.maximum).any():
-            closest = remaining.take([np.lexsort((remaining.hours, values))[0]])
-            (row,) = _with_limited_columns(closest, query).records()
+            closest = remaining.take([np.lexsort((remaining["hours"], values))[0]])
+            row = _with_limited_columns(closest, query).prediction(0)
             described = describe_configuration(row, all_measurements[0].part.spec.pricing.currency)
             raise Infeasible(
                 f"no configuration is within {limit.description}; the closest is {described}",
@@ -96,21 +95,21 @@ class _Limit:
 
     description: str
     maximum: float
-    values: Callable[[Offers], Floats | Ints]
+    values: Callable[[Candidates], Floats | Ints]
 
 
 def _list_limits(query: Query) -> Iterator[_Limit]:
     """Yield the limits of a query, in the order in which they are applied."""
     progress = " to the same progress" if query.same_progress else ""
     if query.max_nodes is not None:
-        yield _Limit(f"at most {query.max_nodes:g} nodes", query.max_nodes, lambda rows: rows.nodes)
+        yield _Limit(f"at most {query.max_nodes:g} nodes", query.max_nodes, lambda rows: rows["nodes"])
     if query.max_batch is not None:
-        yield _Limit(f"a batch of at most {query.max_batch:g}", query.max_batch, lambda rows: rows.batch)
+        yield _Limit(f"a batch of at most {query.max_batch:g}", query.max_batch, lambda rows: rows["batch"])
     if query.deadline_hours is not None:
         deadline = f"a deadline of {_describe_deadline(query.deadline_hours)}{progress}"
-        yield _Limit(deadline, query.deadline_hours, lambda rows: rows.hours)
+        yield _Limit(deadline, query.deadline_hours, lambda rows: rows["hours"])
     if query.budget is not None:
-        yield _Limit(f"a budget of {query.budget:g}{progress}", query.budget, lambda rows: rows.cost)
+        yield _Limit(f"a budget of {query.budget:g}{progress}", query.budget, lambda rows: rows["cost"])
 
 
 def _describe_deadline(hours: float) -> str:
@@ -119,11 +118,11 @@ def _describe_deadline(hours: float) -> str:
     return f"{hours:g} h" if duration.endswith(" h") else f"{hours:g} h ({duration})"
 
 
-def _with_limited_columns(rows: Offers, query: Query) -> Offers:
+def _with_limited_columns(rows: Candidates, query: Query) -> Candidates:
     """Return the rows with the hours and cost that the query limits: those of the same progress, if it is about it."""
-    if not query.same_progress or not rows.same_progress:
+    if not query.same_progress or not rows.has_same_progress:
         return rows
-    return replace(rows, hours=rows.same_progress.hours, cost=rows.same_progress.cost)
+    return rows.with_columns({name: rows[f"same_progress_{name}"] for name in ("hours", "cost")})
 
 
 def describe_configuration(row: Prediction, currency: str) -> str:
@@ -135,11 +134,11 @@ def describe_configuration(row: Prediction, currency: str) -> str:
     )
 
 
-def _describe_nothing_fits(forecast: Forecast, query: Query) -> Infeasible:
+def _describe_nothing_fits(estimator: Estimator, query: Query) -> Infeasible:
     """Return an error with the reason why the first candidate on the requested nodes cannot run, or is not known."""
     on = f" on {format_count(query.nodes)}" if query.nodes is not None else ""
-    tried = forecast.candidates(query.node_counts)
-    whys = (forecast.why_not_begun(config) or forecast.why_unknown(config) for config in tried)
+    tried = estimator.configurations(query.node_counts)
+    whys = (estimator.why_not_begun(config) or estimator.why_unknown(config) for config in tried)
     why = next(filter(None, whys), "no batch divides among its GPUs")
     hint = (
         "tula recommend without --nodes shows those that are" if on else "tula check tells what is searched, and where"
@@ -163,7 +162,7 @@ def find_restart_seconds(measurements: TypeMeasurements) -> tuple[float, float]:
     )
 
 
-def fits_wall_time(rows: Offers, measurements: TypeMeasurements) -> Flags:
+def fits_wall_time(rows: Candidates, measurements: TypeMeasurements) -> Flags:
     """Return which configurations of one node type can be trained within the wall-time bins, shape (n,).
 
     A training fits in one job, or in a chain with no more jobs than are submitted, each of which has time left after
@@ -173,15 +172,15 @@ def fits_wall_time(rows: Offers, measurements: TypeMeasurements) -> Flags:
     if not slurm.limits:
         return np.ones(len(rows), dtype=bool)
     start, save = (seconds / 60 for seconds in find_restart_seconds(measurements))
-    limits: Floats = np.array([slurm.job_minutes(int(nodes)) for nodes in rows.nodes], dtype=float)
-    minutes = 60 * rows.hours
+    limits: Floats = np.array([slurm.job_minutes(int(nodes)) for nodes in rows["nodes"]], dtype=float)
+    minutes = 60 * rows["hours"]
     useful = limits - start - save - _MARGIN
     most = limits + (LINKS - 1) * np.maximum(0.0, useful)
     fits: Flags = (limits > 0) & ((minutes <= limits) | ((useful > 0) & (minutes <= most)))
     return fits
 
 
-def select_within_bins(rows: Offers, measurements: Sequence[TypeMeasurements]) -> Offers:
+def select_within_bins(rows: Candidates, measurements: Sequence[TypeMeasurements]) -> Candidates:
     """Return the configurations that can be trained within the wall-time bins of their node type.
 
     Raises:
@@ -189,11 +188,11 @@ def select_within_bins(rows: Offers, measurements: Sequence[TypeMeasurements]) -
     """
     fits = np.zeros(len(rows), dtype=bool)
     for type_measurements in measurements:
-        is_of_type = rows.type == type_measurements.type
+        is_of_type = rows["type"] == type_measurements.type
         fits[is_of_type] = fits_wall_time(rows.take(is_of_type), type_measurements)
     if fits.any():
         return rows.take(fits)
-    fastest = rows.ordered().record(0)
+    fastest = rows.ordered().prediction(0)
     spec = next(
         type_measurements.part.spec for type_measurements in measurements if type_measurements.type == fastest.type
     )

@@ -12,10 +12,10 @@ import numpy as np
 
 from tula_cli.errors import BadMeasurements, Infeasible, Pending
 from tula_cli.models import efficiency
+from tula_cli.models.choice.candidates import Candidates
 from tula_cli.models.choice.grid import Config
-from tula_cli.models.choice.offers import Offers
 from tula_cli.models.efficiency import EARLY_SHARE, Noise, estimate_noise_scale
-from tula_cli.models.forecast import Forecast
+from tula_cli.models.estimator import Estimator
 from tula_cli.models.observations import NO_OTHER_SIZES, OtherSizes, TooFew
 from tula_cli.models.ramp.by_noise import HOW_TO_MEASURE, NOISE_NOT_MEASURED, NoisePath, with_epochs
 from tula_cli.models.ramp.stage_nodes import build_ramp_on_nodes
@@ -43,7 +43,7 @@ class TypeMeasurements:
 
     part: Part
     results: Results
-    forecast: Forecast
+    estimator: Estimator
     unknown: tuple[UnknownConfigurations, ...]
     pending: int
     left_out: tuple[str, ...] = ()  # trainings whose steps do not count, and why
@@ -58,15 +58,14 @@ class TypeMeasurements:
     def prefix(self) -> str:
         return f"{self.type}: " * bool(self.type)
 
-    def offers(self, query: Query) -> Offers:
-        """Return the forecasts on each market."""
-        offers = self.forecast.offers(query.node_counts)
-        return replace(offers, type=np.full(len(offers), self.type))
+    def candidates(self, query: Query) -> Candidates:
+        """Return the candidates of this node type, on each market."""
+        return self.estimator.candidates(query.node_counts).with_columns({"type": self.type})
 
     @property
     def trained(self) -> tuple[TrainedSteps, ...]:
         """The trainings whose steps are used in the fit, each with the step time of the probe of its configuration."""
-        probes = self.forecast.probes
+        probes = self.estimator.probes
         return tuple(
             steps.model_copy(
                 update={
@@ -75,7 +74,7 @@ class TypeMeasurements:
                     else None
                 }
             )
-            for configuration, steps_here in self.forecast.trained.items()
+            for configuration, steps_here in self.estimator.trained.items()
             for steps in steps_here
         )
 
@@ -85,15 +84,15 @@ class TypeMeasurements:
         Raises:
             BadMeasurements: too little was measured.
         """
-        trained = [steps for steps_here in self.forecast.trained.values() for steps in steps_here]
-        probes = self.forecast.probes.values()
-        priors = self.forecast.steps.priors
+        trained = [steps for steps_here in self.estimator.trained.values() for steps in steps_here]
+        probes = self.estimator.probes.values()
+        priors = self.estimator.steps.priors
         return validate_strategies(self.part.spec, probes, trained=trained, others=self.others, priors=priors)
 
     def other_market(self, row: Prediction) -> Prediction | None:
         """Return the forecast of the same configuration on the other market."""
-        on_demand = self.forecast.predict(Config(row.nodes, row.batch))
-        other_prediction = self.forecast.on_spot(on_demand) if row.market == "on_demand" else on_demand
+        on_demand = self.estimator.predict(Config(row.nodes, row.batch))
+        other_prediction = self.estimator.predict_on_spot(on_demand) if row.market == "on_demand" else on_demand
         return other_prediction and other_prediction.model_copy(update={"type": row.type})
 
 
@@ -126,8 +125,10 @@ def gather_measurements(
             results, pending_here = results_of[part.type], pending.get(part.type, 0)
             observations = TrainingObservations() if at_a_pace else trainings(part)
             sizes = NO_OTHER_SIZES if at_a_pace else read_measurements_of_other_sizes(part, trainings)
-            forecast = _fit_forecast(part, results, observations.found, others=sizes, noise=noise, pending=pending_here)
-            measurements = _make_type_measurements(part, results, forecast, query, observations, pending=pending_here)
+            estimator = _fit_estimator(
+                part, results, observations.found, others=sizes, noise=noise, pending=pending_here
+            )
+            measurements = _make_type_measurements(part, results, estimator, query, observations, pending=pending_here)
             all_measurements.append(replace(measurements, others=sizes))
         except (Pending, BadMeasurements, Infeasible) as error:
             errors.append((part, error))
@@ -139,15 +140,15 @@ def gather_measurements(
 def _make_type_measurements(
     part: Part,
     results: Results,
-    forecast: Forecast,
+    estimator: Estimator,
     query: Query,
     observations: TrainingObservations,
     *,
     pending: int,
 ) -> TypeMeasurements:
-    unknown = _list_unknown_configurations(forecast, query)
-    _require_enough(forecast, unknown, pending=pending)
-    return TypeMeasurements(part, results, forecast, unknown, pending, observations.left_out)
+    unknown = _list_unknown_configurations(estimator, query)
+    _require_enough(estimator, unknown, pending=pending)
+    return TypeMeasurements(part, results, estimator, unknown, pending, observations.left_out)
 
 
 def find_gradient_noise_of_job(all_measurements: Sequence[TypeMeasurements], *, needed: bool) -> Noise | None:
@@ -185,7 +186,7 @@ _DDP = "DistributedDataParallel on two or more GPUs, and probes that the script 
 
 def warn_no_gradients(all_measurements: Sequence[TypeMeasurements]) -> list[str]:
     """Return a warning that the same progress cannot be predicted, if no probe has measured gradients."""
-    if any(probe.gradients for measurements in all_measurements for probe in measurements.forecast.probes.values()):
+    if any(probe.gradients for measurements in all_measurements for probe in measurements.estimator.probes.values()):
         return []
     return [f"nothing is told of the same progress: gradients were not measured, which of a script takes {_DDP}"]
 
@@ -198,14 +199,14 @@ def require_energy(
     Raises:
         Pending, BadMeasurements: no probe has measured it; pending probes may still do so, or there are none.
     """
-    with_power = [measurements for measurements in all_measurements if measurements.forecast.power is not None]
+    with_power = [measurements for measurements in all_measurements if measurements.estimator.power is not None]
     if with_power:
-        unknown = [measurements.type for measurements in all_measurements if measurements.forecast.power is None]
+        unknown = [measurements.type for measurements in all_measurements if measurements.estimator.power is None]
         return with_power, [
             *left_out,
             *(f"node type {name} is left out: no probe tells its energy" for name in unknown),
         ]
-    count = sum(len(measurements.forecast.probes) for measurements in all_measurements)
+    count = sum(len(measurements.estimator.probes) for measurements in all_measurements)
     raise _make_unknown_error(
         all_measurements,
         f"no probe ({count} measured) tells the energy of its steps",
@@ -238,7 +239,7 @@ def describe_epochs(chosen: Prediction, measurements: TypeMeasurements, objectiv
         f" the progress of {length} at batch {spec.train.reference_batch}; tula train runs {length}"
     )
     needed = math.ceil(same_progress.epochs)
-    if needed == count_trained_epochs(spec, measurements.forecast.dataset_size):
+    if needed == count_trained_epochs(spec, measurements.estimator.dataset_size):
         return description
     if spec.script is not None and spec.script.length.epochs is None:
         return f"{description} as it is: script.length says how long"
@@ -247,11 +248,11 @@ def describe_epochs(chosen: Prediction, measurements: TypeMeasurements, objectiv
 
 def describe_noise_basis(noise: Noise, measurements: TypeMeasurements) -> str:
     spec = measurements.part.spec
-    epochs = count_trained_epochs(spec, measurements.forecast.dataset_size)
+    epochs = count_trained_epochs(spec, measurements.estimator.dataset_size)
     return efficiency.describe_noise(noise, epochs=epochs, reference=spec.train.reference_batch)
 
 
-def make_forecast_of_recommendation(run: RunDir, spec: JobSpec, others: OtherSizes = NO_OTHER_SIZES) -> Forecast:
+def fit_estimator_of_recommendation(run: RunDir, spec: JobSpec, others: OtherSizes = NO_OTHER_SIZES) -> Estimator:
     """Return the forecast that a recommendation is made from.
 
     Args:
@@ -260,15 +261,15 @@ def make_forecast_of_recommendation(run: RunDir, spec: JobSpec, others: OtherSiz
         others: measurements with other numbers of GPUs per node, on which the recommendation is also based.
 
     Raises:
-        BadMeasurements, Infeasible: as in `Forecast.from_results`.
+        BadMeasurements, Infeasible: as in `Estimator.fit`.
     """
     results = run.results()
     observations = list_observations_from_trainings(run, spec, results)
     noise = make_noise_path([run], spec, results)
-    return _fit_forecast(Part(None, run, spec), results, observations.found, others=others, noise=noise, pending=0)
+    return _fit_estimator(Part(None, run, spec), results, observations.found, others=others, noise=noise, pending=0)
 
 
-def _fit_forecast(
+def _fit_estimator(
     part: Part,
     results: Results,
     trained: Sequence[TrainedSteps],
@@ -276,9 +277,9 @@ def _fit_forecast(
     others: OtherSizes,
     noise: NoisePath | None,
     pending: int,
-) -> Forecast:
+) -> Estimator:
     attempts, saves = part.run.attempts(), find_newest_saves(part.run)
-    fit_with = functools.partial(Forecast.from_results, attempts=attempts, saves=saves, trained=trained)
+    fit_with = functools.partial(Estimator.fit, attempts=attempts, saves=saves, trained=trained)
     try:
         return fit_with(part.spec, results, other_sizes=others, noise=noise)
     except (TooFew, Infeasible) as error:
@@ -300,28 +301,28 @@ def _make_pending_error(pending: int, why: str) -> Pending:
     )
 
 
-def _list_unknown_configurations(forecast: Forecast, query: Query) -> tuple[UnknownConfigurations, ...]:
+def _list_unknown_configurations(estimator: Estimator, query: Query) -> tuple[UnknownConfigurations, ...]:
     """Return the configurations within the limits whose step time does not follow from the probes, by reason."""
-    nodes, batch = forecast.unknown_candidates(query.node_counts)
+    nodes, batch = estimator.unknown_configurations(query.node_counts)
     max_nodes, max_batch = (np.inf if limit is None else limit for limit in (query.max_nodes, query.max_batch))
     is_within_limits = (nodes <= max_nodes) & (batch <= max_batch)
     nodes, batch = nodes[is_within_limits], batch[is_within_limits]
     groups: dict[str, UnknownConfigurations] = {}  # whatever the batch, there is one reason on a number of nodes
     for count, first_index, many in zip(*np.unique(nodes, return_index=True, return_counts=True), strict=True):
-        why = forecast.why_unknown(Config(int(count), int(batch[first_index])))
+        why = estimator.why_unknown(Config(int(count), int(batch[first_index])))
         group = groups.get(why, UnknownConfigurations(why, 0, ()))
         groups[why] = UnknownConfigurations(why, group.count + int(many), (*group.nodes, int(count)))
     return tuple(groups.values())
 
 
-def _require_enough(forecast: Forecast, unknown: Sequence[UnknownConfigurations], *, pending: int) -> None:
+def _require_enough(estimator: Estimator, unknown: Sequence[UnknownConfigurations], *, pending: int) -> None:
     """Raise Pending or BadMeasurements if the known configurations are not enough to choose from."""
     if not unknown:
         return
     why = unknown[0].why
     if pending:
         raise _make_pending_error(pending, why)
-    if len(forecast.probes) < 2:
+    if len(estimator.probes) < 2:
         raise BadMeasurements(
             f"one probe is too few to choose by: {why}", "run tula profile again; it measures what is missing"
         )

@@ -4,13 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-
 from tula_cli.cluster.launcher import Launcher
 from tula_cli.errors import BadMeasurements, Infeasible, Pending, SpecError, TulaError
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.choice.objective import find_knee_batch
-from tula_cli.models.choice.offers import Offers
 from tula_cli.query import Query
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.jobfile import list_parts_with_data
@@ -87,10 +84,8 @@ class Material:
     def _current_prediction(self, row: Prediction) -> Prediction | None:
         if self.answer is None:
             return None
-        offers = self.answer.offers
-        same = (offers.nodes == row.nodes) & (offers.batch == row.batch)
-        matching = offers.take(same & (offers.type == row.type) & (offers.market == row.market))
-        return matching.record(0) if len(matching) else None
+        matching = self.answer.candidates.select(type=row.type, nodes=row.nodes, batch=row.batch, market=row.market)
+        return matching.prediction(0) if len(matching) else None
 
     @property
     def has_other_question(self) -> bool:
@@ -139,13 +134,12 @@ class Material:
         measurements, choice = self.choice_measurements, self.choice
         if measurements is None or choice is None:
             return []
-        forecast = measurements.forecast
-        predictions = [
-            forecast.predict(configuration)
+        estimator = measurements.estimator
+        rows = [
+            estimator.predict_if_known(configuration, choice.market)
             for configuration in places
-            if not forecast.why_not_begun(configuration) and not forecast.why_unknown(configuration)
+            if not estimator.why_not_begun(configuration)
         ]
-        rows = [row if choice.market == "on_demand" else forecast.on_spot(row) for row in predictions]
         return [row.model_copy(update={"type": measurements.type}) for row in rows if row is not None]
 
     @cached_property
@@ -158,10 +152,9 @@ class Material:
         measurements, choice = self.choice_measurements, self.choice
         if measurements is None or choice is None or self.answer is None:
             return None
-        offers = self.answer.offers
-        line: Offers = offers.take((offers.type == measurements.type) & (offers.market == choice.market))
+        line = self.answer.candidates.select(type=measurements.type, market=choice.market)
         measured_line = (
-            line.take(line.measured) if measurements.forecast.held_up and bool(np.any(line.measured)) else line
+            line.take(line["measured"]) if measurements.estimator.held_up and bool(line["measured"].any()) else line
         )
         return find_knee_batch(measured_line, "time")
 

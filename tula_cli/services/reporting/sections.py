@@ -519,7 +519,7 @@ def _build_time_figure(material: Material, choice: Prediction) -> Figure:
 def _build_epoch_figure(material: Material, choice: Prediction) -> Iterator[Figure]:
     """Yield the figure of the time of an epoch's steps, without evaluation and checkpoints."""
     sizes = (
-        {measurements.type: measurements.forecast.dataset_size for measurements in material.answer.all_measurements}
+        {measurements.type: measurements.estimator.dataset_size for measurements in material.answer.all_measurements}
         if material.answer
         else {}
     )
@@ -739,10 +739,10 @@ def build_memory_section(material: Material) -> Section:
             MEMORY_TITLE,
             missing=f"memory is not known: {why}; before probes tula check --memory tells what it may be",
         )
-    model = measurements.forecast.memory.for_ranks(choice.nodes * measurements.part.spec.cluster.gpus_per_node)
+    model = measurements.estimator.memory.for_ranks(choice.nodes * measurements.part.spec.cluster.gpus_per_node)
     sizes = _list_drawn_sizes(measurements, choice.nodes)
     probes = [result for result in measurements.results if isinstance(result, Measured)]
-    if measurements.forecast.memory.sharded:  # another number of GPUs holds other shares
+    if measurements.estimator.memory.sharded:  # another number of GPUs holds other shares
         probes = [probe for probe in probes if probe.nodes == choice.nodes]
     text = [_describe_limit(measurements, choice.nodes)]
     if not model.by_component:
@@ -756,12 +756,12 @@ def build_memory_section(material: Material) -> Section:
 def _list_drawn_sizes(measurements: TypeMeasurements, nodes: int) -> list[int]:
     """Return the local batches to draw: those of the candidates on `nodes` nodes, and the measured ones."""
     gpus = measurements.part.spec.cluster.gpus_per_node
-    sizes = {config.local_batch(gpus) for config in measurements.forecast.candidates([nodes])}
-    return sorted({*sizes, *(local for _, local in measurements.forecast.probes)})
+    sizes = {config.local_batch(gpus) for config in measurements.estimator.configurations([nodes])}
+    return sorted({*sizes, *(local for _, local in measurements.estimator.probes)})
 
 
 def _describe_limit(measurements: TypeMeasurements, nodes: int) -> str:
-    capacity, largest = measurements.forecast.capacity, measurements.forecast.largest_local_batch(nodes)
+    capacity, largest = measurements.estimator.capacity, measurements.estimator.largest_local_batch(nodes)
     if capacity is None:
         return "Nothing bounds the memory of a rank (cluster.memory_per_gpu sets a limit)."
     factor, unit = choose_bytes_unit([capacity])
@@ -773,7 +773,7 @@ def _describe_limit(measurements: TypeMeasurements, nodes: int) -> str:
 def _build_memory_figure(
     measurements: TypeMeasurements, model: MemoryModel, sizes: Sequence[int], probes: Sequence[Measured], chosen: int
 ) -> Figure:
-    capacity = measurements.forecast.capacity
+    capacity = measurements.estimator.capacity
     peaks = [model.peak(size) for size in sizes]
     factor, unit = choose_bytes_unit([*peaks, *(probe.memory.peak for probe in probes)])
     position_by_size = {size: float(at) for at, size in enumerate(sizes)}
@@ -899,21 +899,21 @@ def _build_validation_figure(validations: tuple[Validation, ...]) -> Figure:
 
 def _fit_figures(material: Material, type_measurements: TypeMeasurements) -> Iterator[Figure]:
     """Yield measured step times on the choice's nodes, with the fits to all probes and to the partial search's."""
-    choice, forecast = material.choice, type_measurements.forecast
+    choice, estimator = material.choice, type_measurements.estimator
     assert choice is not None  # of which `own` is
     spec, gpus, nodes = type_measurements.part.spec, type_measurements.part.spec.cluster.gpus_per_node, choice.nodes
-    probes = forecast.probes
+    probes = estimator.probes
     partial = {
         (n, local) for n, locals_ in STRATEGIES["partial"](group_probes_by_nodes(probes)).items() for local in locals_
     }
     here = sorted(local for count, local in probes if count == nodes)
-    gaps = [config.local_batch(gpus) for config in forecast.feasible([nodes])]
-    known = [size for size in sorted({*here, *gaps}) if not forecast.steps.refusal(nodes, gpus, size)]
+    gaps = [config.local_batch(gpus) for config in estimator.feasible([nodes])]
+    known = [size for size in sorted({*here, *gaps}) if not estimator.steps.refusal(nodes, gpus, size)]
     if len(known) < 2 or not here:
         return
-    fits = {"fit to all": forecast.steps}
+    fits = {"fit to all": estimator.steps}
     if len(partial) < len(probes):
-        few = steptime.fit_step_time([as_observation(probes[place]) for place in sorted(partial)], collective=spec.cluster.collective, priors=forecast.steps.priors)  # fmt: skip
+        few = steptime.fit_step_time([as_observation(probes[place]) for place in sorted(partial)], collective=spec.cluster.collective, priors=estimator.steps.priors)  # fmt: skip
         fits["fit to the partial search's"] = few
     series = [_make_measured_series(type_measurements, here, nodes)]
     for name, fit in fits.items():
@@ -924,7 +924,7 @@ def _fit_figures(material: Material, type_measurements: TypeMeasurements) -> Ite
             Series(name, xs, tuple(1000 * estimate.seconds for estimate in estimates), tuple(estimate.low and 1000 * estimate.low for estimate in estimates),
                    tuple(estimate.high and 1000 * estimate.high for estimate in estimates), style="line")
         )  # fmt: skip
-    trained = ", and to the steps of trainings," * bool(forecast.trained)
+    trained = ", and to the steps of trainings," * bool(estimator.trained)
     yield Figure(
         "step_time_fits",
         f"Step time on {format_count(nodes)}, measured and by the models",
@@ -939,7 +939,7 @@ def _fit_figures(material: Material, type_measurements: TypeMeasurements) -> Ite
 
 
 def _make_measured_series(type_measurements: TypeMeasurements, sizes: list[int], nodes: int) -> Series:
-    gpus, probes = type_measurements.part.spec.cluster.gpus_per_node, type_measurements.forecast.probes
+    gpus, probes = type_measurements.part.spec.cluster.gpus_per_node, type_measurements.estimator.probes
     xs = tuple(float(size * nodes * gpus) for size in sizes)
     ys = tuple(1000 * compute_trimmed_mean(probes[nodes, size].step_times) for size in sizes)
     return Series("measured", xs, ys, style="points", measured=(True,) * len(sizes))

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from make_results import MIB, Truth, of_a_script, out_of_memory, probe_all, spec
 
-from tula_cli.models import cost, forecast
+from tula_cli.models import cost, estimator
 from tula_cli.models.choice.columns import to_configs
 from tula_cli.models.choice.grid import Config
-from tula_cli.models.forecast import Forecast
+from tula_cli.models.estimator import Estimator
 from tula_cli.run.records.probes import Overheads
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.spec.job import JobSpec
@@ -29,7 +29,7 @@ JOBS: dict[str, dict[str, Any]] = {
 }
 
 
-def fitted(name: str) -> Forecast:
+def fitted(name: str) -> Estimator:
     job = spec(**JOBS[name], search={"nodes": [1, 2, 3, 4, 8, 16], "min_batch": 48, "max_batch": 4096})
     truth = Truth(
         gpus_per_node=job.cluster.gpus_per_node,
@@ -38,19 +38,19 @@ def fitted(name: str) -> Forecast:
         capacity=None if name == "shares" else 600 * MIB,
     )
     ooms = [out_of_memory(4, 200, gpus_per_node=truth.gpus_per_node)] if name == "shares" else []
-    return Forecast.from_results(job, [*probe_all(truth, PLAN), *ooms])
+    return Estimator.fit(job, [*probe_all(truth, PLAN), *ooms])
 
 
 @pytest.mark.parametrize("name", JOBS)
 def test_a_table_says_of_each_configuration_what_is_said_of_it_alone(name: str) -> None:
     found = fitted(name)
-    table = found.table(*found.known_candidates())
-    assert len(table) > 10 and table.measured.any() and not table.measured.all()
-    spot = {Config(row.nodes, row.batch): row for row in found.trainings.on_spot(table).records()}
-    for config, row in zip(to_configs(*found.known_candidates()), table.records(), strict=True):
+    table = found.estimate(*found.known_configurations())
+    assert len(table) > 10 and table["measured"].any() and not table["measured"].all()
+    spot = {Config(row.nodes, row.batch): row for row in found.on_spot(table).predictions()}
+    for config, row in zip(to_configs(*found.known_configurations()), table.predictions(), strict=True):
         alone = found.predict(config)
         assert same(row, alone)
-        there = found.on_spot(alone)
+        there = found.predict_on_spot(alone)
         assert (there is None) == (config not in spot) and (there is None or same(spot[config], there))
     assert bool(spot) == ("spot" in JOBS[name].get("pricing", {}))
 
@@ -68,19 +68,17 @@ def same(one: Prediction, other: Prediction) -> bool:
 @pytest.mark.parametrize("name", JOBS)
 def test_hours_and_cost_are_those_of_the_formulas_for_single_numbers(name: str) -> None:
     found, job = fitted(name), fitted(name).spec
-    table = found.table(*found.known_candidates())
-    for here in (table, found.trainings.on_spot(table)):
-        for row in here.take(range(0, len(here), 5)).records():
+    table = found.estimate(*found.known_configurations())
+    for here in (table, found.on_spot(table)):
+        for row in here.take(range(0, len(here), 5)).predictions():
             hours, paid = one_by_one(found, job, row)
             assert (row.hours, row.cost) == pytest.approx((hours, paid), rel=1e-9)
 
 
-def one_by_one(found: Forecast, job: JobSpec, row: Prediction) -> tuple[float, float]:
+def one_by_one(found: Estimator, job: JobSpec, row: Prediction) -> tuple[float, float]:
     """Return the hours and the cost of a row, by ints and floats and the record of overheads."""
     gpus, spot = job.cluster.gpus_per_node, row.market == "spot"
-    at = found.trainings.overheads_model.overheads_at(
-        np.array([row.nodes]), np.array([row.local_batch]), np.array([row.batch])
-    )
+    at = found.overheads.overheads_at(np.array([row.nodes]), np.array([row.local_batch]), np.array([row.batch]))
     overheads = Overheads(
         startup=at.startup[0], eval_batch=at.eval_batch[0], eval_batch_size=at.eval_batch_size[0],
         checkpoint=at.checkpoint[0], refresh=at.refresh[0],
@@ -114,26 +112,26 @@ def one_by_one(found: Forecast, job: JobSpec, row: Prediction) -> tuple[float, f
 @pytest.mark.parametrize("name", ["plain", "shares"])
 def test_what_fits_and_is_known_is_what_nothing_speaks_against(name: str) -> None:
     found = fitted(name)
-    candidates = found.candidates([1, 2, 4, 8, 16, 64, 128, 256])
+    candidates = found.configurations([1, 2, 4, 8, 16, 64, 128, 256])
     told = {config: (found.why_not(config), found.why_unknown(config)) for config in candidates}
     nodes = [1, 2, 4, 8, 16, 64, 128, 256]
     assert found.feasible(nodes) == [config for config, (why, _) in told.items() if not why]
-    assert to_configs(*found.known_candidates(nodes)) == [config for config, whys in told.items() if not any(whys)]
-    assert to_configs(*found.unknown_candidates(nodes)) == [
+    assert to_configs(*found.known_configurations(nodes)) == [config for config, whys in told.items() if not any(whys)]
+    assert to_configs(*found.unknown_configurations(nodes)) == [
         config for config, (why, other) in told.items() if not why and other
     ]
-    assert 0 < len(found.known_candidates(nodes)[0]) < len(found.feasible(nodes)) < len(candidates)
+    assert 0 < len(found.known_configurations(nodes)[0]) < len(found.feasible(nodes)) < len(candidates)
 
 
 def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     found = fitted("spot")
-    whole = found.offers().records()
-    monkeypatch.setattr(forecast, "_BLOCK", 7)
-    assert all(same(*rows) for rows in zip(whole, found.offers().records(), strict=True))
+    whole = found.candidates().predictions()
+    monkeypatch.setattr(estimator, "_BLOCK", 7)
+    assert all(same(*rows) for rows in zip(whole, found.candidates().predictions(), strict=True))
 
 
 def test_a_script_that_tells_little_has_a_table_too() -> None:
-    found = Forecast.from_results(spec(), [of_a_script(probe) for probe in probe_all(Truth(), PLAN)])
-    table = found.table(*found.known_candidates())
-    assert np.isfinite(table.hours).all() and np.isnan(table.kwh).all()
-    assert same(table.record(3), found.predict(to_configs(*found.known_candidates())[3]))
+    found = Estimator.fit(spec(), [of_a_script(probe) for probe in probe_all(Truth(), PLAN)])
+    table = found.estimate(*found.known_configurations())
+    assert np.isfinite(table["hours"]).all() and np.isnan(table["kwh"]).all()
+    assert same(table.prediction(3), found.predict(to_configs(*found.known_configurations())[3]))

@@ -1,0 +1,85 @@
+import make_runs as make
+import numpy as np
+
+from tula_cli.models.choice.candidates import Candidates
+from tula_cli.run.frames import list_columns
+from tula_cli.run.records.recommendations import Prediction, Recommendation, SameProgress, StageSteps, TimeParts
+
+
+def rows() -> list[Prediction]:
+    parts = TimeParts(steps=5.0, data=None, evaluation=1.0, checkpoints=0.5, branches=0.0, rest=12.0)
+    progress = SameProgress(
+        epochs=4.0, epochs_low=3.0, epochs_high=5.0, epochs_alike=3.0, epochs_lossy=5.0, hours=1.0, hours_low=0.8,
+        hours_high=1.2, cost=3.0,
+    )  # fmt: skip
+    unknown = {"step_low": None, "hours_high": None, "peak_memory": None, "headroom": None, "measured": False}
+    stages = (StageSteps(batch=32, steps=10, share=0.1, step_time=0.1, step_low=None, step_high=None),)
+    return [
+        make.prediction(2, 128, type="fast", step_fitted=0.2, kwh=3.0, parts=parts, same_progress=progress),
+        make.prediction(2, 128, type="fast", market="spot", pareto=True, parts=parts),
+        make.prediction(4, 64, stages=stages, **unknown),
+        make.prediction(2, 128, type="slower", refresh_share=None, same_progress=progress),
+    ]
+
+
+def test_rows_of_the_table_are_the_records_that_it_was_made_of() -> None:
+    table = Candidates.from_predictions(rows())
+    assert list(table.predictions()) == rows(), "with and without nested records and stages"
+    assert isinstance(table.prediction(0).peak_memory, int), "bytes are a whole number"
+
+
+def test_every_column_is_described_and_its_values_are_those_of_the_records() -> None:
+    table, columns = Candidates.from_predictions(rows()), list_columns(Prediction)
+    assert list(table.frame.columns) == [column.name for column in columns]
+    assert all(column.description for column in columns)
+    assert {"parts_data", "same_progress_epochs", "step_time"} <= set(table.frame.columns)
+    assert table["same_progress_epochs"][0] == 4.0 and np.isnan(table["same_progress_epochs"][1])
+    assert not table.has_same_progress and table.take([0, 3]).has_same_progress
+
+
+def test_numbers_that_a_model_does_not_give_are_unknown() -> None:
+    given = {"nodes": [2], "batch": [8], "local_batch": [4], "step_time": [0.5], "hours": [1.0], "cost": [2.0]}
+    words = {"type": [""], "market": ["on_demand"], "trained": [""], "stages": [()]}
+    (row,) = Candidates.from_columns({**given, **words}).predictions()
+    assert (row.nodes, row.hours, row.kwh, row.peak_memory, row.parts, row.same_progress) == (2, 1.0, *[None] * 4)
+    assert not (row.measured or row.pareto or row.further)
+
+
+def test_rows_are_taken_and_joined_with_all_that_they_hold() -> None:
+    table = Candidates.from_predictions(rows())
+    joined = Candidates.concatenate([table.take([3, 0]), table.select(market="spot")])
+    assert list(joined.predictions()) == [rows()[index] for index in (3, 0, 1)]
+    assert not len(table.take([])) and table.take([]).predictions() == ()
+    assert table.select(type="fast", market="on_demand").prediction(0) == rows()[0]
+
+
+def test_a_configuration_is_one_on_both_markets_and_another_on_other_nodes() -> None:
+    first, spot, other, slower = Candidates.from_predictions(rows()).number_configurations()
+    assert first == spot and len({first, other, slower}) == 3
+    assert {first, other, slower} == {0, 1, 2}
+
+
+def test_the_fastest_comes_first_then_fewer_nodes_and_a_smaller_batch() -> None:
+    given = [make.prediction(4, 64, hours=1.0), make.prediction(2, 128, hours=1.0), make.prediction(2, 64, hours=1.0)]
+    found = Candidates.from_predictions([*given, make.prediction(8, 256, hours=0.5)]).ordered()
+    assert np.array_equal(found["nodes"], [8, 2, 2, 4]) and np.array_equal(found["batch"], [256, 64, 128, 64])
+
+
+def test_the_front_is_of_time_cost_and_energy_where_all_have_it() -> None:
+    def front(*kwh: float | None) -> list[bool]:
+        given = zip((1.0, 2.0, 3.0), (3.0, 3.0, 4.0), kwh, strict=True)
+        made = [make.prediction(2, 64, hours=hours, cost=cost, kwh=energy) for hours, cost, energy in given]
+        marked = Candidates.from_predictions(made).with_pareto_front()
+        return [row.pareto for row in marked.predictions()]
+
+    assert front(None, None, 1.0) == [True, False, False]
+    assert front(5.0, 5.0, 1.0) == [True, False, True]
+
+
+def test_the_table_of_a_recommendation_is_that_of_its_candidates() -> None:
+    answer: Recommendation = make.recommendation()
+    frame = answer.frame()
+    assert list(frame.columns) == [*(column.name for column in list_columns(Prediction)), "chosen", "caveats"]
+    assert frame["hours"].tolist() == [row.hours for row in answer.rows]
+    assert frame["chosen"].tolist() == [row == answer.choice for row in answer.rows]
+    assert str(frame["peak_memory"].dtype) == "Int64" and str(frame["nodes"].dtype) == "int64"

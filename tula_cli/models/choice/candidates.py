@@ -1,0 +1,141 @@
+"""The table of candidates: what can be chosen, and the forecast of a training with each."""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from tula_cli.models.choice.columns import Flags, Floats, Ints
+from tula_cli.run.frames import list_columns, make_column_frame, make_record_frame, read_records
+from tula_cli.run.records.recommendations import Prediction
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class Candidates:
+    """Configurations, each on a market, with the forecast of a training: a row each of one DataFrame.
+
+    The columns are the fields of `Prediction`, which describes them with their units; those of its nested records have
+    the record's name before theirs (`parts_steps`, `same_progress_hours`). nan stands for None. Objectives, limits and
+    the Pareto front work on columns; records are only made of rows that are shown, because 100,000 take seconds.
+    """
+
+    def __init__(self, frame: "pd.DataFrame") -> None:
+        self.frame = frame
+
+    @classmethod
+    def from_columns(cls, columns: Mapping[str, Any]) -> "Candidates":
+        """Make a table of arrays of shape (n,), by name; numbers that are not given are unknown."""
+        count = len(columns["nodes"])
+        empty = {
+            column.name: np.full(count, np.nan if column.dtype == "float64" else False)
+            for column in list_columns(Prediction)
+            if column.dtype in ("float64", "bool")
+        }
+        return cls(make_column_frame({**empty, **columns}))
+
+    @classmethod
+    def from_predictions(cls, rows: Iterable[Prediction]) -> "Candidates":
+        """Make a table of records."""
+        return cls(make_record_frame(list(rows), Prediction))
+
+    @classmethod
+    def concatenate(cls, tables: Sequence["Candidates"]) -> "Candidates":
+        """Return the rows of several tables, one after the other."""
+        import pandas as pd
+
+        return cls(pd.concat([table.frame for table in tables], ignore_index=True)) if len(tables) > 1 else tables[0]
+
+    def __len__(self) -> int:
+        return len(self.frame)
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        """Return a column as an array, shape (n,)."""
+        return self.frame[name].to_numpy()
+
+    def take(self, rows: Flags | Ints | NDArray[np.intp] | Sequence[int]) -> "Candidates":
+        """Return the flagged rows, or those with the given indices, in their order."""
+        indices = np.asarray(rows)
+        indices = np.flatnonzero(indices) if indices.dtype == bool else indices.astype(np.intp)
+        return Candidates(self.frame.take(indices).reset_index(drop=True))
+
+    def with_columns(self, columns: Mapping[str, Any]) -> "Candidates":
+        """Return the table with other values in some columns; a single value stands for every row."""
+        return Candidates(self.frame.assign(**columns))
+
+    def ordered(self) -> "Candidates":
+        """Return the rows fastest first; ties by fewer nodes, then by the smaller batch."""
+        return self.take(np.lexsort((self["batch"], self["nodes"], self["hours"])))
+
+    def number_configurations(self) -> Ints:
+        """Return for each row the number of its configuration, from 0, which is the same on both markets."""
+        return np.asarray(self.frame.groupby(["type", "nodes", "batch"]).ngroup(), dtype=np.int64)
+
+    def select(self, **values: Any) -> "Candidates":
+        """Return the rows with the given values: `select(type="a100", market="spot")`."""
+        selected = np.ones(len(self), dtype=bool)
+        for name, value in values.items():
+            selected &= self[name] == value
+        return self.take(selected)
+
+    @property
+    def has_same_progress(self) -> bool:
+        """Whether the gradient noise, and with it time and cost to the same progress, is known."""
+        return len(self) > 0 and not np.isnan(self["same_progress_epochs"]).any()
+
+    def prediction(self, index: int) -> Prediction:
+        """Return one row as a record."""
+        return self.take([index]).predictions()[0]
+
+    def predictions(self) -> tuple[Prediction, ...]:
+        """Return all rows as records, in their order."""
+        return read_records(self.frame, Prediction)
+
+    def with_pareto_front(self) -> "Candidates":
+        """Mark the rows of the Pareto front of time, cost and, if all rows have it, energy."""
+        energy = [] if np.isnan(self["kwh"]).any() else [self["kwh"]]
+        points: Floats = np.stack([self["hours"], self["cost"], *energy], axis=1)
+        return self.with_columns({"pareto": find_pareto_front(points)})
+
+
+# --- The Pareto front
+
+
+def find_pareto_front(points: ArrayLike) -> Flags:
+    """Return for each point whether no other is as small in all values and smaller in one, shape (n,).
+
+    Equal points do not dominate each other: either all of them are in the front, or none.
+
+    Args:
+        points: two or three values to minimise, for example time and cost, shape (n, values).
+    """
+    values = np.asarray(points, dtype=float)
+    if not len(values):
+        return np.zeros(0, dtype=bool)
+    order = np.lexsort(values.T[::-1])
+    new = np.append(True, (values[order[1:]] != values[order[:-1]]).any(axis=1))
+    rest = values[order[new]][:, 1:].tolist()  # ascending by the first value: nothing is beaten by what comes after it
+    inside = np.array(_flag_undominated([(row[0], row[-1]) for row in rest]))
+    on_front = np.zeros(len(values), dtype=bool)
+    on_front[order] = inside[np.cumsum(new) - 1]
+    return on_front
+
+
+def _flag_undominated(points: list[tuple[float, float]]) -> list[bool]:
+    """Return for each point whether no earlier one is as small in both values."""
+    firsts: list[float] = []  # of those that no other one before is as small as: ascending, and their seconds falling
+    seconds: list[float] = []
+    inside = []
+    for first, second in points:
+        place = bisect_right(firsts, first)
+        inside.append(not place or seconds[place - 1] > second)
+        if not inside[-1]:
+            continue
+        start = end = bisect_left(firsts, first, hi=place)
+        while end < len(seconds) and seconds[end] >= second:
+            end += 1
+        firsts[start:end], seconds[start:end] = [first], [second]
+    return inside

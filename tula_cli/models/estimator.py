@@ -1,0 +1,596 @@
+"""Predict time, cost, memory and feasibility of a run at any configuration from its probes.
+
+observations -> Estimator.fit() -> .candidates() -> .satisfying(query) -> choose()
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tula_cli.diagnostics import Diagnostic
+from tula_cli.errors import Infeasible
+from tula_cli.models import cost, interruptions, power
+from tula_cli.models.choice.candidates import Candidates
+from tula_cli.models.choice.columns import (
+    Flags,
+    Floats,
+    Ints,
+    compute_by_value,
+    convert_to_columns,
+    to_columns,
+    to_configs,
+)
+from tula_cli.models.choice.grid import Config, list_places
+from tula_cli.models.interruptions import CheckpointSchedule
+from tula_cli.models.memory import memory
+from tula_cli.models.memory.memory import MemoryModel
+from tula_cli.models.observations import (
+    NO_OTHER_SIZES,
+    OtherSizes,
+    Probe,
+    T,
+    find_capacity,
+    list_measurement_warnings,
+    require_measurements,
+    require_one_hardware,
+    warn_limits,
+)
+from tula_cli.models.out_of_memory import cannot_accumulate, find_smallest_ruled_out, is_ruled_out_by, list_splits
+from tula_cli.models.overheads import OverheadModel, compute_median_shutdown
+from tula_cli.models.power import PowerModel
+from tula_cli.models.ramp.by_noise import NoisePath
+from tula_cli.models.ramp.stage_nodes import Worth
+from tula_cli.models.ramp.stage_times import StageTimes, make_change_costs
+from tula_cli.models.time import steptime, stretches
+from tula_cli.models.time.steptime import Estimate, Estimates, StepTimeFit
+from tula_cli.models.time.stragglers import fit_with_stragglers
+from tula_cli.run.records.base import Market
+from tula_cli.run.records.inspections import Inspection
+from tula_cli.run.records.jobs import Attempt
+from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
+from tula_cli.run.records.recommendations import Prediction, TrainedSteps
+from tula_cli.run.records.results import Save
+from tula_cli.run.records.tasks import Rung
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.resources import Spot
+from tula_cli.spec.sections import MEMORY_MARGIN
+from tula_cli.words import format_count
+
+_BLOCK = 8192
+"""Configurations that are predicted at a time, to bound the memory of intermediate arrays."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimator:
+    """The models of one run, fitted to its probes and trainings."""
+
+    spec: JobSpec
+    steps: StepTimeFit
+    memory: MemoryModel
+    power: PowerModel | None  # None if no probe measured its energy
+    capacity: int | None  # bytes of one GPU
+    probes: Mapping[Probe, Measured]
+    ooms: tuple[Probe, ...]  # that were out of memory
+    trained: Mapping[Probe, Sequence[TrainedSteps]]  # by configuration, oldest first
+    dataset_size: int
+    eval_size: int | None  # held-out samples; None if no probe reports it
+    shutdown: float  # seconds from the last measurement of a job to its end
+    saving: CheckpointSchedule | None  # of a script: how often it writes a checkpoint to resume from
+    warnings: tuple[Diagnostic, ...]
+    held_up: bool  # by effects outside the models: only measured configurations are known
+    noise: NoisePath | None = None  # of the gradients, if the stages of a growing batch follow from it
+    queue: float = 0.0  # seconds that a job waits for nodes, as far as known
+    stages_by: Worth = "time"  # that the nodes of stages are chosen by (train.ramp_nodes)
+
+    @classmethod
+    def fit(
+        cls,
+        spec: JobSpec,
+        results: Iterable[Measured | OutOfMemory | Failed],
+        *,
+        inspection: Inspection | None = None,
+        attempts: Iterable[Attempt] = (),
+        saves: Iterable[Save] = (),
+        trained: Sequence[TrainedSteps] = (),
+        other_sizes: OtherSizes = NO_OTHER_SIZES,
+        noise: NoisePath | None = None,
+    ) -> "Estimator":
+        """Fit all models to the observations of a run.
+
+        Args:
+            spec: the job.
+            results: results of the probes, in any order.
+            inspection: estimates of memory and the capacity, used if the probes have not measured them.
+            attempts: start and end times of the probes' jobs, from which the shutdown time follows.
+            saves: checkpoints written by trainings of a script, from which the cost of an interruption follows.
+            trained: step times of trainings, also used in the fit.
+            other_sizes: results with other numbers of GPUs per node, used for the step time only.
+            noise: of the gradients, which determines the stages of `train.ramp: noise`.
+
+        Raises:
+            Infeasible: every probe was out of memory.
+            TooFew: nothing was measured.
+            BadMeasurements: the probes ran on different hardware, or cannot be fitted together.
+        """
+        all_results = list(results)
+        measured = sorted(_select_type(all_results, Measured), key=lambda probe: (probe.nodes, probe.local_batch))
+        ooms = _select_type(all_results, OutOfMemory)
+        require_measurements(measured, ooms, _select_type(all_results, Failed), script=spec.script is not None)
+        require_one_hardware([*measured, *other_sizes.probes])
+        footprints = inspection.footprints if inspection else ()
+        steps, held_up = fit_with_stragglers(spec, [*measured, *other_sizes.probes], [*trained, *other_sizes.trained])
+        memory_model = memory.fit_memory_model(
+            [*measured, *footprints], accumulate=spec.train.accumulate, sharded=spec.train.sharded
+        )
+        return cls(
+            spec=spec,
+            steps=steps,
+            held_up=bool(held_up),
+            memory=memory_model,
+            power=power.fit_power_model(measured),
+            capacity=find_capacity(spec, measured, inspection),
+            probes={(probe.nodes, probe.local_batch): probe for probe in measured},
+            ooms=tuple((oom.nodes, oom.local_batch) for oom in ooms),
+            dataset_size=measured[0].dataset_size,
+            eval_size=next((probe.eval_size for probe in measured if probe.eval_size is not None), None),
+            shutdown=compute_median_shutdown(attempts, measured),
+            saving=interruptions.find_checkpoint_schedule_of_job(spec, saves, dataset_size=measured[0].dataset_size),
+            warnings=(
+                *list_measurement_warnings(measured),
+                *steps.warnings,
+                *held_up,
+                *filter(None, [memory_model.warning]),
+                *warn_limits(spec, measured, noise),
+            ),
+            noise=noise,
+            trained=stretches.group_trainings_by_configuration(trained),
+        )
+
+    def largest_local_batch(self, nodes: int) -> int | None:
+        """Return the largest local batch on `nodes` nodes that leaves the memory margin free; None if unbounded."""
+        return self._largest(nodes if self.memory.sharded else 1)
+
+    @cached_property
+    def _largest(self) -> Callable[[int], int | None]:
+        """Cached function from a number of nodes to its largest local batch."""
+        gpus, margin = self.spec.cluster.gpus_per_node, MEMORY_MARGIN
+        return functools.cache(
+            lambda nodes: self.memory.for_ranks(nodes * gpus).largest_local_batch(self.capacity, margin=margin)
+        )
+
+    def configurations(self, nodes: Iterable[int] | None = None) -> list[Config]:
+        """Return the configurations of the spec (or on other numbers of nodes), whether they fit or not."""
+        return to_configs(*self._grid(nodes))
+
+    @cached_property
+    def count(self) -> int:
+        """Number of configurations of the spec."""
+        return len(self._grid_of_spec[0])
+
+    @cached_property
+    def _grid_of_spec(self) -> tuple[Ints, Ints]:
+        return self._grid(self.spec.search.nodes)
+
+    def _grid(self, nodes: Iterable[int] | None) -> tuple[Ints, Ints]:
+        """Return nodes and batches of the configurations."""
+        if nodes is None:
+            return self._grid_of_spec
+        search = self.spec.search
+        grid = list_places(
+            nodes,
+            gpus_per_node=self.spec.cluster.gpus_per_node,
+            min_batch=search.min_batch,
+            max_batch=min(self.dataset_size, search.max_batch or self.dataset_size),
+            accumulate=self.spec.train.accumulate,
+        )
+        return convert_to_columns(grid)
+
+    def feasible(self, nodes: Iterable[int] | None = None) -> list[Config]:
+        """Return the configurations that fit."""
+        return to_configs(*self._feasible(nodes))
+
+    def _feasible(self, nodes: Iterable[int] | None) -> tuple[Ints, Ints]:
+        """Return nodes and batches of the configurations that fit, considering memory, OOM probes and ramp stages."""
+        counts, batch = self._grid(nodes)
+        local_batch, sharded = batch // (counts * self.spec.cluster.gpus_per_node), self.spec.train.sharded
+        fits = local_batch <= (compute_by_value(self._max_local_batch, counts) if sharded else self._max_local_batch(1))
+        for oom in self.ooms:
+            fits &= ~is_ruled_out_by(oom, counts, local_batch, sharded=sharded)
+        fits[list(self._probes_at(counts, local_batch))] = True
+        fits &= self.stages.fits_mask(counts, batch)
+        return counts[fits], batch[fits]
+
+    def _to_begin_at(self, nodes: Iterable[int] | None) -> tuple[Ints, Ints]:
+        """Return nodes and batches of the feasible configurations at which a training may start, given its ramp stages."""
+        counts, batch = self._feasible(nodes)
+        begin = self.stages.can_begin_mask(counts, batch)
+        return counts[begin], batch[begin]
+
+    def _max_local_batch(self, nodes: int) -> float:
+        largest = self.largest_local_batch(nodes)
+        return inf if largest is None else largest
+
+    def known_configurations(self, nodes: Iterable[int] | None = None) -> tuple[Ints, Ints]:
+        """Return nodes and batches of the candidates to start at whose step time can be predicted from the probes."""
+        counts, batch = self._to_begin_at(nodes)
+        refused = self._unknown_mask(counts, batch)
+        return counts[~refused], batch[~refused]
+
+    def _unknown_mask(self, nodes: Ints, batch: Ints) -> Flags:
+        """Return a mask of the configurations whose step time cannot be predicted (see `why_unknown`)."""
+        gpus = self.spec.cluster.gpus_per_node
+        local_batch = batch // (nodes * gpus)
+        refused = self.steps.refused(nodes, gpus, local_batch)
+        refused[list(self._probes_at(nodes, local_batch))] = False
+        return refused
+
+    def why_not(self, config: Config) -> str:
+        """Return why a configuration cannot run; empty if it can.
+
+        A probe that ran takes precedence over the models. A probe that was out of memory rules out its local batch and
+        all larger ones: on any number of nodes, or, if the GPUs share a sharded model, on the same number of nodes and
+        fewer.
+        """
+        world = config.nodes * self.spec.cluster.gpus_per_node
+        if config.batch > self.dataset_size:
+            return f"the batch is larger than the dataset ({self.dataset_size} training samples)"
+        if config.batch < 1 or config.batch % (world * self.spec.train.accumulate):
+            return f"the batch does not divide among {world} GPUs x {self.spec.train.accumulate} accumulation steps"
+        if why := self.stages.why_not(config):
+            return why
+        return self.too_large(config)
+
+    def why_not_begun(self, config: Config) -> str:
+        """Return why a training cannot start at a configuration or with its stages; empty if it can."""
+        return self.why_not(config) or self.stages.why_not_begun(config)
+
+    def too_large(self, config: Config) -> str:
+        """Return why a batch does not fit the GPUs' memory; empty if it does."""
+        local_batch = config.local_batch(self.spec.cluster.gpus_per_node)
+        if (config.nodes, local_batch) in self.probes:
+            return ""
+        oom = find_smallest_ruled_out(self.ooms, config.nodes, local_batch, sharded=self.spec.train.sharded)
+        if oom is not None:
+            return f"a local batch of {oom} was out of memory"
+        largest = self.largest_local_batch(config.nodes)
+        if largest is not None and local_batch > largest:
+            return f"at most {largest} samples fit one GPU with {MEMORY_MARGIN:.0%} of its memory left free"
+        return ""
+
+    def why_unknown(self, config: Config) -> str:
+        """Return why the step time of a configuration cannot be predicted from the probes; empty if it can."""
+        local_batch = config.local_batch(self.spec.cluster.gpus_per_node)
+        if (config.nodes, local_batch) in self.probes:
+            return ""
+        return self.steps.refusal(config.nodes, self.spec.cluster.gpus_per_node, local_batch)
+
+    def predict(self, config: Config) -> Prediction:
+        """Predict a configuration; a measured step time takes precedence over the fit.
+
+        Raises:
+            Infeasible: it cannot run.
+            BadMeasurements: its step time cannot be predicted from the probes.
+        """
+        if why := self.why_not(config):
+            raise Infeasible(
+                f"batch {config.batch} on {format_count(config.nodes)}: {why}", "tula recommend shows what fits"
+            )
+        if why := self.why_unknown(config):
+            raise steptime.make_prediction_error(f"batch {config.batch} on {format_count(config.nodes)}", why)
+        return self.estimate(*to_columns([config])).prediction(0)
+
+    def predictions(self, nodes: Iterable[int] | None = None) -> tuple[Prediction, ...]:
+        """Predict every feasible configuration whose step time is known from the probes, on demand, fastest first."""
+        return self.estimate(*self.known_configurations(nodes)).ordered().predictions()
+
+    def candidates(self, nodes: Iterable[int] | None = None) -> Candidates:
+        """Predict the same configurations on each market of the pricing, fastest first."""
+        on_demand = self.estimate(*self.known_configurations(nodes))
+        return Candidates.concatenate([on_demand, self.on_spot(on_demand)]).ordered()
+
+    def unknown_configurations(self, nodes: Iterable[int] | None = None) -> tuple[Ints, Ints]:
+        """Return nodes and batches of the candidates to start at whose step time is unknown, in order."""
+        counts, batch = self._to_begin_at(nodes)
+        refused = self._unknown_mask(counts, batch)
+        return counts[refused], batch[refused]
+
+    def estimate(self, nodes: Ints, batch: Ints) -> Candidates:
+        """Predict configurations that fit and whose step times are known, on demand, in the given order.
+
+        Args:
+            nodes, batch: shape (n,).
+        """
+        blocks = [slice(at, at + _BLOCK) for at in range(0, max(1, len(nodes)), _BLOCK)]
+        return Candidates.concatenate([self._estimate_block(nodes[block], batch[block]) for block in blocks])
+
+    def _estimate_block(self, nodes: Ints, batch: Ints) -> Candidates:
+        probes = self._probes_at(nodes, batch // (nodes * self.spec.cluster.gpus_per_node))
+        return self._predict_trainings(nodes, batch, self._step_times(nodes, batch), probes)
+
+    def predict_on_spot(self, on_demand: Prediction) -> Prediction | None:
+        """Return the prediction for spot nodes, or None if `on_spot` leaves it out."""
+        on_spot = self.on_spot(Candidates.from_predictions([on_demand]))
+        return on_spot.prediction(0) if len(on_spot) else None
+
+    def predict_if_known(self, config: Config, market: Market) -> Prediction | None:
+        """Predict a configuration on a market; None if it cannot run there or its step time is unknown."""
+        if self.why_not(config) or self.why_unknown(config):
+            return None
+        return self._move_to_market(self.predict(config), market)
+
+    def _move_to_market(self, row: Prediction | None, market: Market) -> Prediction | None:
+        """Return a prediction for nodes on demand on the given market."""
+        return self.predict_on_spot(row) if row is not None and market == "spot" else row
+
+    def fallback_rungs(self, nodes: int, batch: int, *, market: Market = "on_demand") -> tuple[Rung, ...]:
+        """Return `batch` and every smaller feasible candidate on that number of nodes, descending.
+
+        The first rung is `batch` whether or not it is a candidate; each rung has a prediction for `market` if there is
+        one.
+        """
+        smaller = [config for config in self.feasible([nodes]) if config.batch < batch]
+        rungs = [Config(nodes, batch), *reversed(smaller)]
+        first_rung, *rest = (
+            Rung(batch=config.batch, prediction=self.predict_if_known(config, market)) for config in rungs
+        )
+        return first_rung.model_copy(update={"cut": self._predictions_by_split(rungs[0], market)}), *rest
+
+    def _predictions_by_split(self, config: Config, market: Market) -> dict[int, Prediction]:
+        """Return the predictions of a configuration with split micro-batches, by the number of parts."""
+        accumulate, local_batch = self.spec.train.accumulate, config.local_batch(self.spec.cluster.gpus_per_node)
+        splits = list_splits(config.batch, micro_batch=local_batch // accumulate, micro_batches=accumulate)
+        into = () if cannot_accumulate(self.spec) else splits.into
+        predictions = {split: self.predict_split(config, split, market) for split in into}
+        return {split: row for split, row in predictions.items() if row is not None}
+
+    def predict_split(self, config: Config, split: int, market: Market) -> Prediction | None:
+        """Predict a configuration whose micro-batches are computed in `split` parts (`train.oom_policy: accumulate`).
+
+        A step is one step at a batch smaller by that factor, preceded by the local work of the other parts. Each part
+        counts an optimizer update although only one is made, so the prediction is slightly too long. None if the step
+        time is unknown, the parts are not equal, or the market has no such nodes.
+        """
+        gpus, smaller = self.spec.cluster.gpus_per_node, Config(config.nodes, config.batch // split)
+        if config.batch % (config.nodes * gpus * self.spec.train.accumulate * split) or self.why_unknown(smaller):
+            return None
+        nodes, batch, size = to_columns([smaller])[0], to_columns([config])[1], smaller.local_batch(gpus)
+        probes = self._probes_at(nodes, np.array([size]))
+        step = self._step_times(*to_columns([smaller]))
+        alone = (probes and probes[0].compute_time) or self.steps.compute(config.nodes, gpus, size)
+        longer = step.scaled(1 + (split - 1) * alone / float(step.seconds[0]))
+        row = self._predict_trainings(nodes, batch, longer, {}, memory_batches=np.array([size])).prediction(0)
+        return self._move_to_market(row, market)
+
+    # --- Step times
+
+    def _probes_at(self, nodes: Ints, local_batch: Ints) -> dict[int, Measured]:
+        """Return the probes of the given configurations by index; configurations without one are left out."""
+        places_by_index = index_probes(self.probes, nodes, local_batch)
+        return {index: self.probes[place] for index, place in places_by_index.items()}
+
+    def _step_times(self, nodes: Ints, batch: Ints) -> Estimates:
+        """Return the step times, measured ones if available."""
+        gpus, local_batch = self.spec.cluster.gpus_per_node, batch // (nodes * self.spec.cluster.gpus_per_node)
+        step_times = self.steps.predict_all(nodes, np.full(len(nodes), gpus), local_batch)
+        configurations = index_probes([*self.probes, *self.trained], nodes, local_batch)
+        at = list(configurations)
+        repeats = self.steps.repeat_deviation(nodes[at], np.full(len(at), gpus), local_batch[at])
+        for (index, configuration), spread in zip(configurations.items(), repeats, strict=True):
+            probe = self.probes.get(configuration)
+            measured = stretches.estimate_from_measurements(
+                None if probe is None else probe.step_times, self.trained.get(configuration, ()), float(spread)
+            )
+            assert measured is not None
+            step_times.put_measured(index, measured)
+        return step_times
+
+    # --- Whole trainings
+
+    @cached_property
+    def overheads(self) -> OverheadModel:
+        """The model of the time outside steps."""
+        return OverheadModel(self.spec, tuple(self.probes.values()), self.shutdown)
+
+    @cached_property
+    def stages(self) -> StageTimes:
+        """The stages of a batch that grows, with their step times."""
+
+        def predict_steps(configs: Sequence[Config]) -> list[Estimate]:
+            step_times = self._step_times(*to_columns(configs))
+            return [step_times.at(index) for index in range(len(configs))]
+
+        return StageTimes(
+            self.spec,
+            self.dataset_size,
+            predict_steps,
+            self.why_unknown,
+            noise=self.noise,
+            too_large=self.too_large,
+            change=make_change_costs(self.overheads, self.spec.cluster.gpus_per_node, self.queue),
+            by=self.stages_by,
+        )
+
+    def _predict_trainings(
+        self,
+        nodes: Ints,
+        batch: Ints,
+        steps: Estimates,
+        probes: Mapping[int, Measured],
+        *,
+        memory_batches: Ints | None = None,
+    ) -> Candidates:
+        """Return the forecasts of trainings on on-demand nodes.
+
+        Args:
+            nodes, batch: of the configurations, shape (n,).
+            steps: their step times.
+            probes: of the measured ones, by index.
+            memory_batches: local batches for the memory forecast, if they differ from those of the configurations.
+        """
+        gpus = self.spec.cluster.gpus_per_node
+        local_batch = batch // (nodes * gpus)
+        time, startup = self.time(nodes, batch), self.overheads.startup_spread / 3600
+        hours = time.hours(steps.seconds)
+        paid = hours - self.stages.unused_node_hours(nodes, batch) / nodes
+        reserved, headroom = self._memory(nodes, local_batch if memory_batches is None else memory_batches, probes)
+        measured = ~np.isnan(steps.fitted)
+        parts = {} if self.spec.script else _break_down_time(time, steps.seconds, probes)
+        candidates = Candidates.from_columns(
+            {
+                "nodes": nodes,
+                "batch": batch,
+                "local_batch": local_batch,
+                "step_time": steps.seconds,
+                "step_low": steps.low,
+                "step_high": steps.high,
+                "step_fitted": steps.fitted,
+                "hours": hours,
+                "hours_low": np.maximum(0.0, hours - np.hypot(hours - time.hours(steps.low), startup)),
+                "hours_high": hours + np.hypot(time.hours(steps.high) - hours, startup),
+                "cost": cost.compute_cost(
+                    self.spec.pricing, hours=paid, nodes=nodes, gpus_per_node=gpus, reserved=reserved
+                ),
+                "node_hours": paid * nodes,
+                "peak_memory": reserved,
+                "headroom": headroom,
+                "measured": measured,
+                "trained": self._trained_at(nodes, local_batch, measured),
+                "further": nodes > max(count for count, _ in (*self.probes, *self.trained)),
+                "refresh_share": time.work.refreshes * time.overheads.refresh / (3600 * hours),
+                "type": np.full(len(nodes), ""),
+                "market": np.full(len(nodes), "on_demand"),
+                "stages": self.stages.stages_column(nodes, batch),
+                **{f"parts_{name}": seconds for name, seconds in parts.items()},
+            }
+        )
+        return candidates if self.power is None else self._with_energy(candidates, probes, self.power)
+
+    def _memory(self, nodes: Ints, local_batch: Ints, probes: Mapping[int, Measured]) -> tuple[Floats, Floats]:
+        """Return the bytes that a GPU reserves, measured if available, and the share of its memory left free."""
+        model = self.memory.for_ranks(nodes * self.spec.cluster.gpus_per_node)
+        reserved = model.reserved(local_batch) + np.zeros(len(nodes))
+        for index, probe in probes.items():
+            reserved[index] = probe.memory.reserved
+        free = np.nan if self.capacity is None else 1 - model.needed(local_batch) / self.capacity
+        return reserved, free + np.zeros(len(nodes))
+
+    def _trained_at(self, nodes: Ints, local_batch: Ints, measured: Flags) -> NDArray[np.str_]:
+        """Return the newest training that measured each configuration; empty if none did."""
+        signatures = np.full(len(nodes), "", dtype=object)
+        for index, place in index_probes(self.trained, nodes, local_batch).items():
+            signatures[index] = self.trained[place][-1].signature if measured[index] else ""
+        return signatures.astype(np.str_)
+
+    def _with_energy(self, rows: Candidates, probes: Mapping[int, Measured], model: PowerModel) -> Candidates:
+        """Add the energy of trainings to forecasts; the time outside steps is assumed to draw the same power."""
+        drawn = model.predict(rows["step_time"], rows["local_batch"])
+        for index, probe in probes.items():
+            if probe.energy is not None:
+                measured_power = model.measured(probe)
+                drawn.watts[index] = measured_power.watts
+                if drawn.error is not None:
+                    drawn.error[index] = measured_power.error
+        kilowatts, hours = drawn.watts * rows["nodes"] * self.spec.cluster.gpus_per_node / 1000, rows["hours"]
+        kwh = kilowatts * rows["node_hours"] / rows["nodes"]
+        return rows.with_columns(
+            {
+                "energy": 1000 * kilowatts * rows["step_time"],
+                "kwh": kwh,
+                "kwh_low": power.compute_interval_end(kwh, drawn, rows["hours_low"], hours, sign=-1),
+                "kwh_high": power.compute_interval_end(kwh, drawn, rows["hours_high"], hours, sign=1),
+            }
+        )
+
+    def on_spot(self, on_demand: Candidates) -> Candidates:
+        """Return the forecasts of the same configurations on spot nodes, in their order.
+
+        Configurations are left out if interruptions are so frequent that the training never ends; all are left out if
+        there are no spot nodes, or if the cost of an interruption of a script is unknown. The interval is that of the
+        expected time: it does not include the variation between runs due to their interruptions.
+        """
+        pricing = self.spec.pricing
+        if pricing.spot is None or (self.saving is not None and not self.saving.is_known):
+            return on_demand.take([])
+        nodes, batch, step_time = on_demand["nodes"], on_demand["batch"], on_demand["step_time"]
+        training = self._training(nodes, batch, pricing.spot)
+        hours, low, high = (training(on_demand[name]) for name in ("step_time", "step_low", "step_high"))
+        running = self._training(nodes, batch, pricing.spot.model_copy(update={"wait_minutes": 0.0}))(step_time)
+        share = running / on_demand["hours"]
+        spot = on_demand.with_columns(
+            {
+                "hours": hours,
+                "hours_low": np.where(np.isfinite(low), low, np.nan),
+                "hours_high": np.where(np.isfinite(high), high, np.nan),
+                "cost": cost.compute_cost(
+                    pricing,
+                    hours=running * on_demand["node_hours"] / (nodes * on_demand["hours"]),
+                    nodes=nodes,
+                    gpus_per_node=self.spec.cluster.gpus_per_node,
+                    reserved=np.nan_to_num(on_demand["peak_memory"]),
+                    market="spot",
+                ),
+                "market": np.full(len(on_demand), "spot"),
+                "parts_rest": on_demand["parts_rest"] + 3600 * (hours - on_demand["hours"]),
+                **{name: on_demand[name] * share for name in ("node_hours", "kwh", "kwh_low", "kwh_high")},
+            }
+        )
+        return spot.take(np.isfinite(hours))
+
+    def _training(self, nodes: Ints, batch: Ints, spot: Spot) -> Callable[[Floats], Floats]:
+        """Return a function from step times to the expected hours of the whole training on spot nodes."""
+        time = self.time(nodes, batch, spot=spot)
+        return time.hours if self.saving is None else functools.partial(self.saving.hours_on_spot, time)
+
+    def time(self, nodes: Ints, batch: Ints, *, spot: Spot | None = None) -> cost.TrainingTime:
+        """Return the models of training time by step time; on spot nodes of the expected time."""
+        gpus, every = self.spec.cluster.gpus_per_node, self.spec.train.checkpoint_every
+        overheads = self.overheads.overheads_at(nodes, batch // (nodes * gpus), batch)
+        work = cost.count_work(
+            self.spec,
+            batch=batch,
+            world=nodes * gpus,
+            dataset_size=self.dataset_size,
+            eval_size=self.eval_size,
+            eval_batch_size=overheads.eval_batch_size,
+        )
+        work = self.stages.count_equivalent_work(nodes, batch, work)
+        rate = cost.compute_interruption_rate(self.spec.pricing, nodes)
+        # As the ranks do it, who do not know which nodes they are on.
+        interval = cost.compute_checkpoint_interval(overheads.checkpoint, rate=rate) if every == "auto" else every
+        if spot is None:
+            return cost.TrainingTime(work, overheads, interval)
+        return cost.TrainingTime(work, overheads, interval, rate, 60 * spot.wait_minutes)
+
+    def describe_interruption(self, row: Prediction) -> str:
+        """Describe the cost of an interruption of a script at a configuration; empty for tula's own loop."""
+        if self.saving is None:
+            return ""
+        return self.saving.describe_loss(row.step_time, epoch_steps=self.dataset_size // row.batch)
+
+
+def index_probes(places: Iterable[Probe], nodes: Ints, local_batch: Ints) -> dict[int, Probe]:
+    """Return those of the given (nodes, local batch) pairs that are among configurations, by their index there."""
+    return {
+        int(index): place
+        for place in places
+        for index in np.flatnonzero((nodes == place[0]) & (local_batch == place[1]))
+    }
+
+
+def _break_down_time(time: cost.TrainingTime, step_time: Floats, probes: Mapping[int, Measured]) -> dict[str, Floats]:
+    """Return the seconds of each part of trainings (see `TimeParts`), each of shape (n,)."""
+    waits = np.full(len(step_time), np.nan)
+    for index, probe in probes.items():
+        waits[index] = np.nan if probe.data_wait is None else probe.data_wait
+    return {
+        name: seconds + np.zeros(len(step_time)) for name, seconds in time.parts(step_time, data_wait=waits).items()
+    }
+
+
+def _select_type(results: Sequence[Measured | OutOfMemory | Failed], kind: type[T]) -> list[T]:
+    return [result for result in results if isinstance(result, kind)]

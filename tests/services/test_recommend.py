@@ -601,7 +601,7 @@ def test_the_length_of_a_script_is_told_as_its_section_has_it(
     noisy: RunDir, length: dict[str, int], epochs: int, asked: str, advice: str
 ) -> None:
     measurements: Any = SimpleNamespace(
-        part=SimpleNamespace(spec=make.script_spec(**length)), forecast=SimpleNamespace(dataset_size=1000)
+        part=SimpleNamespace(spec=make.script_spec(**length)), estimator=SimpleNamespace(dataset_size=1000)
     )
     choice = ask(noisy, "accuracy-time").choice
     assert choice.same_progress is not None

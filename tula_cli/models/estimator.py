@@ -348,7 +348,7 @@ class Estimator:
         predictions = {split: self.predict_split(config, split, market) for split in into}
         return {split: row for split, row in predictions.items() if row is not None}
 
-    def predict_split(self, config: Config, split: int, market: Market) -> Prediction | None:
+    def predict_split(self, config: Config, split: int, market: Market = "on_demand") -> Prediction | None:
         """Predict a configuration whose micro-batches are computed in `split` parts (`train.oom_policy: accumulate`).
 
         A step is one step at a batch smaller by that factor, preceded by the local work of the other parts. Each part

@@ -105,7 +105,13 @@ def _find_dtype(members: Sequence[Any], *, is_optional: bool) -> str:
 
 
 def make_record_frame(records: Sequence[Record], kind: type[Record]) -> "pd.DataFrame":
-    """Return a table of records of one kind, a row each (see `list_columns`)."""
+    """Return a table of records of one kind for users, a row each: whole numbers stay whole even if some are missing."""
+    integers = {column.name: "Int64" for column in list_columns(kind) if column.is_integer}
+    return make_array_frame(records, kind).astype(integers)
+
+
+def make_array_frame(records: Sequence[Record], kind: type[Record]) -> "pd.DataFrame":
+    """Return a table of records of one kind for computing, a row each: a missing number is nan (see `list_columns`)."""
     import numpy as np
 
     columns: dict[str, Any] = {}

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from tula_cli.models.choice.columns import Flags, Floats, Ints
-from tula_cli.run.frames import list_columns, make_column_frame, make_record_frame, read_records
+from tula_cli.run.frames import list_columns, make_array_frame, make_column_frame, read_records
 from tula_cli.run.records.recommendations import Prediction
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Candidates:
     @classmethod
     def from_predictions(cls, rows: Iterable[Prediction]) -> "Candidates":
         """Make a table of records."""
-        return cls(make_record_frame(list(rows), Prediction))
+        return cls(make_array_frame(list(rows), Prediction))
 
     @classmethod
     def concatenate(cls, tables: Sequence["Candidates"]) -> "Candidates":

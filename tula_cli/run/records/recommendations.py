@@ -391,12 +391,11 @@ class Recommendation(Record):
         `same_progress_hours`), `chosen` and `caveats`.
         """
         caveats = self.caveats
-        frame = make_record_frame(self.rows, Prediction).astype({"peak_memory": "Int64"})
-        marks: dict[str, Any] = {
+        additions: dict[str, Any] = {
             "chosen": [row == self.choice for row in self.rows],
             "caveats": [caveats.caveats_of(row) for row in self.rows],
         }
-        return frame.assign(**marks)
+        return make_record_frame(self.rows, Prediction).assign(**additions)
 
     @property
     def caveats(self) -> Caveats:

@@ -24,8 +24,8 @@ from tula_cli.spec.yaml_text import parse_yaml
 
 ROOT = Path(__file__).parents[1]
 PAGES = {str(path.relative_to(ROOT)): path for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]}
-MOST_WRITTEN = 132_000
-"""Bytes of README and of the pages that people write."""
+MOST_WRITTEN = 128_000
+"""Bytes of README and of the pages that people write, without generated pages and sessions; the goal is 120,000."""
 each_page = pytest.mark.parametrize("page", PAGES)
 
 
@@ -58,9 +58,9 @@ def test_readme_is_short() -> None:
 
 
 def test_written_pages_stay_small() -> None:
-    """What people have to read; pages of reference are looked up, and generated."""
     generated = {f"docs/reference/{name}" for name in (*reference.PAGES, results.PAGE.name)}
-    assert sum(path.stat().st_size for page, path in PAGES.items() if page not in generated) <= MOST_WRITTEN
+    written = [sessions.PLACE.sub("", text(page)) for page in PAGES if page not in generated]
+    assert sum(len(page.encode()) for page in written) <= MOST_WRITTEN
 
 
 def test_navigation_has_every_page() -> None:
@@ -187,6 +187,12 @@ def test_every_command_line_is_understood(page: str) -> None:
 def test_readme_and_pages_name_every_command() -> None:
     named = {words[0] for page in PAGES for words in command_lines(page) if words}
     assert set(typer.main.get_command(app).commands) <= named  # type: ignore[attr-defined]
+
+
+@each_page
+def test_every_exit_code_that_is_named_exists(page: str) -> None:
+    named = {int(code) for code in re.findall(r"exit code (\d+)", text(page))}
+    assert named <= {0, reference.READER_IS_GONE, *(kind.exit_code for kind in reference._classes())}
 
 
 @each_page

@@ -238,9 +238,7 @@ def test_a_run_that_is_named_is_used_whatever_became_of_the_code(cluster, own_co
         assert tula(command, "--run", run.path).code == 0, command
     trained = tula("train", "--run", run.path)
     assert trained.code == 0
-    assert (
-        f"the code behind mine:Net has changed since {run.id} was measured: what is there now is trained" in trained.err
-    )
+    assert f"The code behind mine:Net has changed since {run.id} was measured. The new code is trained" in trained.err
     assert newest().path == run.path
 
 
@@ -361,7 +359,7 @@ def test_the_second_command_says_that_it_started_nothing_and_what_differs(cluste
     again = tula("profile", "job.yaml", "--no-wait", "--set", "cluster.collective=reduce_scatter_allgather")
     assert "under way already: probe-n001, probe-n002" in again.out
     assert "started" not in again.out
-    assert "submitted with another cluster section" in again.err
+    assert "submitted with another section cluster" in again.err
 
 
 def test_slurm_is_not_waited_for_by_default(cluster):
@@ -375,7 +373,7 @@ def test_75_when_the_time_to_wait_is_over(cluster):
     assert waited.code == 75
     assert waited.json["status"] == "pending"
     assert waited.json["error"]["code"] == "pending"
-    assert "not over within the time to wait: probe-n001 (running)" in waited.json["error"]["message"]
+    assert "not finished within the timeout: probe-n001 (running)" in waited.json["error"]["message"]
 
 
 @pytest.mark.parametrize("flag", [True, False])
@@ -689,8 +687,8 @@ def test_13_a_full_disk(cluster, monkeypatch):
     ("content", "words"),
     [
         (None, "no such file: bad.yaml"),
-        ("", "found nothing"),
-        ("- a\n", "found a list"),
+        ("", "but it is nothing"),
+        ("- a\n", "but it is a list"),
         ("model: [", "line 1"),
         ("a: 1\na: 2\n", "given twice"),
         ("\t", "not valid YAML"),
@@ -965,7 +963,7 @@ def test_init_asks_on_a_terminal_what_the_command_does_not_tell(monkeypatch):
     answer = tula("init", "-o", "new.yaml", "--from-command", line)
     assert answer.code == 0, answer.err
     assert "'many' is not a whole number from 1 on" in answer.err
-    assert "does it give the batch of one process, or of all 4? [one/all]" in answer.err
+    assert "is this the batch of one process, or of all 4? [one/all]" in answer.err
     assert "understood: 4 processes per node: global batch 64; 30 epochs; learning rate 0.1" in answer.out
     monkeypatch.setattr("sys.stdin", type("Gone", (io.StringIO,), {"isatty": lambda _: True})(""))
     assert tula("init", "-o", "other.yaml", "--from-command", line).code == 2
@@ -1066,7 +1064,7 @@ def test_check_on_cluster_shows_the_nodes_and_the_network(cluster):
     assert answer.code == 0
     for text in ("n1", "n2", "1 x A100", "10.0.0.1", "ib0", "1.60 Gbit/s each way, as measured with nccl"):
         assert text in answer.out
-    assert "warning: the nodes differ in torch: 2.6 on n1; 2.7 on n2" in answer.err
+    assert "warning: The nodes differ in torch: 2.6 on n1; 2.7 on n2" in answer.err
     again = tula("check", "job.yaml", "--on-cluster", "--json").json
     assert again["data"]["report"]["id"] == "check-n002-2"
     assert again["data"]["report"]["transfers"][1]["speed"] == 1.6e9
@@ -1075,7 +1073,11 @@ def test_check_on_cluster_shows_the_nodes_and_the_network(cluster):
 
 @pytest.mark.parametrize(
     ("fails", "code", "words"),
-    [("folder", 6, "n2 reads another file"), ("user", 6, "no interface ib7"), ("vanishes", 6, "left no word")],
+    [
+        ("folder", 6, "n2 does not share the run directory"),
+        ("user", 6, "no interface ib7"),
+        ("vanishes", 6, "left no word"),
+    ],
 )
 def test_check_on_cluster_fails_as_its_job_does(cluster, monkeypatch, fails, code, words):
     monkeypatch.setitem(BACKENDS, "local", dataclasses.replace(BACKENDS["local"], file_lag=0.05))
@@ -1532,7 +1534,7 @@ def test_ctrl_c_tells_of_the_jobs_of_all_types(two_types, monkeypatch, flag):
     ended = tula("profile", "job.yaml", *(["--cancel-on-interrupt"] if flag else []))
     assert ended.code == 130
     every = "cancelled single/probe-n001, single/probe-n002, pair/probe-n001, pair/probe-n002"
-    assert (every if flag else f"tula cancel tula-runs/{newest().path.name} ends them") in ended.err
+    assert (every if flag else f"tula cancel tula-runs/{newest().path.name} cancels them") in ended.err
     assert [two_types.launchers[gpus].asked for gpus in (1, 2)] == [int(flag)] * 2, "each is cancelled once"
 
 
@@ -1541,9 +1543,9 @@ def test_a_type_without_any_measurement_does_not_hide_the_others(two_types):
     profiled = tula("profile", "job.yaml", "--json")
     assert profiled.code == 0 and profiled.json["status"] == "partial"
     assert list(profiled.json["data"]["types"]) == ["single"]
-    assert "node type pair: out of memory at the smallest local batch" in profiled.err
+    assert "Node type pair: out of memory at the smallest local batch" in profiled.err
     answer = tula("recommend")
-    assert answer.code == 0 and "node type pair is left out: out of memory in every probe" in answer.err
+    assert answer.code == 0 and "node type pair is left out: every probe ran out of memory" in answer.err
 
 
 def test_a_type_that_nothing_fits_is_left_out_aloud(two_types, monkeypatch):
@@ -1555,7 +1557,7 @@ def test_a_type_that_nothing_fits_is_left_out_aloud(two_types, monkeypatch):
 
     for module in (inspecting, services_check):
         monkeypatch.setattr(module, "inspect", inspect)
-    left_out = "node type pair is left out: out of memory before anything ran"
+    left_out = "Node type pair is left out"
     assert left_out in tula("check", "job.yaml").err
     profiled = tula("profile", "job.yaml", "--json")
     assert profiled.code == 0 and list(profiled.json["data"]["types"]) == ["single"]
@@ -1575,7 +1577,7 @@ def test_training_on_a_type_that_recommend_left_out_says_where_the_reason_is(two
     tula("profile", "job.yaml")
     assert "node type pair is left out" in tula("recommend").err
     answer = tula("train", "--type", "pair")
-    assert answer.code == 4 and "tula recommend, which says why where it leaves something out" in answer.err
+    assert answer.code == 4 and "run tula recommend, or name both" in answer.err
 
 
 # --- spot and the Pareto front

@@ -346,9 +346,9 @@ def test_the_predicted_time_has_the_branches_in_it() -> None:
 @pytest.mark.parametrize(
     ("auto", "words"),
     [
-        ({"arms": [{"name": "a"}, {"name": "a", "lr_factor": 2}]}, "names of their own"),
-        ({"arms": [{"name": "lbt", "lr_factor": 2}]}, "the large batch as it is"),
-        ({"after": 20}, "leaves nothing"),
+        ({"arms": [{"name": "a"}, {"name": "a", "lr_factor": 2}]}, "distinct names"),
+        ({"arms": [{"name": "lbt", "lr_factor": 2}]}, "the unchanged large batch"),
+        ({"after": 20}, "so nothing would be trained"),
         ({"branch_epochs": 0}, "branch_epochs"),
     ],
 )
@@ -361,7 +361,7 @@ def test_what_cannot_be_meant_is_refused(auto: dict[str, Any], words: str) -> No
 def test_arms_scale_the_learning_rate_alone() -> None:
     with pytest.raises(SpecError) as caught:
         job(train={"lr_scaling": "linear"})
-    assert "arms scale it themselves" in caught.value.problems[0].message
+    assert "whose arms scale the learning rate" in caught.value.problems[0].message
 
 
 def test_the_signature_depends_on_the_arms_only_with_method_auto() -> None:

@@ -184,10 +184,10 @@ def test_a_warm_up_stays() -> None:
         ({"kind": "mine:halves"}, {}, "mine:halves is your own code; name the stages, train.ramp: .*lr_scaling: linear"),
         (COSINE, {"method": "ags"}, "method ags gradients by factors of its own; use method ramp"),
         (COSINE, {"method": "static"}, "method static gradients by factors of its own"),
-        (COSINE, {"method": "adascale"}, "multiplies the learning rate by its own gain"),
+        (COSINE, {"method": "adascale"}, "scales the learning rate itself"),
         ({}, {"method": "schedule_free"}, "method schedule_free has none"),
-        (COSINE, {"method": "auto"}, "method auto compares settings at one batch"),
-        (COSINE, {"lr_scaling": "none"}, "leave lr_scaling: none out"),
+        (COSINE, {"method": "auto"}, "method auto needs a constant batch"),
+        (COSINE, {"lr_scaling": "none"}, "remove lr_scaling: none"),
         (COSINE, {"ramp_noise": 2}, "ramp_noise has no effect without ramp: noise"),
         (COSINE, {"ramp": "decy"}, "did you mean decay"),
     ],
@@ -203,7 +203,7 @@ def test_a_script_whose_batch_is_its_own_is_refused() -> None:
     script = {"command": "train.py --batch {local_batch}", "length": {"epochs": 2}}
     with pytest.raises(SpecError) as caught:
         validate({"script": script, "train": {"ramp": "decay"}}, source="a test")
-    assert any("train.ramp means nothing to a script" in str(problem) for problem in caught.value.problems)
+    assert any("train.ramp has no effect on a script" in str(problem) for problem in caught.value.problems)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
 """What many candidates cost `tula recommend`: CPU seconds and peak memory, beside those of an ordinary answer.
 
-    python benchmarks/candidates.py [--counts 1000 20000 100000] [--spot] [--all] [--repeat 3] [--json]
+    python benchmarks/candidates.py [--counts 1000 20000 100000] [--method lbt] [--spot] [--all] [--repeat 3] [--json]
 
 For each count a run with so many feasible configurations is made in a temporary folder: nine probes, and numbers of nodes that
 divide every one of 25 batches (few numbers do, so the largest batches and clusters are beyond any that there are). Then `tula
 recommend` is run on it as a process of its own, and on an ordinary grid of 32. With --spot there are spot nodes as well,
-on which each configuration is forecast too. With --all every candidate is told, as JSON, and written into results.csv. CPU seconds, user and system, are the least of some repetitions; memory is
+on which each configuration is forecast too. --method is the training method: with the default, lbt, the batch is
+constant; with ramp it grows, and each configuration has stages of its own. With --all every candidate is told, as JSON, and written into results.csv. CPU seconds, user and system, are the least of some repetitions; memory is
 the peak resident one.
 """
 
@@ -56,10 +57,14 @@ def main() -> None:
     # What is written here need not outlive a crash, and syncing takes time.
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(os, "fsync"):
         costs = [
-            measure(Path(folder), count, spot=options.spot, every=options.all, repeat=options.repeat)
+            measure(
+                Path(folder), count, method=options.method, spot=options.spot, every=options.all, repeat=options.repeat
+            )
             for count in options.counts
         ]
-        ordinary = measure(Path(folder), ORDINARY, spot=options.spot, every=options.all, repeat=options.repeat)
+        ordinary = measure(
+            Path(folder), ORDINARY, method=options.method, spot=options.spot, every=options.all, repeat=options.repeat
+        )
     if options.json:
         print(json.dumps([asdict(cost) for cost in (ordinary, *costs)]))
         return
@@ -71,6 +76,7 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--counts", type=int, nargs="+", default=[1000, 20_000, 100_000])
+    parser.add_argument("--method", default="lbt")
     parser.add_argument("--spot", action="store_true")
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--repeat", type=int, default=3)
@@ -78,17 +84,18 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(root: Path, count: int, *, spot: bool, every: bool, repeat: int) -> Cost:
+def measure(root: Path, count: int, *, method: str = "lbt", spot: bool, every: bool, repeat: int) -> Cost:
     """Return what the cheapest of some answers cost.
 
     Args:
         root: folder of the run that is made for it.
         count: candidates; beyond an ordinary grid the next multiple of 25.
+        method: training method.
         spot: whether there are spot nodes.
         every: whether every candidate is told and written.
         repeat: answers.
     """
-    run = make_run(root / f"{count}", count, spot=spot)
+    run = make_run(root / f"{count}", count, method=method, spot=spot)
     found = [recommended(run, every=every) for _ in range(repeat)]
     return min(found, key=lambda cost: cost.cpu)
 
@@ -122,7 +129,7 @@ def recommended(run: RunDir, *, every: bool) -> Cost:
     return Cost(found.candidates, cpu, peak * 1024 / 1e6)
 
 
-def make_run(root: Path, count: int, *, spot: bool) -> RunDir:
+def make_run(root: Path, count: int, *, method: str = "lbt", spot: bool) -> RunDir:
     """Return a run with so many feasible configurations and nine probes."""
     few = count <= ORDINARY
     nodes = [1, 2, 4, 8] if few else _nodes(-(-count // BATCHES))
@@ -133,7 +140,7 @@ def make_run(root: Path, count: int, *, spot: bool) -> RunDir:
             "model": {"name": "resnet18"},
             "dataset": {"name": "digits"},
             "optimizer": {"lr": 0.1},
-            "train": {"epochs": 10},
+            "train": {"epochs": 10, "method": method},
             "pricing": {"price": 2.0, **({"spot": SPOT} if spot else {})},
             "search": {
                 "nodes": nodes,

@@ -2,6 +2,7 @@ import make_runs as make
 import numpy as np
 
 from tula_cli.models.choice.candidates import Candidates
+from tula_cli.query import Query
 from tula_cli.run.frames import list_columns
 from tula_cli.run.records.recommendations import Prediction, Recommendation, SameProgress, StageSteps, TimeParts
 
@@ -63,6 +64,31 @@ def test_the_fastest_comes_first_then_fewer_nodes_and_a_smaller_batch() -> None:
     given = [make.prediction(4, 64, hours=1.0), make.prediction(2, 128, hours=1.0), make.prediction(2, 64, hours=1.0)]
     found = Candidates.from_predictions([*given, make.prediction(8, 256, hours=0.5)]).ordered()
     assert np.array_equal(found["nodes"], [8, 2, 2, 4]) and np.array_equal(found["batch"], [256, 64, 128, 64])
+
+
+def test_a_query_keeps_the_rows_within_all_of_its_limits_in_their_order() -> None:
+    progress = rows()[0].same_progress
+    assert progress is not None
+    made = [
+        make.prediction(
+            nodes,
+            batch,
+            hours=hours,
+            cost=nodes * hours,
+            same_progress=progress.model_copy(update={"hours": 9 / hours}),
+        )
+        for nodes, batch, hours in ((4, 64, 3.0), (2, 128, 2.0), (2, 64, 6.0), (8, 64, 1.0))
+    ]
+    table = Candidates.from_predictions(made)
+
+    def places(query: Query) -> list[tuple[int, int]]:
+        return [(row.nodes, row.batch) for row in table.satisfying(query).predictions()]
+
+    assert places(Query()) == [(4, 64), (2, 128), (2, 64), (8, 64)]
+    assert places(Query(max_nodes=4, max_batch=64)) == [(4, 64), (2, 64)]
+    assert places(Query(deadline_hours=3, budget=8)) == [(2, 128), (8, 64)], "a limit itself is within it"
+    assert places(Query(deadline_hours=0.5)) == []
+    assert places(Query(objective="accuracy-time", deadline_hours=3)) == [(4, 64), (2, 64)], "to the same progress"
 
 
 def test_the_front_is_of_time_cost_and_energy_where_all_have_it() -> None:

@@ -2,12 +2,14 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from tula_cli.models.choice.columns import Flags, Floats, Ints
+from tula_cli.query import Query
 from tula_cli.run.frames import list_columns, make_array_frame, make_column_frame, read_records
 from tula_cli.run.records.recommendations import Prediction
 
@@ -81,6 +83,13 @@ class Candidates:
             selected &= self[name] == value
         return self.take(selected)
 
+    def satisfying(self, query: Query) -> "Candidates":
+        """Return the rows within all limits of a query, in their order; none if no row is."""
+        within = np.ones(len(self), dtype=bool)
+        for limit in list_limits(query):
+            within &= self[limit.column] <= limit.maximum
+        return self.take(within)
+
     @property
     def has_same_progress(self) -> bool:
         """Whether the gradient noise, and with it time and cost to the same progress, is known."""
@@ -99,6 +108,32 @@ class Candidates:
         energy = [] if np.isnan(self["kwh"]).any() else [self["kwh"]]
         points: Floats = np.stack([self["hours"], self["cost"], *energy], axis=1)
         return self.with_columns({"pareto": find_pareto_front(points)})
+
+
+# --- Limits
+
+LimitOption = Literal["max_nodes", "max_batch", "deadline_hours", "budget"]
+
+
+@dataclass(frozen=True)
+class Limit:
+    """An upper limit of a query on a column of the candidates."""
+
+    option: LimitOption
+    column: str
+    maximum: float
+
+
+def list_limits(query: Query) -> list[Limit]:
+    """Return the limits that a query sets, in the order in which one that excludes every row is named."""
+    progress = "same_progress_" if query.same_progress else ""
+    limits: list[tuple[LimitOption, str, float | None]] = [
+        ("max_nodes", "nodes", query.max_nodes),
+        ("max_batch", "batch", query.max_batch),
+        ("deadline_hours", f"{progress}hours", query.deadline_hours),
+        ("budget", f"{progress}cost", query.budget),
+    ]
+    return [Limit(option, column, maximum) for option, column, maximum in limits if maximum is not None]
 
 
 # --- The Pareto front

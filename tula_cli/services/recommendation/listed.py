@@ -1,16 +1,15 @@
 """Select the configurations within the limits and the site's wall-time bins, and those of them that are listed."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
 from tula_cli.cluster.chains import MAX_LINKS, SPARE_LINKS
 from tula_cli.errors import Infeasible
 from tula_cli.models import efficiency
-from tula_cli.models.choice.candidates import Candidates
-from tula_cli.models.choice.columns import Flags, Floats, Ints
+from tula_cli.models.choice.candidates import Candidates, Limit, list_limits
+from tula_cli.models.choice.columns import Flags, Floats
 from tula_cli.models.choice.objective import Choice, Quantity, find_best_of_each_batch
 from tula_cli.models.efficiency import Noise
 from tula_cli.models.estimator import Estimator
@@ -75,54 +74,43 @@ def select_offers_within_limits(
     if not len(remaining):
         raise _describe_nothing_fits(all_measurements[0].estimator, query)
     remaining = select_within_bins(remaining, all_measurements)
-    for limit in _list_limits(query):
-        values = limit.values(_with_limited_columns(remaining, query))
-        if not (values <= limit.maximum).any():
-            closest = remaining.take([np.lexsort((remaining["hours"], values))[0]])
-            row = _with_limited_columns(closest, query).prediction(0)
-            described = describe_configuration(row, all_measurements[0].part.spec.pricing.currency)
-            raise Infeasible(
-                f"no configuration is within {limit.description}; the closest is {described}",
-                "relax that limit, or search other numbers of nodes and batches",
-            )
-        remaining = remaining.take(values <= limit.maximum)
-    return remaining.ordered()
+    satisfying = remaining.satisfying(query)
+    if not len(satisfying):
+        raise _describe_binding_limit(remaining, query, all_measurements[0].part.spec.pricing.currency)
+    return satisfying.ordered()
 
 
-@dataclass(frozen=True)
-class _Limit:
-    """An upper limit on a quantity of configurations."""
+def _describe_binding_limit(candidates: Candidates, query: Query, currency: str) -> Infeasible:
+    """Return an error with the first limit that excludes all candidates that are left, and the closest of these."""
+    limits = list_limits(query)
+    for limit in limits:
+        within = candidates[limit.column] <= limit.maximum
+        if not within.any():
+            break
+        candidates = candidates.take(within)
+    closest = candidates.prediction(int(np.lexsort((candidates["hours"], candidates[limit.column]))[0]))
+    if query.same_progress and closest.same_progress is not None:
+        progress = closest.same_progress
+        closest = closest.model_copy(update={"hours": progress.hours, "cost": progress.cost})
+    return Infeasible(
+        f"no configuration is within {_describe_limit(limit, query)}; the closest is {describe_configuration(closest, currency)}",
+        "relax that limit, or search other numbers of nodes and batches",
+    )
 
-    description: str
-    maximum: float
-    values: Callable[[Candidates], Floats | Ints]
 
-
-def _list_limits(query: Query) -> Iterator[_Limit]:
-    """Yield the limits of a query, in the order in which they are applied."""
+def _describe_limit(limit: Limit, query: Query) -> str:
     progress = " to the same progress" if query.same_progress else ""
-    if query.max_nodes is not None:
-        yield _Limit(f"at most {query.max_nodes:g} nodes", query.max_nodes, lambda rows: rows["nodes"])
-    if query.max_batch is not None:
-        yield _Limit(f"a batch of at most {query.max_batch:g}", query.max_batch, lambda rows: rows["batch"])
-    if query.deadline_hours is not None:
-        deadline = f"a deadline of {_describe_deadline(query.deadline_hours)}{progress}"
-        yield _Limit(deadline, query.deadline_hours, lambda rows: rows["hours"])
-    if query.budget is not None:
-        yield _Limit(f"a budget of {query.budget:g}{progress}", query.budget, lambda rows: rows["cost"])
-
-
-def _describe_deadline(hours: float) -> str:
-    """Return the deadline as it was given, and in the unit in which durations are displayed."""
-    duration = format_duration(3600 * hours)
-    return f"{hours:g} h" if duration.endswith(" h") else f"{hours:g} h ({duration})"
-
-
-def _with_limited_columns(rows: Candidates, query: Query) -> Candidates:
-    """Return the rows with the hours and cost that the query limits: those of the same progress, if it is about it."""
-    if not query.same_progress or not rows.has_same_progress:
-        return rows
-    return rows.with_columns({name: rows[f"same_progress_{name}"] for name in ("hours", "cost")})
+    if limit.option == "max_nodes":
+        return f"at most {limit.maximum:g} nodes"
+    if limit.option == "max_batch":
+        return f"a batch of at most {limit.maximum:g}"
+    if limit.option == "budget":
+        return f"a budget of {limit.maximum:g}{progress}"
+    duration = format_duration(
+        3600 * limit.maximum
+    )  # as it was given, and in the unit in which durations are displayed
+    deadline = f"{limit.maximum:g} h" if duration.endswith(" h") else f"{limit.maximum:g} h ({duration})"
+    return f"a deadline of {deadline}{progress}"
 
 
 def describe_configuration(row: Prediction, currency: str) -> str:

@@ -20,10 +20,12 @@ from typer.models import ArgumentInfo, CommandInfo, ParameterInfo
 from tula_cli import errors
 from tula_cli.cli import options
 from tula_cli.cli.app import READER_IS_GONE, app
-from tula_cli.cluster.supervise import MAX_SECONDS
+from tula_cli.cluster.decisions import TRAINING
 from tula_cli.errors import TulaError
-from tula_cli.host.failures import FAILURE_KINDS, NEXT_WORDS
+from tula_cli.host.failures import FAILURE_KINDS
 from tula_cli.presets import AGS_PRESETS
+from tula_cli.run.records.base import OutcomeClass
+from tula_cli.run.records.failures import NODE_FAILURES
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.json_schema import describe_keys, list_inner_sections, walk_sections
 from tula_cli.spec.kinds import Section, parse_minutes, parse_size, require_known_method
@@ -257,12 +259,17 @@ relaunched; any other outcome of a probe is its result. The advice is that for t
 it names the settings of the script."""
 
 
-AGAIN = f"; twice within {MAX_SECONDS:g} s of a start, without progress, ends it"
+def _describe_what_follows(outcome: OutcomeClass) -> str:
+    """Return what follows a failure of a training, from the rows of the table of decisions."""
+    rows = [(situation, action) for kind, situation, action in TRAINING if kind == outcome]
+    texts = [action if situation == "always" else f"{action}, if {situation}" for situation, action in rows]
+    ends = not rows or rows[-1][0] != "always"
+    return "; ".join([*texts, *(["otherwise the end" if rows else "the end"] if ends else [])])
 
 
 def _endings() -> str:
     rows = [
-        f"| `{outcome}` | {_cell(ending.means)} | {ending.error.exit_code} | {'yes' if ending.names_host else '-'} | {NEXT_WORDS[ending.follows]}{AGAIN * ending.final_if_again} | {_cell(ending.advice_for(Cluster(kind='slurm')))} |"
+        f"| `{outcome}` | {_cell(ending.means)} | {ending.error.exit_code} | {'yes' if outcome in NODE_FAILURES else '-'} | {_cell(_describe_what_follows(outcome))} | {_cell(ending.advice_for(Cluster(kind='slurm')))} |"
         for outcome, ending in FAILURE_KINDS.items()
     ]
     return "\n".join(

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from tula_cli.host.failures import classify_failure
+from tula_cli.host.failure_texts import classify_failure
 from tula_cli.run.records.base import Components
 from tula_cli.run.records.probes import Environment, Measured
 from tula_cli.spec.job import JobSpec

@@ -406,7 +406,7 @@ def fits(
     """
     import torch
 
-    from tula_cli.host.failures import classify_failure
+    from tula_cli.host.failure_texts import classify_failure
 
     total = torch.cuda.get_device_properties(me.device).total_memory
 

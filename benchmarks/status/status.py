@@ -150,9 +150,7 @@ def _add_training(run: RunDir, spec: JobSpec, signature: str, *, scheduler_id: s
         )
     )  # fmt: skip
     run.write_job(Job(id=name, scheduler="slurm", scheduler_id=scheduler_id, nodes=2, submitted_at=START))
-    run.write_attempt(
-        Attempt(task=f"{name}-1", number=1, started_at=START + 5, ended_at=START + 65, outcome="done", host="n1")
-    )
+    run.write_attempt(Attempt(task=f"{name}-1", number=1, started_at=START + 5, ended_at=START + 65, host="n1"))
     run.write_train_result(
         TrainResult(
             signature=signature, nodes=2, batch=128, samples=5120, steps=60, epochs=4, metrics=numbers, best_top1=81.0,
@@ -163,7 +161,7 @@ def _add_training(run: RunDir, spec: JobSpec, signature: str, *, scheduler_id: s
         Summary(
             signature=signature, nodes=2, start_batch=128, batch=128, attempts=1, predicted_hours=0.1, actual_hours=0.1,
             predicted_cost=0.2, actual_cost=0.2, predicted_step=0.1, actual_step=0.1, metrics=numbers, best_top1=81.0,
-            best_epoch=3, currency="USD", causes=(),
+            best_epoch=3, currency="USD",
         )
     )  # fmt: skip
 

@@ -15,25 +15,26 @@ from typing import get_args
 import make_runs
 import pytest
 
-from tula_cli.cluster import allocation, exit_reason
+from tula_cli.cluster import allocation, failures
 from tula_cli.cluster import attempt as cluster_attempt
 from tula_cli.cluster import supervise as cluster_supervise
 from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.chains import get_chain_state
-from tula_cli.cluster.exit_reason import ExitReason, find_reason_of_error, make_failure_of_follower
+from tula_cli.cluster.decisions import History, decide
+from tula_cli.cluster.failures import find_failure_of_error, write_failure_of_follower
 from tula_cli.cluster.full_disk import release_held_jobs
 from tula_cli.cluster.rank_processes import RankStart
 from tula_cli.cluster.rank_program import WorkerProgram
-from tula_cli.cluster.relaunch import make_next_task
 from tula_cli.cluster.scheduler import SchedulerState
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm.sbatch import make_submitit_parameters
-from tula_cli.cluster.supervise import Supervisor, describe_crash_loop
+from tula_cli.cluster.supervise import Supervisor
 from tula_cli.errors import DeviceFault, DiskFull, JobFailed, SchedulerError, TulaError
 from tula_cli.host.network import get_node_name
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import OutcomeClass
-from tula_cli.run.records.jobs import Attempt, Failure, Job, LeaderCommand
+from tula_cli.run.records.failures import Failure, Stop
+from tula_cli.run.records.jobs import Attempt, Job, LeaderCommand
 from tula_cli.run.records.probes import Failed
 from tula_cli.run.records.recommendations import Stage
 from tula_cli.run.records.results import Branch, TrainResult, Tuning
@@ -318,9 +319,12 @@ def test_jobs_that_the_supervisor_has_cancelled_are_reported_as_cancelled_by_tul
     job, released = chain.run.job("train-s"), chain.run.read().released_links("train-s")
     assert job is not None and released == dict.fromkeys(LINKS[2:], why)
     cancelled = SchedulerState("ended", "CANCELLED by 0: it was cancelled by scancel or by an administrator")
-    known = {**dict.fromkeys(LINKS, cancelled), "12": SchedulerState("ended", "FAILED: its script ended with an error")}
+    known = {
+        **dict.fromkeys(LINKS, cancelled),
+        "12": SchedulerState("ended", "FAILED: its script ended with an error", failed=True),
+    }
     state = get_chain_state(job, known, forgotten="", released=released)
-    assert state.reason.startswith("FAILED") and state.released == f"tula cancelled 13 to 15 of its chain: {why}"
+    assert state.failed and state.released == f"tula cancelled 13 to 15 of its chain: {why}"
 
 
 def test_what_scancel_has_ended_in_a_stage_stays_ended(chain: Chain, cluster: Cluster) -> None:
@@ -560,7 +564,7 @@ def test_the_time_limit_is_told_to_the_ranks_with_room_to_save(
         import os, time
         open({str(told)!r}, "w").write(str(float(os.environ["TULA_LEAVE_AT"]) - time.time()))
     """
-    monkeypatch.setattr(cluster_supervise, "make_next_task", lambda *_: None)
+    monkeypatch.setattr(cluster_supervise, "decide", lambda *_: Stop())
     chain.start("11")
     assert 560 < float(told.read_text()) < 575
 
@@ -654,7 +658,7 @@ def test_ranks_that_lose_a_peer_on_the_way_out_have_left_for_the_time_limit(chai
 
 
 def test_a_killed_child_of_ours_does_not_hide_what_its_peer_said(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_supervise, "make_next_task", lambda *_: None)
+    monkeypatch.setattr(cluster_supervise, "decide", lambda *_: Stop())
     failure = Failure(
         task="train-s-1", attempt=1, rank=1, host="other", pid=1, outcome="peer", message="closed", detail="",
         failed_at=1.0,
@@ -707,11 +711,11 @@ def test_a_rank_does_not_repeat_in_its_own_name_what_another_has_told(chain: Cha
         failed_at=9e9,
     )  # fmt: skip
     chain.run.write_failure(root)
-    exited = exit_reason.RankExit(exit_code=-9, oom_kill=False, words="", rank=0)
+    exited = failures.RankExit(exit_code=-9, oom_kill=False, words="", rank=0)
     attempt = make_runs.attempt("train-s-1", start=1.0)
-    own = exit_reason.find_reason_of_ranks(chain.run, chain.task, attempt, exited)
-    exit_reason.write_exit_report(chain.run, chain.task, attempt, exited, own)
-    assert exit_reason.find_root_cause(chain.run, chain.task, attempt, own).rank == 5, "by a clock that runs ahead"
+    own = failures.find_failure_of_ranks(chain.run, chain.task, attempt, exited)
+    failures.write_exit_report(chain.run, chain.task, attempt, exited, own)
+    assert failures.find_root_cause(chain.run, chain.task, attempt, own).rank == 5, "by a clock that runs ahead"
 
 
 def test_a_kill_for_memory_is_told_although_another_rank_failed_first(chain: Chain, tmp_path: Path) -> None:
@@ -719,8 +723,8 @@ def test_a_kill_for_memory_is_told_although_another_rank_failed_first(chain: Cha
         Failure(task="train-s-1", attempt=1, rank=5, host="other", pid=1, outcome="unknown", message="exit 1", detail="",
                 failed_at=1.0)
     )  # fmt: skip
-    exited = exit_reason.RankExit(exit_code=-9, oom_kill=True, words="", rank=0)
-    own = exit_reason.find_reason_of_ranks(chain.run, chain.task, make_runs.attempt("train-s-1", start=1.0), exited)
+    exited = failures.RankExit(exit_code=-9, oom_kill=True, words="", rank=0)
+    own = failures.find_failure_of_ranks(chain.run, chain.task, make_runs.attempt("train-s-1", start=1.0), exited)
     assert own.outcome in ("host_oom", "device_oom")
 
 
@@ -740,8 +744,8 @@ def test_a_kill_for_memory_is_told_although_another_rank_failed_first(chain: Cha
 def test_what_a_launcher_says_of_an_end_is_told(
     chain: Chain, tmp_path: Path, log: str, outcome: str, words: str
 ) -> None:
-    exited = exit_reason.RankExit(exit_code=1, oom_kill=False, words=log, rank=0)
-    own = exit_reason.find_reason_of_ranks(chain.run, chain.task, make_runs.attempt("train-s-1", start=1.0), exited)
+    exited = failures.RankExit(exit_code=1, oom_kill=False, words=log, rank=0)
+    own = failures.find_failure_of_ranks(chain.run, chain.task, make_runs.attempt("train-s-1", start=1.0), exited)
     assert (own.outcome, own.message) == (outcome, words)
 
 
@@ -752,11 +756,11 @@ def test_a_lost_rank_is_told_in_short_by_those_that_noticed(chain: Chain, tmp_pa
     )  # fmt: skip
     chain.run.write_failure(noticed)
     attempt = make_runs.attempt("train-s-1", start=1.0)
-    exited = exit_reason.RankExit(exit_code=1, oom_kill=False, words="", rank=0)
-    own = exit_reason.find_reason_of_ranks(chain.run, chain.task, attempt, exited)
-    assert own.message == "rank 1 lost its connection to another rank, which has not said why"
-    exited = exit_reason.RankExit(exit_code=-9, oom_kill=False, words="", rank=0)
-    own = exit_reason.find_reason_of_ranks(chain.run, chain.task, attempt, exited)
+    exited = failures.RankExit(exit_code=1, oom_kill=False, words="", rank=0)
+    own = failures.find_failure_of_ranks(chain.run, chain.task, attempt, exited)
+    assert own.summary == "rank 1 lost its connection to another rank, which has not said why"
+    exited = failures.RankExit(exit_code=-9, oom_kill=False, words="", rank=0)
+    own = failures.find_failure_of_ranks(chain.run, chain.task, attempt, exited)
     assert (own.outcome, own.message) == ("signal", "its process was killed by SIGKILL"), (
         "the first cause, where it is known"
     )
@@ -977,10 +981,15 @@ def filled(chain: Chain, folder: Path, link: str) -> Attempt:
     return last
 
 
+def with_failure(attempt: Attempt, **values: object) -> Attempt:
+    assert attempt.failure is not None
+    return attempt.model_copy(update={"failure": attempt.failure.model_copy(update=values)})
+
+
 def never_fits(chain: Chain, last: Attempt) -> None:
     """Have an attempt that ended of a full disk have wanted more than any disk has."""
     assert last.shortage is not None
-    chain.run.write_attempt(last.model_copy(update={"shortage": last.shortage.model_copy(update={"needed": 2**61})}))
+    chain.run.write_attempt(with_failure(last, shortage=last.shortage.model_copy(update={"needed": 2**61})))
 
 
 @pytest.mark.promise(
@@ -1033,7 +1042,7 @@ def test_where_nothing_tells_what_was_to_be_written_room_for_a_checkpoint_is_ask
     with pytest.raises(DiskFull, match=r"4096\.?\d* GiB are needed, so .* are missing"):
         release_held_jobs(chain.run, chain.task)
     elsewhere = last.shortage.model_copy(update={"folder": "/dev/shm/data"})
-    chain.run.write_attempt(last.model_copy(update={"shortage": elsewhere}))
+    chain.run.write_attempt(with_failure(last, shortage=elsewhere))
     release_held_jobs(chain.run, chain.task)  # no checkpoint was to go there
 
 
@@ -1114,38 +1123,50 @@ def test_a_file_system_that_fails_under_a_supervisor_is_named_so(chain: Chain, m
 def test_what_a_follower_failed_of_is_the_end_that_its_leader_tells(chain: Chain, cluster: Cluster) -> None:
     chain.was_killed("11")
     (lost,) = chain.run.training("s").attempts()
-    reason = find_reason_of_error(Broken("at the other node"), chain.run, chain.task)
-    chain.run.write_failure(make_failure_of_follower(chain.task, lost, 3, reason, Broken("at the other node")))
+    error = Broken("at the other node")
+    failure = find_failure_of_error(error, chain.run, chain.task)
+    write_failure_of_follower(chain.run, chain.task, lost, 3, failure, error)
     chain.will_finish()
     chain.start("12")
     first, _ = chain.run.training("s").attempts()
     assert first.outcome == "supervisor" and "at the other node" in first.message
 
 
+def after_two(chain: Chain, one: Attempt, two: Attempt | None, progress: int) -> str:
+    """Return what the end of the second of two attempts is said to lead to, if no third follows; else empty."""
+    last = one if two is None else two
+    known = History(last, [] if two is None else [one], progress=progress, reached=last.reached)
+    decision = decide(chain.task, last.failure, known)
+    return decision.consequence if isinstance(decision, Stop) else ""
+
+
 @pytest.mark.parametrize(
-    ("outcome", "message", "seconds", "ends"),
+    ("outcome", "signal_name", "seconds", "ends"),
     [
-        ("unknown", "exit code 1", 3.0, True),
-        ("storage", "cannot write x: Stale file handle", 3.0, False),
-        ("supervisor", "tula's supervisor failed", 3.0, True),
-        ("signal", "its process was killed by SIGSEGV", 3.0, True),
-        ("signal", "its process was killed by SIGKILL", 3.0, False),
-        ("signal", "job 11 was ended from outside, or its supervisor was killed", 3.0, False),
-        ("unknown", "exit code 1", 40.0, False),
-        ("peer", "lost", 3.0, False),
-        ("preempted", "job 11 was preempted", 3.0, False),
+        ("unknown", "", 3.0, True),
+        ("storage", "", 3.0, False),
+        ("supervisor", "", 3.0, True),
+        ("signal", "SIGSEGV", 3.0, True),
+        ("signal", "SIGKILL", 3.0, False),
+        ("signal", "", 3.0, False),
+        ("unknown", "", 40.0, False),
+        ("peer", "", 3.0, False),
+        ("preempted", "", 3.0, False),
     ],
 )
 @pytest.mark.promise(
     "a process", "the same end comes twice within half a minute of a start", "no third start: the chain ends"
 )
-def test_the_same_end_at_once_twice_is_final(outcome: OutcomeClass, message: str, seconds: float, ends: bool) -> None:
-    one = Attempt(task="t", number=1, started_at=0.0, ended_at=seconds, outcome=outcome, message=message, samples=96)
+def test_the_same_end_at_once_twice_is_final(
+    chain: Chain, outcome: OutcomeClass, signal_name: str, seconds: float, ends: bool
+) -> None:
+    failure = Failure(outcome=outcome, message="so it was", signal=signal_name)
+    one = Attempt(task="t", number=1, started_at=0.0, ended_at=seconds, failure=failure, samples=96)
     two = one.model_copy(update={"number": 2, "started_at": 100.0, "ended_at": 100.0 + seconds})
-    assert bool(describe_crash_loop([one, two], 96)) == ends
-    assert not describe_crash_loop([one, two], 128), "something was saved"
-    assert not describe_crash_loop([one.model_copy(update={"outcome": "port"}), two], 96)
-    assert not describe_crash_loop([two], 96)
+    assert ("twice the same within 3 s" in after_two(chain, one, two, 96)) == ends
+    assert not after_two(chain, one, two, 128), "something was saved"
+    assert not after_two(chain, with_failure(one, outcome="port"), two, 96)
+    assert not after_two(chain, two, None, 96)
 
 
 # --- every kind of death
@@ -1211,7 +1232,7 @@ def test_every_kind_of_death_has_the_class_the_exit_code_and_the_host_of_the_doc
 ) -> None:
     chain.script = script
     if outcome == "host_oom":  # on CPUs the node's memory is the device's
-        monkeypatch.setattr(exit_reason, "compute_device", lambda *_: "cuda")
+        monkeypatch.setattr(failures, "compute_device", lambda *_: "cuda")
     if outcome in ENDED_FROM_OUTSIDE:
         chain.script = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
         cluster.endings["11"] = outcome
@@ -1235,7 +1256,7 @@ def test_every_kind_of_death_has_the_class_the_exit_code_and_the_host_of_the_doc
     error = make_error_of_training(chain.task, [first], saved_samples=0)
     row = table_of_endings()[outcome]
     assert str(error.exit_code) == row[2] and error.hint
-    follows = make_next_task(chain.run, chain.task, ExitReason(outcome, first.message, host=first.host), 1)
+    follows = make_runs.follow(chain.run, chain.task, first.failure)
     assert row[3] == "-" or follows is None or first.host in follows.cause
 
 
@@ -1303,22 +1324,14 @@ def test_without_a_next_job_the_same_one_tries_once_more(chain: Chain, cluster: 
 
 
 def test_the_same_end_at_the_same_step_from_the_same_checkpoint_is_final(chain: Chain, cluster: Cluster) -> None:
-    one = Attempt(
-        task="t",
-        number=1,
-        started_at=0.0,
-        ended_at=900.0,
-        outcome="unknown",
-        message="exit code 3, pid 71",
-        samples=96,
-        reached=160,
-    )
-    two = one.model_copy(update={"number": 2, "message": "exit code 3, pid 88"})
-    assert "after 160 samples" in describe_crash_loop([one, two], 96)
-    assert not describe_crash_loop([one, two.model_copy(update={"reached": 192})], 96)
-    assert not describe_crash_loop([one, two.model_copy(update={"message": "another end"})], 96)
-    storage = [attempt.model_copy(update={"outcome": "storage"}) for attempt in (one, two)]
-    assert not describe_crash_loop(storage, 96), "its cause lies outside the process"
+    failure = Failure(outcome="unknown", message="exit code 3, pid 71")
+    one = Attempt(task="t", number=1, started_at=0.0, ended_at=900.0, failure=failure, samples=96, reached=160)
+    two = with_failure(one.model_copy(update={"number": 2}), message="exit code 3, pid 88")
+    assert "after 160 samples" in after_two(chain, one, two, 96)
+    assert not after_two(chain, one, two.model_copy(update={"reached": 192}), 96)
+    assert not after_two(chain, one, with_failure(two, message="another end"), 96)
+    storage = [with_failure(attempt, outcome="storage") for attempt in (one, two)]
+    assert not after_two(chain, *storage, 96), "its cause lies outside the process"
 
 
 def test_a_loss_that_is_not_finite_ends_a_script_at_once(chain: Chain, cluster: Cluster) -> None:
@@ -1416,7 +1429,7 @@ def test_a_time_limit_before_the_first_checkpoint_is_no_verdict_where_storage_ha
 ) -> None:
     chain.was_killed("11")
     (lost,) = chain.run.training("s").attempts()
-    chain.run.write_attempt(lost.model_copy(update={"outcome": "storage", "ended_at": 12.0}))
+    chain.run.write_attempt(lost.model_copy(update={"failure": Failure(outcome="storage"), "ended_at": 12.0}))
     chain.was_killed("11")
     cluster.endings = {"11": "time_limit"}
     chain.will_finish()

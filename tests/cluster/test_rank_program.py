@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from tula_cli.cluster.allocation import Allocation
-from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.rank_program import WorkerProgram
 from tula_cli.cluster.rank_programs import make_rank_program
 from tula_cli.cluster.scripts.probe import ScriptProbe
@@ -60,7 +59,8 @@ def test_ranks_of_the_worker_that_leave_no_result_have_failed(tmp_path: Path) ->
     }
     program = make_rank_program(RunDir(tmp_path), tasks(tmp_path, loop)["train"])
     assert isinstance(program, WorkerProgram)
-    assert program.reason_of_clean_exit() == ExitReason("unknown", "the ranks ended without a result")
+    failure = program.judge_clean_exit()
+    assert failure is not None and (failure.outcome, failure.message) == ("unknown", "the ranks ended without a result")
     assert not program.find_meeting_address() and not program.preview_command()
 
 

@@ -17,7 +17,7 @@ import pytest
 from make_results import Truth, measured
 
 from tula_cli.cluster import attempt as cluster_attempt
-from tula_cli.cluster import exit_reason, relaunch
+from tula_cli.cluster import decisions, failures
 from tula_cli.cluster import supervise as cluster_supervise
 from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.attempt import RunningAttempt
@@ -30,7 +30,8 @@ from tula_cli.models.out_of_memory import list_splits
 from tula_cli.run import shortages
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import MicroBatches, OutcomeClass
-from tula_cli.run.records.jobs import Failure, LeaderCommand
+from tula_cli.run.records.failures import Failure
+from tula_cli.run.records.jobs import LeaderCommand
 from tula_cli.run.records.probes import OutOfMemory
 from tula_cli.run.records.results import TrainResult
 from tula_cli.run.records.tasks import ProbeTask, Rung, Task, TrainTask, make_probe_id
@@ -58,7 +59,17 @@ class Ranks:
         self.starts.append(task.id)
         return [sys.executable, "-c", textwrap.dedent(script)]
 
-    def fail(self, task: str, message: str, outcome: str, *, attempt: int = 1, rank: int = 0, at: float = 1.0) -> str:
+    def fail(
+        self,
+        task: str,
+        message: str,
+        outcome: str,
+        *,
+        attempt: int = 1,
+        rank: int = 0,
+        at: float = 1.0,
+        fault: str | None = None,
+    ) -> str:
         """Return a script that leaves a rank's failure file and exits as torchrun does."""
         failure = Failure(
             task=task,
@@ -68,6 +79,7 @@ class Ranks:
             pid=1,
             outcome=outcome,
             message=message,
+            fault=fault,
             detail="",
             failed_at=at,
         )
@@ -182,7 +194,7 @@ def test_a_lost_rank_is_started_again(run: RunDir, ranks: Ranks, probe: ProbeTas
 def test_a_probe_job_gives_up_after_some_restarts(run: RunDir, ranks: Ranks, probe: ProbeTask) -> None:
     ranks.will(f"print({KILLED!r}); raise SystemExit(1)")
     cluster_supervise.supervise(run.path, probe.id)
-    assert len(ranks.starts) == relaunch.MAX_RESTARTS + 1
+    assert len(ranks.starts) == decisions.MAX_RESTARTS + 1
     failed = run.result(make_probe_id(1, 32))
     assert failed is not None
     assert failed.kind == "failed"
@@ -356,7 +368,7 @@ def test_training_out_of_memory_goes_on_at_the_next_smaller_batch_where_that_is_
     assert summary.start_batch == 128
     assert summary.attempts == 2
     assert summary.predicted_step == 0.25, "of the batch that the actual step time is of"
-    assert summary.causes == ("out of memory at batch 128",)
+    assert summary.causes == ("out of memory at batch 128; its micro-batches are not cut: train.oom_policy is shrink",)
 
 
 def test_a_crash_under_a_memory_limit_is_out_of_memory(tmp_path: Path, ranks: Ranks) -> None:
@@ -440,7 +452,7 @@ def test_a_machine_that_has_lost_its_gpu_is_not_tried_again(run: RunDir, ranks: 
     handover = run.handover_path("train-s-1", 1)
     handover.parent.mkdir()
     handover.write_text("127.0.0.1 4711 cuda\n")
-    ranks.will(ranks.fail("train-s-1", "NoGpu: torch sees no GPU on h", "device_fault", attempt=2))
+    ranks.will(ranks.fail("train-s-1", "NoGpu: torch sees no GPU on h", "device_fault", attempt=2, fault="no_gpu"))
     cluster_supervise.supervise(run.path, training.id)
     assert ranks.starts == ["train-s-1"]
     last = run.attempts("train-s-1")[-1]
@@ -622,7 +634,7 @@ def test_of_several_ranks_the_killed_one_is_told_and_not_those_that_lost_it(
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
     monkeypatch.setattr(RankStart, "argv", lambda _: command)
-    monkeypatch.setattr(relaunch, "MAX_RESTARTS", 0)
+    monkeypatch.setattr(decisions, "MAX_RESTARTS", 0)
     run.write_task(probe.model_copy(update={"nodes": 2}))
     cluster_supervise.supervise(run.path, probe.id)
     (attempt,) = run.attempts(probe.id)
@@ -635,7 +647,7 @@ def test_ranks_that_do_not_notice_the_loss_of_one_are_ended(
     script = "import os, time; time.sleep(60 * (os.environ['RANK'] == '0')); os._exit(3)"
     monkeypatch.setattr(RankStart, "argv", lambda _: [sys.executable, "-c", script])
     monkeypatch.setattr(cluster_attempt, "PEER_GRACE", 0.1)
-    monkeypatch.setattr(relaunch, "MAX_RESTARTS", 0)
+    monkeypatch.setattr(decisions, "MAX_RESTARTS", 0)
     run.write_task(probe.model_copy(update={"nodes": 2}))
     cluster_supervise.supervise(run.path, probe.id)
     (attempt,) = run.attempts(probe.id)
@@ -734,12 +746,12 @@ def test_an_out_of_memory_of_the_cgroup_is_the_hosts_on_a_gpu_and_the_batchs_on_
     def outcome(device: str, *driver: str) -> str | None:
         monkeypatch.setattr(devices, "GPU_DRIVER_FILES", [str(tmp_path / name) for name in driver])
         spec = make_runs.spec(cluster={"device": device})
-        found = exit_reason.find_reason_of_ranks(run, probe.model_copy(update={"spec": spec}), attempt, exited)
+        found = failures.find_failure_of_ranks(run, probe.model_copy(update={"spec": spec}), attempt, exited)
         assert found.rank == 1
         return found.outcome
 
     (tmp_path / "kfd").touch()
-    exited = exit_reason.RankExit(exit_code=-9, oom_kill=True, words="", rank=1)
+    exited = failures.RankExit(exit_code=-9, oom_kill=True, words="", rank=1)
     attempt = make_runs.attempt(probe.id, start=1.0)
     assert outcome("cuda", "nvidiactl") == "host_oom", "as asked for, whatever is to be seen"
     assert outcome("auto", "nvidiactl", "kfd") == "host_oom", "an AMD GPU"
@@ -765,14 +777,14 @@ def test_an_out_of_memory_of_the_cgroup_is_the_hosts_on_a_gpu_and_the_batchs_on_
 def test_kills_for_memory_are_counted_in_the_own_cgroup(
     cgroups: str, counter: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exit_reason, "CGROUPS", tmp_path)
-    found = exit_reason._list_oom_counters(cgroups)
+    monkeypatch.setattr(failures, "CGROUPS", tmp_path)
+    found = failures._list_oom_counters(cgroups)
     assert found == ([] if counter is None else [tmp_path / counter])
     for path in found:
         path.parent.mkdir(parents=True)
         path.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
-        assert exit_reason._read_oom_kills(path) == 3
-        assert exit_reason._read_oom_kills(path.with_name("gone")) is None
+        assert failures._read_oom_kills(path) == 3
+        assert failures._read_oom_kills(path.with_name("gone")) is None
 
 
 def test_nothing_of_a_failed_attempt_holds_the_device_when_the_next_one_starts(

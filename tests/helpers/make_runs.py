@@ -7,15 +7,18 @@ from typing import Any
 
 from make_results import Truth, measured
 
+from tula_cli.cluster.decisions import decide
+from tula_cli.cluster.relaunch import carry_out, read_history
 from tula_cli.cluster.scheduler import SchedulerState
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import OutcomeClass
+from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.inspections import ClusterReport, NodeReport, Transfer
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.probes import Failed, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.run.records.results import Branch, EvaluationRecord, StepChange, StepParts, Summary, TrainResult, Tuning
-from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask, Rung, TrainTask, make_probe_id
+from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask, Rung, Task, TrainTask, make_probe_id
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.spec.ags import Arm
 from tula_cli.spec.job import JobSpec
@@ -90,6 +93,16 @@ def attempt(task: str, *, number: int = 1, start: float = START, end: float | No
     outcome = None if end is None else "done"
     fields = {"outcome": outcome, "host": "n1", **changes}
     return Attempt(task=task, number=number, started_at=start, ended_at=end, **fields)
+
+
+def follow(
+    run: RunDir, task: Task, failure: Failure | None, *, before: int = 0, reached: int | None = None
+) -> Task | None:
+    """Carry out what follows an attempt of this machine, after so many that failed alike; return what is started next."""
+    last = attempt(task.id, end=START + 60)
+    earlier = [last.model_copy(update={"failure": failure, "number": -number}) for number in range(before)]
+    known = read_history(run, task, failure, last, earlier=earlier, reached=reached)
+    return carry_out(run, task, failure, decide(task, failure, known))
 
 
 def evaluated(task: EvaluateTask, **changes: Any) -> EvaluationRecord:

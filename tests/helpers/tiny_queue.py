@@ -116,4 +116,4 @@ class TinyQueue:
             return SchedulerState("running")
         how = job["runs"][-1] if job["runs"] else ""
         failed = f"FAILED: its script ended with exit code {job['code']}" if job["code"] and not how else ""
-        return SchedulerState("ended", how or failed)
+        return SchedulerState("ended", how or failed, failed=bool(failed))

@@ -10,11 +10,13 @@ import pytest
 from pydantic import BaseModel
 
 from tula_cli.errors import Infeasible, TulaError
-from tula_cli.host.failures import DEVICE_FAULTS, FAILURE_KINDS, advise
+from tula_cli.host.failure_texts import find_device_fault
+from tula_cli.host.failures import FAILURE_KINDS, advise
 from tula_cli.models.observations import require_measurements
 from tula_cli.run.directory import RunDir
 from tula_cli.run.imports import Source
 from tula_cli.run.records.base import OutcomeClass
+from tula_cli.run.records.failures import Failure, FaultName
 from tula_cli.run.records.probes import OutOfMemory
 from tula_cli.run.records.tasks import TrainTask, make_probe_id
 from tula_cli.services import profile
@@ -55,11 +57,11 @@ def hints(spec: JobSpec, tmp_path: Path) -> Iterator[tuple[str, str]]:
     run = RunDir.create(tmp_path, spec)
     of_queues = {"time_limit"} if spec.cluster.kind == "local" else set()
     for outcome in sorted(FAILURE_KINDS.keys() - of_queues):
-        yield outcome, advise(outcome, "it ended so", spec=spec)
+        yield outcome, advise(outcome, spec)
         yield f"a training: {outcome}", _end_of_training(run, outcome).hint
         yield f"all probes: {outcome}", _end_of_probes(spec, outcome, tmp_path / outcome).hint
     for name, words in WORDS.items():
-        yield name, advise("device_fault", words, spec=spec)
+        yield name, advise(Failure(outcome="device_fault", fault=find_device_fault(words)), spec)
     with pytest.raises(Infeasible) as caught:
         list_feasible_candidates(spec, dataset_size=10_000, max_local_batch=1)
     yield "before anything ran", caught.value.hint
@@ -145,7 +147,7 @@ def test_placeholders_that_a_hint_names_are_known_and_of_scripts_alone(who: str,
 
 
 def test_all_faults_of_devices_are_tried() -> None:
-    assert {advise("device_fault", words) for words in WORDS.values()} == {words for words, _ in DEVICE_FAULTS}
+    assert {find_device_fault(words) for words in WORDS.values()} == set(get_args(FaultName))
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ frames around them are made here.
 
 import pytest
 
-from tula_cli.host.failures import advise, classify_failure, find_root_failure, find_telling_line
-from tula_cli.run.records.jobs import Failure
+from tula_cli.host.failure_texts import classify_failure, find_device_fault, find_telling_line
+from tula_cli.host.failures import advise, find_root_failure
+from tula_cli.run.records.failures import Failure
 
 ASYNCHRONOUS = "kernel errors might be asynchronously reported at some other API call."
 
@@ -219,8 +220,8 @@ def test_other_endings_have_no_such_line() -> None:
     ],
 )
 def test_the_advice_is_by_what_is_wrong(words: str, told: str) -> None:
-    assert told in advise("device_fault", words)
-    assert "\n" not in advise("device_fault", words)
+    advice = advise(Failure(outcome="device_fault", fault=find_device_fault(words)))
+    assert told in advice and "\n" not in advice
 
 
 def test_a_faulty_device_outweighs_what_the_others_say() -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tula_cli.host.failures import FAILURE_KINDS, advise, classify_failure, find_telling_line
+from tula_cli.host.failure_texts import classify_failure, find_telling_line
+from tula_cli.host.failures import FAILURE_KINDS, advise
 
 ROWS = yaml.safe_load((Path(__file__).parents[1] / "fixtures" / "failure_texts.yaml").read_text())
 MEMORY = ("host_oom", "device_oom")

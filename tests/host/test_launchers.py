@@ -6,7 +6,7 @@ import traceback
 
 import pytest
 
-from tula_cli.host.failures import classify_failure, find_user_exception, kill_signal
+from tula_cli.host.failure_texts import classify_failure, find_kill_signal, find_user_exception
 
 COMMAND = ["/usr/bin/python3", "train.py", "--note", "exit code: none"]
 DEEPSPEED = "[2026-01-02 03:04:05,678] [ERROR] [launch.py:325:sigkill_handler] ['python', 'train.py'] exits with return code = -9"
@@ -24,17 +24,23 @@ def accelerate(code: int) -> str:
 
 @pytest.mark.parametrize("code", [-signal.SIGKILL, 128 + signal.SIGKILL])
 def test_a_killed_child_of_accelerate_is_no_error_of_the_users(code: int) -> None:
-    assert (classify_failure(accelerate(code), exit_code=1), kill_signal(accelerate(code))) == ("signal", "SIGKILL")
+    assert (classify_failure(accelerate(code), exit_code=1), find_kill_signal(accelerate(code))) == (
+        "signal",
+        "SIGKILL",
+    )
 
 
 def test_a_child_that_failed_by_itself_stays_the_users() -> None:
-    assert (classify_failure(accelerate(2), exit_code=1), kill_signal(accelerate(2))) == ("user", "")
+    assert (classify_failure(accelerate(2), exit_code=1), find_kill_signal(accelerate(2))) == ("user", "")
     assert classify_failure(USERS + accelerate(1), exit_code=1) == "user"
     assert find_user_exception(USERS + accelerate(-9)) == "ValueError: mine"
 
 
 def test_a_killed_rank_of_deepspeed_is_told_although_the_others_lost_it() -> None:
-    assert (classify_failure(DEEPSPEED, exit_code=247), kill_signal(f"{PEER}\n{DEEPSPEED}")) == ("signal", "SIGKILL")
+    assert (classify_failure(DEEPSPEED, exit_code=247), find_kill_signal(f"{PEER}\n{DEEPSPEED}")) == (
+        "signal",
+        "SIGKILL",
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,4 +55,4 @@ def test_a_killed_rank_of_deepspeed_is_told_although_the_others_lost_it() -> Non
     ],
 )
 def test_the_signal_that_came_first_is_named(words: str, name: str) -> None:
-    assert kill_signal(words) == name
+    assert find_kill_signal(words) == name

@@ -10,9 +10,10 @@ import pytest
 import yaml
 
 from tula_cli.errors import Diverged
-from tula_cli.host.failures import advise, classify_failure, find_root_failure
+from tula_cli.host.failure_texts import classify_failure
+from tula_cli.host.failures import advise, find_root_failure
 from tula_cli.run.records.base import OutcomeClass
-from tula_cli.run.records.jobs import Failure
+from tula_cli.run.records.failures import Failure
 
 MESSAGES = yaml.safe_load((Path(__file__).parents[1] / "fixtures" / "oom_messages.yaml").read_text())
 
@@ -138,10 +139,8 @@ def test_a_size_that_overflowed_is_no_lack_of_memory():
     assert classify_failure(words) == "user"
 
 
-def failure(outcome, at, *, rank=0, message=""):
-    return Failure(
-        task="t", attempt=1, rank=rank, host="h", pid=1, outcome=outcome, message=message, detail="", failed_at=at
-    )
+def failure(outcome, at, *, rank=0, signal=""):
+    return Failure(task="t", attempt=1, rank=rank, host="h", pid=1, outcome=outcome, signal=signal, failed_at=at)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +166,7 @@ def test_among_equals_the_earliest_is_the_root():
 
 
 def test_a_rank_that_was_told_to_end_is_not_the_root():
-    told = failure("signal", 3.0, message="exitcode: -15 (SIGTERM)")
+    told = failure("signal", 3.0, signal="SIGTERM")
     assert find_root_failure([told, failure("peer", 2.0)]).outcome == "peer"
 
 

@@ -3,15 +3,14 @@
 import pytest
 
 from tula_cli.models.out_of_memory import (
-    Fallback,
     cannot_accumulate,
     find_next_fallback,
     list_divisors,
     list_splits,
     make_batch_norm_limit,
-    parse_statistics_in_cause,
 )
 from tula_cli.run.records.base import MicroBatches
+from tula_cli.run.records.failures import Fallback
 from tula_cli.spec.load import validate
 
 SCRIPT = {"length": {"samples": 1600}, "reference": {"batch": 16}}
@@ -77,7 +76,8 @@ def test_a_smaller_batch_is_cut_as_far_as_it_has_to_be() -> None:
     rungs = MicroBatches(splits=(own, *known(24, 16).splits), normalised=0)
     step = find_next_fallback((28, 24, 16), 2, rungs)
     words = "out of memory at batch 28 in micro-batches of 7, which are not cut further: for a reason"
-    assert step == Fallback(1, 2, words)
+    assert step == Fallback(rung=1, splits=2, batch=28, failed_micro_batch=7, limit="for a reason")
+    assert step.description == words
 
 
 @pytest.mark.parametrize(
@@ -93,14 +93,17 @@ def test_a_smaller_batch_is_cut_as_far_as_it_has_to_be() -> None:
 )
 def test_the_cause_says_what_is_done(of: dict[str, int], words: str) -> None:
     step = find_next_fallback((128, 64), 1, known(128, 64, **of))
-    assert step is not None and step.words == words
-    assert parse_statistics_in_cause(words) == ("BatchNorm's statistics over 64 samples" if "normalised" in of else "")
+    assert step is not None and step.description == words
+    assert step.statistics == ("BatchNorm's statistics over 64 samples" if "normalised" in of else "")
 
 
 @pytest.mark.parametrize(
     ("why", "words"),
     [
-        ("train.oom_policy is shrink", "out of memory at batch 64"),
+        (
+            "train.oom_policy is shrink",
+            "out of memory at batch 64; its micro-batches are not cut: train.oom_policy is shrink",
+        ),
         (
             "",
             "out of memory at batch 64; its micro-batches are not cut: the ranks ended before they knew how far that may go",
@@ -109,7 +112,8 @@ def test_the_cause_says_what_is_done(of: dict[str, int], words: str) -> None:
     ],
 )
 def test_without_cutting_the_next_smaller_batch_follows(why: str, words: str) -> None:
-    assert find_next_fallback((64, 32), 1, None, why_not=why) == Fallback(1, 1, words)
+    step = find_next_fallback((64, 32), 1, None, why_not=why)
+    assert step is not None and (step.rung, step.splits, step.description) == (1, 1, words)
     assert ladder((64, 32, 16), None, why_not=why) == [(64, 1), (32, 1), (16, 1)]
 
 
@@ -133,7 +137,9 @@ def test_an_out_of_memory_in_a_stage_cuts_what_that_stage_takes() -> None:
     """Batch 512 in micro-batches of 256; a stage of 64 takes 32 at a time, which 128, 64 or 32 would leave as they are."""
     step = find_next_fallback((512, 256), 1, known(512, 256), stage=64)
     assert step is not None and (step.rung, step.splits) == (0, 16)
-    assert step.words.startswith("out of memory at batch 64, in a stage before batch 512: micro-batch 16 x 16 now")
+    assert step.description.startswith(
+        "out of memory at batch 64, in a stage before batch 512: micro-batch 16 x 16 now"
+    )
     assert find_next_fallback((512, 256), 1, known(512, 256)).splits == 2  # type: ignore[union-attr]
     last = find_next_fallback((512, 256), 1, known(512, 256, norm=True), stage=16)
     assert last is None, "a smaller batch's micro-batches of 8 are no smaller than the stage's"

@@ -9,8 +9,8 @@ from worker_jobs import train_task
 from tula_cli.cluster.scripts.training import ScriptTraining
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import Record
+from tula_cli.run.records.failures import Failure, Recovery, Relaunch
 from tula_cli.run.records.inspections import ClusterReport, Inspection, NodeReport
-from tula_cli.run.records.jobs import Attempt, Failure
 from tula_cli.run.records.probes import Failed, OutOfMemory, ScriptObservation
 from tula_cli.run.records.recommendations import Recommendation, StartEstimate
 from tula_cli.run.records.results import Summary
@@ -22,8 +22,8 @@ from tula_cli.worker.train.metrics import MetricsFile
 SECRET = "s3cr3tXYZ9"
 QUOTED = f"HTTPError: 403 of https://user:{SECRET}@host/x?sig={SECRET} (HF_TOKEN={SECRET}, --password {SECRET})"
 FIELDS: list[tuple[type[Record], str]] = [
-    (Failed, "message"), (OutOfMemory, "message"), (ScriptObservation, "notes"), (Attempt, "message"), (Failure, "message"), (Failure, "detail"),
-    (Summary, "warnings"), (Summary, "causes"), (Inspection, "estimate_error"), (Inspection, "notes"), (Inspection, "warnings"),
+    (OutOfMemory, "message"), (ScriptObservation, "notes"), (Failure, "message"), (Failure, "detail"), (Recovery, "text"),
+    (Summary, "warnings"), (Inspection, "estimate_error"), (Inspection, "notes"), (Inspection, "warnings"),
     (Inspection, "script"), (Recommendation, "warnings"), (StartEstimate, "reason"), (NodeReport, "write_error"), (ClusterReport, "network_error"),
     (ScriptFailure, "text"), (RankResult, "notes"), (Rehearsed, "why"),
 ]  # fmt: skip
@@ -39,8 +39,23 @@ def test_recorded_text_is_written_without_secrets(record: type[Record], field: s
     assert "HTTPError: 403" in written and SECRET not in written
 
 
+def test_a_failure_is_written_without_secrets_wherever_it_is_carried() -> None:
+    failure = Failure(outcome="user").model_copy(update={"message": QUOTED})
+    recovery = Recovery(failure=failure, decision=Relaunch())
+    task = train_task(spec()).model_copy(update={"recovery": recovery})
+    carriers: list[Record] = [
+        attempt("t").model_copy(update={"failure": failure}),
+        Failed.model_construct(id="p", nodes=1, gpus_per_node=1, local_batch=8, failure=failure),
+        task,
+        summary().model_copy(update={"recoveries": (recovery,)}),
+    ]
+    for carrier in carriers:
+        written = carrier.model_dump_json()
+        assert "HTTPError: 403" in written and SECRET not in written
+
+
 def test_records_are_read_without_secrets_too() -> None:
-    assert SECRET not in attempt("t", message=QUOTED).message
+    assert SECRET not in attempt("t", outcome="user", message=QUOTED).message
     assert SECRET not in summary(warnings=(QUOTED,)).warnings[0]
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tula_cli.errors import CannotWrite, DiskFull, StorageFailed
-from tula_cli.host.failures import classify_failure
+from tula_cli.host.failure_texts import classify_failure
 from tula_cli.run import disk_space, files, shortages
-from tula_cli.run.records.jobs import Shortage
+from tula_cli.run.records.failures import Shortage
 
 FULL_DISK = """
 import json, os, sys
@@ -28,7 +28,7 @@ try:
     write_atomic(run / "large", bytes(2**20))
 except DiskFull as error:
     found = shortages.get_shortage(error)
-    told |= {"words": shortages.describe_shortage(found), "missing": found.missing, "total": found.total}
+    told |= {"words": found.description, "missing": found.missing, "total": found.total}
 (run / "ballast").open("wb")
 with open(run / "ballast", "ab", buffering=0) as ballast:
     try:
@@ -115,12 +115,12 @@ def test_what_a_process_said_tells_the_folder() -> None:
     said = "OSError: [Errno 28] No space left on device: '/dev/shm/x/model.pt'"
     assert shortages.parse_shortage(said, ()).folder == "/dev/shm/x"
     quota = shortages.parse_shortage("OSError: [Errno 122] Disk quota exceeded", [Path("/dev/shm")])
-    assert quota.quota and shortages.describe_shortage(quota) == "the quota is used up where /dev/shm is"
+    assert quota.quota and quota.description == "the quota is used up where /dev/shm is"
 
 
 def test_a_file_system_without_files_left_is_told_so() -> None:
     found = Shortage(folder="/scratch", free=2**30, total=2**40, files_free=0)
-    assert "no more files" in shortages.describe_shortage(found)
+    assert "no more files" in found.description
 
 
 def test_there_is_room_again(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from tula_cli.cluster import launcher as cluster_launcher
 from tula_cli.cluster.scripts.placeholders import get_learning_rate
 from tula_cli.errors import BadMeasurements, JobFailed, SpecError, TulaError
 from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.records.failures import Failure, Fallback, Recovery, Relaunch
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.results import Comparison
 from tula_cli.run.records.tasks import TrainTask
@@ -613,11 +614,14 @@ def test_a_training_whose_batch_norm_saw_fewer_samples_is_marked(run: RunDir) ->
     trainings.submit_cell(run, planned, cell, launcher, inspect=inspect)
     summary = run.training(cell.signature).summary()
     assert summary is not None
-    plain, changed = (f"out of memory at batch 128: micro-batch {m} x {128 // m} now" for m in (64, 32))
-    run.write_summary(summary.model_copy(update={"causes": (plain,)}))
+    oom, killed = Failure(outcome="device_oom"), Failure(outcome="signal", message="killed")
+    plain = Fallback(rung=0, splits=2, batch=128, micro_batch=64, micro_batches=2)
+    changed = plain.model_copy(update={"splits": 4, "micro_batch": 32, "micro_batches": 4, "normalised": 32})
+    first, second = (Recovery(failure=oom, decision=Relaunch(fallback=fallback)) for fallback in (plain, changed))
+    run.write_summary(summary.model_copy(update={"recoveries": (first,)}))
     assert table(run, planned.comparison).warnings == ()
-    causes = (plain, f"{changed}, with BatchNorm's statistics over 32 samples", "signal: killed")
-    run.write_summary(summary.model_copy(update={"causes": causes}))
+    third = Recovery(failure=killed, decision=Relaunch())
+    run.write_summary(summary.model_copy(update={"recoveries": (first, second, third)}))
     assert table(run, planned.comparison).warnings == (
         messages.row_trained_with_other_normalisation(
             method="lbt", batch=128, normalisation="BatchNorm's statistics over 32 samples"

@@ -7,11 +7,10 @@ from typing import get_args
 import make_runs as make
 import pytest
 
-from tula_cli.cluster.exit_reason import ExitReason
-from tula_cli.cluster.relaunch import make_next_task, needs_new_allocation
-from tula_cli.host.failures import FAILURE_KINDS, NEXT_WORDS, Next
+from tula_cli.host.failures import FAILURE_KINDS
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import OutcomeClass
+from tula_cli.run.records.failures import NODE_FAILURES, Failure
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.services.status import make_error_of_training
 from tula_cli.spec.resources import Cluster
@@ -32,34 +31,17 @@ def task(run: RunDir) -> TrainTask:
     return task
 
 
-def test_every_class_is_in_the_table_and_every_word_of_what_follows_is_used() -> None:
+def test_every_class_is_in_the_table() -> None:
     assert set(FAILURE_KINDS) == set(CLASSES)
-    assert {ending.follows for ending in FAILURE_KINDS.values()} == set(get_args(Next)) == set(NEXT_WORDS)
 
 
 @pytest.mark.parametrize("outcome", CLASSES)
-def test_what_follows_in_a_training_is_what_the_table_says(outcome: OutcomeClass, run: RunDir, task: TrainTask) -> None:
-    follows = FAILURE_KINDS[outcome].follows
-    on_slurm = Cluster(kind="slurm")
-    relaunch = make_next_task(run, task, ExitReason(outcome, "so it was", host="n7"), 1)
-    if follows in (
-        "nothing",
-        "held",
-        "more nodes",
-        "lower rate",
-        "user",
-    ):  # this training has no further stage, nor a batch that grows
-        assert relaunch is None and not needs_new_allocation(outcome, on_slurm)
-        again = make_next_task(run, task, ExitReason(outcome, "so it was", once_more=True), 1)
-        assert follows != "user" or again is not None
-        return
-    assert isinstance(relaunch, TrainTask) and relaunch.attempt == 2
-    assert needs_new_allocation(outcome, on_slurm) == (follows in ("next job", "elsewhere"))
-    assert (relaunch.batch < task.batch) == (follows == "less memory")
-    assert (relaunch.workers == 1) == (follows == "fewer loaders")
-    often = make_next_task(run, task, ExitReason(outcome, "so it was", host="n7"), task.spec.train.max_attempts)
-    assert (often is None) == (follows in ("processes", "paused", "outwaited", "once more", "elsewhere"))
-    assert ("n7" in relaunch.cause) == FAILURE_KINDS[outcome].names_host
+def test_a_relaunch_names_the_node_if_the_failure_concerns_it(
+    outcome: OutcomeClass, run: RunDir, task: TrainTask
+) -> None:
+    relaunch = make.follow(run, task, Failure(outcome=outcome, message="so it was", host="n7"))
+    assert relaunch is None or isinstance(relaunch, TrainTask)
+    assert relaunch is None or ("n7" in relaunch.cause) == (outcome in NODE_FAILURES)
 
 
 @pytest.mark.parametrize("outcome", CLASSES)
@@ -67,7 +49,8 @@ def test_a_training_that_ended_so_has_the_exit_code_of_the_table(outcome: Outcom
     last = make.attempt(task.id, end=time.time(), outcome=outcome, message="so it was", rank=3, host="n7")
     told = make_error_of_training(task, [last], saved_samples=100)
     assert (told.exit_code, told.code) == (FAILURE_KINDS[outcome].error.exit_code, FAILURE_KINDS[outcome].error.code)
-    assert "so it was" in told.message and told.hint
+    words = "lost its connection to another rank" if outcome == "peer" else "so it was"
+    assert words in told.message and told.hint
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from tula_cli import words
 from tula_cli.errors import SpecError, TulaError
 from tula_cli.run.directory import Part, RunDir
-from tula_cli.run.records.jobs import Failure
+from tula_cli.run.records.failures import Failure
 from tula_cli.services import logs
 from tula_cli.services.logs import LogQuery
 

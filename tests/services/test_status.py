@@ -14,6 +14,7 @@ from rich.console import Console
 from tula_cli.errors import SchedulerError, SpecError
 from tula_cli.run import files
 from tula_cli.run.directory import RunDir
+from tula_cli.run.records.failures import Recovery
 from tula_cli.run.records.results import CountedEnergy
 from tula_cli.services import run_list, status
 from tula_cli.services import status as services_status
@@ -249,7 +250,7 @@ def test_the_schedulers_verdict_is_told(run):
     run.write_attempt(make.attempt(name, end=START + 9, outcome="signal", message="terminated"))
     job = only_job(run, verdict)
     assert (job.state, job.reason) == ("failed", "terminated (its scheduler: TIMEOUT: its time limit was reached)")
-    failed = make.FakeLauncher({name: "ended"}, reason="FAILED: its script ended with an error")
+    failed = make.FakeLauncher({name: "ended"}, reason="FAILED: its script ended with an error", flags={"failed": True})
     assert only_job(run, failed).reason == "terminated", "which says more"
 
 
@@ -436,7 +437,8 @@ def test_the_training_run_that_was_submitted_last_is_shown(run):
 def test_the_story_of_a_training_names_batches_and_causes(run):
     name = make.add_training(run)
     first = run.task(f"{name}-1")
-    relaunch = {"id": f"{name}-2", "attempt": 2, "ladder": first.ladder[1:], "cause": "out of memory at batch 128"}
+    relaunch = {"id": f"{name}-2", "attempt": 2, "ladder": first.ladder[1:]}
+    relaunch["recovery"] = Recovery(text="out of memory at batch 128")
     run.write_task(first.model_copy(update=relaunch))
     run.write_attempt(make.attempt(f"{name}-1", end=START + 9, outcome="device_oom", samples=0))
     run.write_attempt(make.attempt(f"{name}-2", start=START + 10, samples=640, allocation="7.0", hosts="n[1-2]"))

@@ -296,6 +296,6 @@ def test_an_out_of_memory_is_told_with_the_batch_of_its_stage(run: RunDir) -> No
     words = []
     for batch in (128, 512):
         append_json_line(files.metrics_path, {"kind": "stage", "samples": 0, "batch": batch})
-        words.append(relaunch._choose_fallback(run, task).words)  # type: ignore[union-attr]
+        words.append(relaunch._choose_fallback(run, task).description)  # type: ignore[union-attr]
     assert words[0].startswith("out of memory at batch 128, in a stage before batch 512: micro-batch ")
     assert words[1].startswith("out of memory at batch 512: micro-batch 128 x 2 now")

@@ -83,7 +83,7 @@ def _answer_training(screen: Screen, training: "PreparedTraining", summary: "Sum
 
     run = training.part.run
     weights, charge = run.training(summary.signature).weights(), find_site_charge(run, summary.signature)
-    data = {**dict(summary), "weights": weights, "site_charge": charge}
+    data = {**dict(summary), "causes": summary.causes, "weights": weights, "site_charge": charge}
     return screen.answer(data, show_train.render_summary(summary, weights=weights, charge=charge))
 
 

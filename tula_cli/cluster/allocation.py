@@ -5,12 +5,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.scheduler import END_SIGNALS, WARNING_SIGNALS, LocalScheduler, Scheduler
 from tula_cli.cluster.slurm import sbatch
 from tula_cli.cluster.slurm.scheduler import SlurmScheduler
 from tula_cli.errors import SchedulerError
 from tula_cli.run.records.base import OutcomeClass
+from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.tasks import Task
 from tula_cli.spec.job import JobSpec
 
@@ -159,7 +159,7 @@ class Allocation:
         """Return TULA_LEAVE_AT, the Unix time at which ranks save and exit; empty without a time limit."""
         return {} if self.ends_at is None else {"TULA_LEAVE_AT": f"{self.leave_time(self.ends_at):.1f}"}
 
-    def termination_reason(self, allocation_id: str = "") -> ExitReason:
+    def find_termination(self, allocation_id: str = "") -> Failure:
         """Return why the scheduler ended an allocation (`allocation_id`; default: this allocation)."""
         job_id, _, restarts = (allocation_id or self.id).rpartition(".")
         deadline = time.monotonic() + ACCOUNTING_LAG
@@ -170,8 +170,9 @@ class Allocation:
             time.sleep(POLL)
         if how in TERMINATED_MESSAGES:
             by = f" ({self.scheduler.cancel_command})" if self.scheduler.cancel_command else ""
-            return ExitReason(how, TERMINATED_MESSAGES[how].format(job_id, by))
-        return ExitReason("signal", f"job {job_id} was ended from outside, or its supervisor was killed")
+            return Failure(outcome=how, message=TERMINATED_MESSAGES[how].format(job_id, by))
+        message = f"job {job_id} was ended from outside, or its supervisor was killed"
+        return Failure(outcome="signal", message=message)
 
     def leave_time(self, ends_at: float) -> float:
         """Return when the ranks of an allocation that starts now and ends at `ends_at` must exit (Unix times)."""

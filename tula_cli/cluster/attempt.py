@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from tula_cli.cluster import exit_reason
+from tula_cli.cluster import failures
 from tula_cli.cluster.allocation import POLL, TERMINATED_MESSAGES, Allocation
 from tula_cli.cluster.directory_watcher import ChangeWatcher
-from tula_cli.cluster.exit_reason import ExitReason, RankExit, find_reason_by_supervisors
+from tula_cli.cluster.failures import RankExit, find_failure_of_supervisors
 from tula_cli.cluster.node_log import cap_log, get_log_path
 from tula_cli.cluster.rank_processes import (
     RankCommand,
@@ -31,6 +31,7 @@ from tula_cli.host.network import get_node_name
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import is_run_gone
 from tula_cli.run.package import describe_upgrade
+from tula_cli.run.records.failures import Failure, Relaunch, Requeue, Stop
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
 from tula_cli.run.records.tasks import Task, TrainTask
 from tula_cli.spec.signature import compute_cluster_signature
@@ -68,23 +69,31 @@ def open_attempt(run: RunDir, allocation: Allocation, task: Task) -> Attempt:
     return attempt
 
 
-def close_record(attempt: Attempt, reason: ExitReason) -> Attempt:
-    """Return a copy of an attempt that ends now, with its outcome."""
+def close_attempt(
+    run: RunDir,
+    attempt: Attempt,
+    failure: Failure | None,
+    decision: Relaunch | Requeue | Stop,
+    *,
+    reached: int | None = None,
+) -> None:
+    """Record that an attempt ends now.
+
+    Args:
+        run: the run.
+        attempt: the attempt.
+        failure: why it ended; None after a success.
+        decision: what follows.
+        reached: samples trained when it ended; None before a first step.
+    """
     update = {
         "ended_at": time.time(),
-        "outcome": reason.outcome or "done",
-        "message": reason.message,
-        "rank": reason.rank,
-        "host": reason.host or attempt.host,
-        "shortage": reason.shortage,
-        "reached": reason.reached,
+        "failure": None if failure is None else failure.model_copy(update={"detail": ""}),
+        "decision": decision,
+        "host": (failure.host if failure is not None else "") or attempt.host,
+        "reached": reached,
     }
-    return attempt.model_copy(update=update)
-
-
-def close_attempt(run: RunDir, attempt: Attempt, reason: ExitReason) -> None:
-    """Record the outcome of an attempt."""
-    run.write_attempt(close_record(attempt, reason))
+    run.write_attempt(attempt.model_copy(update=update))
 
 
 @dataclass
@@ -103,16 +112,16 @@ class RunningAttempt:
     _life_shown: float = 0.0  # by the monotonic clock
     _log_capped: float = 0.0
 
-    def run_to_exit(self) -> ExitReason:
-        """Start the ranks of this supervisor, wait until they exit, and return the exit reason."""
+    def run_to_exit(self) -> Failure | None:
+        """Start the ranks of this supervisor, wait until they exit, and return why they failed; None after a success."""
         log = self._log
-        kills = exit_reason.count_oom_kills()
+        kills = failures.count_oom_kills()
         try:
             starts = self._program.start(self.allocation, self.command).rank_commands(
                 None if self.spawner.output.shared else log
             )
         except JobFailed as error:  # of a script: no such network interface here
-            return self._not_started_reason(f"{error.message}; {error.hint}")
+            return self._report_not_started(f"{error.message}; {error.hint}")
         with self.spawner.output.write_into(self.run, log) as output:
             messages = filter(None, [describe_upgrade(self.run.job(self.task.job), __version__)])
             output.write(
@@ -123,17 +132,17 @@ class RunningAttempt:
                 group = self.spawner.spawn(starts, output, give_up=self._should_not_start)
             except OSError as error:  # the wrapper, or the folder where the job was submitted, is not on this node
                 output_text = f"cannot start {starts[0].command[0]} in {starts[0].folder}: {error.strerror}"
-                return self._not_started_reason(output_text)
+                return self._report_not_started(output_text)
             self._monitor.log_start()
             stopped = self._watch_ranks(group)
             if moved := self._monitor.put_aside():
                 output.write(f"tula: {moved}\n".encode())
-        if stopped:
+        if stopped is not None:
             return stopped
         child, code = group.first_failure() or (0, 0)
         output_text = self.spawner.output.end_of_output(log)
         return self._judge_exit(
-            RankExit(code, exit_reason.count_oom_kills() > kills, output_text, self._first_rank + child)
+            RankExit(code, failures.count_oom_kills() > kills, output_text, self._first_rank + child)
         )
 
     @cached_property
@@ -148,10 +157,10 @@ class RunningAttempt:
     def _monitor(self) -> RankMonitor:
         return self._program.monitor(self.allocation, self.command)
 
-    def _not_started_reason(self, message: str) -> ExitReason:
-        reason = ExitReason("user", message, host=get_node_name())
-        self._report(RankExit(127, False, message, self._first_rank), reason)
-        return reason
+    def _report_not_started(self, message: str) -> Failure:
+        failure = Failure(outcome="user", message=message, host=get_node_name())
+        self._report(RankExit(127, False, message, self._first_rank), failure)
+        return failure
 
     def _clean_up_earlier_attempts(self, starts: Sequence[RankCommand]) -> Iterator[str]:
         """Kill leftovers of earlier attempts on this node, wait for their GPU memory, and yield messages to log."""
@@ -167,34 +176,40 @@ class RunningAttempt:
             if memory_holders:
                 yield f"GPU memory of an earlier attempt is not free again: {memory_holders}"
 
-    def reason_by_scheduler(self, reason: ExitReason) -> ExitReason:
-        """Return the exit reason of an attempt, replaced by that of the scheduler if it ended the allocation."""
+    def consult_scheduler(self, failure: Failure | None) -> Failure | None:
+        """Return the failure of an attempt, or the scheduler's reason if it ended the allocation."""
         if self.allocation.termination.received and not self.run.is_finished(self.task):
             if self.run.is_cancelled(self.task.job):
-                return ExitReason("cancelled", "cancelled by the user")
-            reason = self.allocation.termination_reason()
-            if reason.outcome == "cancelled":
+                return Failure(outcome="cancelled", message="cancelled by the user")
+            termination = self.allocation.find_termination()
+            if termination.outcome == "cancelled":
                 self.run.cancel(self.task.job, by=self.allocation.scheduler.cancel_command)
-            # Where a follower has failed, the scheduler ends the leader too.
-            reported = find_reason_by_supervisors(self.run, self.attempt) if reason.outcome == "signal" else None
-            return reported or reason
+            # If a follower has failed, the scheduler ends the leader too.
+            reported = find_failure_of_supervisors(self.run, self.attempt) if termination.outcome == "signal" else None
+            return reported or termination
         # A rank may lose its peers on the way out: they have left and saved all the same.
         stopped = self.run.stop_reason(self.task.id, self.attempt.number)
-        if reason.outcome in ("unknown", "peer", "signal") and stopped == "time_limit":
-            return ExitReason("time_limit", TERMINATED_MESSAGES["time_limit"].format(self.allocation.job_id))
-        if reason.outcome in ("unknown", "peer", "signal") and stopped == "stage_end":
-            return ExitReason("stage_end", "the next stage of train.ramp has more nodes")
-        return reason
+        if failure is None or failure.outcome not in ("unknown", "peer", "signal"):
+            return failure
+        if stopped == "time_limit":
+            return self._make_time_limit_failure()
+        if stopped == "stage_end":
+            return Failure(outcome="stage_end", message="the next stage of train.ramp has more nodes")
+        return failure
+
+    def _make_time_limit_failure(self) -> Failure:
+        message = TERMINATED_MESSAGES["time_limit"].format(self.allocation.job_id)
+        return Failure(outcome="time_limit", message=message)
 
     @property
     def _first_rank(self) -> int:
         return get_first_rank(self.allocation, self.task)
 
-    def _watch_ranks(self, group: RankGroup) -> ExitReason | None:
+    def _watch_ranks(self, group: RankGroup) -> Failure | None:
         """Wait for the ranks; terminate them on cancellation, at a deadline, or after a failed peer.
 
         Returns:
-            Why this supervisor terminated the ranks; None if the exit of the ranks themselves gives the reason.
+            Why this supervisor terminated the ranks; None if they have exited by themselves.
 
         Raises:
             RunGone: the run directory was moved or removed, so that no result of the ranks would be found.
@@ -208,7 +223,7 @@ class RunningAttempt:
                 raise RunGone(self.run.path)
             self._touch_log()
             self._cap_log()
-            if unwanted := self._stop_reason(is_due):
+            if (unwanted := self._find_reason_to_stop(is_due)) is not None:
                 group.end(END_GRACE)
                 return unwanted
             if self.allocation.termination.received:
@@ -216,10 +231,10 @@ class RunningAttempt:
                 return None
             if (remaining := self._seconds_to_leave(is_due)) is not None:
                 self._end_ranks(group, deadline=time.monotonic() + remaining)
-                return ExitReason("time_limit", TERMINATED_MESSAGES["time_limit"].format(self.allocation.job_id))
+                return self._make_time_limit_failure()
             failed = group.first_failure() is not None
             self._monitor.record_progress()
-            if stuck := self._monitor.stuck_reason():
+            if (stuck := self._monitor.find_reason_to_kill()) is not None:
                 group.kill()
                 return stuck
             if failed_at is None and (failed or (is_due and self.run.has_failure(self.task.id, self.attempt.number))):
@@ -228,7 +243,7 @@ class RunningAttempt:
                 return self._end_waiting_ranks(group)
             if is_due and self._is_superseded():
                 group.kill()  # this node was given up for lost, and lives: two would write one run
-                return ExitReason("node_failure", "another allocation has taken over")
+                return Failure(outcome="node_failure", message="another allocation has taken over")
             self.lookout.pause(self._monitor.poll_interval(self.allocation))
         return None
 
@@ -283,40 +298,40 @@ class RunningAttempt:
         task = self.task
         return isinstance(task, TrainTask) and not self.allocation.is_local and self.run.is_superseded(task)
 
-    def _end_waiting_ranks(self, group: RankGroup) -> ExitReason | None:
+    def _end_waiting_ranks(self, group: RankGroup) -> Failure | None:
         """Kill ranks that wait in a collective for a failed rank; None if the failed rank is one of this supervisor."""
         is_own_failure = group.first_failure() is not None
         group.kill()
         # Not its own end, so not its own report.
         if is_own_failure:
             return None
-        peer = ExitReason("peer")
+        peer = Failure(outcome="peer")
         return self._root_cause(peer) if self.allocation.is_leader else peer  # the leader alone asks who was first
 
     def _should_not_start(self) -> bool:
-        return self.allocation.termination.received or self._stop_reason(self.lookout.is_due()) is not None
+        return self.allocation.termination.received or self._find_reason_to_stop(self.lookout.is_due()) is not None
 
-    def _stop_reason(self, is_due: bool) -> ExitReason | None:
+    def _find_reason_to_stop(self, is_due: bool) -> Failure | None:
         """Return why the ranks must stop: cancelled (checked only if a poll is due) or past the deadline; else None."""
         if is_due and self.run.is_cancelled(self.task.job):
-            return ExitReason("cancelled", "cancelled by the user")
+            return Failure(outcome="cancelled", message="cancelled by the user")
         if time.monotonic() <= self.deadline:
             return None
         explanations = filter(None, [self.task.timeout_message, self._monitor.describe_missing_step()])
-        return ExitReason("cancelled", ", and ".join(explanations))
+        return Failure(outcome="cancelled", message=", and ".join(explanations))
 
-    def _judge_exit(self, exited: RankExit) -> ExitReason:
+    def _judge_exit(self, exited: RankExit) -> Failure | None:
         self._monitor.record_end()
         if exited.exit_code == 0:
-            return self._program.reason_of_clean_exit()
-        reason = exit_reason.find_reason_of_ranks(self.run, self.task, self.attempt, exited)
+            return self._program.judge_clean_exit()
+        failure = failures.find_failure_of_ranks(self.run, self.task, self.attempt, exited)
         if self.allocation.is_local or self.allocation.termination.received:
-            return reason
-        self._report(exited, reason)
+            return failure
+        self._report(exited, failure)
         if not self.allocation.is_leader:
-            return reason
+            return failure
         self._await_reports()
-        return self._root_cause(reason)
+        return self._root_cause(failure)
 
     def _await_reports(self) -> None:
         """Wait, at most PEER_GRACE seconds, for the reports of all supervisors: the root cause may be on another one.
@@ -333,8 +348,8 @@ class RunningAttempt:
                 return
             time.sleep(min(POLL, max(0.0, deadline - time.monotonic())))
 
-    def _report(self, exited: RankExit, reason: ExitReason) -> None:
-        exit_reason.write_exit_report(self.run, self.task, self.attempt, exited, reason)
+    def _report(self, exited: RankExit, failure: Failure) -> None:
+        failures.write_exit_report(self.run, self.task, self.attempt, exited, failure)
 
-    def _root_cause(self, reason: ExitReason) -> ExitReason:
-        return exit_reason.find_root_cause(self.run, self.task, self.attempt, reason)
+    def _root_cause(self, failure: Failure) -> Failure:
+        return failures.find_root_cause(self.run, self.task, self.attempt, failure)

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from tula_cli.cluster.chains import (
-    YOUNG_WORDS,
     get_chain_state,
     list_chain_tasks,
     list_nodes_of_links,
@@ -113,15 +112,13 @@ class BatchLauncher:
         state = get_chain_state(job, states, forgotten=self.forgotten, released=snapshot.released_links(job.id))
         if state.state == "pending" and is_moved(job, snapshot.here):
             return SchedulerState("ended", f"the run was at {job.folder} when it was submitted, and was moved since")
-        if state.reason == YOUNG_WORDS and any(
-            attempt.ended_at is None for attempt in list_attempts_of_submission(snapshot, job)
-        ):
+        if state.young and any(attempt.ended_at is None for attempt in list_attempts_of_submission(snapshot, job)):
             return SchedulerState("running", "the queue does not know it")
         return state
 
     def _explain_missing_log(self, snapshot: Snapshot, job: Job, state: SchedulerState) -> SchedulerState:
         """Add to the state of a job that left no log that its nodes probably do not see the run directory."""
-        ran = not state.reason or state.reason.startswith(("FAILED", self.forgotten))
+        ran = not state.reason or state.failed or state.forgotten
         if not (state.without_log or (state.state == "ended" and ran)) or list_attempts_of_submission(snapshot, job):
             return state
         if snapshot.started_logs(job.ids):
@@ -280,7 +277,7 @@ def _resume_test_jobs(run: RunDir, task: Task) -> Sequence[str]:
 
 def _add_error_output(snapshot: Snapshot, job: Job, state: SchedulerState) -> SchedulerState:
     """Add the last error line of the scheduler log to the state of a chain that failed before a supervisor started."""
-    if state.state != "ended" or not state.reason.startswith("FAILED"):
+    if state.state != "ended" or not state.failed:
         return state
     started = {attempt.job_id for attempt in list_attempts_of_submission(snapshot, job)}
     last_link = max((id_ for id_ in job.ids if snapshot.started_logs([id_])), key=job.ids.index, default=None)

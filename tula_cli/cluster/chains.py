@@ -17,7 +17,6 @@ FIRST_DELAY, LONGEST_DELAY = 10, 30
 """Minimum and maximum minutes by which a job is delayed after one that did not start tula."""
 YOUNG_SECONDS = 30.0
 """Seconds after its submission in which a job may be missing from both queue and accounting."""
-YOUNG_WORDS = "just submitted"
 DEPENDENCY = "Dependency"
 """The scheduler's reason for a job that waits for another job to end."""
 
@@ -96,7 +95,11 @@ def get_chain_state(
         )
         return replace(get_chain_state(remaining, known, forgotten=forgotten), released=explanation)
     young = time.time() - job.submitted_at < YOUNG_SECONDS
-    unheard = SchedulerState("pending", YOUNG_WORDS) if young else SchedulerState("ended", forgotten)
+    unheard = (
+        SchedulerState("pending", "just submitted", young=True)
+        if young
+        else SchedulerState("ended", forgotten, forgotten=True)
+    )
     states = [known.get(id_, unheard) for id_ in job.ids]
     if young:  # accounting may know a job before the queue shows it
         states = [unheard if state.state == "unknown" else state for state in states]

@@ -1,12 +1,7 @@
-"""Holding and releasing a chain whose disk is full, as otherwise all of its jobs would fail within half a minute."""
+"""Whether a full disk has space again, and the release of the jobs that were held meanwhile."""
 
-import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 
-from tula_cli.cluster.exit_reason import ExitReason
-from tula_cli.cluster.relaunch import relaunch_task
-from tula_cli.cluster.scheduler import Scheduler
 from tula_cli.cluster.schedulers import make_scheduler
 from tula_cli.errors import DiskFull, SchedulerError
 from tula_cli.host.failures import advise
@@ -16,23 +11,7 @@ from tula_cli.run.records.base import ModelStates
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.tasks import TrainTask
-from tula_cli.run.shortages import describe_shortage, find_remaining_shortage, measure_shortage
-
-
-def hold_chain(reason: ExitReason, waiting: Sequence[str], scheduler: Scheduler) -> ExitReason:
-    """Hold the waiting jobs of a chain if the disk is full; return the reason with the action added to its message.
-
-    Args:
-        reason: why an attempt ended.
-        waiting: ids of the later jobs of its chain.
-        scheduler: scheduler of these jobs.
-    """
-    if reason.outcome != "disk" or not waiting:
-        return reason
-    complaint = scheduler.hold(waiting)
-    ids = waiting[0] if len(waiting) == 1 else f"{waiting[0]} to {waiting[-1]}"
-    result = f"held: {ids}" if not complaint else f"{ids} could not be held: {complaint}"
-    return dataclasses.replace(reason, message=f"{reason.message}; {result}")
+from tula_cli.run.shortages import find_remaining_shortage, measure_shortage
 
 
 def require_disk_space(run: RunDir, last_attempt: Attempt | None) -> None:
@@ -53,24 +32,12 @@ def require_disk_space(run: RunDir, last_attempt: Attempt | None) -> None:
     missing = find_remaining_shortage(before)
     if missing is not None:
         raise DiskFull(
-            f"there is still no room: {describe_shortage(missing)}",
+            f"there is still no room: {missing.description}",
             advise("disk"),
             folder=missing.folder,
             quota=missing.quota,
             needed=missing.needed,
         )
-
-
-def resume_with_space(run: RunDir, task: TrainTask, last_attempt: Attempt) -> TrainTask:
-    """Return the relaunch of a training after a full disk, in a job that was released, and record it.
-
-    Raises:
-        DiskFull: space is still missing.
-    """
-    require_disk_space(run, last_attempt)
-    relaunch = relaunch_task(task, f"there is room again: {last_attempt.message}")
-    run.write_task(relaunch)
-    return relaunch
 
 
 def _estimate_checkpoint_bytes(run: RunDir, last_attempt: Attempt) -> int | None:

@@ -1,15 +1,15 @@
 """The program that the ranks of a task run. Here tula's own worker; the user's scripts are in `scripts/`."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from tula_cli.cluster.allocation import POLL, Allocation
-from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.rank_processes import RankCommand, RankStart, find_rendezvous_address, uses_torchrun
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import MicroBatches
+from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
 from tula_cli.run.records.tasks import Task, TrainTask
 
@@ -52,7 +52,7 @@ class RankMonitor:
         """Return whether a checkpoint was written after `since` (Unix time) and is complete."""
         return False
 
-    def stuck_reason(self) -> ExitReason | None:
+    def find_reason_to_kill(self) -> Failure | None:
         """Return why the ranks must be killed, or None."""
         return None
 
@@ -101,12 +101,16 @@ class RankProgram(ABC):
         """Return the monitor of the ranks that a supervisor has started."""
 
     @abstractmethod
-    def reason_of_clean_exit(self) -> ExitReason:
-        """Return the exit reason of ranks that all exited with code 0."""
+    def judge_clean_exit(self) -> Failure | None:
+        """Return why ranks failed that all exited with code 0; None if they have succeeded."""
 
     @abstractmethod
-    def settle_attempt(self, command: LeaderCommand, reason: ExitReason) -> ExitReason:
-        """Record what follows from the files of an attempt that has ended; return its exit reason, corrected by them."""
+    def settle_attempt(self, command: LeaderCommand, failure: Failure | None) -> Failure | None:
+        """Record what follows from the files of an attempt that has ended; return why it failed, corrected by them."""
+
+    def samples_reached(self, command: LeaderCommand, attempt: Attempt) -> int | None:
+        """Return the samples trained when an attempt ended; None before a first step, and of other tasks."""
+        return None
 
     @abstractmethod
     def recover_lost_attempt(self, lost: Attempt) -> None:
@@ -138,18 +142,21 @@ class WorkerProgram(RankProgram):
     def monitor(self, allocation: Allocation, command: LeaderCommand) -> RankMonitor:
         return RankMonitor()
 
-    def reason_of_clean_exit(self) -> ExitReason:
+    def judge_clean_exit(self) -> Failure | None:
         is_done = self.run.is_finished(self.task)
-        return ExitReason(None) if is_done else ExitReason("unknown", "the ranks ended without a result")
+        return None if is_done else Failure(outcome="unknown", message="the ranks ended without a result")
 
-    def settle_attempt(self, command: LeaderCommand, reason: ExitReason) -> ExitReason:
-        """Return the reason, for a training with the samples that the attempt has reached."""
-        task, attempt = self.task, self.run.attempt(self.task.id, command.attempt)
-        if not isinstance(task, TrainTask) or attempt is None:
-            return reason
-        rows = self.run.training(task.signature).newest_metrics()
-        steps = [row["samples"] for row in rows if row["kind"] == "step" and row["time"] >= attempt.started_at]
-        return replace(reason, reached=steps[-1] if steps else None)
+    def settle_attempt(self, command: LeaderCommand, failure: Failure | None) -> Failure | None:
+        return failure  # the ranks have recorded their results themselves
+
+    def samples_reached(self, command: LeaderCommand, attempt: Attempt) -> int | None:
+        if not isinstance(self.task, TrainTask):
+            return None
+        rows = self.run.training(self.task.signature).newest_metrics()
+        steps: list[int] = [
+            row["samples"] for row in rows if row["kind"] == "step" and row["time"] >= attempt.started_at
+        ]
+        return steps[-1] if steps else None
 
     def recover_lost_attempt(self, lost: Attempt) -> None:
         """Do nothing: the ranks have recorded their progress themselves."""

@@ -106,9 +106,7 @@ class SchedulerState:
     """The state of a job as its scheduler reports it; never used to decide whether results are complete."""
 
     state: Literal["pending", "running", "ended", "unknown"]
-    # In words for the user: "Dependency" of a job that waits for others to end; begins with FAILED where the job's own script
-    # ended with an error, and is empty where it ended well
-    reason: str = ""
+    reason: str = ""  # for the user; empty if it ended well, "Dependency" of a job that waits for others to end
     starts_at: float | None = None  # Unix time at which a waiting job is expected to start
     held: bool = False  # it waits for its user to release it
     hopeless: bool = False  # it waits for what waiting does not bring
@@ -117,6 +115,9 @@ class SchedulerState:
     suspended: bool = False  # it has its nodes and stands still
     released: str = ""  # which jobs of the chain tula itself has cancelled, and why
     silent: bool = False  # with "unknown": nobody answered, so that nothing must be submitted now
+    failed: bool = False  # the job's own script ended with an error
+    forgotten: bool = False  # the scheduler does not know the job any more
+    young: bool = False  # it was just submitted, so that the scheduler need not know it yet
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,9 @@ The supervisor with index 0 is the leader of a job; the followers execute the co
 """
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -19,18 +17,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tula_cli.cluster.allocation import POLL, Allocation
-from tula_cli.cluster.attempt import RunningAttempt, close_attempt, close_record, open_attempt
+from tula_cli.cluster.attempt import RunningAttempt, close_attempt, open_attempt
 from tula_cli.cluster.chains import start_delay
+from tula_cli.cluster.decisions import MAX_SECONDS, History, attribute_failure, decide
 from tula_cli.cluster.directory_watcher import ChangeWatcher
-from tula_cli.cluster.exit_reason import (
-    ExitReason,
-    find_reason_by_supervisors,
-    find_reason_of_error,
+from tula_cli.cluster.failures import (
+    find_failure_of_error,
+    find_failure_of_supervisors,
     keep_traceback,
-    make_failure_of_follower,
+    write_failure_of_follower,
     write_supervisor_failure,
 )
-from tula_cli.cluster.full_disk import hold_chain, resume_with_space
+from tula_cli.cluster.full_disk import require_disk_space
 from tula_cli.cluster.local import draw_machine_ticket
 from tula_cli.cluster.node_log import RankOutput
 from tula_cli.cluster.rank_processes import (
@@ -38,25 +36,11 @@ from tula_cli.cluster.rank_processes import (
     get_first_rank,
 )
 from tula_cli.cluster.rank_programs import make_rank_program
-from tula_cli.cluster.relaunch import (
-    ALLOCATION_LOST,
-    COUNTED_OUTCOMES,
-    MAX_RESTARTS,
-    UNRECORDED_OUTCOMES,
-    count_lost,
-    describe_no_progress,
-    find_newest_task,
-    is_over,
-    make_next_task,
-    needs_new_allocation,
-    reconsider_reason,
-    write_summary,
-)
+from tula_cli.cluster.relaunch import carry_out, find_newest_task, is_over, read_history, write_summary
 from tula_cli.cluster.scheduler import DelaysJobs, Scheduler, exclude_nodes
 from tula_cli.cluster.scripts.resume_test import require_resumable
 from tula_cli.cluster.slurm import sbatch
 from tula_cli.errors import JobFailed, OtherFormat, TulaError
-from tula_cli.host.failures import FAILURE_KINDS
 from tula_cli.host.leftovers import MARK_VARIABLE, GpuMemory, make_mark
 from tula_cli.host.machine_lock import TicketHolder
 from tula_cli.host.network import get_node_name
@@ -65,58 +49,9 @@ from tula_cli.run import format as run_format
 from tula_cli.run import shortages
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import list_files, open_to_append, pin_run, read_content
+from tula_cli.run.records.failures import Failure, Relaunch, Requeue, Stop
 from tula_cli.run.records.jobs import Attempt, Job, LeaderCommand
-from tula_cli.run.records.tasks import ProbeTask, Task, TrainTask
-
-# --- Crash loops
-
-MAX_SECONDS = 30.0
-"""Seconds from the start of the ranks, for imports of Python, torch and the user's code and the first steps."""
-_CRASH_SIGNALS = re.compile(r"\bSIG(?:SEGV|ABRT|BUS|ILL|FPE)\b|\bexitcode *: *-(?:11|6|7|4|8)\b")
-"""Signals by which a program crashes. Any other signal is sent from outside, and may come at any time."""
-
-
-def _normalize_message(attempt: Attempt) -> str:
-    """Return the message of an attempt without numbers and the host, which differ between processes."""
-    return re.sub(r"\d+", "", attempt.message.replace(attempt.host or "\0", ""))
-
-
-def describe_crash_loop(attempts: Sequence[Attempt], progress: int) -> str:
-    """Return why a training must not be started again, because it fails repeatedly in the same way; empty if it may.
-
-    Args:
-        attempts: attempts of the training, oldest first; the last one has ended.
-        progress: samples trained and saved so far.
-    """
-    if len(attempts) < 2:
-        return ""
-    previous, last_attempt = attempts[-2:]
-    if (
-        last_attempt.outcome is None
-        or last_attempt.outcome == "done"
-        or not FAILURE_KINDS[last_attempt.outcome].final_if_again
-    ):
-        return ""
-    if last_attempt.outcome == "signal" and not (
-        _CRASH_SIGNALS.search(last_attempt.message) and _CRASH_SIGNALS.search(previous.message)
-    ):
-        return ""
-    seconds = [(attempt.ended_at or attempt.started_at) - attempt.started_at for attempt in (previous, last_attempt)]
-    alike = previous.outcome == last_attempt.outcome and previous.progress == last_attempt.progress == progress
-    if not alike:
-        return ""
-    if (
-        last_attempt.reached is not None
-        and last_attempt.reached == previous.reached
-        and _normalize_message(last_attempt) == _normalize_message(previous)
-    ):
-        return (
-            f"twice the same after {last_attempt.reached} samples from the same checkpoint, so it is not started again"
-        )
-    if max(seconds) > MAX_SECONDS:
-        return ""
-    return f"twice the same within {max(1.0, *seconds):.0f} s of a start, so it is not started again"
-
+from tula_cli.run.records.tasks import Task, TrainTask
 
 # --- Runs of another format
 
@@ -207,7 +142,8 @@ def export_in_background(run: RunDir, task_id: str, environ: Mapping[str, str], 
 
 FIRST_PAUSE, MAX_PAUSE = 5.0, 300.0
 """First and longest pause in seconds before a relaunch after a storage failure or a limit of the host."""
-PAUSED_OUTCOMES = tuple(outcome for outcome, kind in FAILURE_KINDS.items() if kind.follows in ("paused", "outwaited"))
+ALLOCATION_ENDED = ("time_limit", "preempted", "node_failure")
+"""Failures with which an allocation ends, whether or not its scheduler has warned by a signal."""
 NFS_LAG = 60.0
 """Maximum seconds by which, on NFS, a file may become visible after a file that was written later."""
 
@@ -287,20 +223,23 @@ class Supervisor:
         """Record an error of this supervisor itself, so that it is not mistaken for a killed supervisor."""
         shortages.release_reserve(self.run.path)
         task, attempt = self._under_way or (find_newest_task(self.run, task_id), None)
-        reason = find_reason_of_error(error, self.run, task)
-        if reason.outcome == "storage" and self._prompt and time.time() < self.since + MAX_SECONDS:
+        failure = find_failure_of_error(error, self.run, task)
+        if failure.outcome == "storage" and self._prompt and time.time() < self.since + MAX_SECONDS:
             self._delay(self._prompt, start_delay(2))  # it would start at once, and end like this one
         if not self.allocation.is_leader:
             if attempt is not None:
-                self.run.write_failure(
-                    make_failure_of_follower(task, attempt, get_first_rank(self.allocation, task), reason, error)
-                )
+                rank = get_first_rank(self.allocation, task)
+                write_failure_of_follower(self.run, task, attempt, rank, failure, error)
             return
         attempt = attempt or open_attempt(self.run, self.allocation, task)
         keep_traceback(self.run, attempt, self.allocation.index, error)
-        if isinstance(task, ProbeTask):  # or it would be said to run
-            make_next_task(self.run, task, reason, MAX_RESTARTS + 1)
-        close_attempt(self.run, attempt, self._reconsider(task, attempt, reason, self._attempts_without_progress(task)))
+        decision: Relaunch | Requeue | Stop = Stop(why="batch_failed")
+        if isinstance(task, TrainTask):
+            decided = decide(task, failure, self._read_history(task, attempt, failure))
+            decision = self._prepare_later_jobs(task, Requeue() if isinstance(decided, Relaunch) else decided, failure)
+        else:
+            carry_out(self.run, task, failure, decision)
+        close_attempt(self.run, attempt, failure, decision)
 
     def _await_resume_test(self, task: Task) -> None:
         """Wait for the resume test that precedes a training on this machine; on a scheduler, job dependencies do so."""
@@ -342,37 +281,36 @@ class Supervisor:
                 require_resumable(self.run, task)
                 meeting = program.find_meeting_address()
             except JobFailed as error:
-                reason = ExitReason("user", f"{error.message}; {error.hint}", host=get_node_name())
-                make_next_task(self.run, task, reason, 0)
-                close_attempt(self.run, attempt, reason)
+                refusal = Failure(outcome="user", message=f"{error.message}; {error.hint}", host=get_node_name())
+                carry_out(self.run, task, refusal, Stop(why="batch_failed"))
+                close_attempt(self.run, attempt, refusal, Stop(why="batch_failed"))
                 self._under_way = None
                 break
             command = program.make_command(attempt=attempt.number, meeting=meeting)
             self._write_command(command)
             running = self._running_attempt(task, attempt, command, ends)
-            earlier = self._attempts_without_progress(task)
-            reason = program.settle_attempt(command, running.reason_by_scheduler(running.run_to_exit()))
-            reason = self._reconsider(
-                task, attempt, reconsider_reason(self.run, task, attempt, reason, earlier), earlier
+            failure = running.consult_scheduler(running.run_to_exit())
+            reached = program.samples_reached(command, attempt)
+            failure = program.settle_attempt(command, failure)
+            if failure is not None and failure.outcome == "disk":
+                shortages.release_reserve(self.run.path)  # to write that down
+            history = self._read_history(
+                task, attempt, failure, reached=reached, allocation_ended=self._has_allocation_ended(failure)
             )
-            allocation_ended = self._allocation_ended(reason)
-            lost = count_lost(earlier, reason.outcome, self.allocation.id) + (reason.outcome in COUNTED_OUTCOMES)
-            following = (
-                None
-                if allocation_ended or reason.final
-                else make_next_task(self.run, task, self._exclude_faulty_nodes(task, reason), lost)
-            )
+            failure = attribute_failure(task, failure, history)
+            decision = self._prepare_later_jobs(task, decide(task, failure, history), failure)
+            # If the scheduler ends this job, the next one does what was decided.
+            is_left = isinstance(decision, Requeue) and (history.allocation_ended or decision.first == "hold")
+            next_task = None if is_left else carry_out(self.run, task, failure, decision)
             # Last: who sees the attempt ended may rely on everything that follows from it.
-            close_attempt(self.run, self._with_trainings(attempt), reason)
+            close_attempt(self.run, self._with_trainings(attempt), failure, decision, reached=reached)
             self._under_way = None
-            elsewhere = following is not None and self._goes_elsewhere(task, reason)
-            stays = allocation_ended or elsewhere or reason.outcome == "disk"
-            if stays and not self.run.is_cancelled(task.job):
+            if isinstance(decision, Requeue):
                 self._end_delay(self._later_links(task))  # the command line may not have written its id at the start
-                return  # the next link of the chain goes on
-            if following is not None and reason.outcome in PAUSED_OUTCOMES:
-                self._pause(task, earlier, reason)
-            task = following
+                return
+            if isinstance(decision, Relaunch) and decision.pause:
+                self._pause(task, history.earlier, failure)
+            task = next_task
         self._finish_job(task or first_task)
 
     def _with_trainings(self, attempt: Attempt) -> Attempt:
@@ -385,79 +323,63 @@ class Supervisor:
         self.run.write_attempt(disturbed)
         return disturbed
 
-    def _reconsider(self, task: Task, attempt: Attempt, reason: ExitReason, earlier: Sequence[Attempt]) -> ExitReason:
-        """Return the exit reason of an attempt; if the chain must stop, act on it and add the action to the message."""
-        if reason.outcome == "disk":
-            shortages.release_reserve(self.run.path)  # to write that down
-            return hold_chain(reason, self._later_links(task), self.allocation.scheduler)
-        if not isinstance(task, TrainTask):
-            return reason
-        if reason.outcome == "storage":
-            return self._delay_next_job(task, reason, earlier)
-        if reason.outcome == "user" and not reason.final and self._may_be_passing(task, attempt, reason):
-            explanation = "the training had made progress, so it is tried once more"
-            return dataclasses.replace(reason, message=f"{reason.message}; {explanation}", once_more=True)
-        ended_attempts = [
-            *(earlier_attempt for earlier_attempt in earlier if earlier_attempt.ended_at is not None),
-            close_record(attempt, reason),
+    def _read_history(
+        self,
+        task: Task,
+        attempt: Attempt,
+        failure: Failure | None,
+        *,
+        reached: int | None = None,
+        allocation_ended: bool = False,
+    ) -> History:
+        """Return what is known when an attempt has ended, in this job or in an earlier one."""
+        earlier = [
+            other_attempt
+            for other_attempt in self._attempts_without_progress(task)
+            if (other_attempt.task, other_attempt.number) != (attempt.task, attempt.number)
         ]
-        why = describe_crash_loop(ended_attempts, self.run.training(task.signature).progress())
-        return dataclasses.replace(reason, message=f"{reason.message}; {why}", final=True) if why else reason
-
-    def _delay_next_job(self, task: TrainTask, reason: ExitReason, earlier: Sequence[Attempt]) -> ExitReason:
-        """Delay the next job of the chain if all attempts of this job failed on storage; add this to the reason."""
-        failed, waiting = count_lost(earlier, "storage", self.allocation.id) + 1, self._later_links(task)
-        if failed < task.spec.train.max_attempts or not waiting:
-            return reason
-        jobs = {attempt.allocation for attempt in earlier if attempt.outcome == "storage"} | {self.allocation.id}
-        minutes = start_delay(len(jobs) + 1)
-        complaint = self._delay(waiting[0], minutes)
-        result = f"could not be delayed: {complaint}" if complaint else f"starts in {minutes} min at the earliest"
-        return dataclasses.replace(reason, message=f"{reason.message}; job {waiting[0]} {result}", once_more=True)
-
-    def _may_be_passing(self, task: TrainTask, attempt: Attempt, reason: ExitReason) -> bool:
-        """Return whether a `user` failure may be transient: after progress, and first since the newest checkpoint."""
-        progress = self.run.training(task.signature).progress()
-        stepped = reason.reached is not None or progress != attempt.progress
-        since = [
-            earlier_attempt
-            for earlier_attempt in self._attempts_without_progress(task)
-            if (earlier_attempt.task, earlier_attempt.number) != (attempt.task, attempt.number)
-        ]
-        return stepped and all(earlier_attempt.outcome != "user" for earlier_attempt in since)
-
-    def _goes_elsewhere(self, task: Task, reason: ExitReason) -> bool:
-        """Return whether the next attempt runs in another allocation."""
-        return needs_new_allocation(reason.outcome, task.spec.cluster) or (
-            reason.once_more and bool(self._later_links(task))
+        return read_history(
+            self.run,
+            task,
+            failure,
+            attempt,
+            attempts=self._attempts_of_submission(task) if isinstance(task, TrainTask) else (),
+            earlier=earlier,
+            reached=attempt.reached if reached is None else reached,
+            allocation=self.allocation.id,
+            later_jobs=len(self._later_links(task)),
+            allocation_ended=allocation_ended,
         )
 
-    def _pause(self, task: Task, earlier: Sequence[Attempt], reason: ExitReason) -> None:
+    def _has_allocation_ended(self, failure: Failure | None) -> bool:
+        """Return whether an attempt ended because its allocation has ended or is about to end."""
+        return failure is not None and (self.allocation.termination.received or failure.outcome in ALLOCATION_ENDED)
+
+    def _prepare_later_jobs(
+        self, task: Task, decision: Relaunch | Requeue | Stop, failure: Failure | None
+    ) -> Relaunch | Requeue | Stop:
+        """Do what a decision demands of the later jobs of the chain; return it with what was done or refused."""
+        if not isinstance(decision, Requeue) or failure is None:
+            return decision
+        waiting, done = self._later_links(task), dict[str, object]()
+        if decision.first == "exclude":
+            nodes = sbatch.list_excluded_nodes(self.run, task, also=failure.host)
+            done = {"nodes": nodes, "complaint": exclude_nodes(self.allocation.scheduler, waiting, nodes)}
+        elif decision.first == "hold" and waiting:
+            done = {"jobs": tuple(waiting), "complaint": self.allocation.scheduler.hold(waiting)}
+        elif decision.first == "delay" and waiting:
+            done = {"jobs": (waiting[0],), "complaint": self._delay(waiting[0], decision.minutes)}
+        return decision.model_copy(update=done)
+
+    def _pause(self, task: Task, earlier: Sequence[Attempt], failure: Failure | None) -> None:
         """Wait before a relaunch after a storage failure or a limit of the host, longer after each repetition."""
-        refused = sum(
-            (attempt.outcome, attempt.allocation) == (reason.outcome, self.allocation.id) for attempt in earlier
-        )
+        outcome = None if failure is None else failure.outcome
+        refused = sum((attempt.outcome, attempt.allocation) == (outcome, self.allocation.id) for attempt in earlier)
         deadline = time.monotonic() + min(FIRST_PAUSE * 4**refused, MAX_PAUSE)
         while time.monotonic() < deadline and not (
             self.allocation.termination.received or self.run.is_cancelled(task.job)
         ):
             time.sleep(POLL)
-
-    def _allocation_ended(self, reason: ExitReason) -> bool:
-        """Return whether an attempt ended because its allocation has ended or is about to end."""
-        terminated = reason.outcome is not None and self.allocation.termination.received
-        return terminated or reason.outcome in ALLOCATION_LOST
-
-    def _exclude_faulty_nodes(self, task: Task, reason: ExitReason) -> ExitReason:
-        """Exclude a faulty node for the later jobs of a chain; return the reason with the action added."""
-        faulty = reason.outcome == "device_fault" and needs_new_allocation(reason.outcome, task.spec.cluster)
-        if not (faulty and isinstance(task, TrainTask)):
-            return reason
-        waiting = self._later_links(task)
-        nodes = sbatch.list_excluded_nodes(self.run, task, also=reason.host)
-        complaint = exclude_nodes(self.allocation.scheduler, waiting, nodes)
-        result = f"excluded from now on: {nodes}" if not complaint else f"{nodes} could not be excluded: {complaint}"
-        return dataclasses.replace(reason, message=f"{reason.description}; {result}", host="")
 
     def _release_small_links(self, task: Task) -> None:
         """Cancel later jobs with too few nodes for the rest of the training; one that still starts exits at once."""
@@ -574,27 +496,24 @@ class Supervisor:
         last_attempt = self._correct_end(earlier[-1])
         if last_attempt.outcome == "cancelled" and not self.allocation.is_local:
             self.run.cancel(task.job, by=self.allocation.scheduler.cancel_command)
-        progress, setting = self.run.training(task.signature).progress(), task.spec.cluster.backend.minutes_setting
-        if why := describe_no_progress(earlier, progress, task.spec.train.max_attempts, setting):
-            self.run.write_attempt(last_attempt.model_copy(update={"message": f"{last_attempt.message}; {why}"}))
+        if last_attempt.failure is None or isinstance(last_attempt.decision, Stop):
             return None
-        if last_attempt.outcome == "disk":
-            return resume_with_space(self.run, task, last_attempt)
-        if last_attempt.outcome not in UNRECORDED_OUTCOMES or describe_crash_loop(earlier, progress):
-            return None
-        lost = count_lost(self._attempts_without_progress(task), last_attempt.outcome, self.allocation.id)
-        return make_next_task(
-            self.run, task, ExitReason(last_attempt.outcome, last_attempt.message, host=last_attempt.host), lost
-        )
+        history = self._read_history(task, last_attempt, last_attempt.failure)
+        decision = decide(task, last_attempt.failure, history)
+        if isinstance(decision, Stop):
+            self.run.write_attempt(last_attempt.model_copy(update={"decision": decision}))
+        elif last_attempt.outcome == "disk":
+            require_disk_space(self.run, last_attempt)
+        return carry_out(self.run, task, last_attempt.failure, decision)
 
     def _correct_end(self, last_attempt: Attempt) -> Attempt:
         """Return an attempt; if it only has a signal, with the scheduler's reason for the end of its allocation."""
         if last_attempt.outcome != "signal" or last_attempt.allocation in ("", self.allocation.id):
             return last_attempt
-        reason = self.allocation.termination_reason(last_attempt.allocation)
-        if reason.outcome == "signal":
+        termination = self.allocation.find_termination(last_attempt.allocation)
+        if termination.outcome == "signal":
             return last_attempt
-        corrected = last_attempt.model_copy(update={"outcome": reason.outcome, "message": reason.message})
+        corrected = last_attempt.model_copy(update={"failure": termination})
         self.run.write_attempt(corrected)
         return corrected
 
@@ -637,8 +556,8 @@ class Supervisor:
             make_rank_program(run, run.task(lost.task) or task).recover_lost_attempt(lost)
             log = run.log_path(lost.task, lost.number)
             ended_at = log.stat().st_mtime if log.exists() else lost.started_at
-            killed = ExitReason("signal", "its supervisor was killed")
-            reason = self.allocation.termination_reason(lost.allocation) if lost.allocation else killed
-            reason = (find_reason_by_supervisors(run, lost) if reason.outcome == "signal" else None) or reason
-            update = {"ended_at": ended_at, "outcome": reason.outcome, "message": reason.message}
+            killed = Failure(outcome="signal", message="its supervisor was killed")
+            failure = self.allocation.find_termination(lost.allocation) if lost.allocation else killed
+            failure = (find_failure_of_supervisors(run, lost) if failure.outcome == "signal" else None) or failure
+            update = {"ended_at": ended_at, "failure": failure.model_copy(update={"detail": ""})}
             run.write_attempt(lost.model_copy(update=update))

@@ -1,60 +1,19 @@
-"""Failure kinds, the messages by which they are recognised, and the classification of an ended process."""
+"""The kinds of failure: meaning, exit code and advice; and which of several ranks' failures is the root."""
 
-import re
-import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
 
 from tula_cli.errors import DeviceFault, DiskFull, Diverged, JobFailed, OutOfMemoryAtMinimum, StorageFailed, TulaError
 from tula_cli.models.out_of_memory import LESS_MEMORY, LESS_MEMORY_FOR_SCRIPT
 from tula_cli.run.records.base import OutcomeClass
-from tula_cli.run.records.jobs import Failure
+from tula_cli.run.records.failures import Failure, FaultName
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.resources import Cluster
 
 # --- The table of failure kinds
 #
-# Relaunches, chains, the commands that wait for a job and the table in docs/reference/commands.md use it. The texts by which a failure is
-# classified are in `FAILURE_PATTERNS`: several rows per class, in an order that decides.
-
-Next = Literal[
-    "processes",
-    "paused",
-    "outwaited",
-    "once more",
-    "elsewhere",
-    "next job",
-    "more nodes",
-    "less memory",
-    "fewer loaders",
-    "held",
-    "lower rate",
-    "user",
-    "nothing",
-]
-"""The action after a failure of a training."""
-
-NEXT_WORDS: dict[Next, str] = {
-    "processes": "new processes, at most `train.max_attempts` times without a newer checkpoint",
-    "paused": "new processes after a pause, at most `train.max_attempts` times without a newer checkpoint",
-    "outwaited": "new processes after a pause; after `train.max_attempts` of them in one job without a newer checkpoint the next job of the chain,"
-    " 10 to 30 minutes later; it ends where there is none",
-    "once more": "new processes; the same without a newer checkpoint is then the user's code's",
-    "elsewhere": "the next job of the chain, on other nodes, or new processes on one machine; at most `train.max_attempts` times"
-    " without a newer checkpoint",
-    "next job": "the next job of the chain, from the newest checkpoint",
-    "more nodes": "the same job where it has the nodes, else the first job of the chain that has",
-    "less memory": "new processes with smaller micro-batches, or a smaller batch; ends where nothing takes less",
-    "fewer loaders": "new processes with fewer loader processes; ends where there are none to spare",
-    "held": "it ends, and the other jobs of the chain are held until `tula train` finds room",
-    "lower rate": "a batch that grows (`train.ramp`) restarts once, from the checkpoint before, with half the factor of its learning rate;"
-    " otherwise it ends, and the other jobs of the chain are taken out of the queue",
-    "user": "after its first step the next job of the chain, or new processes, once; the same without a newer checkpoint, or an end"
-    " before the first step, ends it, and the other jobs of the chain are taken out of the queue",
-    "nothing": "it ends, and the other jobs of the chain are taken out of the queue",
-}
-"""Descriptions of these actions for docs/reference/commands.md."""
+# The commands that wait for a job and the table in docs/reference/commands.md use it. What follows a failure is in
+# `cluster/decisions.py`, the texts by which it is recognised are in `failure_texts.py`.
 
 
 @dataclass(frozen=True)
@@ -65,23 +24,17 @@ class FailureKind:
         means: description of the failure.
         error: error with which a command that waits for the job exits if nothing follows (its exit code and
             `error.code`).
-        follows: what tula does next.
         advice: what the user can do; one line, with {minutes} and {more_memory} for settings that depend on the
             scheduler.
         for_script: the same for a user's script, whose job has no model, optimizer ...; empty: same as `advice`.
         severity: of the failures of several ranks, the one with the lowest severity is the root of the others.
-        names_host: whether the failure concerns the node, so that messages about it name the node.
-        final_if_again: whether a training ends if the same failure recurs at once without progress, as it would again.
     """
 
     means: str
     error: type[TulaError]
-    follows: Next
     advice: str
     for_script: str = ""
     severity: int = 1
-    names_host: bool = False
-    final_if_again: bool = False
 
     def advice_for(self, cluster: Cluster, *, script: bool = False) -> str:
         """Return the advice for the user, with the names of the settings of the cluster's scheduler."""
@@ -93,7 +46,6 @@ FAILURE_KINDS: dict[OutcomeClass, FailureKind] = {
     "device_oom": FailureKind(
         "a GPU, or a rank on CPUs, was out of memory",
         OutOfMemoryAtMinimum,
-        "less memory",
         LESS_MEMORY,
         LESS_MEMORY_FOR_SCRIPT,
         severity=0,
@@ -101,7 +53,6 @@ FAILURE_KINDS: dict[OutcomeClass, FailureKind] = {
     "host_oom": FailureKind(
         "a node's own memory was used up",
         JobFailed,
-        "fewer loaders",
         "the node's own memory ran out: lower train.workers, or {more_memory}",
         "the node's own memory ran out: lower the script's loader workers (train.workers where its command has {{workers}}), or"
         " {more_memory}",
@@ -110,14 +61,12 @@ FAILURE_KINDS: dict[OutcomeClass, FailureKind] = {
     "user": FailureKind(
         "the model, the data, the script or the spec failed",
         JobFailed,
-        "user",
         "tula logs shows the whole traceback; correct the model, the data or the spec and run the same command again",
         "correct the script or its section and run the same command again; tula logs shows what the script wrote",
     ),
     "diverged": FailureKind(
         "loss or weights were not finite, or the loss of a batch that grows rose and stayed high",
         Diverged,
-        "lower rate",
         "the same command diverges again: set a lower train.max_lr_factor (where the learning rate grows with the batch),"
         " lower optimizer.lr, lengthen schedule.warmup_epochs, set train.max_grad_norm,"
         " or compute with train.precision fp32 or bf16",
@@ -127,700 +76,109 @@ FAILURE_KINDS: dict[OutcomeClass, FailureKind] = {
     "device_fault": FailureKind(
         "a device or a node was faulty",
         DeviceFault,
-        "elsewhere",
         "a node or one of its GPUs is faulty: tell the administrators; the same command goes on from the newest"
         " checkpoint",
         severity=0,
-        names_host=True,
     ),
     "device_error": FailureKind(
         "a GPU refused what a kernel did",
         JobFailed,
-        "once more",
         "a GPU refused what a kernel did: if it does so again and on another node, the model or a library is wrong",
         "a GPU refused what a kernel did: if it does so again and on another node, the script or a library is wrong",
-        names_host=True,
     ),
     "disk": FailureKind(
         "no space, no quota or no more files where the run lies, or where the job writes",
         DiskFull,
-        "held",
         "free some space (or quota) and run the same command again: it goes on from the newest checkpoint, and lets held"
         " jobs go",
     ),
     "storage": FailureKind(
         "the file system did not answer, or lost a file (a time-out, a stale handle, an error of the disk)",
         StorageFailed,
-        "outwaited",
         "ask the administrators about the file system on that node; the same command goes on from the newest checkpoint",
-        names_host=True,
     ),
     "supervisor": FailureKind(
         "tula's own supervisor failed",
         TulaError,
-        "next job",
         "this is a defect of tula, or its run directory was changed: please report it with what tula logs shows; the same"
         " command goes on from the newest checkpoint",
-        names_host=True,
-        final_if_again=True,
     ),
     "hung": FailureKind(
         "a step of a rank came to no end, though its process lived",
         JobFailed,
-        "processes",
         "tula logs shows the stack of the rank that hung: what it waits for there (data, a lock, a file system) is the cause;"
         " the same command goes on from the newest checkpoint",
-        names_host=True,
     ),
     "host_limit": FailureKind(
         "a limit of the node was reached (open files, processes, threads)",
         JobFailed,
-        "paused",
         "raise the limit on the nodes (ulimit -n for open files, ulimit -u for processes), or lower"
         " train.workers; the same command goes on from the newest checkpoint",
         "raise the limit on the nodes (ulimit -n for open files, ulimit -u for processes), or lower the script's loader workers"
         " (train.workers where its command has {{workers}}); the same command goes on from the newest checkpoint",
-        names_host=True,
-        final_if_again=True,
     ),
-    "port": FailureKind("a port was taken", JobFailed, "processes", "a port was taken; run the same command again"),
+    "port": FailureKind("a port was taken", JobFailed, "a port was taken; run the same command again"),
     "cancelled": FailureKind(
         "cancelled (tula cancel, scancel), or its time was up",
         JobFailed,
-        "nothing",
         "the job was cancelled; the same command starts what is missing",
     ),
     "time_limit": FailureKind(
         "the time limit was reached",
         JobFailed,
-        "next job",
         "the same command goes on from the newest checkpoint; raise {minutes} if too little fits in",
     ),
     "preempted": FailureKind(
         "the scheduler gave the nodes to another job",
         JobFailed,
-        "next job",
         "the scheduler gave the nodes to another job; the same command goes on from the newest checkpoint",
     ),
     "node_failure": FailureKind(
         "a node was lost",
         JobFailed,
-        "next job",
         "a node was lost; the same command goes on from the newest checkpoint, on other nodes",
     ),
     "stage_end": FailureKind(
         "the next stage of train.ramp has more nodes",
         JobFailed,
-        "more nodes",
         "the next stage of a batch that grows has more nodes; the same command goes on there",
     ),
     "unknown": FailureKind(
         "nothing tells what it was",
         JobFailed,
-        "processes",
         "tula logs shows what the job wrote",
         severity=2,
-        final_if_again=True,
     ),
     "signal": FailureKind(
         "a process was killed",
         JobFailed,
-        "processes",
         "the job was killed from outside; the same command continues it",
         severity=3,
-        final_if_again=True,
     ),
     "peer": FailureKind(
         "a rank was lost, and no log says why",
         JobFailed,
-        "processes",
         "a rank was lost and its log does not say why: check the network (cluster.interface) and tula logs",
         severity=4,
     ),
 }
 """Roughly in the order in which they are checked: failures of the user, of the machine, of the scheduler."""
 
-
-# --- Messages of drivers about faulty devices and nodes, and about kernels that fail
-
-_API = r"(?:\b(?:CUDA|Cuda|HIP|XPU)(?: runtime)? (?:error|failure)\b|\bTriton Error \[\w+\])[^\n]{0,40}?"
-"""Start of messages in which torch, Triton, NCCL and RCCL report an error of the device runtime."""
-
-NO_GPU = (
-    "no GPU is to be seen: does the job ask for GPUs (on SLURM: cluster.slurm.gpus), and does nvidia-smi or rocm-smi show them?",
-    (r"\bNo (?:CUDA|HIP) GPUs are available\b", r"\bFound no NVIDIA driver on your system\b", r"\bno (?:CUDA|ROCm)-capable device is detected\b",
-     r"\b(?:cudaErrorNoDevice|hipErrorNoDevice|CUDA_ERROR_NO_DEVICE)\b", r"^(?:tula_cli\.errors\.)?NoGpu\b"),
-)  # fmt: skip
-
-DEVICE_FAULTS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (
-        "the memory of a GPU or of the node has failed: tell the administrators, who can drain the node",
-        (r"(?i:\buncorrectable (?:ECC|memory) error\b)", r"(?i:\bECC_?UNCORRECTABLE\b)", r"\bcudaErrorECCUncorrectable\b",
-         r"\bhipErrorECCNotCorrectable\b", r"\bCUDA_ERROR_ECC_UNCORRECTABLE\b"),
-    ),
-    (
-        "a link between GPUs has failed: tell the administrators, who can drain the node",
-        (r"\buncorrectable NVLink error\b", r"\bInvalid access of peer GPU memory over nvlink or a hardware error\b",
-         r"(?i:\b(?:cudaError|CUDA_ERROR_)Nvlink_?Uncorrectable\b)"),
-    ),
-    (
-        "a GPU is gone: tell the administrators; nvidia-smi -q and dmesg tell more",
-        # Xids of the hardware and of the link to it; those that a program causes are DEVICE_ERRORS.
-        (r"\bXid\b[^\n]{0,40}: ?(?:46|48|54|6[1-4]|74|79|9[245]|1(?:09|10|19|2[0-4]|3[67]|4[0-9]|5[0-9]))\b",
-         r"\bfallen off the bus\b", r"\bGPU is lost\b", r"(?:\b|_)GPU_IS_LOST\b", _API + r"\bunknown error\b",
-         r"\bCUDA unknown error\b", r"\bNVML(?:Error)?\b[^\n]{0,30}\bUnknown Error\b", r"\bNVMLError_(?:Unknown|GpuIsLost|GPU_IS_LOST)\b",
-         r"\bUnable to determine the device handle for \w+\b",
-         r"\bGPU requires (?:a )?reset\b", r"\bamdgpu\b[^\n]*\b(?:GPU reset|ring \w+ timeout|uncorrectable)\b",
-         _API + r"\boperation cannot be performed in the present state\b",
-         r"\b(?:cudaErrorIllegalState|hipErrorIllegalState|CUDA_ERROR_ILLEGAL_STATE)\b",
-         r"\b(?:cudaErrorUnknown|hipErrorUnknown|CUDA_ERROR_UNKNOWN)\b"),
-    ),
-    (
-        "another process holds the GPU, or it is in exclusive mode: nvidia-smi shows who",
-        (r"\bdevice(?:\(s\)|s)? (?:is/are|is|are) busy or unavailable\b", r"\bcudaErrorDevices?Unavailable\b",
-         r"\bCUDA_ERROR_DEVICE_UNAVAILABLE\b"),
-    ),
-    (
-        "the node's GPUs are not set up yet: its fabric manager has to run (nvidia-fabricmanager)",
-        (r"\bError 802:", r"\bsystem not yet initialized\b",
-         r"\b(?:cudaErrorSystemNotReady|CUDA_ERROR_SYSTEM_NOT_READY)\b"),
-    ),
-    (
-        "the driver of the node's GPUs does not work, or its libraries are of another version: the node may need a restart",
-        (r"\bFailed to initialize NVML\b", r"\bcouldn't communicate with the NVIDIA driver\b", r"\b(?:amdgpu not found in modules|ROCk module is NOT loaded)\b", r"\bNVMLError_(?:DriverNotLoaded|LibRmVersionMismatch)\b",
-         r"\bError 80[34]:", r"\bforward compatibility was attempted on non supported HW\b",
-         r"\b(?:cudaErrorCompatNotSupportedOnDevice|CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE)\b", r"\bunsupported display driver / cuda driver combination\b",
-         r"\b(?:cudaErrorSystemDriverMismatch|CUDA_ERROR_SYSTEM_DRIVER_MISMATCH)\b",
-         r"\bDriver/library version mismatch\b"),
-    ),
-    (
-        "the MPS server of the node does not answer: it has to be restarted (nvidia-cuda-mps-control)",
-        (r"\bMPS (?:server|client|control daemon)\b[^\n]*(?:fail|not ready|terminat|exceed|reached|(?<!without )error)",
-         r"\bMPS RPC\b[^\n]*fail",
-         r"\bhardware resources required to support (?:MPS client|device)\b[^\n]*exhausted\b", r"\bcudaErrorMps\w+", r"\bCUDA_ERROR_MPS_\w+"),
-    ),
-    (
+_FAULT_ADVICE: dict[FaultName, str] = {
+    "memory": "the memory of a GPU or of the node has failed: tell the administrators, who can drain the node",
+    "link": "a link between GPUs has failed: tell the administrators, who can drain the node",
+    "gpu_lost": "a GPU is gone: tell the administrators; nvidia-smi -q and dmesg tell more",
+    "gpu_busy": "another process holds the GPU, or it is in exclusive mode: nvidia-smi shows who",
+    "fabric": "the node's GPUs are not set up yet: its fabric manager has to run (nvidia-fabricmanager)",
+    "driver": "the driver of the node's GPUs does not work, or its libraries are of another version: the node may need a restart",
+    "mps": "the MPS server of the node does not answer: it has to be restarted (nvidia-cuda-mps-control)",
+    "locked_memory": (
         "InfiniBand may not lock enough memory: let the node's limit be unlimited (ulimit -l, memlock; for SLURM"
-        " LimitMEMLOCK of slurmd, PropagateResourceLimitsExcept=MEMLOCK)",
-        (r"\bibv_\w+[^\n]*(?:Cannot allocate memory|ENOMEM|\b(?:errno|error):? 12\b)",
-         # Not the limit's name alone: `ulimit -a` prints it, and libibverbs warns of it where all goes on.
-         r"\b(?:failed|ERROR)\b[^\n]*\b(?:max locked memory|RLIMIT_MEMLOCK)\b"),
+        " LimitMEMLOCK of slurmd, PropagateResourceLimitsExcept=MEMLOCK)"
     ),
-    NO_GPU,  # the last: where the driver says why there is none, that is told
-)  # fmt: skip
-"""Faults of a node or a device, not of the program: advice, and patterns of the vendors' messages."""
-
-DEVICE_ERRORS = (
-    r"\b(?:an )?illegal memory access was encountered\b",
-    r"\b(?:cudaErrorIllegalAddress|hipErrorIllegalAddress|CUDA_ERROR_ILLEGAL_ADDRESS)\b",
-    r"\bunspecified launch failure\b",
-    r"\b(?:cudaErrorLaunchFailure|hipErrorLaunchFailure|CUDA_ERROR_LAUNCH_FAILED)\b",
-    _API + r"(?:\bmisaligned address|\ban illegal instruction was encountered|\binvalid program counter)",
-    r"\bhardware stack error\b",
-    r"\b(?:Memory access fault|HW Exception) by GPU\b",
-    r"\bHSA_STATUS_ERROR_(?:MEMORY_APERTURE_VIOLATION|MEMORY_FAULT|ILLEGAL_INSTRUCTION|EXCEPTION)\b",
-    r"\bXid\b[^\n]{0,40}: ?(?:13|31|43|45)\b",
-    _API + r"\b(?:the launch timed out and was terminated|operation not supported on global/shared address space)",
-    _API + r"\binvalid device ordinal\b",
-    r"\b(?:CUDNN|CUBLAS|HIPBLAS|CUSOLVER|CUSPARSE)_STATUS_(?:INTERNAL_ERROR|EXECUTION_FAILED)(?:_[A-Z]+)*\b",
-    r"\bCUFFT_(?:INTERNAL_ERROR|EXEC_FAILED)\b",
-    r"\bUR_RESULT_ERROR_DEVICE_LOST\b",
-)
-"""Errors caused by a faulty kernel or by a faulty device; only another attempt distinguishes them."""
-
-
-# --- Messages of launchers about a child process that a signal killed
-
-_BY_NUMBER = (
-    r"\bexit ?code *: *-(\d+)",
-    r"\bSignal (\d+) \(SIG[A-Z]+\) received by PID\b",
-    r"\bexits? with return ?code *=+ *-(\d+)",
-    r"\bdied with (?:<Signals\.SIG\w+: |unknown signal )(\d+)",
-)
-_BY_SHELL = r"\breturned non-zero exit status 1(?:29|[3-8]\d|9[0-2])\b"  # 128 and the signal
-ENDED_BY_SIGNAL = (*_BY_NUMBER, _BY_SHELL)
-"""Patterns of messages of launchers about a child process that a signal killed."""
-
-CHILD_KILLED = re.compile(
-    rf"^(?:subprocess\.)?CalledProcessError: [\s\S]*?(?:{_BY_SHELL}|{_BY_NUMBER[-1]})", re.MULTILINE
-)
-"""An exception that only reports that a signal killed a child process."""
-
-_FOLLOW_UP_SIGNALS = (signal.SIGTERM, signal.SIGABRT)
-"""Signals by which launchers terminate the other ranks, and torch a process that lost a peer: not the root cause."""
-
-
-def kill_signal(text: str) -> str:
-    """Return the signal that killed a rank first, as reported by a launcher ("SIGKILL"); empty if none is."""
-    numbers = [int(number) for pattern in _BY_NUMBER for number in re.findall(pattern, text)]
-    numbers += [int(match_text[-3:]) - 128 for match_text in re.findall(_BY_SHELL, text)]
-    signals_by_number = {number.value: number for number in signal.Signals}
-    return next(
-        (
-            signals_by_number[number].name
-            for number in numbers
-            if number in signals_by_number and signals_by_number[number] not in _FOLLOW_UP_SIGNALS
-        ),
-        "",
-    )
-
-
-# --- Classification of a process by its messages and its exit code
-#
-# torchrun exits 1 whatever its workers exit with, allocators of different vendors and versions use different words, and
-# the ranks that did not fail report that a peer is gone. Callers keep the raw text: a class decides what happens next,
-# the text tells the user why.
-
-Scope = Literal["log", "error", "system error", "traceback"]
-"""The part of a text in which a row of the table is searched.
-
-    log: anywhere.
-    error: the exceptions that ended the process, first cause first; without one, the last lines outside tracebacks.
-    system error: the same without exceptions about values (ValueError, KeyError ...) and those of network clients.
-    traceback: the exceptions that ended the process with the frames above them.
-"""
-
-
-@dataclass(frozen=True)
-class FailurePattern:
-    """One row of `FAILURE_PATTERNS`: a pattern, the part of a text in which it is searched, and the class of failure.
-
-    Lines are matched without their rank prefixes.
-    """
-
-    outcome: OutcomeClass
-    pattern: re.Pattern[str]
-    scope: Scope = "log"
-
-
-def _make_pattern(outcome: OutcomeClass, *patterns: str, scope: Scope = "log") -> FailurePattern:
-    alternatives = "|".join(f"(?:{pattern})" for pattern in patterns)
-    return FailurePattern(outcome, re.compile(alternatives, re.MULTILINE), scope)
-
-
-def _make_errno_pattern(numbers: Iterable[int]) -> str:
-    """Return a pattern for system errors by number, in the formats of Python, HDF5, Arrow, c10d, Rust and torch."""
-    alternatives = "|".join(map(str, numbers))
-    return rf"\[[Ee]rrno (?:{alternatives})\]|\berrno = (?:{alternatives})\b|\(errno: (?:{alternatives}) - |\(os error (?:{alternatives})\)"
-
-
-def _make_texts_pattern(*texts: str) -> str:
-    """Return a pattern for error texts at the end of a phrase: before a name, a bracketed number or a line end."""
-    return rf"\b(?:{'|'.join(texts)})(?=\s*(?:$|[\[(:;'\",.]))"
-
-
-_STORAGE = {
-    5: "Input/output error",
-    30: "Read-only file system",
-    67: "Link has been severed",
-    70: "Communication error on send",
-    107: "Transport endpoint is not connected",
-    108: "Cannot send after transport endpoint shutdown",
-    112: "Host is down",
-    121: "Remote I/O error",
-    116: "Stale (?:NFS )?file handle",
-    37: "No locks available",
-    16: "Device or resource busy",
-    6: "No such device or address",
-    19: "",  # too short a text without its number
-    **dict.fromkeys(range(512, 532), ""),  # the kernel's own numbers, that file systems should keep to themselves
+    "no_gpu": "no GPU is to be seen: does the job ask for GPUs (on SLURM: cluster.slurm.gpus), and does nvidia-smi or rocm-smi show them?",
 }
-"""Error numbers of a failed or unavailable file system, with their texts."""
-_LIMITS = {
-    24: "Too many open files",
-    23: "Too many open files in system",
-    11: "Resource temporarily unavailable",
-    105: "No buffer space available",
-    27: "File too large",
-}
-"""Error numbers of limits of the host (descriptors, processes and threads, buffers, file size), with their texts."""
-
-# Lines about a loss or a gradient that is not finite.
-_LOSS = r"(?=[^\n]*\b(?i:loss|losses|grads?|gradients?|grad_norm|total norm)\b)"
-_NOT_FINITE = r"(?=[^\n]*\b(?i:nans?|infs?|infinite|infinity|non-?finite|not finite)\b)"
-
-# A size that overflowed is a broken message or a bug, not a lack of memory.
-_NOT_OVERFLOWN = r"(?![^\n]*more than 1EB)"
-
-FAILURE_PATTERNS = (
-    _make_pattern("diverged", r"^tula_cli\.errors\.Diverged\b"),
-    # A failed assertion on the device leaves every later library call failing with words that look like memory.
-    _make_pattern("user", r"device-side assert triggered", r"\bAssertion `[^\n]*` failed\.", r"\bhipErrorAssert\b"),
-    # Before memory: ibverbs cannot lock enough of it, which is nothing that a batch or a loader could spare.
-    _make_pattern("device_fault", *(words for _, forms in DEVICE_FAULTS for words in forms)),
-    _make_pattern(
-        "device_oom",
-        rf"\btorch\.(?:cuda\.)?OutOfMemoryError\b{_NOT_OVERFLOWN}",
-        rf"\b(?:CUDA|HIP|XPU|MPS|NPU|MLU|HPU|MUSA)\b[^\n]{{0,40}}\bout of memory\b{_NOT_OVERFLOWN}",
-        r"\bcuda runtime error \(2\)|\berror=2 : out of memory\b",
-        r"\bRESOURCE_EXHAUSTED\b[^\n]*\b(?:(?:[Oo]ut of|[Rr]an out of) memory\b|Attempting to (?:reserve|allocate) \d)",
-        r"\bOutOfMemoryError: Out of memory allocating\b",
-        r"\bNo executable batch size found\b",
-        r"\b(?:Cuda|HIP) failure (?:\d+ )?'out of memory'",
-        r"\bcudaErrorMemoryAllocation\b",
-        r"\bCUDA_ERROR_OUT_OF_MEMORY\b",
-        r"\bhipErrorOutOfMemory\b",
-        r"\b(?:CUBLAS|HIPBLAS|CUSOLVER|CUSPARSE|CUDNN)_STATUS_ALLOC_FAILED\b",
-        r"\brocblas_status_memory_error\b",
-        r"\bmiopenStatusAllocFailed\b",
-        r"\bCUFFT_ALLOC_FAILED\b",
-        r"\bMIOpen\b[^\n]*(?:[Mm]emory not available|[Ff]ailed to allocate|out of memory)",
-        r"\bFailed to CUDA (?:calloc|malloc)\b",
-        r"\bCUDNN_STATUS_(?:INTERNAL_ERROR_)?(?:DEVICE|HOST)_ALLOCATION_FAILED\b",
-        r"\bHSA_STATUS_ERROR_OUT_OF_RESOURCES\b",
-        r"\b(?:UR_RESULT|ZE_RESULT|PI)_ERROR_OUT_OF_(?:DEVICE_MEMORY|RESOURCES)\b",
-    ),
-    # Not about memory by their words, and yet what a nearly full device (or a tensor beyond 2^31 elements) gives: torch
-    # tries every algorithm, each is refused its workspace, and the last refusal is what is told. A smaller batch either
-    # cures it or shows the same words again, so they are taken for memory.
-    _make_pattern(
-        "device_oom",
-        r"Unable to find a valid cuDNN algorithm to run convolution",
-        r"\bunable to find an engine to execute this computation\b",
-        r"\bCUDNN_STATUS_NOT_SUPPORTED\b",
-        r"\bCUBLAS_STATUS_NOT_INITIALIZED\b[^\n]*\bcublasCreate\b",
-        r"\bmiopenStatusUnknownError\b",
-    ),
-    _make_pattern(
-        "storage",
-        _make_errno_pattern(_STORAGE),
-        _make_texts_pattern(*filter(None, _STORAGE.values())),
-        r"\bdisk I/O error\b",
-        r"\bFSTimeoutError\b",
-        r"\bPytorchStreamReader failed reading [^\n]*: file read failed\b",
-        r"\bHDFS \w+ failed, errno: \d+",
-        r"\[Errno (?:11|110|113)\] [^\n:]+: '",  # of a file, whose name Python tells: sockets have these numbers too
-        r"\bunable to lock file, errno = \d+",
-        r"\[errno 110\]|\berrno = 110\b",
-        r"^tula_cli\.errors\.StorageFailed\b",
-        scope="system error",
-    ),
-    _make_pattern(
-        "storage",
-        r"\A(?=[\s\S]*^Traceback)(?![\s\S]*(?:\bsocket\.py|\bssl\.py|\bhttp/client|\burllib|\.connect\())[\s\S]*^(?:TimeoutError|OSError): \[Errno 110\]",
-        scope="traceback",
-    ),
-    _make_pattern(
-        "host_limit",
-        r"\binotify (?:watch|instance) limit reached\b",
-        _make_errno_pattern(_LIMITS),
-        _make_texts_pattern(*_LIMITS.values()),
-        r"\bcan't start new thread\b",
-        r"\breceived \d+ items of ancdata\b",
-        r"\bToo many open files\b",
-        r"\bSystem unable to allocate necessary resources for OMP thread\b",
-        scope="system error",
-    ),
-    _make_pattern(
-        "signal",
-        r"\bDataLoader worker \(pid[^\n]*\bis killed by signal: (?!Bus error)",
-        r"\bDataLoader worker \(pid[^\n]*\bexited unexpectedly\b",
-        r"\bBrokenProcessPool\b",
-        r"\bTerminatedWorkerError\b",
-        r"\bsubprocesses has abruptly died during map operation\b",
-        r"\bProcessExitedException: process \d+ terminated with signal\b",
-        scope="error",
-    ),
-    _make_pattern(
-        "signal",  # a loader worker is gone, and with it the other end of a queue
-        r"\b(?:torch/)?multiprocessing/(?:connection|queues|reductions|resource_sharer|managers)\.py[\s\S]*"
-        r"^(?:ConnectionResetError|ConnectionRefusedError|ConnectionAbortedError|BrokenPipeError|EOFError)\b",
-        scope="traceback",
-    ),
-    _make_pattern("peer", r"/torch/distributed/[\s\S]*^(?:Connection\w+Error|BrokenPipeError)\b", scope="traceback"),
-    _make_pattern("hung", r"\bDataLoader timed out after\b", scope="error"),
-    _make_pattern(
-        "diverged",
-        rf"^{_LOSS}{_NOT_FINITE}(?!KeyError|AttributeError|NameError|TypeError|IndexError|ImportError)(?![^\n]*\bskip)[^\n]+",
-        r"^(?:\w+\.)*FloatingPointError\b(?![^\n]*(?<!\((?:nan|inf)\) )\bencountered in\b)",
-        r"\b(?:[Mm]inimum loss scale reached|loss scale already at minimum)\b",
-        r"\breturned nan values in its \d+th output\b",
-        r"\bDetected nan and/or inf values\b",
-        r"\bUnexpected result (?:nan|inf)\b",
-        r"\bfound invalid values:\s+tensor\([^\n]*\b(?:nan|inf)\b",
-        r"\binput matrix contained non-finite values\b",
-        r"(?i:\b(?:model|training|loss)(?: has)? diverged\b)",
-        scope="error",
-    ),
-    _make_pattern(
-        "diverged",  # an assertion without words, by the line that made it
-        r"^ +assert [^\n]*\b(?:isnan|isfinite|isinf)\([^\n]*\n(?:[ ^~]*\n)?AssertionError\s*$",
-        scope="traceback",
-    ),
-    _make_pattern(
-        "host_oom",
-        # oneDNN's words when memory for a kernel or its scratch space is refused.
-        r"\bcould not (?:create|execute) a (?:primitive|memory)",
-        # A thread's stack is the last straw: glibc's words.
-        r"\bfailed to register TLS destructor: out of memory\b",
-        r"\bcannot allocate memory for thread-local data\b",
-    ),
-    _make_pattern(
-        "host_oom",
-        r"\bDefaultCPUAllocator: (?:can't allocate memory|not enough memory)",
-        r"^(?:numpy\.[\w.]*)?(?:_Array)?MemoryError\b",
-        r"\bstd::bad_alloc\b",
-        r"^memory allocation of \d+ bytes failed",
-        r"\bDataLoader worker \(pid[^\n]*\bis killed by signal: Bus error",
-        r"\binsufficient shared memory\b",
-        r"\bunable to (?:open|write to|allocate|mmap)[^\n]*(?:shared memory|</torch_)",
-        r"\bError while (?:creating|attaching to) shared memory segment\b",
-        r"\b[Ff]ailed to extend /dev/shm/nccl-",
-        r"\bDetected \d+ oom[-_]kill events?\b",
-        r"\boom-kill\b",
-        r"\btasks? [\d,-]+: Out Of Memory\b",
-        r"\bexceeded memory limit \(\d+ > \d+\), being killed",
-        r"\bOUT_OF_MEMORY\b",
-        r"\bFailed to CUDA host alloc\b",
-        r"\b(?:UR_RESULT|ZE_RESULT|PI)_ERROR_OUT_OF_HOST_MEMORY\b",
-        r"\[Errno 12\]",
-        r"\bCannot allocate memory\b",
-    ),
-    # After memory: a full device is told in many words, some of which are a library's own internal error.
-    _make_pattern("device_error", *DEVICE_ERRORS),
-    _make_pattern("port", r"\bEADDRINUSE\b", r"\bAddress already in use\b", r"\[Errno 98\]"),
-    _make_pattern(
-        "disk",
-        r"\bNo space left on device\b",
-        r"\bDisk quota exceeded\b",
-        r"\[Errno (?:28|122)\]",
-        r"\bPytorchStreamWriter failed writing\b",
-        r"\binline_container\.cc:\d+\][^\n]*unexpected pos \d+ vs \d+",  # torch, which closes what it could not write
-        r"^tula_cli\.errors\.DiskFull\b",
-    ),
-    _make_pattern("signal", r"\bCANCELLED AT \S+ DUE TO\b"),
-    # Only the job's line: a step is also cancelled where one of its tasks failed.
-    _make_pattern("cancelled", r"\*\*\* JOB \d+ ON \S+ CANCELLED AT \S+ \*\*\*"),
-)
-"""Patterns of failures and their classes (see `FAILURE_KINDS`). The first row that matches its scope decides."""
-
-PEER = _make_pattern(
-    "peer",
-    r"\bgloo/transport/",
-    r"\bGloo connect\w+ failed",
-    r"\b(?:Read|Write|writev|readv) error \[[^\]]+\]:\d+",
-    r"\bConnection closed by peer \[",
-    r"\bTimed out waiting \d+ms for (?:recv|send) operation\b",
-    r"\bWatchdog caught collective operation timeout\b",
-    r"\bncclRemoteError\b",
-    r"\bncclSystemError\b",
-    r"\bProxy [Cc]all to rank \d+ failed\b",
-    r"\bProcessGroupNCCL(?:'s)? watchdog (?:hang|got stuck)\b",
-    r"\bNCCL communicator (?:was aborted|encountered error)",
-    r"\bNCCL operations have failed or timed out\b",
-    r"\bTerminating the process after attempting to dump debug info\b",
-    r"\bdetected no heartbeat of its watchdog\b",
-    r"\bUCX +ERROR\b[^\n]*(?i:retry count exceeded|timeout|timed out|unreachable|connection reset|remote peer)",
-    r"\b(?:UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|INTERNAL): [^\n]*(?i:\bunhealthy\b|\bbarrier\b|\bheartbeat|\bcoordination service\b)",
-    r"\bDistNetworkError\b",
-    r"\bDistStoreError\b",
-    r"\bRendezvous\w*Error\b",
-    r"\bstore[- ]based barrier\b",
-    r"\bmonitoredBarrier\b",
-    r"\bc10d key-value store\b",
-    r"\bremote process exited or there was a network error\b",
-    r"\bApplication timeout caused pair closure\b",
-    r"\bConnect timeout \[",
-    r"\b(?:send|recv)\w+ failed on SocketImpl\b",
-    # The store of torch before 2.1 passes on what the system says, and no more.
-    r"^RuntimeError: (?:Connection (?:reset by peer|refused|timed out|closed by peer)|Broken pipe)\s*$",
-    r"\bTCPStore\b[^\n]*(?:Broken pipe|Connection (?:reset|refused)|timed out)",
-    r"\bwait timeout after \d+ms\b",
-    r"\bThe client socket has timed out\b",
-    r"\b[Ff]ailed to recv, got 0 bytes",
-    r"\bSocket Timeout\b",
-)
-
-SIGNAL = _make_pattern(
-    "signal",
-    *ENDED_BY_SIGNAL,
-    r"\bSignalException: Process \d+ got signal\b",
-    r"^KeyboardInterrupt\b",
-    r"\bDUE TO (?:TIME LIMIT|PREEMPTION|NODE FAILURE)\b",
-    r"\bNode failure on\b",
-)
-
-# Told by the process that started the ranks, or that raises once more what another one has raised.
-_MESSENGERS = re.compile(
-    r"^(?:[\w.]*\.)?(?:ChildFailedError|SignalException|KeyboardInterrupt|ProcessRaisedException)\b"
-    r"|^[\w.]+: Caught \w+ in (?:DataLoader worker process|replica|pin memory thread)\b"
-)
-# The same, unless nothing else is known.
-_LAST_RESORT = re.compile(
-    r"^RuntimeError: (?:Pin memory thread|DataLoader worker \(pid[^\n]*) exited unexpectedly"
-    r"|^(?:subprocess\.)?CalledProcessError:|^OSError: [^\n]*: exit \d+ \((?:read|write)\)"
-)
-# The same of a connection that ends with its process, unless it is to a loader worker or a peer.
-_LOST_PIPE = re.compile(r"^(?:BrokenPipeError: \[Errno 32\]|ConnectionResetError: \[Errno 104\])")
-_KNOWN_PIPES = re.compile(r"/multiprocessing/|/torch/distributed/")
-_RANK_PREFIX = re.compile(r"^(?:\[(?:rank|default)\d+\]: ?|\d+: )+", re.MULTILINE)
-_TRACEBACK = "Traceback (most recent call last):"
-_CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
-_EXCEPTION = re.compile(r"^(?:[a-z_]\w*\.)*_?[A-Z]\w*(?::|$)")
-_BARE_EXCEPTION = re.compile(
-    r"^(?:(?:[A-Za-z_]\w*\.)*(?:\w+Error|\w*Exception)|(?:[a-z_]\w*\.)+_?[A-Z]\w*)(?::|$)", re.MULTILINE
-)
-_OF_VALUES = re.compile(
-    r"^(?:[a-z_]\w*\.)*(?:Value|Key|Index|Type|Attribute|Name|UnboundLocal|Assertion|NotImplemented|Syntax|ModuleNotFound"
-    r"|Argument|JSONDecode|Unicode\w*)Error\b"
-    r"|^(?:aiohttp|botocore|httpx|huggingface_hub|pymongo|redis|requests|urllib3?|wandb)\."
-)
-_KILLED_BY_SHELL = re.compile(r"^(?:.*\s)?Killed(?:\s.*)?$", re.MULTILINE)
-_CUDA_WARNING = re.compile(r"^[^\n]*Warning: CUDA initialization:[^\n]*$", re.MULTILINE)
-_USAGE = re.compile(r"^usage: [\s\S]*^\S+: error: ", re.MULTILINE)
-_LAST_LINES = 40
-_OWN_SIGNALS = (4, 6, 7, 8, 11)  # signals by which a process ends itself: its last lines may say why
-_NAMED = ("device_fault", "device_error", "storage", "host_limit", "signal", "hung", "diverged")
-"""Classes for which a single line, anywhere in a text, shows what happened."""
-
-
-@dataclass(frozen=True)
-class _TracebackException:
-    """An exception from a traceback: the first lines of its message, and the frames above them."""
-
-    message: str
-    frames: str = ""
-
-    @property
-    def is_messenger(self) -> bool:
-        """Whether the exception only reports that another process has failed."""
-        return bool(_MESSENGERS.match(self.message) or CHILD_KILLED.match(self.message))
-
-    @property
-    def is_last_resort(self) -> bool:
-        """Whether the exception may only report that another process failed; any other one takes precedence."""
-        lost_pipe = _LOST_PIPE.match(self.message) and not _KNOWN_PIPES.search(self.frames)
-        return bool(lost_pipe or _LAST_RESORT.match(self.message))
-
-
-def classify_failure(text: str, *, exit_code: int | None = None, device: str = "cuda") -> OutcomeClass:
-    """Return the class of a failure.
-
-    Args:
-        text: output of the process, or one exception with or without its traceback.
-        exit_code: as given by the shell or subprocess (137 and -9 both mean signal 9); None if unknown.
-        device: "cuda" or "cpu"; on the CPU the batch is in the host's memory, so every OOM is a device_oom.
-    """
-    text = _RANK_PREFIX.sub("", text)
-    if device == "cpu":  # every process without a GPU may get this warning
-        text = _CUDA_WARNING.sub("", text)
-    outcome = _classify_by_exit(text, exit_code)
-    return "device_oom" if outcome == "host_oom" and device == "cpu" else outcome
-
-
-def _classify_by_exit(text: str, exit_code: int | None) -> OutcomeClass:
-    if row := _find_first_match(text, exit_code):
-        return row[0]
-    if exit_code in (-9, 137) and _KILLED_BY_SHELL.search(text):
-        return "host_oom"
-    if _find_deciding_chain(text, exit_code) or (exit_code == 2 and _USAGE.search(text)):
-        return "user"
-    for failure in (PEER, SIGNAL):
-        if failure.pattern.search(text):
-            return failure.outcome
-    return "signal" if _get_signal(exit_code) else "unknown"
-
-
-def _get_signal(exit_code: int | None) -> int:
-    """Return the signal that an exit code stands for; 0 if none."""
-    if exit_code is None:
-        return 0
-    return -exit_code if exit_code < 0 else exit_code - 128 if 128 < exit_code <= 192 else 0
-
-
-def _is_killed(exit_code: int | None) -> bool:
-    """Return whether another process killed this one, so that its last output need not show the cause."""
-    return _get_signal(exit_code) not in (0, *_OWN_SIGNALS)
-
-
-def _find_first_match(text: str, exit_code: int | None = None) -> tuple[OutcomeClass, re.Match[str]] | None:
-    """Return the class of the first matching row of FAILURE_PATTERNS, and its match; None if no row matches."""
-    killed_by = _get_signal(exit_code)
-    chain = _find_deciding_chain(text, exit_code)
-    explained = not all(error.is_last_resort for error in chain)
-    last_lines = "" if explained or _is_killed(exit_code) else _find_last_lines(text)
-    of_system = [error for error in chain if not _OF_VALUES.match(error.message)]
-    texts_by_scope: dict[Scope, str] = {
-        "log": text,
-        "error": "\n\n".join([*(error.message for error in chain), last_lines]),
-        "system error": "\n\n".join([*(error.message for error in of_system), last_lines]),
-        "traceback": "\n\n".join(f"{error.frames}{error.message}" for error in chain),
-    }
-    for row in FAILURE_PATTERNS:
-        if killed_by and row.outcome == "diverged":
-            continue
-        if match := row.pattern.search(texts_by_scope[row.scope]):
-            return row.outcome, match
-    return None
-
-
-def _find_last_lines(text: str) -> str:
-    """Return the last lines outside tracebacks, without separators and NCCL INFO lines."""
-    frames = ("  File ", "    ", "Traceback")
-    lines = [line for line in text.splitlines() if line.strip(" =-~^") and not line.startswith(frames)]
-    return "\n".join([line for line in lines if " NCCL INFO " not in line][-_LAST_LINES:])
-
-
-def find_telling_line(text: str) -> str:
-    """Return the line of a text that shows the failure, for classes for which a single line does; empty for others."""
-    row = _find_first_match(_RANK_PREFIX.sub("", text))
-    if row is None or row[0] not in _NAMED:
-        return ""
-    matched_text, at = row[1].string, row[1].start() if row[1].re.pattern[:2] != r"\A" else row[1].end()
-    return matched_text[matched_text.rfind("\n", 0, at) + 1 :].split("\n", 1)[0].strip()
-
-
-def _find_deciding_chain(text: str, exit_code: int | None = None) -> list[_TracebackException]:
-    """Return the exceptions that ended the process, first cause first, from its last relevant traceback; empty if none.
-
-    Tracebacks that only report a lost peer or the failure of another process are ignored.
-    """
-    if _is_killed(exit_code) and _TRACEBACK not in text:
-        return []
-    chains = [[error for error in chain if not error.is_messenger] for chain in _list_exception_chains(text)]
-    chains = [chain for chain in chains if chain and not any(PEER.pattern.search(error.message) for error in chain)]
-    causes = [chain for chain in chains if not all(error.is_last_resort for error in chain)]
-    return (causes or chains or [[]])[-1]
-
-
-def find_user_exception(text: str) -> str:
-    """Return the line of the user's last exception, preferably not a CalledProcessError; empty if there is none."""
-    chain = _find_deciding_chain(_RANK_PREFIX.sub("", text))
-    lines = [error.message.split("\n", 1)[0].strip() for error in chain]
-    return next((line for line in reversed(lines) if "CalledProcessError:" not in line), (lines or [""])[-1])
-
-
-def _list_exception_chains(text: str) -> Iterator[list[_TracebackException]]:
-    """Yield the exceptions of each traceback; chained exceptions are yielded together."""
-    if _TRACEBACK not in text:
-        for match in _BARE_EXCEPTION.finditer(text):
-            yield [_TracebackException(text[match.start() :].split("\n\n")[0])]
-        return
-    block_before, *blocks = text.split(_TRACEBACK)
-    chain: list[_TracebackException] = []
-    for block in blocks:
-        linked = any(marker in block_before for marker in _CHAINED)
-        if chain and not linked:
-            yield chain
-        chain = chain if linked else []
-        # An exception in a destructor is printed and forgotten; it ends nothing.
-        if "Exception ignored in" not in block_before.rstrip().rsplit("\n", 1)[-1]:
-            chain = [*chain, *_parse_exception(block)]
-        block_before = block
-    yield chain
-
-
-def _parse_exception(block: str) -> list[_TracebackException]:
-    """Return the exception at the end of a traceback, with the first lines of its message; empty if it is cut off."""
-    lines = block.split("\n")
-    for number, line in enumerate(lines):
-        if _EXCEPTION.match(line.rstrip()):
-            message = "\n".join(lines[number : number + 8]).split("\n\n")[0]
-            return [_TracebackException(message, "".join(f"{frame}\n" for frame in lines[:number]))]
-    return []
-
-
-_TERMINATED = re.compile(r"\bSIGTERM\b|\bsignal:? 15\b|-15\b", re.IGNORECASE)
+"""Advice about the faults of a node or a device."""
 
 
 def find_root_failure(failures: Iterable[Failure]) -> Failure | None:
@@ -838,32 +196,19 @@ def has_cause(failures: Iterable[Failure]) -> bool:
 
 
 def _get_severity(failure: Failure) -> int:
-    told_to_end = failure.outcome == "signal" and _TERMINATED.search(failure.message)
-    return FAILURE_KINDS["peer" if told_to_end else failure.outcome].severity
+    is_follow_up = failure.outcome == "signal" and failure.signal == "SIGTERM"
+    return FAILURE_KINDS["peer" if is_follow_up else failure.outcome].severity
 
 
-def advise(outcome: OutcomeClass, message: str = "", *, spec: JobSpec | None = None) -> str:
-    """Return one line of advice about a failure, from its class, or for a device fault from its message if recognised.
+def advise(failure: Failure | OutcomeClass, spec: JobSpec | None = None) -> str:
+    """Return one line of advice about a failure, or about all of a kind.
 
     Args:
-        outcome: class of the failure.
-        message: message of the failure.
+        failure: the failure, or its kind.
         spec: the failed job; None: a job of tula's training loop on this machine.
     """
+    if isinstance(failure, Failure) and failure.fault is not None and failure.outcome == "device_fault":
+        return _FAULT_ADVICE[failure.fault]
     cluster, script = (Cluster(), False) if spec is None else (spec.cluster, spec.script is not None)
-    hint = FAILURE_KINDS[outcome].advice_for(cluster, script=script)
-    return (
-        next((what_to_do for what_to_do, _ in _list_matching_faults(message)), hint)
-        if outcome == "device_fault"
-        else hint
-    )
-
-
-def is_missing_gpu(message: str) -> bool:
-    """Return whether a message reports that no GPU is visible, without a known cause."""
-    return next(_list_matching_faults(message), None) is NO_GPU
-
-
-def _list_matching_faults(message: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the entries of `DEVICE_FAULTS` that match a message."""
-    yield from (fault for fault in DEVICE_FAULTS if any(re.search(form, message, re.MULTILINE) for form in fault[1]))
+    outcome = failure.outcome if isinstance(failure, Failure) else failure
+    return FAILURE_KINDS[outcome].advice_for(cluster, script=script)

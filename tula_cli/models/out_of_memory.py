@@ -1,10 +1,10 @@
 """Out-of-memory fallbacks: the same batch in smaller micro-batches as long as possible, then a smaller batch."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tula_cli.run.records.base import MicroBatches, Splits
+from tula_cli.run.records.failures import Fallback
 from tula_cli.spec.job import JobSpec
 
 Number = Any
@@ -13,18 +13,6 @@ Number = Any
 MIN_NORMALISED = 8
 """Minimum samples for BatchNorm statistics: with fewer, their noise, not the batch, decides what is learned (Wu and He
 2018, figure 1: the error of ResNet-50 grows from 8 samples downwards)."""
-
-STATISTICS = "BatchNorm's statistics over"
-
-
-@dataclass(frozen=True)
-class Fallback:
-    """The configuration to train after an out-of-memory error, and why it was chosen."""
-
-    rung: int  # of the ladder, from 0: the batch that did not fit
-    splits: int
-    words: str  # what failed and what is done, for people
-
 
 LESS_MEMORY = (
     "search more nodes, lower search.min_batch, or use train.accumulate, train.activation_checkpointing or"
@@ -119,47 +107,30 @@ def find_next_fallback(
         why_not: why they must not be split in this training; empty if they may.
         stage: the batch in use if it is a smaller one (`train.ramp`); its own micro-batches have to become smaller.
     """
+    did_not_fit = Fallback(rung=0, splits=1, batch=batches[0], stage=stage)
     batch_splits = micro_batches.splits_of_batch(batches[0]) if micro_batches is not None else None
-    message = f"out of memory at batch {batches[0]}"
-    if stage is not None:
-        message = f"out of memory at batch {stage}, in a stage before batch {batches[0]}"
     if why_not or micro_batches is None or batch_splits is None:
-        reason = why_not or "the ranks ended before they knew how far that may go"
-        # Where the user has asked for it there is nothing to explain.
-        explained = (
-            message
-            if why_not == "train.oom_policy is shrink"
-            else f"{message}; its micro-batches are not cut: {reason}"
-        )
-        return Fallback(1, 1, explained) if len(batches) > 1 else None
+        limit = why_not or "the ranks ended before they knew how far that may go"
+        return did_not_fit.model_copy(update={"rung": 1, "limit": limit}) if len(batches) > 1 else None
     failed = batch_splits.micro_batch / max(splits, 1 if stage is None else batches[0] / stage)
     following = next((split for split in batch_splits.into if batch_splits.micro_batch / split < failed), None)
     if following is not None:
-        current = f"micro-batch {batch_splits.micro_batch // following} x {batch_splits.micro_batches * following} now"
-        return Fallback(
-            0, following, f"{message}: {current}{_describe_normalisation(micro_batches, batch_splits, following)}"
-        )
-    message = f"{message} in micro-batches of {int(failed)}, which are not cut further: {batch_splits.limit}"
+        smaller_micro_batches = {
+            "splits": following,
+            "micro_batch": batch_splits.micro_batch // following,
+            "micro_batches": batch_splits.micro_batches * following,
+            "normalised": micro_batches.normalised * batch_splits.micro_batch // following,
+        }
+        return did_not_fit.model_copy(update=smaller_micro_batches)
+    uncut = {"failed_micro_batch": int(failed), "limit": batch_splits.limit}
     for rung, batch in enumerate(batches[1:], 1):
         smaller = micro_batches.splits_of_batch(batch)
         if smaller is None:
             continue
         for split in (1, *smaller.into):
             if smaller.micro_batch / split < failed:
-                return Fallback(rung, split, message)
+                return did_not_fit.model_copy(update={"rung": rung, "splits": split, **uncut})
     return None
-
-
-def _describe_normalisation(micro_batches: MicroBatches, splits: Splits, split: int) -> str:
-    """Describe over how many samples BatchNorm takes its statistics after a split; empty without BatchNorm."""
-    samples = micro_batches.normalised * splits.micro_batch // split
-    return f", with {STATISTICS} {samples} samples" if samples else ""
-
-
-def parse_statistics_in_cause(cause: str) -> str:
-    """Return the note on BatchNorm's statistics from the cause of a relaunch; empty if they did not change."""
-    _, separator, text = cause.partition(f"{STATISTICS} ")
-    return f"{separator}{text}"
 
 
 def find_smallest_ruled_out(

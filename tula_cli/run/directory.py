@@ -26,8 +26,9 @@ from tula_cli.run.files import (
 )
 from tula_cli.run.lock import SubmissionLock
 from tula_cli.run.owner import find_other_owner, require_own, require_run
+from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.inspections import ClusterReport
-from tula_cli.run.records.jobs import Attempt, Failure, Job, LeaderCommand
+from tula_cli.run.records.jobs import Attempt, Job, LeaderCommand
 from tula_cli.run.records.probes import RESULT
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import Comparison, CountedEnergy, JobFile, Summary, TrainResult, Tuning
@@ -315,6 +316,7 @@ class RunDir:
         return sorted(attempts, key=lambda attempt: (attempt.started_at, attempt.task, attempt.number))
 
     def write_failure(self, failure: Failure) -> None:
+        assert failure.rank is not None, "the failure of a rank"
         write_with_news(self.path, f"failures/{failure.task}.{failure.attempt:03d}.{failure.rank:04d}.json", failure)
 
     def failures(self, task_id: str, attempt: int | None = None) -> list[Failure]:

@@ -6,11 +6,10 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from tula_cli import words
 from tula_cli.errors import DiskFull
 from tula_cli.run.disk_space import count_free_bytes, make_missing_bytes_error, read_disk_statistics
 from tula_cli.run.files import write_atomic
-from tula_cli.run.records.jobs import Shortage
+from tula_cli.run.records.failures import Shortage
 
 # --- The reserve
 
@@ -39,8 +38,8 @@ def release_reserve(run: Path) -> None:
 
 # --- Shortages
 
-_NAMED = re.compile(r"(?:No space left on device|Disk quota exceeded): '(/[^'\n]+)'|cannot write (/[^:\n]+): ")
-"""A path in an error message of a full disk, in the wording of Python or of tula."""
+_NAMED = re.compile(r"(?:No space left on device|Disk quota exceeded): '(/[^'\n]+)'")
+"""A path in Python's message of a full disk."""
 
 
 def measure_shortage(folder: Path, *, needed: int | None = None, quota: bool = False) -> Shortage:
@@ -72,19 +71,8 @@ def parse_shortage(text: str, folders: Iterable[Path]) -> Shortage:
     """
     quota = "quota" in text.lower()
     if named := _NAMED.search(text):
-        return measure_shortage(Path(named[1] or named[2]).parent, quota=quota)
+        return measure_shortage(Path(named[1]).parent, quota=quota)
     return min((measure_shortage(folder, quota=quota) for folder in folders), key=lambda shortage: shortage.free)
-
-
-def describe_shortage(shortage: Shortage) -> str:
-    """Describe the folder and the missing space."""
-    if shortage.files_free == 0:
-        return f"no more files can be made on the file system of {shortage.folder}"
-    takes = "" if shortage.needed is None else f", {words.format_bytes(shortage.needed)} are needed"
-    if shortage.quota:
-        return f"the quota is used up where {shortage.folder} is{takes}"
-    missing = f", so {words.format_bytes(shortage.missing)} are missing" if shortage.missing else ""
-    return f"{words.format_bytes(shortage.free)} of {words.format_bytes(shortage.total)} are free where {shortage.folder} is{takes}{missing}"
 
 
 def find_remaining_shortage(shortage: Shortage) -> Shortage | None:

@@ -220,15 +220,10 @@ def read_evaluation_result(run: RunDir, task: EvaluateTask) -> EvaluationRecord:
         return evaluation
     attempts = run.attempts(task.id)
     last_attempt = attempts[-1] if attempts else None
-    if (
-        last_attempt is None
-        or last_attempt.outcome is None
-        or last_attempt.outcome == "done"
-        or run.is_cancelled(task.job)
-    ):
+    if last_attempt is None or last_attempt.failure is None or run.is_cancelled(task.job):
         raise JobFailed(
             f"{task.id} ended without a result", "tula logs shows what it said; the same command starts it again"
         )
     where = f" (rank {last_attempt.rank} on {last_attempt.host})" if last_attempt.rank is not None else ""
-    hint = advise(last_attempt.outcome, last_attempt.message, spec=task.spec)
-    raise FAILURE_KINDS[last_attempt.outcome].error(f"evaluation failed{where}: {last_attempt.message}", hint)
+    hint = advise(last_attempt.failure, task.spec)
+    raise FAILURE_KINDS[last_attempt.failure.outcome].error(f"evaluation failed{where}: {last_attempt.message}", hint)

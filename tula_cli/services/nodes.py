@@ -20,6 +20,7 @@ from tula_cli.errors import Interruption, JobFailed, Pending, SchedulerError, Sp
 from tula_cli.host.failures import FAILURE_KINDS, advise
 from tula_cli.run.directory import RunDir
 from tula_cli.run.jobfile import save_job
+from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.inspections import ClusterReport, NodeReport
 from tula_cli.run.records.jobs import Job
 from tula_cli.run.records.results import JobFile
@@ -450,7 +451,7 @@ def _check_failure(run: RunDir, task: CheckTask, job: Job) -> TulaError:
         ended = scheduler.find_outcome(job.scheduler_id)
         if last_attempt is None and ended is not None:
             return JobFailed(
-                f"{job.id} ended before it could look: {ended.replace('_', ' ')}", advise(ended, spec=task.spec)
+                f"{job.id} ended before it could look: {ended.replace('_', ' ')}", advise(ended, task.spec)
             )
         blind = set(range(task.nodes)) - _list_nodes_seen(run, task, job)
         if blind:
@@ -460,9 +461,9 @@ def _check_failure(run: RunDir, task: CheckTask, job: Job) -> TulaError:
             f"{job.id} ended before its ranks could report: {_find_last_log_line(run, job)}", advise("unknown")
         )
     where = f" (rank {last_attempt.rank} on {last_attempt.host})" if last_attempt.rank is not None else ""
-    outcome = last_attempt.outcome if last_attempt.outcome != "done" else "unknown"
-    hint = advise(outcome, last_attempt.message, spec=task.spec)
-    return FAILURE_KINDS[outcome].error(f"{job.id} failed{where}: {last_attempt.message}", hint)
+    failure = last_attempt.failure or Failure(outcome="unknown")
+    hint = advise(failure, task.spec)
+    return FAILURE_KINDS[failure.outcome].error(f"{job.id} failed{where}: {last_attempt.message}", hint)
 
 
 def _list_nodes_seen(run: RunDir, task: CheckTask, job: Job) -> set[int]:

@@ -297,13 +297,13 @@ def _make_nothing_measured_error(report: ProfileReport, spec: JobSpec | None) ->
         kind = FAILURE_KINDS[first_failure.outcome].error if alike else JobFailed
         return kind(
             f"{first_failure.id} failed: {first_failure.message}",
-            advise(first_failure.outcome, first_failure.message, spec=spec),
+            advise(first_failure.failure, spec),
         )
     if report.out_of_memory:
         first_oom = report.out_of_memory[0]
         return OutOfMemoryAtMinimum(
             f"out of memory at the smallest local batch, {first_oom.local_batch}: {first_oom.message}",
-            advise("device_oom", spec=spec),
+            advise("device_oom", spec),
         )
     return BadMeasurements("no probe has a result", "run tula profile again; tula status tells what became of the jobs")
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from tula_cli.cluster.decisions import resumes_elsewhere
 from tula_cli.cluster.launcher import Launcher
-from tula_cli.cluster.relaunch import needs_new_allocation
 from tula_cli.cluster.scheduler import SchedulerState
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import (
@@ -313,23 +313,19 @@ def _get_state_from_attempts(
 ) -> tuple[JobState, str]:
     last_attempt = attempts[-1] if attempts else None
     if last_attempt is not None and last_attempt.ended_at is not None:
-        if scheduler.state == "unknown" and needs_new_allocation(last_attempt.outcome, spec.cluster):
+        if scheduler.state == "unknown" and resumes_elsewhere(last_attempt, spec.cluster):
             return "queued", scheduler.reason  # the next link of its chain goes on
         measured = last_attempt.outcome == "done" or (last_attempt.outcome == "device_oom" and progress.now is not None)
         if measured:  # its supervisor saw all results: they are on their way here (NFS, Lustre)
             return "lost", f"ended well, but {progress.done} of {progress.total} results are to be seen here"
         if last_attempt.outcome == "diverged":
-            return "diverged", f"{last_attempt.message}; {advise(last_attempt.outcome, spec=spec)}"
-        if last_attempt.outcome == "device_fault":
-            return (
-                "failed",
-                f"{last_attempt.message} on {last_attempt.host}; {advise(last_attempt.outcome, last_attempt.message, spec=spec)}",
-            )
+            return "diverged", f"{last_attempt.message}; {advise('diverged', spec)}"
+        if last_attempt.failure is not None and last_attempt.outcome == "device_fault":
+            advice = advise(last_attempt.failure, spec)
+            return "failed", f"{last_attempt.message} on {last_attempt.host}; {advice}"
         message = last_attempt.message or f"ended with {progress.done} of {progress.total} probes"
         who = spec.cluster.backend.title
-        verdict = (
-            "" if scheduler.reason.startswith("FAILED") or not scheduler.reason else f" ({who}: {scheduler.reason})"
-        )
+        verdict = "" if scheduler.failed or not scheduler.reason else f" ({who}: {scheduler.reason})"
         return "failed", f"{message}{verdict}"
     if scheduler.state == "ended":
         return "lost", scheduler.reason or "ended without saying why (killed from outside?)"
@@ -818,10 +814,10 @@ def make_error_of_training(task: TrainTask, attempts: Sequence[Attempt], *, save
         saved_samples: samples of the newest checkpoint.
     """
     attempt = attempts[-1]
-    if attempt.outcome is None or attempt.outcome == "done":
+    if attempt.failure is None:
         return Pending(f"training {task.signature} has not ended", "tula status shows how far it is")
     where = f" (rank {attempt.rank}, {attempt.host})" if attempt.rank is not None else ""
-    hint = advise(attempt.outcome, attempt.message, spec=task.spec)
+    hint = advise(attempt.failure, task.spec)
     message = f"Training failed on attempt {task.attempt}{where}: {attempt.message}"
     if attempt.outcome == "cancelled":
         return JobFailed(f"Training was cancelled on attempt {task.attempt}{where}: {attempt.message}", CANCELLED)
@@ -839,7 +835,7 @@ def make_error_of_training(task: TrainTask, attempts: Sequence[Attempt], *, save
     if attempt.outcome == "device_fault":
         faulty = dict.fromkeys(earlier.host for earlier in attempts if earlier.outcome == "device_fault")
         return DeviceFault(f"{message}; faulty: {', '.join(faulty)}", hint)
-    return FAILURE_KINDS[attempt.outcome].error(message, hint)
+    return FAILURE_KINDS[attempt.failure.outcome].error(message, hint)
 
 
 def require_known_job(run_status: RunStatus, job_id: str) -> None:

@@ -47,7 +47,7 @@ Each rank writes these files, every JSON file completely or not at all:
                            requested save ("saved"): the measurements, a list per step. Seconds and bytes.
     begun-<rank>.json      mode train, after its first warmup + min_steps steps ("why": "begun"): the same measurements
                            of these steps, those after the warm-up as "timed"; the result of a training repeats them
-    failure-<rank>.json    an uncaught exception: class ("error"), traceback ("text"), rank (null if unknown; the file
+    failure-<rank>.json    an uncaught exception: class ("error"), "message", traceback ("text"), rank (null if unknown; the file
                            name then has host and process id), "where": script, shim, or method if this script does not
                            support a method that the plan requests; "batch_norm": "batch", "sync" (all of them over the
                            ranks) or "", by the modules in the process

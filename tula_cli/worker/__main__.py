@@ -16,12 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tula_cli.errors import DiskFull, JobFailed, TulaError
-from tula_cli.host.failures import classify_failure, find_telling_line
+from tula_cli.host.failure_texts import classify_failure, find_device_fault, find_signal, find_telling_line
 from tula_cli.host.network import get_node_name
 from tula_cli.host.processes import die_with_parent, tag_lines
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import pin_run
-from tula_cli.run.records.jobs import Failure
+from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask, RehearsalTask, Task, TrainTask
 from tula_cli.run.shortages import get_shortage
 
@@ -113,15 +113,19 @@ def exit_with_failure(error: Exception, task: Task, run: RunDir, attempt: int) -
         sys.stderr.write(text)
         sys.stderr.flush()
     rank = int(os.environ["RANK"])
+    outcome = classify_failure(text, exit_code=1, device=_get_device_kind(task))
+    message = _summarize_error(error, text)
     failure = Failure(
         task=task.id,
         attempt=attempt,
         rank=rank,
         host=get_node_name(),
         pid=os.getpid(),
-        outcome=classify_failure(text, exit_code=1, device=_get_device_kind(task)),
-        message=_summarize_error(error, text),
+        outcome=outcome,
+        message=message,
         detail=text,
+        signal=find_signal(text) if outcome == "signal" else "",
+        fault=find_device_fault(message) if outcome == "device_fault" else None,
         local_batch=_find_current_local_batch(task, run),
         shortage=get_shortage(error),
         failed_at=time.time(),

@@ -6,7 +6,7 @@ import sys
 
 from gpu.stage import Stage
 from gpu.watch import RAN
-from tula_cli.host.failures import classify_failure
+from tula_cli.host.failure_texts import classify_failure
 from tula_cli.host.network import find_free_port
 
 WANTED = {

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from make_results import Truth, measured
 
-from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.scripts import start
 from tula_cli.cluster.scripts import training as checkpoints
 from tula_cli.cluster.scripts.training import (
@@ -21,6 +20,7 @@ from tula_cli.cluster.scripts.training import (
 from tula_cli.cluster.scripts.watch import describe_missing_step, find_last_script_line
 from tula_cli.models.time.changes import ScriptLevelDetector, describe_step_change
 from tula_cli.run.directory import RunDir
+from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
 from tula_cli.run.records.results import Save, ScriptProgress, ScriptSaves, StepChange
 from tula_cli.run.records.scripts import ExpectedValues, LoaderProperties, RankResult
@@ -198,10 +198,10 @@ def test_a_training_whose_first_steps_break_a_claim_is_ended(run: RunDir) -> Non
     command = LeaderCommand(task="train-x-1", attempt=1, ranks=1, batch=16)
     seen = TrainingMonitor(ScriptTraining(run, first), command, range(1), leads=True)
     seen.record_progress()
-    assert seen.stuck_reason() is None, "nothing is known yet"
+    assert seen.find_reason_to_kill() is None, "nothing is known yet"
     has_begun(run, expected={"world": 2, "batch": 16})
     seen.record_end()
-    reason = seen.stuck_reason()
+    reason = seen.find_reason_to_kill()
     assert (
         reason is not None
         and reason.outcome == "user"
@@ -214,7 +214,7 @@ def test_a_training_that_was_too_short_to_be_ended_fails_at_its_end(run: RunDir)
     command = LeaderCommand(task="train-x-1", attempt=1, ranks=1, batch=16)
     tells(run, "train-x-1", step=100, samples=1600.0)
     has_begun(run, file="result-0.json", why="ended", expected={"world": 1, "batch": 32})
-    reason = training.settle_attempt(command, ExitReason(None))
+    reason = training.settle_attempt(command, None)
     assert reason.outcome == "user" and "batch 32, but a step trains on 16 samples" in reason.description
     assert run.training("x").result() is None
 
@@ -242,7 +242,7 @@ def test_a_folder_without_files_that_the_one_before_has_is_half_a_checkpoint(tmp
     assert newest() == "best", "of another kind"
 
 
-def fails_at_once(run: RunDir, first: TrainTask, checkpoint: Path) -> ExitReason:
+def fails_at_once(run: RunDir, first: TrainTask, checkpoint: Path) -> Failure:
     """Let an attempt that goes on from a checkpoint fail in the script, before its first step."""
     folder = ScriptAttempt(run.path, first.id, 1).path
     folder.mkdir(parents=True, exist_ok=True)
@@ -252,7 +252,9 @@ def fails_at_once(run: RunDir, first: TrainTask, checkpoint: Path) -> ExitReason
     }  # fmt: skip
     (folder / "failure-0.json").write_text(json.dumps(told))
     command = LeaderCommand(task=first.id, attempt=1, ranks=1, batch=16, checkpoint=str(checkpoint))
-    return ScriptTraining(run, first).settle_attempt(command, ExitReason("user", "EOFError: Ran out of input"))
+    return ScriptTraining(run, first).settle_attempt(
+        command, Failure(outcome="user", message="EOFError: Ran out of input")
+    )
 
 
 def test_a_checkpoint_that_cannot_be_loaded_is_left_out_for_the_one_before(run: RunDir) -> None:
@@ -302,9 +304,9 @@ def test_ranks_that_wait_for_one_that_goes_on_are_not_stuck(run: RunDir) -> None
     long_ago = time.time() - 2 * start.TRAINING_SILENCE
     heartbeat(run, "train-x-1", 0, alive_at=time.time())
     heartbeat(run, "train-x-1", 1, alive_at=long_ago)
-    assert watching(run, 2).stuck_reason() is None, "rank 0, on another node, evaluates alone"
+    assert watching(run, 2).find_reason_to_kill() is None, "rank 0, on another node, evaluates alone"
     heartbeat(run, "train-x-1", 0, alive_at=long_ago)
-    reason = watching(run, 2).stuck_reason()
+    reason = watching(run, 2).find_reason_to_kill()
     assert reason is not None and reason.rank == 1 and "ended as stuck" in reason.message
 
 
@@ -317,7 +319,7 @@ def test_a_training_whose_shim_gave_up_goes_on(run: RunDir) -> None:
     (ScriptAttempt(run.path, "train-x-1", 1).path / "failure-1.json").write_text(json.dumps(told))
     watched = watching(run, 2)
     watched.record_progress()
-    assert run.failures("train-x-1", 1) == [] and watched.stuck_reason() is None
+    assert run.failures("train-x-1", 1) == [] and watched.find_reason_to_kill() is None
 
 
 def test_a_method_that_cannot_train_a_script_fails_it_even_where_it_ends_well(run: RunDir) -> None:
@@ -326,10 +328,10 @@ def test_a_method_that_cannot_train_a_script_fails_it_even_where_it_ends_well(ru
     why = "train.method ags: the script's 2 ranks train without DistributedDataParallel"
     told = {"version": 1, "task": "train-x-1", "attempt": 1, "rank": 0, "host": "h", "pid": 1, "where": "method"}
     error = "tula_shim.ags.CannotScaleError"
-    told |= {"error": error, "text": f"{error}: {why}\n", "step": 0, "failed_at": STARTED}
+    told |= {"error": error, "message": why, "text": f"{error}: {why}\n", "step": 0, "failed_at": STARTED}
     (folder / "failure-0.json").write_text(json.dumps(told))
     own, command = task(run, "train-x-1", 16), LeaderCommand(task="train-x-1", attempt=1, ranks=1, batch=16)
-    found = ScriptTraining(run, own).settle_attempt(command, ExitReason(None))
+    found = ScriptTraining(run, own).settle_attempt(command, None)
     assert (found.outcome, found.message) == ("user", why)
     assert run.training("x").result() is None
     TrainingMonitor(ScriptTraining(run, own), command, range(1)).record_progress()
@@ -428,27 +430,27 @@ def test_samples_that_an_interruption_costs_are_kept(run: RunDir) -> None:
     planned(run, STARTED)
     saves(training.output_folder, STARTED + 20)
     tells(run, "train-x-1", row("gap", 31, STARTED + 21), step=60, samples=960.0, stepped_at=STARTED + 40)
-    training.settle_attempt(command(), ExitReason("time_limit", "over"))
+    training.settle_attempt(command(), Failure(outcome="time_limit", message="over"))
     kept = run.training("x").script_saves()
     assert kept.lost == (480,) and [save.samples for save in kept.saves] == [480]
     anew = run.spec().model_copy(update={"script": run.spec().script.model_copy(update={"resume": None})})
     without = ScriptTraining(run, training.task.model_copy(update={"spec": anew, "signature": "y"}))
-    without.settle_attempt(command(), ExitReason("time_limit", "over"))
+    without.settle_attempt(command(), Failure(outcome="time_limit", message="over"))
     assert run.training("y").script_saves().lost == (960,), "it begins anew"
 
 
 def test_a_training_that_never_steps_is_ended(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = watching(run, 2)
     run.write_result(measured(Truth(overheads=Truth().overheads.model_copy(update={"startup": 90.0})), 1, 16))
-    assert watched.stuck_reason() is None
+    assert watched.find_reason_to_kill() is None
     watched._began -= 60 * run.spec().search.max_minutes + 1
-    assert watched.stuck_reason() is None, "20 starts of a probe are longer: 30 min"
+    assert watched.find_reason_to_kill() is None, "20 starts of a probe are longer: 30 min"
     watched._began -= 600
-    reason = watched.stuck_reason()
+    reason = watched.find_reason_to_kill()
     assert reason is not None and reason.outcome == "user", "so that it is not started again"
     assert "ended 30 min after its start" in reason.message and "no optimizer step of torch was seen" in reason.message
     heartbeat(run, "train-x-1", 0, alive_at=time.time())
-    assert watched.stuck_reason() is None, "a rank on another node has stepped"
+    assert watched.find_reason_to_kill() is None, "a rank on another node has stepped"
 
 
 def test_a_training_whose_shim_gave_up_before_a_step_goes_on(run: RunDir) -> None:
@@ -461,7 +463,7 @@ def test_a_training_whose_shim_gave_up_before_a_step_goes_on(run: RunDir) -> Non
     folder = ScriptAttempt(run.path, "train-x-1", 1).path
     folder.mkdir(parents=True)
     (folder / "failure-1.json").write_text(json.dumps(told))
-    assert watched.stuck_reason() is None
+    assert watched.find_reason_to_kill() is None
 
 
 def test_what_other_ranks_of_its_node_say_is_no_metric_of_a_script(tmp_path: Path) -> None:
@@ -560,7 +562,7 @@ def test_an_epoch_is_what_the_loader_delivers(alone: RunDir, epoch: int | None, 
     training, command = ScriptTraining(alone, task(alone, "train-x-1", 16)), LeaderCommand(task="train-x-1", attempt=1)
     assert training.total_samples == total
     heartbeat(alone, "train-x-1", 0, step=92, samples=float(total))
-    training.settle_attempt(command, ExitReason(None))
+    training.settle_attempt(command, None)
     rows = alone.training("x").newest_metrics()
     assert not [row for row in rows if row["kind"] == "warning" and "ended after" in row["message"]], rows
 

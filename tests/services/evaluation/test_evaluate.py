@@ -8,11 +8,11 @@ import pytest
 from make_results import inspected
 from make_runs import FakeLauncher
 
-from tula_cli.cluster import relaunch
-from tula_cli.cluster.exit_reason import ExitReason
+from tula_cli.cluster.decisions import MAX_RESTARTS
 from tula_cli.cluster.slurm import sbatch
 from tula_cli.errors import BadMeasurements, DeviceFault, JobFailed, OverBudget, SpecError
 from tula_cli.run.directory import RunDir
+from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.results import EvaluationRecord
 from tula_cli.run.records.tasks import EvaluateTask, Rung, TrainTask
 from tula_cli.run.snapshot import Snapshot
@@ -224,9 +224,9 @@ def test_the_supervisor_starts_it_again_after_a_lost_process_and_not_after_the_u
     add_training(run, "aaaa", 100)
     task = ready(run).task
     assert not run.is_finished(task)
-    assert relaunch.make_next_task(run, task, ExitReason("signal"), 1) == task
-    assert relaunch.make_next_task(run, task, ExitReason("signal"), relaunch.MAX_RESTARTS + 1) is None
-    assert relaunch.make_next_task(run, task, ExitReason("user"), 0) is None
+    assert make.follow(run, task, Failure(outcome="signal")) == task
+    assert make.follow(run, task, Failure(outcome="signal"), before=MAX_RESTARTS) is None
+    assert make.follow(run, task, Failure(outcome="user")) is None
     run.write_task(task)
     assert get_job_progress(Snapshot(run.path), [task], {}).done == 0
     run.training("aaaa").write_evaluation(make.evaluated(task))

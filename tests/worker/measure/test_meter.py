@@ -13,7 +13,7 @@ from torch import nn
 from worker_jobs import gradient, spec, trainer
 from worker_rank_cases import facts
 
-from tula_cli.host.failures import classify_failure
+from tula_cli.host.failure_texts import classify_failure
 from tula_cli.host.machine import read_processor_name
 from tula_cli.worker import device, environment
 from tula_cli.worker.device import read_process_memory

@@ -8,14 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import make_runs
 import pytest
 import torch
 from worker_jobs import Interrupted, final_weights, prediction, rows, same, spec, train_task
 
-from tula_cli.cluster.exit_reason import ExitReason
-from tula_cli.cluster.relaunch import make_next_task
 from tula_cli.errors import Diverged
 from tula_cli.run.directory import RunDir
+from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build.data import build_datasets, make_epoch_permutation
@@ -137,19 +137,19 @@ def test_a_ramp_that_diverges_restarts_once_from_before_with_half_the_factor(alo
     run.write_task(task)
     faulty, last = build_datasets(job), make_epoch_permutation(100, seed=3, epoch=3)[40]
     faulty.train.samples.images[last] = math.nan  # type: ignore[attr-defined]
-    diverged = ExitReason("diverged", "Diverged: the loss is not finite")
+    diverged = Failure(outcome="diverged", message="Diverged: the loss is not finite")
     with pytest.raises(Diverged):
         run_training(task, run, alone, faulty)
     (row,) = rows(run, task, "diverged")
     stays = run.training(task.signature).newest_samples()
     assert row["lr_factor"] == 4 and 0 < stays <= row["sound"] < row["samples"]
     assert all(value.isfinite().all() for value in final_weights(run, task).values())
-    again = make_next_task(run, task, diverged, 0)
+    again = make_runs.follow(run, task, diverged)
     assert isinstance(again, TrainTask) and again.max_lr_factor == 2
     assert again.cause == "Diverged: the loss is not finite; restarted from before with train.max_lr_factor 2"
     with pytest.raises(Diverged):
         run_training(again, run, alone, faulty)
-    assert make_next_task(run, again, diverged, 0) is None, "once"
+    assert make_runs.follow(run, again, diverged) is None, "once"
     train(run, alone, again)
     start = list(rows(run, task, "start"))[-1]
     assert start["lr"] == pytest.approx(0.2) and start["cause"] == again.cause

@@ -3,19 +3,18 @@
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 from tula_cli.cluster.allocation import Allocation
-from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.scripts.placeholders import get_learning_rate, get_script
-from tula_cli.cluster.scripts.start import PROBE_SILENCE, ScriptProgram
+from tula_cli.cluster.scripts.start import PROBE_SILENCE, ScriptProgram, blame_script
 from tula_cli.cluster.scripts.watch import ScriptMonitor, describe_missing_step
 from tula_cli.errors import BadMeasurements
 from tula_cli.models.claims import JointStep, clean_steps, find_dataset_size, list_mismatches
 from tula_cli.models.efficiency import Pair, summarise
 from tula_cli.run.records.base import ModelStates, PeakMemory
+from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import LeaderCommand
 from tula_cli.run.records.probes import Environment, GradientStats, Host, Measured, Overheads, ScriptObservation
 from tula_cli.run.records.scripts import RankResult
@@ -267,13 +266,13 @@ class ScriptProbe(ScriptProgram):
     def hook_save_path(self, command: LeaderCommand, values: Mapping[str, str | float]) -> str:
         return str(self.output_folder_of(command) / "checkpoint.pt")
 
-    def record_results(self, command: LeaderCommand, reason: ExitReason) -> ExitReason:
+    def record_results(self, command: LeaderCommand, failure: Failure | None) -> Failure | None:
         """Write the result of the measured batch."""
         attempt, may_lag = self.attempt(command), self.task.spec.cluster.backend.has_queue
-        ranks = _read_rank_results(attempt, command.ranks, patient=reason.outcome is None and may_lag)
+        ranks = _read_rank_results(attempt, command.ranks, patient=failure is None and may_lag)
         stopped = len(ranks) == command.ranks and all(rank.why == "stopped" for rank in ranks)
-        if reason.outcome is not None and not stopped:
-            return reason
+        if failure is not None and not stopped:
+            return failure
         cores = len(os.sched_getaffinity(0))
         try:
             path, local_batch = self.run.log_path(self.task.id, command.attempt), command.batch // command.ranks
@@ -284,8 +283,8 @@ class ScriptProbe(ScriptProgram):
             with self.run.open_log(path) as log:
                 log.write(f"{result.description}\n".encode())
         except NotMeasured as error:
-            return replace(reason, outcome="user", message=str(error))
-        return ExitReason(None)
+            return blame_script(failure, str(error))
+        return None
 
     def preview_command(self) -> str:
         return self.preview_of(self.task.local_batches[0] * self.task.ranks)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from tula_cli.cluster.allocation import Allocation
-from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.scripts import training
 from tula_cli.cluster.scripts.placeholders import ScriptProcess, get_script, list_placeholder_values
 from tula_cli.cluster.scripts.start import ScriptProgram
@@ -17,6 +16,7 @@ from tula_cli.errors import JobFailed
 from tula_cli.models.resuming import judge_resume_test
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import OutcomeClass
+from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import LeaderCommand
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.scripts import KillPlan, Phase, Rehearsal, RehearsalStart, Rehearsed, Schedule
@@ -278,27 +278,26 @@ class ResumeTest(ScriptProgram):
 
     # --- what was seen
 
-    def record_results(self, command: LeaderCommand, reason: ExitReason) -> ExitReason:
+    def record_results(self, command: LeaderCommand, failure: Failure | None) -> Failure | None:
         """Record the observations of a start, and the verdict after the last one.
 
         Returns:
-            The exit reason; its outcome is None if the start went as planned.
+            Why the start failed; None if it went as planned.
         """
         record, start = self.record, _get_start(command)
-        is_retried = reason.outcome in RETRIED_OUTCOMES and (
-            not record.starts or self._remaining_seconds(record) > MIN_SECONDS
-        )
+        has_time = not record.starts or self._remaining_seconds(record) > MIN_SECONDS
+        is_retried = failure is not None and failure.outcome in RETRIED_OUTCOMES and has_time
         if is_retried or self.run.is_cancelled(self.task.job):
-            return reason
-        outcome = self._observe_start(start, command.attempt, reason)
+            return failure
+        outcome = self._observe_start(start, command.attempt, failure)
         record = record.model_copy(update={"starts": (*record.starts, outcome)})
         self._copy_checkpoints(start, outcome)
         if self._next_start(record, self._remaining_seconds(record)) is None:
             record = self._with_verdict(record)
         self.files.write(record)
-        return reason if outcome.ended == "failed" else ExitReason(None, reason.message)
+        return failure if outcome.ended == "failed" else None
 
-    def _observe_start(self, start: RehearsalStart, number: int, reason: ExitReason) -> Rehearsed:
+    def _observe_start(self, start: RehearsalStart, number: int, failure: Failure | None) -> Rehearsed:
         attempt = ScriptAttempt(self.run.path, self.task.id, number)
         killed, rows = attempt.killed(), [row for row in attempt.rows(0) if row["kind"] == "row"]
         size = (
@@ -322,7 +321,7 @@ class ResumeTest(ScriptProgram):
             observation = observation.model_copy(
                 update={"saved_steps": killed.steps, "saved_samples": saved, **find_learning_rates(rows, killed.steps)}
             )
-        ending = _describe_ending(attempt, reason, killed=killed is not None and killed.killed)
+        ending = _describe_ending(attempt, failure, killed=killed is not None and killed.killed)
         if not steps and "why" not in ending:
             ending["why"] = find_last_script_line(self.run.log_path(self.task.id, number))
         return observation.model_copy(update=ending)
@@ -359,7 +358,7 @@ class ResumeTest(ScriptProgram):
             }
         )
 
-    def stop_reason(self, command: LeaderCommand) -> ExitReason | None:
+    def find_reason_to_stop(self, command: LeaderCommand) -> Failure | None:
         """Return why a resuming start must be stopped: it trained more than twice the remaining samples; else None."""
         start = _get_start(command)
         if start.phase == "begin" or (beat := self.attempt(command).heartbeat(0)) is None:
@@ -370,7 +369,7 @@ class ResumeTest(ScriptProgram):
         remaining = begin.whole - (begin.saved_samples or 0)
         if beat.step * start.batch <= ENDLESS_RATIO * remaining + 4 * begin.batch:
             return None
-        return ExitReason("cancelled", "it trains more than twice what was left")
+        return Failure(outcome="cancelled", message="it trains more than twice what was left")
 
 
 def _get_start(command: LeaderCommand) -> RehearsalStart:
@@ -393,22 +392,22 @@ def _count_samples_of_length(task: RehearsalTask, length: Length, size: int | No
     return None if size is None else count_script_samples(script, size)
 
 
-def _describe_ending(attempt: ScriptAttempt, reason: ExitReason, *, killed: bool) -> dict[str, Any]:
+def _describe_ending(attempt: ScriptAttempt, failure: Failure | None, *, killed: bool) -> dict[str, Any]:
     """Return fields for how a start ended, and for a failed one its outcome and error line."""
     if killed:
         return {"ended": "killed"}
-    if reason.outcome is None:
-        return {"ended": "ended"}
-    if reason.outcome == "cancelled":
-        return {"ended": "cut"}
-    failure = next((recorded for recorded in attempt.failures() if recorded.where == "script"), None)
     if failure is None:
-        return {"ended": "failed", "outcome": reason.outcome, "why": reason.message}
+        return {"ended": "ended"}
+    if failure.outcome == "cancelled":
+        return {"ended": "cut"}
+    reported = next((recorded for recorded in attempt.failures() if recorded.where == "script"), None)
+    if reported is None:
+        return {"ended": "failed", "outcome": failure.outcome, "why": failure.summary}
     return {
         "ended": "failed",
-        "outcome": reason.outcome,
-        "error": failure.error,
-        "why": find_error_line(failure.text, failure.error),
+        "outcome": failure.outcome,
+        "error": reported.error,
+        "why": find_error_line(reported.text, reported.error),
     }
 
 

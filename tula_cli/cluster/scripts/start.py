@@ -5,12 +5,11 @@ import shlex
 import sys
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from tula_cli.cluster.allocation import Allocation
-from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.rank_processes import (
     RankCommand,
     find_rendezvous_address,
@@ -24,6 +23,7 @@ from tula_cli.host.network import make_interface_variables
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import make_folder, write_error
 from tula_cli.run.records.base import MicroBatches
+from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
 from tula_cli.run.records.scripts import ExpectedValues, KillPlan, ShimPlan
 from tula_cli.run.records.tasks import Task
@@ -70,20 +70,20 @@ class ScriptProgram(RankProgram):
         ranks = [place.rank for place in allocation.list_ranks(self.task)]
         return range(ranks[0], ranks[-1] + 1)
 
-    def reason_of_clean_exit(self) -> ExitReason:
-        return ExitReason(None)  # the leader then reads what the ranks have written
+    def judge_clean_exit(self) -> Failure | None:
+        return None  # the leader then reads what the ranks have written
 
-    def settle_attempt(self, command: LeaderCommand, reason: ExitReason) -> ExitReason:
-        """Record the results of an attempt; return its exit reason, corrected by these results."""
-        refusals = (failure for failure in self.attempt(command).failures() if failure.where == "method")
-        refused = next((failure.description for failure in refusals), "")
+    def settle_attempt(self, command: LeaderCommand, failure: Failure | None) -> Failure | None:
+        """Record the results of an attempt; return why it failed, corrected by these results."""
+        refusals = (reported for reported in self.attempt(command).failures() if reported.where == "method")
+        refused = next((refusal.description for refusal in refusals), "")
         if refused:  # it may have finished nevertheless
-            return replace(reason, outcome="user", message=refused, final=True)
-        return self.record_results(command, reason)
+            return blame_script(failure, refused, permanent=True)
+        return self.record_results(command, failure)
 
     @abstractmethod
-    def record_results(self, command: LeaderCommand, reason: ExitReason) -> ExitReason:
-        """Record the results of an attempt whose method the script did not refuse; return its exit reason."""
+    def record_results(self, command: LeaderCommand, failure: Failure | None) -> Failure | None:
+        """Record the results of an attempt whose method the script did not refuse; return why it failed."""
 
     def recover_lost_attempt(self, lost: Attempt) -> None:
         """Do nothing, because only a training continues from the files of an earlier attempt."""
@@ -101,7 +101,7 @@ class ScriptProgram(RankProgram):
     def log_patterns(self) -> list[str]:
         return [pattern for pattern in self.script.metric.values() if isinstance(pattern, str)]
 
-    def stop_reason(self, command: LeaderCommand) -> ExitReason | None:
+    def find_reason_to_stop(self, command: LeaderCommand) -> Failure | None:
         """Return why a start must be stopped although its ranks are not stuck, or None."""
         return None
 
@@ -143,6 +143,12 @@ class ScriptProgram(RankProgram):
     def kill_plan(self, command: LeaderCommand) -> KillPlan | None:
         """Return how the shim kills the start to test resuming; None if it does not."""
         return None
+
+
+def blame_script(failure: Failure | None, message: str, *, permanent: bool = False) -> Failure:
+    """Return the failure of a script whose ranks may have succeeded, or have failed for another reason."""
+    rank, host = (None, "") if failure is None else (failure.rank, failure.host)
+    return Failure(outcome="user", message=message, rank=rank, host=host, permanent=permanent)
 
 
 @dataclass(frozen=True)

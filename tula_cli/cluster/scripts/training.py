@@ -9,14 +9,13 @@ import signal
 import time
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tula_cli import words
 from tula_cli.cluster.allocation import Allocation
-from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.rank_processes import has_tagged_lines
 from tula_cli.cluster.scripts.methods import NEVER_STEPS, summarize_scaling
 from tula_cli.cluster.scripts.placeholders import ScriptProcess, get_learning_rate, get_script, list_placeholder_values
@@ -37,6 +36,7 @@ from tula_cli.run.files import (
     read_lines,
 )
 from tula_cli.run.records.base import MicroBatches, Splits
+from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.results import Save, ScriptProgress, TrainResult
@@ -279,7 +279,7 @@ class TrainingMonitor(ScriptMonitor):
     _began: float = field(default_factory=time.monotonic)
     _step: int = 0
     _batch: float = 0.0  # samples of a step that were seen last; 0 before any were
-    _broken: ExitReason | None = None
+    _broken: Failure | None = None
     _claims_checked: bool = False  # the first steps of all ranks against what is claimed
 
     tolerates_shim_failures = True
@@ -382,11 +382,11 @@ class TrainingMonitor(ScriptMonitor):
 
     # --- faults
 
-    def stuck_reason(self) -> ExitReason | None:
+    def find_reason_to_kill(self) -> Failure | None:
         """Return why the ranks must be killed: also if their first steps contradict the settings, or are late."""
-        return self._broken or super().stuck_reason() or self._no_first_step_reason()
+        return self._broken or super().find_reason_to_kill() or self._find_missing_first_step()
 
-    def _no_first_step_reason(self) -> ExitReason | None:
+    def _find_missing_first_step(self) -> Failure | None:
         """Return why the training is killed because no rank takes a step in time, or None."""
         if time.monotonic() - self._began <= self._first_step_limit:
             return None
@@ -396,9 +396,8 @@ class TrainingMonitor(ScriptMonitor):
         ):  # it goes on without being watched
             return None
         limit = f"{self._first_step_limit / 60:.3g} min after its start (search.max_minutes, or 20 starts of a probe)"
-        return ExitReason(
-            "user", f"ended {limit}: {describe_missing_step(self.log)}", self.ranks.start, get_node_name()
-        )
+        message = f"ended {limit}: {describe_missing_step(self.log)}"
+        return Failure(outcome="user", message=message, rank=self.ranks.start, host=get_node_name())
 
     @cached_property
     def _first_step_limit(self) -> float:
@@ -795,49 +794,49 @@ class ScriptTraining(ScriptProgram):
         """Return `samples` in epochs; None if the samples per epoch are unknown."""
         return samples / self.epoch_samples if self.epoch_samples else None
 
-    def broken_claims(self, ranks: Sequence[RankResult], command: LeaderCommand) -> ExitReason | None:
+    def broken_claims(self, ranks: Sequence[RankResult], command: LeaderCommand) -> Failure | None:
         """Return why the reported first steps of an attempt contradict its settings; None if they do not."""
         violation = claims.describe_broken_claims(ranks, resumed=bool(command.checkpoint))
-        return ExitReason("user", violation, final=True) if violation else None
+        return Failure(outcome="user", message=violation, permanent=True) if violation else None
 
     # --- after an attempt
 
-    def record_results(self, command: LeaderCommand, reason: ExitReason) -> ExitReason:
-        """Record the checkpoint of an attempt, and the result of a successful one; return its final exit reason."""
+    def samples_reached(self, command: LeaderCommand, attempt: Attempt) -> int | None:
+        beat = self.attempt(command).heartbeat(0)
+        return None if beat is None else self._position_reached(command, beat.step, beat.samples)[0]
+
+    def record_results(self, command: LeaderCommand, failure: Failure | None) -> Failure | None:
+        """Record the checkpoint of an attempt, and the result of a successful one; return why it failed in the end."""
         attempt = ScriptAttempt(self.run.path, self.task.id, command.attempt)
         beat = attempt.heartbeat(0)
         step, counted = (beat.step, beat.samples) if beat is not None else (0, None)
         samples, steps = self._position_reached(command, step, counted)
         log = self.run.log_path(self.task.id, command.attempt)
-        if reason.outcome is None and beat is None and not command.checkpoint:
-            return ExitReason("user", f"the command ended well, but {describe_missing_step(log)}")
-        if reason.outcome is None and (broken := self.broken_claims(attempt.results(), command)) is not None:
+        if failure is None and beat is None and not command.checkpoint:
+            return Failure(outcome="user", message=f"the command ended well, but {describe_missing_step(log)}")
+        if failure is None and (broken := self.broken_claims(attempt.results(), command)) is not None:
             return broken
-        if (
-            reason.outcome == "user"
-            and beat is None
-            and (retry_reason := self._fall_back_to_older(attempt, command, reason)) is not None
-        ):
-            return retry_reason
+        if failure is not None and failure.outcome == "user" and beat is None:
+            retried = self._fall_back_to_older(attempt, command, failure)
+            if retried is not None:
+                return retried
         self.record_save(attempt, command, settled=0.0)
         self._record_newest_checkpoint(attempt, command)
-        if reason.outcome is not None:
+        if failure is not None:
             self._record_lost(samples)
-        if reason.outcome is None:
+        else:
             self._warn_short(samples)
             self._write_result(samples, steps, None if beat is None else beat.seconds)
-        return reason if beat is None else replace(reason, reached=samples)
+        return failure
 
-    def _fall_back_to_older(
-        self, attempt: ScriptAttempt, command: LeaderCommand, reason: ExitReason
-    ) -> ExitReason | None:
-        """Exclude a checkpoint from which the script failed before its first step; return the reason to start again.
+    def _fall_back_to_older(self, attempt: ScriptAttempt, command: LeaderCommand, failure: Failure) -> Failure | None:
+        """Exclude a checkpoint from which the script failed before its first step; return the failure to start again.
 
         None if the checkpoint is not the cause, or there is no older one. If the older one fails too, the script is the
         cause, and the newest checkpoint is used again.
         """
         saves, progress = self.training.script_saves(), self._progress
-        failed = any(failure.where == "script" and failure.step == 0 for failure in attempt.failures())
+        failed = any(reported.where == "script" and reported.step == 0 for reported in attempt.failures())
         if not failed or progress is None or progress.checkpoint != command.checkpoint:
             return None
         if saves.left_out is not None and saves.left_out.saved_at > progress.saved_at:
@@ -849,9 +848,9 @@ class ScriptTraining(ScriptProgram):
             self.training.write_script_saves(saves)
             return None
         self._use_older_checkpoint(progress, older)
-        message = f"{reason.description}; {Path(progress.checkpoint).name} is left out, and the checkpoint before it tried: {older.name}"
+        message = f"{failure.description}; {Path(progress.checkpoint).name} is left out, and the checkpoint before it tried: {older.name}"
         self._add("warning", progress.samples, message=message)
-        return ExitReason("unknown", message, reason.rank, reason.host)
+        return Failure(outcome="unknown", message=message, rank=failure.rank, host=failure.host)
 
     def _use_older_checkpoint(self, progress: ScriptProgress, older: Path) -> None:
         """Record an older checkpoint to resume from; its samples are those of the newest, less the saves since."""

@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tula_cli.cluster.allocation import Allocation
-from tula_cli.cluster.exit_reason import ExitReason, compute_device
+from tula_cli.cluster.failures import compute_device
 from tula_cli.cluster.rank_program import RankMonitor
 from tula_cli.cluster.scripts.start import ScriptProgram
 from tula_cli.errors import BadMeasurements
-from tula_cli.host.failures import classify_failure, find_telling_line
+from tula_cli.host.failure_texts import classify_failure, find_device_fault, find_signal, find_telling_line
 from tula_cli.host.network import get_node_name
 from tula_cli.models.resuming import NO_STEP_SEEN
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import append_json_line, read_end
-from tula_cli.run.records.jobs import Failure, LeaderCommand
+from tula_cli.run.records.failures import Failure
+from tula_cli.run.records.jobs import LeaderCommand
 from tula_cli.run.records.scripts import Heartbeat, ScriptFailure
 from tula_cli.run.records.tasks import Task
 from tula_cli.run.script_attempt import ScriptAttempt
@@ -248,18 +249,21 @@ class ScriptMonitor(RankMonitor):
     def _failure(self, shim_failure: ScriptFailure, rank: int) -> Failure:
         is_of_shim = shim_failure.where != "script"
         shims_fault = "measuring the script failed (this is tula's fault): " if shim_failure.where == "shim" else ""
+        device = compute_device(self.run, self.task)
+        outcome = "user" if is_of_shim else classify_failure(shim_failure.text, exit_code=1, device=device)
+        line = "" if is_of_shim else find_telling_line(shim_failure.text)
+        message = shims_fault + (line or shim_failure.description)
         return Failure(
             task=self.task.id,
             attempt=self.command.attempt,
             rank=rank,
             host=get_node_name(),
             pid=shim_failure.pid,
-            outcome="user"
-            if is_of_shim
-            else classify_failure(shim_failure.text, exit_code=1, device=compute_device(self.run, self.task)),
-            message=shims_fault
-            + ((shim_failure.where == "script" and find_telling_line(shim_failure.text)) or shim_failure.description),
+            outcome=outcome,
+            message=message,
             detail=shim_failure.text,
+            signal=find_signal(message) if outcome == "signal" else "",
+            fault=find_device_fault(message) if outcome == "device_fault" else None,
             local_batch=self.command.batch // self.command.ranks,
             failed_at=shim_failure.failed_at,
         )
@@ -271,12 +275,12 @@ class ScriptMonitor(RankMonitor):
         """Whether any of these ranks has taken a step."""
         return any(self.attempt.heartbeat(rank) is not None for rank in self.ranks)
 
-    def stuck_reason(self) -> ExitReason | None:
+    def find_reason_to_kill(self) -> Failure | None:
         """Return why the ranks must be killed, or None.
 
         A rank is stuck if it has stepped and no rank on any node has a recent heartbeat.
         """
-        if (reason := self.program.stop_reason(self.command)) is not None:
+        if (reason := self.program.find_reason_to_stop(self.command)) is not None:
             return reason
         for rank in self.ranks:
             beat = self.attempt.heartbeat(rank)
@@ -285,7 +289,8 @@ class ScriptMonitor(RankMonitor):
             message = (
                 f"no step for {time.time() - beat.alive_at:.0f} s, after {beat.step} steps of {beat.seconds:.3g} s"
             )
-            return ExitReason("unknown", f"{message}: ended as stuck", rank, get_node_name())
+            message = f"{message}: ended as stuck"
+            return Failure(outcome="unknown", message=message, rank=rank, host=get_node_name())
         return None
 
     def describe_missing_step(self) -> str:

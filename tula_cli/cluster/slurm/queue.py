@@ -360,7 +360,7 @@ def _parse_state(
     if name in ENDED:
         meaning = _NOT_LAUNCHED.format(id=id_) if reason == "JobLaunchFailure" else ENDED[name]
         meaning = comment.removeprefix(COMMENT_PREFIX) if comment.startswith(GAVE_UP) else meaning
-        return SchedulerState("ended", f"{state_text}: {meaning}" if meaning else "")
+        return SchedulerState("ended", f"{state_text}: {meaning}" if meaning else "", failed=name == "FAILED")
     return SchedulerState("unknown", f"SLURM calls it {state_text}")
 
 

@@ -1,8 +1,11 @@
-"""Jobs, their attempts, and how they ended."""
+"""Jobs, their attempts, and the commands of the leader."""
 
-from typing import Literal
+from typing import Any, Literal
+
+from pydantic import computed_field, model_validator
 
 from tula_cli.run.records.base import OutcomeClass, Record, RecordedText
+from tula_cli.run.records.failures import Decision, Failure, Shortage, lift_failure
 from tula_cli.run.records.scripts import RehearsalStart
 
 
@@ -34,39 +37,6 @@ class Job(Record):
         return dict(zip(self.links, self.link_nodes, strict=False)).get(link, self.nodes)
 
 
-class Shortage(Record):
-    """The free and total space of a full file system. Bytes."""
-
-    folder: str  # that was written to
-    free: int  # to this user
-    total: int
-    files_free: int | None = None  # None where the file system does not count them
-    needed: int | None = None  # of what was to be written; None where that is not known
-    quota: bool = False  # the user's quota is used up, of which `free` knows nothing
-
-    @property
-    def missing(self) -> int | None:
-        """Bytes that have to be freed, or None if unknown."""
-        return None if self.needed is None or self.quota else max(0, self.needed - self.free)
-
-
-class Failure(Record):
-    """The failure of one rank."""
-
-    task: str
-    attempt: int
-    rank: int
-    host: str
-    pid: int
-    outcome: OutcomeClass
-    message: RecordedText
-    detail: RecordedText  # traceback, or the end of the log
-    local_batch: int | None = None
-    samples: int | None = None
-    shortage: Shortage | None = None  # of a full disk
-    failed_at: float
-
-
 class Attempt(Record):
     """One start of the workers by a supervisor."""
 
@@ -74,10 +44,9 @@ class Attempt(Record):
     number: int  # from 1, within the task
     started_at: float
     ended_at: float | None = None
-    outcome: Literal["done"] | OutcomeClass | None = None  # None while it runs
-    message: RecordedText = ""
-    rank: int | None = None  # the rank at the root of a failure
-    host: str = ""
+    failure: Failure | None = None  # None while it runs, and of a success
+    decision: Decision | None = None  # what followed; None if its supervisor did not come to decide
+    host: str = ""  # where it failed, else of its leader
     pid: int = 0  # of the process that started the ranks
     allocation: str = ""  # the scheduler's job id and how often it was requeued, "123.0"; empty on this machine
     hosts: str = ""  # the allocation's nodes as the scheduler writes them, "node[1-4]"
@@ -85,9 +54,41 @@ class Attempt(Record):
     reached: int | None = None  # samples trained when it ended, as far as its ranks have told; None before a first step
     cluster: str = ""  # digest of the cluster section that it ran under (`compute_cluster_signature`)
     tuned: int = 0  # samples of finished branches when it started (train.method: auto)
-    shortage: Shortage | None = None  # of a full disk that it ended of
     disturbed_by: tuple[str, ...] = ()  # of a probe: trainings of the same user on the same GPUs or cores
     tula: str = ""  # version that ran it; empty where an older one did
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lift_failure(cls, fields: Any) -> Any:
+        return lift_failure(fields, ended_at="ended_at")
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def outcome(self) -> Literal["done"] | OutcomeClass | None:
+        """The kind of its failure, or "done"; None while it runs."""
+        if self.failure is not None:
+            return self.failure.outcome
+        return None if self.ended_at is None else "done"
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def message(self) -> RecordedText:
+        """Why it failed, and what followed if that has to be said."""
+        if self.failure is None:
+            return ""
+        return "; ".join(filter(None, (self.failure.summary, self.decision.consequence if self.decision else "")))
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def rank(self) -> int | None:
+        """The rank at the root of its failure."""
+        return None if self.failure is None else self.failure.rank
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def shortage(self) -> Shortage | None:
+        """The shortage of a full disk that it failed of."""
+        return None if self.failure is None else self.failure.shortage
 
     @property
     def job_id(self) -> str:

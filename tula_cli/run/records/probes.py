@@ -1,11 +1,12 @@
 """Results of probes: measured, out of memory, or failed."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field, TypeAdapter, computed_field, model_validator
 
 from tula_cli import words
 from tula_cli.run.records.base import Components, Count, OutcomeClass, PeakMemory, Record, RecordedText
+from tula_cli.run.records.failures import Failure, lift_failure
 from tula_cli.run.records.scripts import LearningRates
 
 
@@ -175,8 +176,24 @@ class Failed(Record):
     nodes: Count
     gpus_per_node: Count
     local_batch: Count
-    outcome: OutcomeClass
-    message: RecordedText
+    failure: Failure
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lift_failure(cls, fields: Any) -> Any:
+        return lift_failure(fields)
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def outcome(self) -> OutcomeClass:
+        """The kind of failure."""
+        return self.failure.outcome
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def message(self) -> RecordedText:
+        """Why it failed."""
+        return self.failure.description
 
 
 Result = Annotated[Measured | OutOfMemory | Failed, Field(discriminator="kind")]

@@ -1,9 +1,12 @@
 """Records of trainings: results, tuning, summaries, comparisons."""
 
 import math
-from typing import Literal
+from typing import Any, Literal
+
+from pydantic import computed_field, model_validator
 
 from tula_cli.run.records.base import Record, RecordedText
+from tula_cli.run.records.failures import Fallback, Recovery, Relaunch
 from tula_cli.run.records.recommendations import TimeParts
 from tula_cli.spec.ags import Arm
 
@@ -221,12 +224,36 @@ class Summary(Record):
     best: BestValue | None = None  # where train.best_checkpoint names a metric
     ended: str = ""  # why before the last epoch, and how many it was (train.early_stopping)
     currency: str
-    causes: tuple[RecordedText, ...]  # why each relaunch happened
+    recoveries: tuple[Recovery, ...] = ()  # why each relaunch happened
     lost: tuple[int, ...] | None = None  # samples of a script that each of them cost; None of tula's own loop
     tuning: Tuning | None = None  # of method auto
     scaled: ScalingSummary | None = None  # of a script, where the method scales
     changes: tuple[StepChange, ...] = ()  # of the step time, while it trained
     warnings: tuple[RecordedText, ...] = ()  # of a script: what was not as its section says, and that it cannot resume
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lift_causes(cls, fields: Any) -> Any:
+        """An older version recorded sentences only."""
+        if isinstance(fields, dict) and fields.get("causes") and not fields.get("recoveries"):
+            return {**fields, "recoveries": [{"text": cause} for cause in fields["causes"]]}
+        return fields
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def causes(self) -> tuple[RecordedText, ...]:
+        """Why each relaunch happened, a sentence each."""
+        return tuple(recovery.description for recovery in self.recoveries)
+
+    @property
+    def fallbacks(self) -> tuple[Fallback, ...]:
+        """The configurations that it fell back to after out-of-memory errors."""
+        decisions = (recovery.decision for recovery in self.recoveries)
+        return tuple(
+            decision.fallback
+            for decision in decisions
+            if isinstance(decision, Relaunch) and decision.fallback is not None
+        )
 
 
 class Cell(Record):

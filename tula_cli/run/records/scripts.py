@@ -257,6 +257,7 @@ class ScriptFailure(Record):
     pid: int
     where: Literal["script", "shim", "method"]  # method: what tula was to do in the script cannot be done there
     error: str  # full name of the exception's class
+    message: RecordedText = ""  # of the exception; empty from an older shim
     text: RecordedText  # traceback
     step: int
     batch_norm: Literal["", "batch", "sync"] | None = None  # that the process held; None where it has not told
@@ -264,9 +265,10 @@ class ScriptFailure(Record):
 
     @property
     def description(self) -> str:
-        """The last line of the traceback, without the exception's class if the message is tula's own."""
-        last_line = (self.text.strip().splitlines() or [self.error])[-1].strip()
-        return last_line.removeprefix(f"{self.error}: ") if self.where == "method" else last_line
+        """The last line of the traceback; if it is tula that refuses, its message."""
+        if self.where == "method" and self.message:
+            return self.message
+        return (self.text.strip().splitlines() or [self.error])[-1].strip()
 
 
 class Heartbeat(Record):

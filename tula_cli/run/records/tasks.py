@@ -3,9 +3,10 @@
 import math
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field, TypeAdapter, computed_field, model_validator
 
-from tula_cli.run.records.base import Record
+from tula_cli.run.records.base import Record, RecordedText
+from tula_cli.run.records.failures import Recovery
 from tula_cli.run.records.recommendations import Prediction, Stage
 from tula_cli.spec.scripts.script import Script
 from tula_cli.spec.sections import Workers
@@ -153,8 +154,22 @@ class TrainTask(BaseTask):
     # where its batch grows, as was decided before it began; those of smaller batches stay after an out-of-memory
     stages: tuple[Stage, ...] = ()
     max_lr_factor: float | None = None  # after a growing batch diverged, in place of the job's; None: the job's
-    cause: str = ""  # why this is a relaunch
+    recovery: Recovery | None = None  # why this is a relaunch; None of the first
     after: str = ""  # the job of a rehearsal that comes first: what that finds may forbid this
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lift_cause(cls, fields: Any) -> Any:
+        """An older version recorded a sentence only."""
+        if isinstance(fields, dict) and fields.get("cause") and fields.get("recovery") is None:
+            return {**fields, "recovery": {"text": fields["cause"]}}
+        return fields
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def cause(self) -> RecordedText:
+        """Why this is a relaunch, in one sentence; empty of the first."""
+        return "" if self.recovery is None else self.recovery.description
 
     @property
     def batch(self) -> int:

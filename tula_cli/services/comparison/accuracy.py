@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tula_cli.cluster.scripts.training import is_lower_better
 from tula_cli.diagnostics import Diagnostic
-from tula_cli.models.out_of_memory import parse_statistics_in_cause
 from tula_cli.models.time.noise import Z90
 from tula_cli.run.directory import RunDir
 from tula_cli.run.frames import make_frame
@@ -243,9 +242,7 @@ def _make_cell_report(training: TrainingRun, cell: Cell, job: JobStatus | None, 
         batch=summary.batch,
         samples=None if result is None else result.samples + (tuning.samples if tuning is not None else 0),
         hours=summary.actual_hours,
-        normalised=next(
-            (statistics for cause in reversed(summary.causes) if (statistics := parse_statistics_in_cause(cause))), ""
-        ),
+        normalised=next((fallback.statistics for fallback in reversed(summary.fallbacks) if fallback.normalised), ""),
     )
     if spec.script is not None:
         name = next(iter(spec.script.metric), "")

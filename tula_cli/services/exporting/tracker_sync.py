@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tula_cli.cluster.relaunch import ALLOCATION_LOST, needs_new_allocation
+from tula_cli.cluster.decisions import resumes_elsewhere
 from tula_cli.errors import TrackerError
 from tula_cli.run.directory import Part
 from tula_cli.run.files import make_folder, write_error
@@ -262,6 +262,6 @@ def _is_moving(look: Snapshot, tasks: Sequence[TrainTask]) -> bool:
     attempts = look.training(newest.signature).attempts()
     if not attempts or attempts[-1].outcome is None or attempts[-1].task != newest.id:
         return True
-    outcome = attempts[-1].outcome
-    elsewhere = outcome in (*ALLOCATION_LOST, "signal", "disk") or needs_new_allocation(outcome, newest.spec.cluster)
-    return elsewhere and not look.cancelled_by(newest.job)
+    last_attempt = attempts[-1]
+    undecided = last_attempt.decision is None and last_attempt.outcome in ("signal", "disk")
+    return (undecided or resumes_elsewhere(last_attempt, newest.spec.cluster)) and not look.cancelled_by(newest.job)

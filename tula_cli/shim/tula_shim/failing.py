@@ -75,6 +75,7 @@ def write_failure(plan: Plan, error: BaseException, *, step: int, where: str) ->
         "pid": os.getpid(),
         "where": where,
         "error": get_class_name(type(error)),
+        "message": str(error),
         "text": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
         "step": step,
         "batch_norm": find_batch_norm(),

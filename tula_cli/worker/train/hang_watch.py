@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from tula_cli import words
 from tula_cli.host.network import get_node_name
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.jobs import Failure
+from tula_cli.run.records.failures import Failure
 
 if TYPE_CHECKING:
     from tula_cli.run.records.tasks import TrainTask

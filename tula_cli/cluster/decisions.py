@@ -1,0 +1,475 @@
+"""What follows an attempt: `decide(task, failure, history) -> Relaunch | Requeue | Stop`, as one table for each kind of task.
+
+Nothing is read or written here. `relaunch.py` reads the history and carries out the decision.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tula_cli.cluster.chains import start_delay
+from tula_cli.host.failures import advise
+from tula_cli.run.records.base import OutcomeClass
+from tula_cli.run.records.failures import Failure, Fallback, Relaunch, Requeue, Stop
+from tula_cli.run.records.jobs import Attempt
+from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask, RehearsalTask, Task, TrainTask
+from tula_cli.spec.resources import Cluster
+from tula_cli.spec.sections import FEWEST_WORKERS
+
+MAX_RESTARTS = 2
+"""Maximum restarts of a job other than a training after lost processes (not after out-of-memory or a user error)."""
+MAX_SECONDS = 30.0
+"""Seconds from the start of the ranks, for imports of Python, torch and the user's code and the first steps."""
+CRASH_SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE")
+"""Signals by which a program crashes. Any other signal is sent from outside, and may come at any time."""
+COUNTED_OUTCOMES: tuple[OutcomeClass, ...] = (
+    "storage", "hung", "host_limit", "port", "unknown", "signal", "peer", "device_fault", "device_error",
+)  # fmt: skip
+"""Failures limited to `MAX_RESTARTS` per job, or in a training to `train.max_attempts` without a newer checkpoint."""
+ALLOCATION_LOST: tuple[OutcomeClass, ...] = ("supervisor", "time_limit", "preempted", "node_failure")
+"""Failures that end the allocation: a training resumes in the next one as long as checkpoints advance."""
+
+
+@dataclass(frozen=True)
+class History:
+    """What `decide` has to know of a run, beside the task and its failure.
+
+    Args:
+        attempt: the attempt that has ended.
+        earlier: earlier attempts of this job that count; of a training, those without a newer checkpoint since.
+        allocation: id of the present allocation; empty on this machine.
+        of_allocation: all attempts in the allocation of `attempt`, oldest first.
+        later_jobs: how many jobs of the chain come after the present one.
+        allocation_ended: whether the scheduler ends the present allocation.
+        cancelled: whether the user has cancelled the job.
+        finished: whether the task has all its results.
+        progress: samples trained and saved so far, tuning included; None of other tasks than trainings.
+        reached: samples trained when the attempt ended; None before a first step.
+        fallback: the next configuration that takes less memory.
+        lr_factor: learning-rate factor at which a growing batch diverged.
+        current_batch: the local batch that a probe job measures now.
+        similar: the `earlier` attempts at the same work: of a probe job, at the same local batch.
+        has_seen_gpus: whether nodes of the same cluster section have shown GPUs.
+    """
+
+    attempt: Attempt
+    earlier: Sequence[Attempt] = ()
+    allocation: str = ""
+    of_allocation: Sequence[Attempt] = ()
+    later_jobs: int = 0
+    allocation_ended: bool = False
+    cancelled: bool = False
+    finished: bool = False
+    progress: int | None = None
+    reached: int | None = None
+    fallback: Fallback | None = None
+    lr_factor: float | None = None
+    current_batch: int | None = None
+    similar: Sequence[Attempt] = ()
+    has_seen_gpus: bool = False
+
+
+# --- The tables
+#
+# The first row whose failure and situation apply decides. "any" is every failure, "none" a success.
+
+Situation = Literal[
+    "always",
+    "the job is cancelled",
+    "the job has all its results",
+    "a new start would fail in the same way",
+    "the allocation has ended",
+    "the next stage has more nodes",
+    "a configuration takes less memory",
+    "loader processes can be spared",
+    "the learning rate of the growing batch can be lowered",
+    "attempts are left",
+    "attempts are left on this machine",
+    "a later job waits",
+    "it is the first since the newest checkpoint and comes after a step, and a later job waits",
+    "it is the first since the newest checkpoint and comes after a step",
+    "it is the same twice, within 30 s of a start or after equal samples",
+    "nothing was saved in the whole job",
+    "`train.max_attempts` supervisors have failed without a newer checkpoint",
+    "no batch was left out yet",
+    "no batch was left out yet, and there is a GPU",
+]
+Action = Literal[
+    "new processes",
+    "new processes after a pause",
+    "new processes, once more",
+    "new processes on the nodes of that stage",
+    "new processes with smaller micro-batches, or a smaller batch",
+    "new processes with fewer loader processes",
+    "new processes from the checkpoint before, with half the factor of the learning rate",
+    "new processes without this batch",
+    "the next job",
+    "the next job, once more",
+    "the next job, on other nodes",
+    "the next job, 10 to 30 minutes later",
+    "the later jobs are held until `tula train` finds space",
+    "the end",
+    "the end, with the result of the batch",
+]
+Kind = OutcomeClass | Literal["any", "none"]
+Rule = tuple[Kind, Situation, Action]
+
+_TWICE: Situation = "it is the same twice, within 30 s of a start or after equal samples"
+_AFTER_STEP: Situation = "it is the first since the newest checkpoint and comes after a step"
+_AFTER_STEP_AND_WAITS: Situation = (
+    "it is the first since the newest checkpoint and comes after a step, and a later job waits"
+)
+
+TRAINING: tuple[Rule, ...] = (
+    ("none", "always", "the end"),
+    ("any", "the job is cancelled", "the end"),
+    ("any", "a new start would fail in the same way", "the end"),
+    ("any", "the allocation has ended", "the next job"),
+    ("device_oom", "the next stage has more nodes", "new processes on the nodes of that stage"),
+    ("device_oom", "a configuration takes less memory", "new processes with smaller micro-batches, or a smaller batch"),
+    ("host_oom", "loader processes can be spared", "new processes with fewer loader processes"),
+    ("user", _AFTER_STEP_AND_WAITS, "the next job, once more"),
+    ("user", _AFTER_STEP, "new processes, once more"),
+    ("diverged", "the learning rate of the growing batch can be lowered",
+     "new processes from the checkpoint before, with half the factor of the learning rate"),
+    ("device_fault", "attempts are left on this machine", "new processes"),
+    ("device_fault", "attempts are left", "the next job, on other nodes"),
+    ("device_error", "attempts are left", "new processes"),
+    ("disk", "always", "the later jobs are held until `tula train` finds space"),
+    ("storage", "attempts are left", "new processes after a pause"),
+    ("storage", "a later job waits", "the next job, 10 to 30 minutes later"),
+    ("supervisor", _TWICE, "the end"),
+    ("supervisor", "`train.max_attempts` supervisors have failed without a newer checkpoint", "the end"),
+    ("supervisor", "always", "the next job"),
+    ("hung", "attempts are left", "new processes"),
+    ("host_limit", _TWICE, "the end"),
+    ("host_limit", "attempts are left", "new processes after a pause"),
+    ("port", "attempts are left", "new processes"),
+    ("time_limit", "nothing was saved in the whole job", "the end"),
+    ("time_limit", "always", "the next job"),
+    ("preempted", "always", "the next job"),
+    ("node_failure", "always", "the next job"),
+    ("stage_end", "the next stage has more nodes", "new processes on the nodes of that stage"),
+    ("unknown", _TWICE, "the end"),
+    ("unknown", "attempts are left", "new processes"),
+    ("signal", _TWICE, "the end"),
+    ("signal", "attempts are left", "new processes"),
+    ("peer", "attempts are left", "new processes"),
+    ("any", "always", "the end"),
+)  # fmt: skip
+"""A training. On a machine without a scheduler "the next job" is the next `tula train`."""
+
+PROBE: tuple[Rule, ...] = (
+    ("any", "the job has all its results", "the end"),
+    ("none", "the job has all its results", "the end"),
+    ("none", "always", "new processes"),  # a script is started once for each batch
+    ("any", "the allocation has ended", "the end"),
+    ("any", "a new start would fail in the same way", "the end"),
+    ("device_oom", "always", "the end, with the result of the batch"),
+    ("device_fault", "attempts are left on this machine", "new processes"),
+    ("device_error", "attempts are left", "new processes"),
+    ("storage", "attempts are left", "new processes after a pause"),
+    ("hung", "attempts are left", "new processes"),
+    ("host_limit", "attempts are left", "new processes after a pause"),
+    ("port", "attempts are left", "new processes"),
+    ("unknown", "attempts are left", "new processes"),
+    ("signal", "attempts are left", "new processes"),
+    ("peer", "attempts are left", "new processes"),
+    ("cancelled", "the job is cancelled", "the end"),
+    ("diverged", "no batch was left out yet", "new processes without this batch"),
+    ("user", "no batch was left out yet, and there is a GPU", "new processes without this batch"),
+    ("any", "always", "the end, with the result of the batch"),
+)
+"""A job that measures batches, in ascending order."""
+
+REHEARSAL: tuple[Rule, ...] = (
+    ("any", "the job has all its results", "the end"),
+    ("none", "the job has all its results", "the end"),
+    ("none", "always", "new processes"),  # the next start of the test
+    ("any", "the job is cancelled", "the end"),
+    ("any", "the allocation has ended", "the end"),
+    ("any", "a new start would fail in the same way", "the end"),
+    ("supervisor", "always", "the end"),
+    ("disk", "always", "the end"),
+    ("storage", "attempts are left", "new processes after a pause"),
+    ("host_limit", "attempts are left", "new processes after a pause"),
+    ("any", "attempts are left", "new processes"),
+    ("any", "always", "the end"),
+)
+"""The test of how a script resumes."""
+
+EVALUATION: tuple[Rule, ...] = (
+    ("none", "always", "the end"),
+    ("any", "the allocation has ended", "the end"),
+    ("any", "a new start would fail in the same way", "the end"),
+    ("device_fault", "attempts are left on this machine", "new processes"),
+    ("device_error", "attempts are left", "new processes"),
+    ("storage", "attempts are left", "new processes after a pause"),
+    ("hung", "attempts are left", "new processes"),
+    ("host_limit", "attempts are left", "new processes after a pause"),
+    ("port", "attempts are left", "new processes"),
+    ("unknown", "attempts are left", "new processes"),
+    ("signal", "attempts are left", "new processes"),
+    ("peer", "attempts are left", "new processes"),
+    ("any", "always", "the end"),
+)
+"""An evaluation of a training's weights."""
+
+CHECK: tuple[Rule, ...] = (
+    ("none", "always", "the end"),
+    ("any", "the allocation has ended", "the end"),
+    ("port", "attempts are left", "new processes"),
+    ("any", "always", "the end"),
+)
+"""A check of the nodes of a site."""
+
+
+def decide(task: Task, failure: Failure | None, history: History) -> Relaunch | Requeue | Stop:
+    """Return what follows an attempt.
+
+    Args:
+        task: the attempted task.
+        failure: why the attempt ended, after `attribute_failure`; None after a success.
+        history: what is known of the run.
+    """
+    _, situation, action = find_rule(task, failure, history)
+    return _ACTIONS[action](_Case(task, failure, history), situation)
+
+
+def find_rule(task: Task, failure: Failure | None, history: History) -> Rule:
+    """Return the row that decides what follows an attempt; arguments as of `decide`."""
+    case = _Case(task, failure, history)
+    kinds = ("none",) if failure is None else (failure.outcome, "any")
+    return next(rule for rule in rules_of(task) if rule[0] in kinds and _SITUATIONS[rule[1]](case))
+
+
+def rules_of(task: Task) -> tuple[Rule, ...]:
+    """Return the table of a task."""
+    match task:
+        case TrainTask():
+            return TRAINING
+        case ProbeTask():
+            return PROBE
+        case RehearsalTask():
+            return REHEARSAL
+        case EvaluateTask():
+            return EVALUATION
+        case CheckTask():
+            return CHECK
+
+
+def attribute_failure(task: Task, failure: Failure | None, history: History) -> Failure | None:
+    """Return a failure, with what looks like the fault of a device attributed to the program or the job if that is likelier.
+
+    A device error that comes again is the program's. A missing GPU is a fault of the node only if others have GPUs.
+    """
+    if failure is None:
+        return None
+    lacks_gpu = failure.outcome == "device_fault" and failure.fault == "no_gpu" and not history.has_seen_gpus
+    comes_again = failure.outcome == "device_error" and any(
+        attempt.outcome == "device_error" for attempt in history.similar
+    )
+    if not (lacks_gpu or comes_again):
+        return failure
+    note = f"; {advise(failure)}" if lacks_gpu else ", as in the attempt before"
+    permanent = isinstance(task, TrainTask)
+    return failure.model_copy(
+        update={"outcome": "user", "message": f"{failure.description}{note}", "permanent": permanent}
+    )
+
+
+def resumes_elsewhere(attempt: Attempt, cluster: Cluster) -> bool:
+    """Return whether a job that has ended an attempt leaves the rest to the next job of its chain."""
+    if attempt.decision is not None:
+        return isinstance(attempt.decision, Requeue)
+    return attempt.outcome in ALLOCATION_LOST or (attempt.outcome == "device_fault" and cluster.backend.has_queue)
+
+
+# --- Situations
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A task, its failure and its history, as situations and actions of the tables see them."""
+
+    task: Task
+    failure: Failure | None
+    history: History
+
+    @property
+    def outcome(self) -> OutcomeClass | None:
+        return None if self.failure is None else self.failure.outcome
+
+    @property
+    def training(self) -> TrainTask:
+        assert isinstance(self.task, TrainTask)
+        return self.task
+
+    def has_attempts_left(self) -> bool:
+        """Return whether the limit of restarts is not reached.
+
+        Failures of the file system are not the program's fault: they count only among themselves and in their allocation.
+        """
+        counted = count_lost([*self.history.earlier, self._this_attempt], self.outcome, self.history.allocation)
+        if isinstance(self.task, TrainTask):
+            return counted < self.task.spec.train.max_attempts
+        return counted <= MAX_RESTARTS
+
+    @property
+    def _this_attempt(self) -> Attempt:
+        return self.history.attempt.model_copy(update={"failure": self.failure})
+
+    def is_local(self) -> bool:
+        return not self.task.spec.cluster.backend.has_queue
+
+    def has_larger_stage(self) -> bool:
+        return self.training.next_stage is not None
+
+    def spare_workers(self) -> int | None:
+        """Return fewer loader processes, or None: half, once; for `auto` FEWEST_WORKERS, then half each time."""
+        task = self.training
+        if task.workers == "auto":
+            return FEWEST_WORKERS
+        workers = task.spec.train.workers
+        if workers == "auto":
+            return task.workers // 2 or None
+        return task.workers // 2 if task.workers and task.workers >= workers else None
+
+    def lower_lr_limit(self) -> float | None:
+        """Return half the learning-rate factor at which a growing batch diverged; None the second time, or at factor 1."""
+        factor = self.history.lr_factor or 1.0
+        if self.training.max_lr_factor is not None or self.task.spec.script is not None or factor <= 1:
+            return None
+        return max(1.0, factor / 2)
+
+    def is_first_after_step(self) -> bool:
+        """Return whether a failure of the program may be transient: after progress, first since the newest checkpoint."""
+        history = self.history
+        stepped = history.reached is not None or history.progress != history.attempt.progress
+        return stepped and all(attempt.outcome != "user" for attempt in history.earlier)
+
+    def same_failure(self) -> Stop | None:
+        """Return why a training must not be started again, because it fails repeatedly in the same way; else None."""
+        last, previous = self.history.attempt, self.history.earlier[-1] if self.history.earlier else None
+        if previous is None or previous.failure is None or self.failure is None:
+            return None
+        if self.outcome == "signal" and not {self.failure.signal, previous.failure.signal} <= set(CRASH_SIGNALS):
+            return None
+        if previous.outcome != self.outcome or not previous.progress == last.progress == self.history.progress:
+            return None
+        if (
+            self.history.reached is not None
+            and self.history.reached == previous.reached
+            and _mask_message(self.failure) == _mask_message(previous.failure)
+        ):
+            return Stop(why="same_failure", samples=self.history.reached)
+        seconds = max((each.ended_at or each.started_at) - each.started_at for each in (previous, last))
+        return Stop(why="same_failure", seconds=seconds) if seconds <= MAX_SECONDS else None
+
+    def has_saved_nothing(self) -> bool:
+        """Return whether the whole allocation saved nothing; an earlier attempt in it may have, or storage failed."""
+        attempts = self.history.of_allocation
+        began = attempts[0] if attempts else self.history.attempt
+        storage_failed = any(attempt.outcome == "storage" for attempt in attempts)
+        return began.progress == self.history.progress and not storage_failed
+
+    def count_failed_supervisors(self) -> int:
+        """Return how many supervisors have failed since the newest checkpoint; 0 if the last allocation saved one."""
+        history = self.history
+        if history.of_allocation and history.of_allocation[0].progress != history.progress:
+            return 0
+        return 1 + sum(attempt.outcome == "supervisor" for attempt in history.earlier)
+
+
+def count_lost(attempts: Sequence[Attempt], outcome: OutcomeClass | Literal["done"] | None, allocation: str) -> int:
+    """Return how many attempts count towards the limit of restarts after an attempt with `outcome`."""
+    if outcome == "storage":
+        return sum(attempt.outcome == "storage" and attempt.allocation == allocation for attempt in attempts)
+    return sum(attempt.outcome in COUNTED_OUTCOMES and attempt.outcome != "storage" for attempt in attempts)
+
+
+def _mask_message(failure: Failure) -> str:
+    """Return the message of a failure without numbers and the host, which differ between processes."""
+    return re.sub(r"\d+", "", failure.message.replace(failure.host or "\0", ""))
+
+
+_SITUATIONS: dict[Situation, Callable[[_Case], bool]] = {
+    "always": lambda _case: True,
+    "the job is cancelled": lambda case: (
+        case.history.cancelled or (case.outcome == "cancelled" and isinstance(case.task, TrainTask))
+    ),
+    "the job has all its results": lambda case: case.history.finished,
+    "a new start would fail in the same way": lambda case: case.failure is not None and case.failure.permanent,
+    "the allocation has ended": lambda case: case.history.allocation_ended,
+    "the next stage has more nodes": _Case.has_larger_stage,
+    "a configuration takes less memory": lambda case: case.history.fallback is not None,
+    "loader processes can be spared": lambda case: case.spare_workers() is not None,
+    "the learning rate of the growing batch can be lowered": lambda case: case.lower_lr_limit() is not None,
+    "attempts are left": _Case.has_attempts_left,
+    "attempts are left on this machine": lambda case: case.is_local() and case.has_attempts_left(),
+    "a later job waits": lambda case: case.history.later_jobs > 0,
+    _AFTER_STEP_AND_WAITS: lambda case: case.is_first_after_step() and case.history.later_jobs > 0,
+    _AFTER_STEP: _Case.is_first_after_step,
+    _TWICE: lambda case: case.same_failure() is not None,
+    "nothing was saved in the whole job": _Case.has_saved_nothing,
+    "`train.max_attempts` supervisors have failed without a newer checkpoint": lambda case: (
+        case.count_failed_supervisors() >= case.training.spec.train.max_attempts
+    ),
+    "no batch was left out yet": lambda case: isinstance(case.task, ProbeTask) and not case.task.skip,
+    "no batch was left out yet, and there is a GPU": lambda case: (
+        isinstance(case.task, ProbeTask)
+        and not case.task.skip
+        and (case.failure is None or case.failure.fault != "no_gpu")
+    ),
+}
+
+
+# --- Actions
+
+
+def _relaunch_on_next_stage(case: _Case, _: Situation) -> Relaunch:
+    stage = case.training.next_stage
+    assert stage is not None
+    return Relaunch(nodes=stage.nodes, nodes_before=case.task.nodes, stage_batch=stage.batch)
+
+
+def _delay_next_job(case: _Case, _: Situation) -> Requeue:
+    jobs = {attempt.allocation for attempt in case.history.earlier if attempt.outcome == "storage"}
+    return Requeue(first="delay", minutes=start_delay(len(jobs | {case.history.allocation}) + 1))
+
+
+def _stop(case: _Case, situation: Situation) -> Stop:
+    match situation:
+        case "nothing was saved in the whole job":
+            return Stop(why="nothing_saved", setting=case.task.spec.cluster.backend.minutes_setting)
+        case "`train.max_attempts` supervisors have failed without a newer checkpoint":
+            return Stop(why="supervisors_failed", count=case.count_failed_supervisors())
+        case "the job is cancelled":
+            return Stop(why="cancelled")
+    return (case.same_failure() if situation == _TWICE else None) or Stop()
+
+
+_ACTIONS: dict[Action, Callable[[_Case, Situation], Relaunch | Requeue | Stop]] = {
+    "new processes": lambda _case, _: Relaunch(),
+    "new processes after a pause": lambda _case, _: Relaunch(pause=True),
+    "new processes, once more": lambda _case, _: Relaunch(after_progress=True),
+    "new processes on the nodes of that stage": _relaunch_on_next_stage,
+    "new processes with smaller micro-batches, or a smaller batch": lambda case, _: Relaunch(
+        fallback=case.history.fallback
+    ),
+    "new processes with fewer loader processes": lambda case, _: Relaunch(
+        workers=case.spare_workers(), workers_before=case.training.workers
+    ),
+    "new processes from the checkpoint before, with half the factor of the learning rate": lambda case, _: Relaunch(
+        max_lr_factor=case.lower_lr_limit()
+    ),
+    "new processes without this batch": lambda case, _: Relaunch(skip=case.history.current_batch),
+    "the next job": lambda _case, _: Requeue(),
+    "the next job, once more": lambda _case, _: Requeue(after_progress=True),
+    "the next job, on other nodes": lambda _case, _: Requeue(first="exclude"),
+    "the next job, 10 to 30 minutes later": _delay_next_job,
+    "the later jobs are held until `tula train` finds space": lambda _case, _: Requeue(first="hold"),
+    "the end": _stop,
+    "the end, with the result of the batch": lambda _case, _: Stop(why="batch_failed"),
+}

@@ -253,10 +253,13 @@ def _exit_codes() -> str:
 
 
 ENDINGS_HEAD = """An attempt that fails has one of these outcomes. `tula status --json` shows it as `outcome` in `attempts`, with the host and, if
-one rank is the cause, the rank. A command that waits for the job exits with the exit code, unless tula relaunches the job. The
-column "what follows" is about trainings. Profiling jobs and evaluations are relaunched at most twice if a training would be
-relaunched; any other outcome of a probe is its result. The advice is that for tula's own loop on SLURM; for a job with a script
-it names the settings of the script."""
+one rank is the cause, the rank, and what followed as `decision`. A command that waits for the job exits with the exit code,
+unless tula relaunches the job. The column "what follows" is about trainings and has the rows of the table that the supervisor
+uses (`cluster/decisions.py`): the first that applies decides. Attempts are left as long as fewer than `train.max_attempts` have
+failed without a newer checkpoint; those of the file system count by themselves, in each job. At the end the other jobs of the
+chain are taken out of the queue. Profiling jobs and evaluations are relaunched at most twice if a training would be relaunched;
+any other outcome of a probe is its result. The advice is that for tula's own loop on SLURM; for a job with a script it names the
+settings of the script."""
 
 
 def _describe_what_follows(outcome: OutcomeClass) -> str:

@@ -109,7 +109,7 @@ TRAININGS: list[Row] = [
     ("user", AFTER_STEP, training(), f("user"), history(progress=128), Relaunch(after_progress=True)),
     ("diverged", "the learning rate of the growing batch can be lowered", training(), f("diverged"), history(lr_factor=8.0),
      Relaunch(max_lr_factor=4.0)),
-    ("device_fault", "attempts are left on this machine", training("local"), f("device_fault"), history(), Relaunch()),
+    ("device_fault", "attempts are left, and there is no scheduler", training("local"), f("device_fault"), history(), Relaunch()),
     ("device_fault", "attempts are left", training(), f("device_fault"), history(), Requeue(first="exclude")),
     ("device_error", "attempts are left", training(), f("device_error"), history(), Relaunch()),
     ("disk", "always", training(), f("disk"), history(), Requeue(first="hold")),
@@ -160,7 +160,7 @@ PROBES: list[Row] = [
     ("any", "the allocation has ended", probe(), f("time_limit"), ENDED, Stop()),
     ("any", "a new start would fail in the same way", probe(), PERMANENT, history(), Stop()),
     ("device_oom", "always", probe(), f("device_oom"), history(), RECORDED),
-    ("device_fault", "attempts are left on this machine", probe("local"), f("device_fault"), history(), Relaunch()),
+    ("device_fault", "attempts are left, and there is no scheduler", probe("local"), f("device_fault"), history(), Relaunch()),
     *((outcome, "attempts are left", probe(), f(outcome), history(earlier=lost(1)), Relaunch())
       for outcome in ("device_error", "hung", "port", "unknown", "signal", "peer")),
     *((outcome, "attempts are left", probe(), f(outcome), history(), Relaunch(pause=True)) for outcome in ("storage", "host_limit")),
@@ -193,7 +193,7 @@ EVALUATIONS: list[Row] = [
     ("none", "always", evaluation(), None, history(), Stop()),
     ("any", "the allocation has ended", evaluation(), f("signal"), ENDED, Stop()),
     ("any", "a new start would fail in the same way", evaluation(), PERMANENT, history(), Stop()),
-    ("device_fault", "attempts are left on this machine", evaluation("local"), f("device_fault"), history(), Relaunch()),
+    ("device_fault", "attempts are left, and there is no scheduler", evaluation("local"), f("device_fault"), history(), Relaunch()),
     *((outcome, "attempts are left", evaluation(), f(outcome), history(earlier=lost(1)), Relaunch())
       for outcome in ("device_error", "hung", "port", "unknown", "signal", "peer")),
     *((outcome, "attempts are left", evaluation(), f(outcome), history(), Relaunch(pause=True))

@@ -345,7 +345,8 @@ def test_the_state_is_how_the_training_ended(
     send(run, place, active=active)
     found = PLACES[place][KEY]
     assert found.state == state
-    assert found.words["attempt.01"] == f"2 nodes, batch 128: {outcome}: ValueError: bad"
+    why = "" if outcome == "done" else ": ValueError: bad"
+    assert found.words["attempt.01"] == f"2 nodes, batch 128: {outcome}{why}"
     if result:
         assert found.numbers["actual/hours"] == 0.1 and found.numbers["best/top1"] == 83.0
         assert found.words["relaunches"] == "out of memory at batch 128"

@@ -240,16 +240,34 @@ Decision = Annotated[Relaunch | Requeue | Stop, Field(discriminator="kind")]
 """What follows an attempt."""
 
 
+class Move(Record):
+    """The user continues a training on another configuration, which was recommended by its own steps."""
+
+    kind: Literal["move"] = "move"
+    nodes: int
+    batch: int
+    nodes_before: int
+    batch_before: int
+
+    @property
+    def description(self) -> str:
+        """From where to where."""
+        before = f"{format_count(self.nodes_before)} at {self.batch_before}"
+        return f"goes on with {format_count(self.nodes)} at batch {self.batch} instead of {before}, as its own steps recommend"
+
+
 class Recovery(Record):
     """Why a task follows another one: the failure of an attempt, and what was decided."""
 
-    failure: Failure | None = None
-    decision: Relaunch | Requeue | None = Field(default=None, discriminator="kind")
+    failure: Failure | None = None  # None of a move
+    decision: Relaunch | Requeue | Move | None = Field(default=None, discriminator="kind")
     text: RecordedText = ""  # of an older version, which recorded a sentence only
 
     @property
     def description(self) -> str:
         """One sentence."""
+        if isinstance(self.decision, Move):
+            return self.decision.description
         if self.failure is None or self.decision is None:
             return self.text
         return self.decision.describe_cause(self.failure)

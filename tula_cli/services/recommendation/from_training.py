@@ -14,6 +14,7 @@ from tula_cli.models.time.changes import compute_median_parts
 from tula_cli.models.time.pace import TrainingPace, scale_results_to_pace
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.jobfile import compare_jobs
+from tula_cli.run.records.failures import Move, Recovery
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Continuation, Prediction, Recommendation
 from tula_cli.run.records.results import StepParts
@@ -235,12 +236,15 @@ def continue_training(run: RunDir, task: TrainTask, recommendation: Recommendati
     first_batch, *smaller = task.ladder
     rungs = (first_batch.model_copy(update={"prediction": recommendation.choice}), *smaller)
     attempt = newest_task.attempt + 1
-    cause = (
-        f"goes on with {format_count(task.own_nodes)} at batch {task.batch} instead of {format_count(newest_task.nodes)} at {newest_task.batch}, as its own"
-        " steps recommend"
-    )
+    move = Move(nodes=task.own_nodes, batch=task.batch, nodes_before=newest_task.nodes, batch_before=newest_task.batch)
     return task.model_copy(
-        update={**update, "id": f"{newest_task.job}-{attempt}", "attempt": attempt, "ladder": rungs, "cause": cause}
+        update={
+            **update,
+            "id": f"{newest_task.job}-{attempt}",
+            "attempt": attempt,
+            "ladder": rungs,
+            "recovery": Recovery(decision=move),
+        }
     )
 
 

@@ -1,9 +1,10 @@
 """The query of a recommendation: an objective, and the limits that the choice must satisfy."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from tula_cli.errors import SpecError, require_number, require_positive
+from tula_cli.options import NodeType, Option, list_fields
 from tula_cli.plugins import suggest_nearest
 
 Objective = Literal["time", "cost", "knee", "accuracy-time", "energy"]
@@ -12,21 +13,29 @@ Curve = Literal["time", "cost"]
 
 @dataclass(frozen=True, kw_only=True)
 class Query:
-    """Objective and limits of a recommendation, as the command line and the Python API take them; None is no limit.
+    """Objective and limits of a recommendation; None is no limit.
+
+    The fields are the options of `tula recommend` and arguments of `tula.recommend`. `max_batch` is global, `budget` is in
+    the currency of the pricing, and on spot nodes deadline and budget are compared with the expected time and cost.
 
     Raises:
         SpecError: there is no such objective or curve, or a limit is not a number or below 1.
     """
 
-    objective: Objective = "knee"
-    curve: Curve = "time"  # whose knee is looked for
-    nodes: int | None = None  # this number of nodes and no other
-    max_nodes: int | None = None
-    max_batch: int | None = None  # global
-    deadline_hours: float | None = None  # on spot nodes of the expected training time
-    budget: float | None = None  # in the currency of the pricing; on spot nodes of the expected cost
-    node_type: str | None = None  # this type of node only
-    from_training: bool = False  # by the steps of the training under way
+    objective: Annotated[
+        Objective,
+        Option(
+            "What to choose by; accuracy-time: the least time to the same progress; energy: the least kWh.",
+        ),
+    ] = "knee"
+    curve: Annotated[Curve, Option("The curve whose knee is looked for.")] = "time"
+    nodes: Annotated[int | None, Option("Consider this number of nodes only.", minimum=1)] = None
+    max_nodes: Annotated[int | None, Option("At most so many nodes.", minimum=1)] = None
+    max_batch: Annotated[int | None, Option("A global batch of at most this.", minimum=1)] = None
+    deadline_hours: Annotated[float | None, Option("Train within.", "--deadline", metavar="HOURS", minimum=0)] = None
+    budget: Annotated[float | None, Option("Spend at most.", metavar="PRICE", minimum=0)] = None
+    node_type: NodeType = None
+    from_training: Annotated[bool, Option("Go by what the steps of the training under way take now.")] = False
 
     def __post_init__(self) -> None:
         for name, value, allowed in (("objective", self.objective, Objective), ("curve", self.curve, Curve)):
@@ -50,15 +59,11 @@ class Query:
 
     @property
     def options(self) -> list[str]:
-        """All options except the objective, as typed on the command line."""
-        options = {
-            "curve": None if self.curve == "time" else self.curve,
-            "nodes": self.nodes,
-            "max-nodes": self.max_nodes,
-            "max-batch": self.max_batch,
-            "deadline": self.deadline_hours,
-            "budget": self.budget,
-            "type": self.node_type,
-        }
-        by = ["--from-training"] * self.from_training
-        return [*(f"--{name} {value}" for name, value in options.items() if value is not None), *by]
+        """All options that differ from their defaults, except the objective, as typed on the command line."""
+        typed = []
+        for parameter, option in list_fields(Query):
+            value = getattr(self, parameter.name)
+            if option and parameter.name != "objective" and value != parameter.default:
+                flag = option.make_flag(parameter.name)
+                typed.append(flag if value is True else f"{flag} {value}")
+        return typed

@@ -3,7 +3,7 @@
 import math
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -264,3 +264,24 @@ def describe_part(name: str) -> str:
     kind, at, length = f"-{name}".rpartition("-length-")
     words = [f"node type {kind[1:] if at else name}"] if kind[1:] or not at else []
     return ", ".join(words + [f"length {length}"] * bool(at))
+
+
+# --- texts in a list
+
+
+def split_outside_brackets(text: str, mark: str) -> Iterator[str]:
+    """Yield the parts of a text, split at `mark` outside brackets and quotes."""
+    text_part, depth, quote = "", 0, ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'":
+            quote = letter
+        else:
+            depth += (letter in "[{(") - (letter in "]})")
+        if letter == mark and depth <= 0 and not quote:
+            yield text_part
+            text_part = ""
+        else:
+            text_part += letter
+    yield text_part

@@ -24,6 +24,7 @@ from tula_cli.cluster import inspection
 from tula_cli.cluster import launcher as cluster_launcher
 from tula_cli.cluster.scripts.placeholders import get_learning_rate
 from tula_cli.errors import BadMeasurements, JobFailed, SpecError, TulaError
+from tula_cli.options import ComparisonRequest
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.records.failures import Failure, Fallback, Recovery, Relaunch
 from tula_cli.run.records.inspections import Inspection
@@ -277,7 +278,7 @@ def default_grid(tmp_path: Path, *, batch: int = 512, **changes: dict[str, Any])
     base = {**SPEC, "train": {**SPEC["train"], "epochs": 20, "method": "ramp"}}
     spec = make.spec(**{**base, **{name: {**base.get(name, {}), **own} for name, own in changes.items()}})
     run = RunDir.create(tmp_path / "tula-runs", spec)
-    return spec, session.GridRequest(batches=(batch,)).grid(run, spec, None)
+    return spec, session.complete_grid(ComparisonRequest(batches=(batch,)), run, spec, None)
 
 
 @pytest.mark.parametrize(
@@ -901,7 +902,7 @@ class TrainsScripts(make.FakeLauncher):
 
 def compared(folder: Path, launcher: make.FakeLauncher, spec: JobSpec, **asked) -> accuracy.CompareReport:
     run = RunDir.create(folder / "tula-runs", spec)
-    grid = session.GridRequest(batches=(64, 128), **asked).grid(run, spec, None)
+    grid = session.complete_grid(ComparisonRequest(batches=(64, 128), **asked), run, spec, None)
     planned = services_compare.plan_comparison(run, spec, grid, inspect=inspect, now=1.0)
     list(trainings.train_cells_one_by_one(run, planned, launcher, inspect=inspect))
     return accuracy.build_compare_report(run, planned.comparison, spec)
@@ -971,8 +972,10 @@ def test_seeds_of_a_script_have_to_reach_it(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"2 seeds of a script whose command has no \{seed\}"):
         compared(tmp_path, TrainsScripts(), without, seeds=2)
     run = RunDir(tmp_path / "x")
-    grid = session.GridRequest(batches=(64,)).grid(run, without, None)
-    assert grid.seeds == 1 and session.GridRequest(batches=(64,)).grid(run, script_job(), None).seeds == 3
+    grid = session.complete_grid(ComparisonRequest(batches=(64,)), run, without, None)
+    assert (
+        grid.seeds == 1 and session.complete_grid(ComparisonRequest(batches=(64,)), run, script_job(), None).seeds == 3
+    )
     (told,) = services_compare.plan_comparison(run, without, grid, inspect=inspect, now=1.0).warnings
     assert told.code == "one-seed-only"
 
@@ -1011,7 +1014,7 @@ def test_methods_of_a_script_are_those_that_run_on_it() -> None:
     )
     own_scaling = script_job(COMMAND.replace(" --lr {lr}", ""), lr=None)
     assert services_compare.list_default_rows(own_scaling, nodes=2).methods == ("lbt", "ags")
-    grid = session.GridRequest(batches=(64,)).grid(RunDir(Path("x")), own_scaling, None)
+    grid = session.complete_grid(ComparisonRequest(batches=(64,)), RunDir(Path("x")), own_scaling, None)
     assert not grid.controls, "there is no learning rate to raise"
     told = services_compare.plan_comparison(RunDir(Path("x")), own_scaling, grid, inspect=inspect, now=1.0).warnings
     assert [list(w.values["controls"]) for w in told if w.code == "controls-left-out"] == [["lbt-x2", "lbt-x4"]]

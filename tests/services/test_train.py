@@ -11,6 +11,7 @@ from make_runs import FakeLauncher
 from tula_cli.cluster import relaunch
 from tula_cli.errors import BadMeasurements, Diverged, JobFailed, OutOfMemoryAtMinimum, Pending, SpecError
 from tula_cli.models.out_of_memory import list_splits
+from tula_cli.options import TrainRequest
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import append_json_line, write_atomic
 from tula_cli.run.records.base import MicroBatches
@@ -108,7 +109,9 @@ def test_a_parameter_server_is_a_model_of_time_and_training_says_so_once(
     make_runs.add_measured(run, 1, 32)
     spec = make_runs.spec(cluster={"collective": collective})
     told: list[object] = []
-    ready = follow(train.prepare_training(run, spec, lambda _: pytest.fail("built"), nodes=1, batch=32), told.append)
+    ready = follow(
+        train.prepare_training(run, spec, TrainRequest(nodes=1, batch=32), lambda _: pytest.fail("built")), told.append
+    )
     assert ready.plan.task.spec.cluster.collective == collective, "it is trained, not refused"
     texts = [event.text for event in told if isinstance(event, WarningEvent)]
     assert [text for text in texts if "all-reduce" in text] == texts

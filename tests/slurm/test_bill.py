@@ -17,6 +17,7 @@ from tula_cli.cluster.launcher import make_launcher
 from tula_cli.cluster.slurm.submit import SlurmLauncher
 from tula_cli.errors import OverBudget
 from tula_cli.models.cost import compute_hourly_charge
+from tula_cli.options import TrainRequest
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Job
 from tula_cli.run.records.tasks import CheckTask
@@ -140,7 +141,9 @@ def _held_against_the_accounting(root: Path, ids: list[str]) -> None:
     """A training whose jobs these were is held against what sacct has billed them, its QOS counted twice."""
     found = job(partition="billed", qos="dear")
     run = measured(root, found)
-    prepared = follow(train.prepare_training(run, found, lambda _: inspected(), nodes=1, batch=32), lambda _: None)
+    prepared = follow(
+        train.prepare_training(run, found, TrainRequest(nodes=1, batch=32), lambda _: inspected()), lambda _: None
+    )
     task = prepared.plan.task
     run.write_task(task)
     chain = {"scheduler": "slurm", "scheduler_id": ids[0], "links": tuple(ids), "submitted_at": time.time()}
@@ -169,7 +172,9 @@ def test_a_training_beyond_the_balance_is_told_and_refused(on_site: SlurmCluster
     found = job(partition="billed")
     run, told = measured(tmp_path, found), []
     for within in (False, True):
-        work = train.prepare_training(run, found, lambda _: inspected(), nodes=1, batch=32, within_balance=within)
+        work = train.prepare_training(
+            run, found, TrainRequest(nodes=1, batch=32, within_balance=within), lambda _: inspected()
+        )
         prepared = follow(work, told.append)
     warned = [event.text for event in told if isinstance(event, WarningEvent)]
     beyond = r"account big has 1\.6\d of 1\.67 SU left, and it takes (43\.6|61\.1) SU"  # the largest, or the sum

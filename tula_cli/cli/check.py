@@ -2,15 +2,16 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tula_cli.cli.options import RUNS, Fresh, NodeType, Overrides, Root, Timeout
-from tula_cli.cli.runs import load, open_run
+from tula_cli.cli.runs import JobOrRun, load
 from tula_cli.cli.waiting import follow_work, make_inspector, refuse, warn_all
 from tula_cli.errors import SpecError
+from tula_cli.options import ROOT, CheckedNodes, Fresh, NodeType, Overrides, Root, Timeout
 from tula_cli.show import check as show_check
 from tula_cli.show import check as show_estimate
 from tula_cli.show import screen as show_screen
@@ -141,110 +142,98 @@ def _write_hooks(screen: Screen, given: object, *, force: bool) -> None:
     screen.answer({"path": path}, show_check.render_hooks(path))
 
 
-JobOrSite = Annotated[
-    Path | None,
-    typer.Argument(metavar="JOB.YAML", help="The job spec; tula init writes one. With --site a site.yaml, or nothing."),
-]
-ShowOrigin = Annotated[bool, typer.Option("--show-origin", help="Show where each value comes from.")]
-Offline = Annotated[bool, typer.Option("--offline", help="Do not build the model and the dataset.")]
-OnCluster = Annotated[bool, typer.Option("--on-cluster", help="Look at the nodes instead, in a job of a minute or so.")]
-TryResume = Annotated[
-    bool,
-    typer.Option("--rehearse", help="Try how a script goes on from its own checkpoint instead, in a job of one node."),
-]
-OfSite = Annotated[
-    bool,
-    typer.Option(
-        "--site", help="Check the settings for all jobs of a site instead: the file named, else those that jobs read."
-    ),
-]
-RunSetup = Annotated[
-    bool, typer.Option("--run-setup", help="With --site: run the set-up lines of jobs on this machine too.")
-]
-OfMemory = Annotated[
-    str | None,
-    typer.Option(
-        "--memory",
-        metavar="SIZE",
-        help="Estimate instead which batches fit a GPU of this memory, for example 16GiB; needs no GPU. Probes correct it.",
-    ),
-]
-CheckedNodes = Annotated[int | None, typer.Option(min=1, help="With --on-cluster: how many nodes (default: 2).")]
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions:
+    """The options of `tula check`."""
+
+    job: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="JOB.YAML", help="The job spec; tula init writes one. With --site a site.yaml, or nothing."
+        ),
+    ] = None
+    overrides: Overrides = ()
+    show_origin: Annotated[bool, typer.Option("--show-origin", help="Show where each value comes from.")] = False
+    offline: Annotated[bool, typer.Option("--offline", help="Do not build the model and the dataset.")] = False
+    on_cluster: Annotated[
+        bool, typer.Option("--on-cluster", help="Look at the nodes instead, in a job of a minute or so.")
+    ] = False
+    rehearse: Annotated[
+        bool,
+        typer.Option(
+            "--rehearse", help="Try how a script goes on from its own checkpoint instead, in a job of one node."
+        ),
+    ] = False
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory",
+            metavar="SIZE",
+            help="Estimate instead which batches fit a GPU of this memory, for example 16GiB; needs no GPU. Probes correct it.",
+        ),
+    ] = None
+    site: Annotated[
+        bool,
+        typer.Option(
+            "--site",
+            help="Check the settings for all jobs of a site instead: the file named, else those that jobs read.",
+        ),
+    ] = False
+    run_setup: Annotated[
+        bool, typer.Option("--run-setup", help="With --site: run the set-up lines of jobs on this machine too.")
+    ] = False
+    nodes: CheckedNodes = None
+    root: Root = ROOT
+    fresh: Fresh = False
+    node_type: NodeType = None
+    timeout: Timeout = None
 
 
-def check(
-    screen: Screen,
-    job: JobOrSite = None,
-    overrides: Overrides = None,
-    show_origin: ShowOrigin = False,
-    offline: Offline = False,
-    on_cluster: OnCluster = False,
-    rehearse: TryResume = False,
-    memory: OfMemory = None,
-    site: OfSite = False,
-    run_setup: RunSetup = False,
-    nodes: CheckedNodes = None,
-    root: Root = RUNS,
-    fresh: Fresh = False,
-    node_type: NodeType = None,
-    timeout: Timeout = None,
-) -> None:
+def check(screen: Screen, options: CheckOptions) -> None:
     """Check a job spec; show what it would search and cost.
 
     --on-cluster checks the nodes of the cluster, --rehearse a script's resume: with either the same command again attaches to a job that is under way.
     --site checks the settings for all jobs, and submits nothing. --memory tells parameters, gradients, activations and the like by batch size.
     """
-    foreign = {"--show-origin": show_origin, "--offline": offline}
-    elsewhere = {"--nodes": nodes is not None, "--timeout": timeout is not None}
-    if site:
-        other = {
-            "--on-cluster": on_cluster,
-            "--rehearse": rehearse,
-            "--memory": memory is not None,
-            "--set": bool(overrides),
-            "--fresh": fresh,
-        }
-        _refuse_all({**other, **foreign, **elsewhere, "--type": node_type is not None}, to="--site")
-        return _check_site(screen, job, run_setup=run_setup)
-    refuse(run_setup, "--run-setup", "is for --site")
+    foreign = {"--show-origin": options.show_origin, "--offline": options.offline}
+    elsewhere = {"--nodes": options.nodes is not None, "--timeout": options.timeout is not None}
+    modes = {"--on-cluster": options.on_cluster, "--rehearse": options.rehearse, "--memory": options.memory is not None}
+    if options.site:
+        other = {**modes, "--set": bool(options.overrides), "--fresh": options.fresh}
+        _refuse_all({**other, **foreign, **elsewhere, "--type": options.node_type is not None}, to="--site")
+        return _check_site(screen, options.job, run_setup=options.run_setup)
+    refuse(options.run_setup, "--run-setup", "is for --site")
+    job = options.job
     if job is None:
         raise SpecError("no job is named", "tula check job.yaml, or tula check --site for the settings of a site")
-    if memory is not None:
-        _refuse_all({"--on-cluster": on_cluster, "--rehearse": rehearse, **foreign, **elsewhere}, to="--memory")
-        return _check_memory(screen, job, root, overrides, capacity=memory, node_type=node_type, fresh=fresh)
-    if rehearse:
-        _refuse_all({"--on-cluster": on_cluster, "--nodes": nodes is not None, **foreign}, to="--rehearse")
-        return _rehearse_resume(screen, job, root, overrides, node_type=node_type, timeout=timeout, fresh=fresh)
-    if on_cluster:
-        _refuse_all({**foreign, "--fresh": fresh}, to="--on-cluster")
-        return _check_on_cluster(screen, job, root, overrides, nodes=nodes, node_type=node_type, timeout=timeout)
-    refuse(nodes is not None, "--nodes", "is for --on-cluster; search.nodes says what is measured")
-    refuse(timeout is not None, "--timeout", "is for --on-cluster and --rehearse")
-    return _check_job(
-        screen, job, root, overrides, node_type=node_type, show_origin=show_origin, offline=offline, fresh=fresh
-    )
+    if options.memory is not None:
+        _refuse_all(
+            {"--on-cluster": options.on_cluster, "--rehearse": options.rehearse, **foreign, **elsewhere}, to="--memory"
+        )
+        return _check_memory(screen, job, options, capacity=options.memory)
+    if options.rehearse:
+        _refuse_all(
+            {"--on-cluster": options.on_cluster, "--nodes": options.nodes is not None, **foreign}, to="--rehearse"
+        )
+        return _rehearse_resume(screen, job, options)
+    if options.on_cluster:
+        _refuse_all({**foreign, "--fresh": options.fresh}, to="--on-cluster")
+        return _check_on_cluster(screen, job, options)
+    refuse(options.nodes is not None, "--nodes", "is for --on-cluster; search.nodes says what is measured")
+    refuse(options.timeout is not None, "--timeout", "is for --on-cluster and --rehearse")
+    return _check_job(screen, job, options)
 
 
-def _check_job(
-    screen: Screen,
-    job: Path,
-    root: Path,
-    overrides: Sequence[str] | None,
-    *,
-    node_type: str | None,
-    show_origin: bool,
-    offline: bool,
-    fresh: bool,
-) -> None:
+def _check_job(screen: Screen, job: Path, options: CheckOptions) -> None:
     from tula_cli.run.code import run_of_job
     from tula_cli.services import check as services_check
 
-    spec = load(job, overrides)
-    origins = _list_value_origins(job, spec, overrides) if show_origin else {}
-    refuse(fresh and offline, "--fresh", "means nothing to --offline")
-    inspect = make_inspector(screen, root, fresh=fresh)
-    run = None if offline else run_of_job(root, spec)
-    checked = services_check.check_all(spec, node_type=node_type, online=not offline, inspector=inspect, run=run)
+    spec, root, online = load(job, options.overrides), Path(options.root), not options.offline
+    origins = _list_value_origins(job, spec, options.overrides) if options.show_origin else {}
+    refuse(options.fresh and options.offline, "--fresh", "means nothing to --offline")
+    inspect = make_inspector(screen, root, fresh=options.fresh)
+    run = run_of_job(root, spec) if online else None
+    checked = services_check.check_all(spec, node_type=options.node_type, online=online, inspector=inspect, run=run)
     screen.answer(*show_check.render_checks(checked.reports, origins))
     for report in checked.reports.values():
         warn_all(screen, report.warnings)
@@ -266,24 +255,20 @@ def _check_site(screen: Screen, file: Path | None, *, run_setup: bool) -> None:
     site_check.require_sound()
 
 
-def _check_on_cluster(
-    screen: Screen,
-    job: Path,
-    root: Path,
-    overrides: Sequence[str] | None,
-    *,
-    nodes: int | None,
-    node_type: str | None,
-    timeout: float | None,
-) -> None:
+def _check_on_cluster(screen: Screen, job: Path, options: CheckOptions) -> None:
     from tula_cli.cluster import launcher
-    from tula_cli.run.jobfile import find_settings_origin
     from tula_cli.services import nodes as service
 
-    run, spec = open_run(screen, job, None, root, overrides)
-    file = find_settings_origin(run, job, overrides or ())
+    chosen = JobOrRun(job=job, root=options.root, overrides=options.overrides)
+    run, spec = chosen.open(screen)
     work = service.run_node_check(
-        run, spec, launcher.make_launcher, nodes=nodes, node_type=node_type, timeout=timeout, file=file
+        run,
+        spec,
+        launcher.make_launcher,
+        nodes=options.nodes,
+        node_type=options.node_type,
+        timeout=options.timeout,
+        file=chosen.find_settings_origin(run),
     )
     cluster_check = follow_work(screen, work)
     screen.answer(cluster_check, show_check.render_cluster_check(cluster_check))
@@ -291,24 +276,20 @@ def _check_on_cluster(
     cluster_check.require_sound(str(job))
 
 
-def _rehearse_resume(
-    screen: Screen,
-    job: Path,
-    root: Path,
-    overrides: Sequence[str] | None,
-    *,
-    node_type: str | None,
-    timeout: float | None,
-    fresh: bool,
-) -> None:
+def _rehearse_resume(screen: Screen, job: Path, options: CheckOptions) -> None:
     from tula_cli.cluster import launcher
-    from tula_cli.run.jobfile import find_settings_origin
     from tula_cli.services import resume_test as service
 
-    run, spec = open_run(screen, job, None, root, overrides)
-    file = find_settings_origin(run, job, overrides or ())
+    chosen = JobOrRun(job=job, root=options.root, overrides=options.overrides)
+    run, spec = chosen.open(screen)
     work = service.run_resume_test(
-        run, spec, launcher.make_launcher, node_type=node_type, timeout=timeout, fresh=fresh, file=file
+        run,
+        spec,
+        launcher.make_launcher,
+        node_type=options.node_type,
+        timeout=options.timeout,
+        fresh=options.fresh,
+        file=chosen.find_settings_origin(run),
     )
     finding = follow_work(screen, work)
     if finding.contradiction:
@@ -318,11 +299,11 @@ def _rehearse_resume(
     finding.require_resumable(str(job), "mend its resume, and rehearse again")
 
 
-def _list_value_origins(job: Path, spec: "JobSpec", overrides: Sequence[str] | None) -> dict[str, show_screen.Origin]:
+def _list_value_origins(job: Path, spec: "JobSpec", overrides: Sequence[str]) -> dict[str, show_screen.Origin]:
     """Return each value of the spec with its source."""
     from tula_cli.spec.merge import flatten, merge_sources
 
-    sources = merge_sources(job, overrides=overrides or ())[1]
+    sources = merge_sources(job, overrides=overrides)[1]
     values = flatten(spec.model_dump(mode="json"))
     return {key: show_screen.Origin(value, _find_origin_of_key(key, sources)) for key, value in values}
 
@@ -334,25 +315,17 @@ def _find_origin_of_key(key: str, sources: dict[str, str]) -> str:
     return next((sources[prefix] for prefix in prefixes if prefix in sources), "default")
 
 
-def _check_memory(
-    screen: Screen,
-    job: Path,
-    root: Path,
-    overrides: Sequence[str] | None,
-    *,
-    capacity: str,
-    node_type: str | None,
-    fresh: bool,
-) -> None:
+def _check_memory(screen: Screen, job: Path, options: CheckOptions, *, capacity: str) -> None:
     """Show the estimated memory of one GPU by batch size, corrected by probes of the job if there are any."""
     from tula_cli.run.code import run_of_job
     from tula_cli.services import estimate as service
 
-    spec = load(job, overrides)
+    root = Path(options.root)
+    spec = load(job, options.overrides)
     size = _parse_memory_size(capacity)
-    inspect = make_inspector(screen, root, fresh=fresh)
+    inspect = make_inspector(screen, root, fresh=options.fresh)
     run = run_of_job(root, spec)
-    reports = service.estimate_all(run, spec, capacity=size, node_type=node_type, inspector=inspect)
+    reports = service.estimate_all(run, spec, capacity=size, node_type=options.node_type, inspector=inspect)
     screen.answer(tables.list_data_by_type(reports), tables.render_by_type(reports, show_estimate.render_estimate))
 
 

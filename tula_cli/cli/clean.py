@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tula_cli.cli.options import RUNS, Root, Yes
+from tula_cli.cli.options import Yes
 from tula_cli.cli.runs import find_run, parse_age
 from tula_cli.errors import BadMeasurements, Pending, SpecError
+from tula_cli.options import ROOT, Root
 from tula_cli.show import clean as show_clean
 from tula_cli.show.screen import Screen
 
@@ -22,7 +23,7 @@ def clean(
     named: Annotated[
         list[Path] | None, typer.Argument(metavar="RUN", help="These runs; else all under --run-dir.")
     ] = None,
-    root: Root = RUNS,
+    root: Root = ROOT,
     older: Annotated[
         str | None, typer.Option(metavar="TIME", help="Only runs in which nothing was written for 30d, 12h, 8w.")
     ] = None,
@@ -47,7 +48,7 @@ def clean(
 
     long = None if older is None else parse_age(older, "--older")
     run_spaces = service.measure_runs(
-        _find_runs(screen, named, root), keep_best=keep == "best", compared=compared, older=long
+        _find_runs(screen, named, Path(root)), keep_best=keep == "best", compared=compared, older=long
     )
     if named and (kept_run := next((run_space for run_space in run_spaces if run_space.kept), None)):
         kept_words = f"{kept_run.id}: {kept_run.kept}; nothing was freed"
@@ -85,7 +86,7 @@ def _find_runs(screen: Screen, named: Sequence[Path] | None, root: Path) -> "lis
     from tula_cli.run.directory import RunDir
 
     if not named:
-        if root != RUNS and not root.is_dir():
+        if root != Path(ROOT) and not root.is_dir():
             raise SpecError(f"--run-dir {root}: there is no such folder", "name the one that holds the runs")
         every = RunDir.all(root.absolute())
         owned_runs = [run for run in every if not owner.find_other_owner(run.path)]

@@ -2,55 +2,32 @@
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from tula_cli import words
-from tula_cli.cli.options import (
-    RUNS,
-    Batches,
-    CancelOnInterrupt,
-    CompareNodes,
-    Controls,
-    DryRun,
-    Html,
-    MaybeRun,
-    MaybeSpec,
-    Methods,
-    NodeType,
-    OnlyShow,
-    Overrides,
-    Root,
-    Seeds,
-    Wait,
-    Yes,
-    check_page,
-)
-from tula_cli.cli.runs import confirm_unedited, open_run, say_type
+from tula_cli.cli.options import CancelOnInterrupt, DryRun, Html, Yes, check_page
+from tula_cli.cli.runs import JobOrRun, confirm_unedited, say_type
 from tula_cli.cli.waiting import follow_work, make_confirm, make_dependencies, make_inspector, warn_all
 from tula_cli.errors import SpecError
+from tula_cli.options import ComparisonRequest, NodeType, Wait
 from tula_cli.show import compare as show_compare
 from tula_cli.show.screen import Screen
 
 if TYPE_CHECKING:
     from tula_cli.run.directory import Part, RunDir
     from tula_cli.run.records.results import Comparison
-    from tula_cli.services.comparison.session import ComparisonResult, GridRequest, PreparedComparison
+    from tula_cli.services.comparison.session import ComparisonResult, PreparedComparison
     from tula_cli.services.waiting import Dependencies
     from tula_cli.spec.job import JobSpec
 
 
 def compare(
     screen: Screen,
-    job: MaybeSpec = None,
-    named: MaybeRun = None,
-    root: Root = RUNS,
-    overrides: Overrides = None,
-    methods: Methods = None,
-    batch: Batches = None,
-    seeds: Seeds = None,
-    nodes: CompareNodes = None,
-    controls: Controls = None,
-    only_show: OnlyShow = False,
+    chosen: JobOrRun,
+    request: ComparisonRequest,
+    only_show: Annotated[bool, typer.Option("--show", help="Show what there is; start nothing.")] = False,
     html: Html = None,
     node_type: NodeType = None,
     yes: Yes = False,
@@ -65,20 +42,16 @@ def compare(
     command again attaches to what is under way, trains what is missing, and stops; without --methods, --batch ...
     those of the last time.
     """
-    from tula_cli.run.jobfile import find_settings_origin
-    from tula_cli.services.comparison import rows, session
+    from tula_cli.services.comparison import session
     from tula_cli.services.waiting import WaitPolicy
 
     _check_page(html)
-    run, spec = open_run(screen, job, named, root, overrides)
-    request = session.GridRequest(
-        rows.split_rows(methods or "") or None, _split_numbers("--batch", batch) or None, seeds, nodes, controls
-    )
+    run, spec = chosen.open(screen)
     if only_show:
         return _show(screen, run, spec, request, node_type=node_type, html=html)
     own_dependencies = make_dependencies(
         make_inspector(screen, run.path.parent, keep=not dry_run),
-        confirm_unedited(screen, run, spec, job or named, overrides, then=make_confirm(screen, spec, yes=yes)),
+        confirm_unedited(screen, run, spec, chosen, then=make_confirm(screen, spec, yes=yes)),
     )
     prepared = follow_work(screen, session.prepare(run, spec, request, own_dependencies, node_type=node_type))
     if dry_run:
@@ -86,22 +59,26 @@ def compare(
     wait_policy = WaitPolicy(wait, cancel_on_interrupt=cancel_on_interrupt)
     comparison = follow_work(
         screen,
-        session.run_comparison(
-            prepared, own_dependencies, wait_policy, file=find_settings_origin(run, job, overrides or ())
-        ),
+        session.run_comparison(prepared, own_dependencies, wait_policy, file=chosen.find_settings_origin(run)),
     )
     _answer_with_table(screen, prepared.part, prepared.plan.comparison, comparison, html=html)
     return comparison.require_none_failed()
 
 
 def _show(
-    screen: Screen, run: "RunDir", spec: "JobSpec", request: "GridRequest", *, node_type: str | None, html: Path | None
+    screen: Screen,
+    run: "RunDir",
+    spec: "JobSpec",
+    request: ComparisonRequest,
+    *,
+    node_type: str | None,
+    html: Path | None,
 ) -> None:
     """Show the current comparison without starting anything."""
     from tula_cli.cluster import launcher
     from tula_cli.services.comparison import session
 
-    if request != session.GridRequest():
+    if request != ComparisonRequest():
         raise SpecError("--show shows the whole comparison", "leave --methods, --batch and the like out, or --show")
     part, comparison = session.load_comparison(run, spec, node_type=node_type)
     say_type(screen, part)
@@ -121,17 +98,6 @@ def _show_dry_run(screen: Screen, prepared: "PreparedComparison", dependencies: 
         "scripts": scripts,
     }
     screen.answer(data, show_compare.render_compare_plan(plan, scripts=scripts))
-
-
-def _split_words(text: str | None) -> tuple[str, ...]:
-    return tuple(word.strip() for word in (text or "").split(",") if word.strip())
-
-
-def _split_numbers(option: str, text: str | None) -> tuple[int, ...]:
-    try:
-        return tuple(int(word) for word in _split_words(text))
-    except ValueError:
-        raise SpecError(f"{option} {text}: must be numbers, with commas between them") from None
 
 
 def _check_page(html: Path | None) -> None:

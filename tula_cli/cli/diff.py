@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from tula_cli.cli.options import RUNS, Root
 from tula_cli.cli.runs import find_run
 from tula_cli.cli.waiting import warn_all
+from tula_cli.options import ROOT, Root
 from tula_cli.show.screen import Screen
 
 
@@ -15,7 +15,7 @@ def diff(
     screen: Screen,
     a: Annotated[Path, typer.Argument(metavar="A", readable=False, help="A run: its folder, or its name.")],
     b: Annotated[Path, typer.Argument(metavar="B", readable=False, help="The run to hold against it.")],
-    root: Root = RUNS,
+    root: Root = ROOT,
 ) -> None:
     """Tell what is different between two runs: job, code, environment, step times beyond noise, trainings.
 

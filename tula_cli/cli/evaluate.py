@@ -1,39 +1,17 @@
 """`tula evaluate`."""
 
-from tula_cli.cli.options import (
-    RUNS,
-    CancelOnInterrupt,
-    DryRun,
-    EvaluateAnew,
-    EvaluateNodes,
-    MaybeRun,
-    MaybeSpec,
-    NodeType,
-    Overrides,
-    Root,
-    Timeout,
-    Training,
-    Wait,
-    Weights,
-    Yes,
-)
-from tula_cli.cli.runs import open_run
+from tula_cli.cli.options import CancelOnInterrupt, DryRun, Yes
+from tula_cli.cli.runs import JobOrRun
 from tula_cli.cli.waiting import answer_detached, follow_work, make_confirm, make_dependencies, make_inspector
+from tula_cli.options import EvaluationRequest, Timeout, Wait
 from tula_cli.show import train as show_train
 from tula_cli.show.screen import Screen
 
 
 def evaluate(
     screen: Screen,
-    job: MaybeSpec = None,
-    named: MaybeRun = None,
-    root: Root = RUNS,
-    overrides: Overrides = None,
-    weights: Weights = None,
-    training: Training = None,
-    nodes: EvaluateNodes = 1,
-    node_type: NodeType = None,
-    fresh: EvaluateAnew = False,
+    chosen: JobOrRun,
+    request: EvaluationRequest,
     yes: Yes = False,
     dry_run: DryRun = False,
     wait: Wait = None,
@@ -47,9 +25,8 @@ def evaluate(
     from tula_cli.services import evaluate as service
     from tula_cli.services.waiting import DetachedJobs, WaitPolicy
 
-    run, spec = open_run(screen, job, named, root, overrides)
-    request = service.EvaluationRequest(weights, training, nodes, fresh)
-    prepared = service.prepare_evaluation(run, spec, request, node_type=node_type)
+    run, spec = chosen.open(screen)
+    prepared = service.prepare_evaluation(run, spec, request)
     own_dependencies = make_dependencies(make_inspector(screen, run.path.parent), make_confirm(screen, spec, yes=yes))
     part, task = prepared.part, prepared.task
     if dry_run:

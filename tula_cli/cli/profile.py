@@ -1,20 +1,9 @@
 """`tula profile`."""
 
-from tula_cli.cli.options import (
-    RUNS,
-    CancelOnInterrupt,
-    DryRun,
-    Fresh,
-    MaybeRun,
-    MaybeSpec,
-    Overrides,
-    Root,
-    Timeout,
-    Wait,
-    Yes,
-)
-from tula_cli.cli.runs import open_run
+from tula_cli.cli.options import CancelOnInterrupt, DryRun, Yes
+from tula_cli.cli.runs import JobOrRun
 from tula_cli.cli.waiting import answer_detached, follow_work, make_confirm, make_dependencies, make_inspector
+from tula_cli.options import Fresh, Timeout, Wait
 from tula_cli.show import profile as show_profile
 from tula_cli.show import tables
 from tula_cli.show.screen import Screen
@@ -22,10 +11,7 @@ from tula_cli.show.screen import Screen
 
 def profile(
     screen: Screen,
-    job: MaybeSpec = None,
-    named: MaybeRun = None,
-    root: Root = RUNS,
-    overrides: Overrides = None,
+    chosen: JobOrRun,
     yes: Yes = False,
     dry_run: DryRun = False,
     fresh: Fresh = False,
@@ -37,12 +23,11 @@ def profile(
 
     The same command again attaches to what is under way, does what is missing, and stops.
     """
-    from tula_cli.run.jobfile import find_settings_origin
     from tula_cli.run.owner import require_own
     from tula_cli.services import profiling_rounds
     from tula_cli.services.waiting import WaitPolicy
 
-    run, spec = open_run(screen, job, named, root, overrides)
+    run, spec = chosen.open(screen)
     if not dry_run:
         require_own(run.path)  # before anything is built for it
     own_dependencies = make_dependencies(
@@ -54,9 +39,7 @@ def profile(
         return screen.answer(tables.list_data_by_type(would), show_profile.render_dry_run(would))
     profiled = follow_work(
         screen,
-        profiling_rounds.run_profile(
-            run, spec, own_dependencies, wait_policy, file=find_settings_origin(run, job, overrides or ())
-        ),
+        profiling_rounds.run_profile(run, spec, own_dependencies, wait_policy, file=chosen.find_settings_origin(run)),
     )
     if isinstance(profiled, profiling_rounds.SubmittedProbes):
         return answer_detached(screen, run, profiled, {"plan": tables.list_data_by_type(profiled.plans)})

@@ -2,34 +2,16 @@
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
 
-from tula_cli.cli.options import (
-    RUNS,
-    Budget,
-    Curve,
-    Deadline,
-    Every,
-    Explain,
-    FromTraining,
-    MaxBatch,
-    MaxNodes,
-    MaybeRun,
-    MaybeSpec,
-    NodeType,
-    Objective,
-    OnlyNodes,
-    Overrides,
-    Pareto,
-    Root,
-    Save,
-    Validate,
-)
-from tula_cli.cli.runs import open_run
+import typer
+
+from tula_cli.cli.runs import JobOrRun
 from tula_cli.cli.waiting import warn_all
 from tula_cli.errors import BadMeasurements, CannotWrite, NotYours
+from tula_cli.options import Every
+from tula_cli.query import Query
 from tula_cli.show import recommend as show_recommend
 from tula_cli.show.screen import Lines, Screen
 
@@ -44,24 +26,22 @@ if TYPE_CHECKING:
 
 def recommend(
     screen: Screen,
-    job: MaybeSpec = None,
-    named: MaybeRun = None,
-    root: Root = RUNS,
-    overrides: Overrides = None,
-    objective: Objective = "knee",
-    curve: Curve = "time",
-    nodes: OnlyNodes = None,
-    max_nodes: MaxNodes = None,
-    max_batch: MaxBatch = None,
-    deadline: Deadline = None,
-    budget: Budget = None,
-    node_type: NodeType = None,
-    from_training: FromTraining = False,
-    pareto: Pareto = False,
+    chosen: JobOrRun,
+    query: Query,
+    pareto: Annotated[
+        bool,
+        typer.Option(
+            "--pareto", help="Show only what nothing else beats in time, cost and energy, where that is known."
+        ),
+    ] = False,
     every: Every = False,
-    validate: Validate = False,
-    explain: Explain = False,
-    save: Save = False,
+    validate: Annotated[
+        bool, typer.Option("--validate", help="Tell too how well each strategy would have foreseen the other probes.")
+    ] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Show how the fit was made too, with the summaries of its regressions.")
+    ] = False,
+    save: Annotated[bool, typer.Option("--save", help="Make this answer the one that tula train takes.")] = False,
 ) -> None:
     """Choose nodes and batch size from what was measured.
 
@@ -70,27 +50,15 @@ def recommend(
     commands.
     """
     from tula_cli.cluster import launcher
-    from tula_cli.query import Query
     from tula_cli.services import recommend as service
     from tula_cli.spec.job import describe_training_method
 
-    run, spec = _find_measured_run(screen, job, named, root, overrides)
-    query = Query(
-        objective=objective,
-        curve=curve,
-        nodes=nodes,
-        max_nodes=max_nodes,
-        max_batch=max_batch,
-        deadline_hours=deadline,
-        budget=budget,
-        node_type=node_type,
-        from_training=from_training,
-    )
+    run, spec = _find_measured_run(screen, chosen)
     make_launcher = functools.partial(launcher.make_launcher, submits=False)
-    answer = service.answer_query(run, spec, query, launcher_for=make_launcher, overrides=overrides or ())
+    answer = service.answer_query(run, spec, query, launcher_for=make_launcher, overrides=chosen.overrides)
     recommendation = answer.recommendation
     saved = (save or _replaces_kept_answer(screen, run, recommendation)) and _save_answer(
-        screen, run, spec, answer, overrides or (), job, is_required=save, every=every
+        screen, run, spec, answer, chosen, is_required=save, every=every
     )
     judged = service.cross_validate(answer) if validate else {}
     rows = {"rows": Lines(answer.rows_as_json(every=every))}
@@ -128,8 +96,7 @@ def _save_answer(
     run: "RunDir",
     spec: "JobSpec",
     answer: "Answer",
-    overrides: Sequence[str],
-    job: Path | None,
+    chosen: JobOrRun,
     *,
     is_required: bool,
     every: bool,
@@ -138,7 +105,7 @@ def _save_answer(
     from tula_cli.services import recommend as services_recommend
 
     try:
-        services_recommend.save_answer(run, spec, answer, overrides=overrides, job=job, every=every)
+        services_recommend.save_answer(run, spec, answer, overrides=chosen.overrides, job=chosen.job, every=every)
     except (CannotWrite, NotYours) as error:
         if is_required:
             raise
@@ -161,15 +128,13 @@ def _replaces_kept_answer(screen: Screen, run: "RunDir", recommendation: "Recomm
     return True
 
 
-def _find_measured_run(
-    screen: Screen, job: Path | None, named: Path | None, root: Path, overrides: Sequence[str] | None
-) -> tuple["RunDir", "JobSpec"]:
+def _find_measured_run(screen: Screen, chosen: JobOrRun) -> tuple["RunDir", "JobSpec"]:
     """Return run and spec of a job that has a run.
 
     Raises:
         BadMeasurements: the run does not exist yet.
     """
-    run, spec = open_run(screen, job, named, root, overrides)
+    run, spec = chosen.open(screen)
     if not run.exists:
-        raise BadMeasurements(f"nothing was measured for {job} yet", f"run tula profile {job} first")
+        raise BadMeasurements(f"nothing was measured for {chosen.job} yet", f"run tula profile {chosen.job} first")
     return run, spec

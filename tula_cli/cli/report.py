@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tula_cli import words
-from tula_cli.cli.options import RUNS, Html, MaybeRun, Root, RunArgument, check_page
-from tula_cli.cli.runs import find_run
+from tula_cli.cli.options import Html, check_page
+from tula_cli.cli.runs import ExistingRun
 from tula_cli.cli.waiting import warn_all
 from tula_cli.errors import SpecError
 from tula_cli.show import report as show_report
@@ -33,9 +33,7 @@ Svg = Annotated[Path | None, typer.Option("--svg", metavar="DIR", readable=False
 
 def report(
     screen: Screen,
-    target: RunArgument = None,
-    named: MaybeRun = None,
-    root: Root = RUNS,
+    chosen: ExistingRun,
     html: Html = None,
     svg: Svg = None,
     csv: Csv = None,
@@ -52,11 +50,11 @@ def report(
     from tula_cli.services.reporting import run_report as service
     from tula_cli.services.reporting.material import gather_material
 
-    if target is not None and named is not None:
-        raise SpecError(f"both {target} and --run {named} given", "name one of them")
+    if chosen.target is not None and chosen.named is not None:
+        raise SpecError(f"both {chosen.target} and --run {chosen.named} given", "name one of them")
     to_stdout = _choose_form_for_stdout(csv, markdown=markdown, latex=latex)
     _check_places(html, svg, csv)
-    run = find_run(screen, target or named, root)
+    run = chosen.find(screen)
     looks = functools.partial(launcher.make_launcher, submits=False)
     material = gather_material(run, run.spec(), looks, now=time.time())
     for part in material.parts:

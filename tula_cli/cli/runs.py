@@ -4,29 +4,108 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from tula_cli import words
 from tula_cli.errors import SpecError
+from tula_cli.options import ROOT, Overrides, Root
 from tula_cli.show import check
 from tula_cli.show.screen import Screen
 
 if TYPE_CHECKING:
     from tula_cli.run.directory import Part, RunDir
     from tula_cli.run.jobfile import ConfigDrift
+    from tula_cli.run.records.results import JobFile
     from tula_cli.services.events import Planned
     from tula_cli.spec.job import JobSpec
 
 
-def find_run(screen: Screen, named: Path | None, root: Path) -> "RunDir":
+MaybeRun = Annotated[
+    Path | None,
+    typer.Option("--run", metavar="DIR", readable=False, help="The run; else $TULA_RUN, else the newest one."),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOrRun:
+    """The job, or the run of one, that a command is about, and the settings that override the job's."""
+
+    job: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[JOB.YAML]", help="The job spec, or a run by its name or folder; else the run as by --run."
+        ),
+    ] = None
+    named: MaybeRun = None
+    root: Root = ROOT
+    overrides: Overrides = ()
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the command line names a job or a run."""
+        return (self.job or self.named) is not None
+
+    def open(self, screen: Screen) -> tuple["RunDir", "JobSpec"]:
+        """Return run and spec: of a job.yaml, whose run may not exist yet, or of an existing run."""
+        from tula_cli.run.code import describe_user_code, list_runs_with_other_code, run_of_job
+        from tula_cli.run.jobfile import find_config_drift, load_with_overrides
+
+        root = Path(self.root)
+        job, named = resolve_job_or_run(self.job, self.named, root)
+        if job is None:
+            run = find_run(screen, named, root)
+            screen.overrides = (*screen.overrides, *self.overrides)
+            spec = load_with_overrides(run, self.overrides)
+            if (drift := find_config_drift(run, spec, self.overrides)) is not None:
+                screen.warn(check.describe_config_drift(drift, screen.command))
+            return run, spec
+        spec = load(job, self.overrides)
+        run = run_of_job(root, spec)
+        screen.overrides = tuple(self.overrides)
+        if not run.exists and (before := list_runs_with_other_code(run, spec)):
+            screen.note(
+                f"{describe_user_code(spec)} has changed since run {before[0].id}: a new run directory, {run.id}"
+            )
+        screen.run_id = run.id
+        return run, spec
+
+    def find_settings_origin(self, run: "RunDir") -> "JobFile | None":
+        """Return where the settings come from, as the run records it."""
+        from tula_cli.run.jobfile import find_settings_origin
+
+        return find_settings_origin(run, self.job, self.overrides)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExistingRun:
+    """The run that a command is about."""
+
+    target: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[RUN]", readable=False, help="The run: its name, folder or job file; else as by --run."
+        ),
+    ] = None
+    named: MaybeRun = None
+    root: Root = ROOT
+
+    def find(self, screen: Screen) -> "RunDir":
+        """Return the run, by default that of $TULA_RUN or the newest."""
+        return find_run(screen, self.target or self.named, self.root)
+
+
+def find_run(screen: Screen, named: Path | None, root: str | Path) -> "RunDir":
     """Return the run given by its name, folder or job file; by default that of $TULA_RUN or the newest.
 
     A note names the run if it was not given on the command line, and the overrides of earlier commands.
     """
     from tula_cli.run.directory import RunDir
 
-    root, why = root.absolute(), ""
+    root, why = Path(root).absolute(), ""
     if named is not None:
         run = _find_named_run(named, root)
     elif os.environ.get("TULA_RUN"):
@@ -80,7 +159,7 @@ def _run_of_job(job: Path, root: Path) -> "RunDir":
     from tula_cli.run.code import run_of_job
     from tula_cli.run.directory import RunDir
 
-    run = run_of_job(root, load(job, None))
+    run = run_of_job(root, load(job))
     if run.exists:
         return run
     for other in RunDir.all(root):
@@ -116,54 +195,30 @@ def resolve_job_or_run(job: Path | None, named: Path | None, root: Path) -> tupl
     return (None, job) if is_like or os.path.isdir(root / job) else (job, None)  # noqa: PTH112
 
 
-def load(path: Path, overrides: Sequence[str] | None) -> "JobSpec":
+def load(path: Path, overrides: Sequence[str] = ()) -> "JobSpec":
     from tula_cli.spec.load import load_spec
 
-    return load_spec(path, overrides=overrides or ())
-
-
-def open_run(
-    screen: Screen, job: Path | None, named: Path | None, root: Path, overrides: Sequence[str] | None
-) -> tuple["RunDir", "JobSpec"]:
-    """Return run and spec: of a job.yaml, whose run may not exist yet, or of an existing run."""
-    from tula_cli.run.code import describe_user_code, list_runs_with_other_code, run_of_job
-    from tula_cli.run.jobfile import find_config_drift, load_with_overrides
-
-    job, named = resolve_job_or_run(job, named, root)
-    if job is None:
-        run = find_run(screen, named, root)
-        screen.overrides = (*screen.overrides, *(overrides or ()))
-        spec = load_with_overrides(run, overrides or ())
-        if (drift := find_config_drift(run, spec, overrides or ())) is not None:
-            screen.warn(check.describe_config_drift(drift, screen.command))
-        return run, spec
-    spec = load(job, overrides)
-    run = run_of_job(root, spec)
-    screen.overrides = tuple(overrides or ())
-    if not run.exists and (before := list_runs_with_other_code(run, spec)):
-        screen.note(f"{describe_user_code(spec)} has changed since run {before[0].id}: a new run directory, {run.id}")
-    screen.run_id = run.id
-    return run, spec
+    return load_spec(path, overrides=overrides)
 
 
 def confirm_unedited(
     screen: Screen,
     run: "RunDir",
     spec: "JobSpec",
-    named: Path | None,
-    overrides: Sequence[str] | None,
+    chosen: JobOrRun,
     *,
     then: "Callable[[Planned], bool]",
 ) -> "Callable[[Planned], bool]":
     """Return a confirmation callback that checks for an edited job.yaml before it calls `then`.
 
-    The callback raises a SpecError if neither the job file nor the run is `named`, and the job file was changed in
+    The callback raises a SpecError if neither the job file nor the run is named on the command line, and the job file was changed in
     settings that affect training or cannot be used.
     """
     from tula_cli.run.jobfile import find_config_drift
 
     def confirm(planned: "Planned") -> bool:
-        if named is None and (drift := find_config_drift(run, spec, overrides or ())) is not None and drift.trains:
+        drift = None if chosen.is_named else find_config_drift(run, spec, chosen.overrides)
+        if drift is not None and drift.trains:
             raise _make_edited_error(screen, run, drift)
         return then(planned)
 

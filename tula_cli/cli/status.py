@@ -1,19 +1,20 @@
 """`tula status`, `tula list`, `tula logs` and `tula cancel`."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tula_cli.cli.options import RUNS, MaybeRun, NodeType, Root, RunArgument
-from tula_cli.cli.runs import find_run, parse_since
+from tula_cli.cli.runs import ExistingRun, parse_since
 from tula_cli.cli.waiting import warn_all
 from tula_cli.errors import SpecError
+from tula_cli.options import ROOT, NodeType, Root
 from tula_cli.show import status as show_status
 from tula_cli.show import tables
 from tula_cli.show.screen import Screen
 
 
-def status(screen: Screen, target: RunArgument = None, named: MaybeRun = None, root: Root = RUNS) -> None:
+def status(screen: Screen, chosen: ExistingRun) -> None:
     """Show a run's jobs, training and recommendation."""
     import time
 
@@ -23,7 +24,7 @@ def status(screen: Screen, target: RunArgument = None, named: MaybeRun = None, r
     from tula_cli.services import status as services_status
     from tula_cli.services.site_charges import find_site_charge
 
-    run = find_run(screen, target or named, root)
+    run = chosen.find(screen)
     spec = run.spec()
     statuses = {
         part.name: services_status.run_status(
@@ -33,29 +34,30 @@ def status(screen: Screen, target: RunArgument = None, named: MaybeRun = None, r
     }
     screen.status = "pending" if any(now.active() for now in statuses.values()) else "done"
     look = run.read(skip_damaged=True)
-    chosen = look.recommendation
+    recommendation = look.recommendation
     charges = {
         name: charge
         for name, now in statuses.items()
         if now.training is not None
         and (charge := find_site_charge(RunDir(now.path), now.training.signature)) is not None
     }
-    data = tables.list_data_by_type(statuses, recommendation=chosen)
+    data = tables.list_data_by_type(statuses, recommendation=recommendation)
     if charges:  # a job without types has one
         attributes = data if isinstance(data, dict) else vars(data)
         data = {**attributes, **({"site_charge": charges[None]} if None in charges else {"site_charges": charges})}
-    screen.answer(data, show_status.render_status_by_type(run.path, statuses, chosen, charges))
+    screen.answer(data, show_status.render_status_by_type(run.path, statuses, recommendation, charges))
     for now in statuses.values():
         warn_all(screen, now.warnings)
     warn_all(screen, look.record_warnings)
 
 
-def list_(screen: Screen, root: Root = RUNS) -> None:
+def list_(screen: Screen, root: Root = ROOT) -> None:
     """List the runs, last changed first."""
     from tula_cli.run import files, owner
     from tula_cli.services import run_list
 
-    if root != RUNS and not root.is_dir():
+    root = Path(root)
+    if root != Path(ROOT) and not root.is_dir():
         raise SpecError(f"--run-dir {root}: there is no such folder", "name the one that holds the runs")
     if left_out := owner.describe_left_out_runs(root.absolute() / name for name in files.list_names(root.absolute())):
         screen.note(left_out)
@@ -68,9 +70,7 @@ def list_(screen: Screen, root: Root = RUNS) -> None:
 
 def logs(
     screen: Screen,
-    target: RunArgument = None,
-    named: MaybeRun = None,
-    root: Root = RUNS,
+    chosen: ExistingRun,
     job: Annotated[str | None, typer.Option(help="Only this job's; tula status names them.")] = None,
     rank: Annotated[
         int | None, typer.Option(min=0, help="Only this rank's lines (default: the log of rank 0).")
@@ -95,7 +95,7 @@ def logs(
     from tula_cli.services import logs as services_logs
     from tula_cli.services import status as services_status
 
-    whole = find_run(screen, target or named, root)
+    whole = chosen.find(screen)
     run = services_logs.find_part_written_last(list_parts_with_data(whole, whole.spec(), node_type), job) or whole
 
     def active() -> bool:
@@ -122,9 +122,7 @@ def logs(
 
 def cancel(
     screen: Screen,
-    target: RunArgument = None,
-    named: MaybeRun = None,
-    root: Root = RUNS,
+    chosen: ExistingRun,
     yes: Annotated[  # noqa: ARG001
         bool, typer.Option("--yes", "-y", help="Accepted as elsewhere; cancel never asks.")
     ] = False,
@@ -134,7 +132,7 @@ def cancel(
     from tula_cli.run.jobfile import list_parts_with_data
     from tula_cli.services import status as services_status
 
-    run = find_run(screen, target or named, root)
+    run = chosen.find(screen)
     parts = list_parts_with_data(run, run.spec())
     for part in parts:
         warn_all(screen, part.run.read().job_warnings)

@@ -2,25 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from tula_cli.cli.options import (
-    RUNS,
-    CancelOnInterrupt,
-    DryRun,
-    MaybeRun,
-    MaybeSpec,
-    NodeType,
-    Overrides,
-    Rehearse,
-    Root,
-    Timeout,
-    TrainBatch,
-    TrainNodes,
-    Wait,
-    WithinBalance,
-    Yes,
-)
-from tula_cli.cli.runs import confirm_unedited, open_run
+from tula_cli.cli.options import CancelOnInterrupt, DryRun, Yes
+from tula_cli.cli.runs import JobOrRun, confirm_unedited
 from tula_cli.cli.waiting import answer_detached, follow_work, make_confirm, make_dependencies, make_inspector
+from tula_cli.options import Timeout, TrainRequest, Wait
 from tula_cli.show import train as show_train
 from tula_cli.show.screen import Screen
 
@@ -32,16 +17,9 @@ if TYPE_CHECKING:
 
 def train(
     screen: Screen,
-    job: MaybeSpec = None,
-    named: MaybeRun = None,
-    root: Root = RUNS,
-    overrides: Overrides = None,
-    nodes: TrainNodes = None,
-    batch: TrainBatch = None,
-    node_type: NodeType = None,
+    chosen: JobOrRun,
+    request: TrainRequest,
     yes: Yes = False,
-    rehearse: Rehearse = True,
-    within_balance: WithinBalance = False,
     dry_run: DryRun = False,
     wait: Wait = None,
     timeout: Timeout = None,
@@ -51,27 +29,21 @@ def train(
 
     The same command again attaches to what is under way, or goes on from the newest checkpoint.
     """
-    from tula_cli.run.jobfile import find_settings_origin
     from tula_cli.services import train as service
     from tula_cli.services.waiting import DetachedJobs, WaitPolicy
 
-    run, spec = open_run(screen, job, named, root, overrides)
+    run, spec = chosen.open(screen)
     own_dependencies = make_dependencies(
         make_inspector(screen, run.path.parent, keep=not dry_run),
-        confirm_unedited(screen, run, spec, job or named, overrides, then=make_confirm(screen, spec, yes=yes)),
+        confirm_unedited(screen, run, spec, chosen, then=make_confirm(screen, spec, yes=yes)),
     )
-    prepared = service.prepare_training(
-        run, spec, own_dependencies.inspect, nodes=nodes, batch=batch, node_type=node_type, rehearse=rehearse, within_balance=within_balance
-    )  # fmt: skip
-    training = follow_work(screen, prepared)
+    training = follow_work(screen, service.prepare_training(run, spec, request, own_dependencies.inspect))
     if dry_run:
         return _show_dry_run(screen, training, own_dependencies)
     wait_policy = WaitPolicy(wait, timeout, cancel_on_interrupt)
     summary = follow_work(
         screen,
-        service.run_training(
-            training, own_dependencies, wait_policy, file=find_settings_origin(run, job, overrides or ())
-        ),
+        service.run_training(training, own_dependencies, wait_policy, file=chosen.find_settings_origin(run)),
     )
     if isinstance(summary, DetachedJobs):
         return answer_detached(screen, training.part.run, summary, {"plan": training.plan})

@@ -4,10 +4,10 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from tula_cli.cluster import inspection, launcher
 from tula_cli.cluster.inspection import CachedInspection
@@ -17,12 +17,28 @@ from tula_cli.errors import (
     OverBudget,
     SpecError,
     require_callable,
-    require_list,
     require_number,
 )
 from tula_cli.models.time.noise import compute_trimmed_mean
+from tula_cli.options import (
+    ROOT,
+    CheckedNodes,
+    ComparisonRequest,
+    EvaluationRequest,
+    Every,
+    ExportRequest,
+    Fresh,
+    NodeType,
+    Overrides,
+    Root,
+    Timeout,
+    Trackers,
+    TrainRequest,
+    Wait,
+    with_arguments,
+)
 from tula_cli.plugins import suggest_nearest
-from tula_cli.query import Curve, Objective, Query
+from tula_cli.query import Query
 from tula_cli.run.code import run_of_job
 from tula_cli.run.directory import RunDir
 from tula_cli.run.frames import make_frame
@@ -44,7 +60,7 @@ from tula_cli.services.comparison import session
 from tula_cli.services.comparison.accuracy import CompareReport
 from tula_cli.services.diff import RunDifference, compare_runs
 from tula_cli.services.estimate import EstimateReport
-from tula_cli.services.evaluate import EvaluationRequest, prepare_evaluation, run_evaluation
+from tula_cli.services.evaluate import prepare_evaluation, run_evaluation
 from tula_cli.services.events import Event, Note, Planned, WarningEvent, Work, follow
 from tula_cli.services.exporting import export as exporting
 from tula_cli.services.exporting.export import ExportResult
@@ -62,7 +78,6 @@ from tula_cli.spec.old_keys import merge_old_keys, replace_old_keys
 
 if TYPE_CHECKING:
     import pandas as pd
-    from typing_extensions import Unpack
 
 
 # --- Runs
@@ -221,7 +236,6 @@ def _make_result_row(node_type: str | None, result: Result) -> dict[str, Any]:
 
 # --- What the functions share
 
-ROOT = "tula-runs"
 Job = str | Path | Mapping[str, Any] | JobSpec
 """A job: the path of a job.yaml, its content as a mapping, or a spec."""
 Target = Job | Run
@@ -229,24 +243,53 @@ Target = Job | Run
 OnEvent = Callable[[Event], object]
 Confirm = Callable[[Planned], bool]
 
+JobArgument = Annotated[Job, "the path of a job.yaml, its content as a mapping, or a spec."]
+RunArgument = Annotated[Target, "a run, the path of its folder, or its job."]
 
-class Settings(TypedDict, total=False):
-    """Arguments of all functions that submit jobs.
 
-    Keys:
-        root: where the runs of jobs are kept; "tula-runs".
-        overrides: settings laid over the job's, as `--set` does: ["search.nodes=[1,2]"].
-        confirm: is given what is planned (with `.node_hours`), and tells whether to submit it; None for yes, within
-            search.max_node_hours.
-        wait: whether to wait for the jobs; None: on this machine, not on SLURM.
-        on_event: is given every event; without it what deserves a warning is a Python warning, and the rest is dropped.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Arguments of all functions that take a job with overrides."""
 
-    root: str | Path
-    overrides: Sequence[str]
-    confirm: Confirm | None
-    wait: bool | None
-    on_event: OnEvent | None
+    root: Root = ROOT
+    overrides: Overrides = ()
+
+    def resolve(self, target: Target) -> "Call":
+        """Return the run that is meant, with its settings.
+
+        Raises:
+            SpecError: the job or an override cannot be used, or a folder is no run.
+        """
+        return Call.from_target(target, root=self.root, overrides=self.overrides)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobArguments(Settings):
+    """Arguments of all functions that submit jobs."""
+
+    on_event: Annotated[
+        OnEvent | None,
+        "is given every event; without it what deserves a warning is a Python warning, and the rest is dropped.",
+    ] = None
+
+    def __post_init__(self) -> None:
+        require_callable(on_event=self.on_event)
+
+    def tell(self, event: Event) -> None:
+        """Give an event to the caller's function, or else make a Python warning of what deserves one."""
+        (self.on_event or warn_of_event)(event)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubmitArguments(JobArguments):
+    """Arguments of all functions that ask before they submit jobs."""
+
+    confirm: Annotated[
+        Confirm | None,
+        "is given what is planned (with `.node_hours`), and returns whether to submit it; None for yes, within"
+        " search.max_node_hours.",
+    ] = None
+    wait: Wait = None
 
 
 @dataclass(frozen=True)
@@ -300,16 +343,7 @@ class Submission:
 
     @classmethod
     def from_arguments(
-        cls,
-        target: Target,
-        *,
-        root: str | Path = ROOT,
-        overrides: Sequence[str] = (),
-        confirm: Confirm | None = None,
-        wait: bool | None = None,
-        timeout: float | None = None,
-        fresh: bool = False,
-        on_event: OnEvent | None = None,
+        cls, target: Target, arguments: SubmitArguments, *, timeout: float | None = None, fresh: bool = False
     ) -> "Submission":
         """Return the call that the arguments of a function make.
 
@@ -317,12 +351,12 @@ class Submission:
             SpecError: the job, an override or an argument cannot be used, or a folder is no run.
         """
         require_number(timeout=timeout)
-        require_callable(confirm=confirm, on_event=on_event)
-        call, tell = Call.from_target(target, root=root, overrides=overrides), on_event or warn_of_event
-        inspect = make_inspector(call.run.path.parent, fresh=fresh, tell=tell)
-        asks = _make_confirm(call.spec, confirm)
+        require_callable(confirm=arguments.confirm)
+        call = arguments.resolve(target)
+        inspect = make_inspector(call.run.path.parent, fresh=fresh, tell=arguments.tell)
+        asks = _make_confirm(call.spec, arguments.confirm)
         dependencies = Dependencies(launcher.make_launcher, inspect, asks)
-        return cls(call, dependencies, WaitPolicy(wait, timeout), tell)
+        return cls(call, dependencies, WaitPolicy(arguments.wait, timeout), arguments.tell)
 
 
 def load_job(job: Job, overrides: Sequence[str] = ()) -> JobSpec:
@@ -399,24 +433,20 @@ def save_or_warn(write: Callable[[], object], *, is_required: bool) -> None:
 # --- Functions that submit nothing
 
 
-def check(
-    job: Job,
-    *,
-    overrides: Sequence[str] = (),
-    node_type: str | None = None,
-    online: bool = True,
-    fresh: bool = False,
-    root: str | Path = ROOT,
-) -> CheckResult:
-    """Check a job, and tell what it would search and cost.
+@dataclass(frozen=True)
+class CheckArguments(Settings):
+    """Arguments of `check`."""
 
-    Args:
-        job: the path of a job.yaml, its content as a mapping, or a spec.
-        overrides: settings laid over the job's, as `--set` does: ["search.nodes=[1,2]"].
-        node_type: this type of node alone.
-        online: also build the model and the dataset, in a process of its own.
-        fresh: build them also where it is known what they are.
-        root: where runs are kept, and beside them what the model and the dataset are.
+    job: JobArgument
+    _: KW_ONLY
+    node_type: NodeType = None
+    online: Annotated[bool, "also build the model and the dataset, in a process of its own."] = True
+    fresh: Fresh = False
+
+
+@with_arguments(CheckArguments)
+def check(arguments: CheckArguments) -> CheckResult:
+    """Check a job, and tell what it would search and cost.
 
     Returns:
         A report for each type of node; `require_sound("my job")` raises where nothing can run.
@@ -429,25 +459,25 @@ def check(
         >>> tula.check("job.yaml").problems
         {}
     """
-    spec, inspect = load_job(job, overrides), make_inspector(root, fresh=fresh)
-    run = run_of_job(Path(root), spec) if online else None
-    return checking.check_all(spec, node_type=node_type, online=online, inspector=inspect, run=run)
+    spec, inspect = load_job(arguments.job, arguments.overrides), make_inspector(arguments.root, fresh=arguments.fresh)
+    run = run_of_job(Path(arguments.root), spec) if arguments.online else None
+    return checking.check_all(spec, node_type=arguments.node_type, online=arguments.online, inspector=inspect, run=run)
 
 
-def estimate(
-    job: Job,
-    *,
-    memory: int | str | None = None,
-    overrides: Sequence[str] = (),
-    node_type: str | None = None,
-    fresh: bool = False,
-    root: str | Path = ROOT,
-) -> dict[str | None, EstimateReport]:
+@dataclass(frozen=True)
+class EstimateArguments(Settings):
+    """Arguments of `estimate`."""
+
+    job: JobArgument
+    _: KW_ONLY
+    memory: Annotated[int | str | None, 'of one GPU, in bytes or like "16GiB"; None for what is known.'] = None
+    node_type: NodeType = None
+    fresh: Fresh = False
+
+
+@with_arguments(EstimateArguments)
+def estimate(arguments: EstimateArguments) -> dict[str | None, EstimateReport]:
     """Estimate the memory of one GPU by batch size; needs no GPU. Where the job has been probed, that corrects it.
-
-    Args:
-        memory: of one GPU, in bytes or like "16GiB"; None for what is known.
-        job, overrides, node_type, fresh, root: as of `check`.
 
     Returns:
         A report for each type of node; None is the type of a job that names none.
@@ -457,46 +487,31 @@ def estimate(
         JobFailed: the user's code fails.
         ValueError: `memory` is no size.
     """
-    call = Call.from_target(job, root=root, overrides=overrides)
-    capacity = None if memory is None else int(parse_size(memory))  # type: ignore[call-overload]
-    inspect = make_inspector(root, fresh=fresh)
-    return estimating.estimate_all(call.run, call.spec, capacity=capacity, node_type=node_type, inspector=inspect)
+    call = arguments.resolve(arguments.job)
+    capacity = None if arguments.memory is None else int(parse_size(arguments.memory))  # type: ignore[call-overload]
+    inspect = make_inspector(arguments.root, fresh=arguments.fresh)
+    return estimating.estimate_all(
+        call.run, call.spec, capacity=capacity, node_type=arguments.node_type, inspector=inspect
+    )
 
 
-def recommend(
-    run: Target,
-    *,
-    objective: Objective = "knee",
-    curve: Curve = "time",
-    nodes: int | None = None,
-    max_nodes: int | None = None,
-    max_batch: int | None = None,
-    deadline_hours: float | None = None,
-    budget: float | None = None,
-    node_type: str | None = None,
-    from_training: bool = False,
-    every: bool = False,
-    save: bool | None = None,
-    overrides: Sequence[str] = (),
-    root: str | Path = ROOT,
-) -> Recommendation:
+@dataclass(frozen=True)
+class RecommendArguments(Settings, Query):
+    """Arguments of `recommend`: the query, and what becomes of the answer."""
+
+    run: RunArgument
+    _: KW_ONLY
+    every: Every = False
+    save: Annotated[
+        bool | None,
+        "whether `train` takes this answer; None: where it is the first, or renews that to the same criteria, and can be"
+        " written.",
+    ] = None
+
+
+@with_arguments(RecommendArguments)
+def recommend(arguments: RecommendArguments) -> Recommendation:
     """Choose nodes and batch size from what was measured.
-
-    Args:
-        run: a run, the path of its folder, or its job.
-        objective: time, cost, knee, accuracy-time (the least time to the same progress), or energy (the least kWh).
-        curve: the curve whose knee is looked for.
-        nodes: this number of nodes only.
-        max_nodes: at most so many.
-        max_batch: global.
-        deadline_hours: train within.
-        budget: spend at most, in the currency of the pricing.
-        node_type: this type of node only.
-        from_training: go by what the steps of the training under way take now; only with `save` does it move.
-        every: list every configuration, here and in results.csv; of more than 40 else those that are worth a look.
-        save: whether `train` takes this answer; None: where it is the first, or renews that to the same criteria, and can be written.
-        overrides: settings laid over the run's, as `--set` does: ["pricing.price=3"]; no later call takes them.
-        root: where the runs of jobs are kept.
 
     Returns:
         The choice, and the configurations that it is listed with: `recommendation.frame()` is a table of them.
@@ -510,28 +525,19 @@ def recommend(
     Example:
         >>> tula.recommend(run, objective="cost", deadline_hours=24).choice.nodes
     """
-    call = Call.from_target(run, root=root, overrides=overrides).measured()
-    query = Query(
-        objective=objective,
-        curve=curve,
-        nodes=nodes,
-        max_nodes=max_nodes,
-        max_batch=max_batch,
-        deadline_hours=deadline_hours,
-        budget=budget,
-        node_type=node_type,
-        from_training=from_training,
-    )
+    call = arguments.resolve(arguments.run).measured()
     make_launcher = partial(launcher.make_launcher, submits=False)
-    answer = recommending.answer_query(call.run, call.spec, query, launcher_for=make_launcher, overrides=overrides)
+    answer = recommending.answer_query(
+        call.run, call.spec, arguments, launcher_for=make_launcher, overrides=arguments.overrides
+    )
     recommendation = answer.recommendation
     renews = recommending.should_replace(recommendation, call.run.recommendation()) and not find_other_owner(
         call.run.path
     )
-    if save if save is not None else renews:
-        write = partial(recommending.save_answer, overrides=overrides, job=call.job, every=every)
-        save_or_warn(partial(write, call.run, call.spec, answer), is_required=bool(save))
-    return answer.with_all_rows() if every else recommendation
+    if renews if arguments.save is None else arguments.save:
+        write = partial(recommending.save_answer, overrides=arguments.overrides, job=call.job, every=arguments.every)
+        save_or_warn(partial(write, call.run, call.spec, answer), is_required=bool(arguments.save))
+    return answer.with_all_rows() if arguments.every else recommendation
 
 
 def status(run: Target, *, root: str | Path = ROOT) -> Status:
@@ -558,22 +564,20 @@ class Finished:
     run: Run
 
 
-def check_nodes(
-    job: Target,
-    *,
-    nodes: int | None = None,
-    node_type: str | None = None,
-    timeout: float | None = None,
-    **settings: "Unpack[Settings]",
-) -> ClusterCheck:
-    """Look at the nodes of the cluster in a job of a minute or so, and wait for it: `tula check --on-cluster`.
+@dataclass(frozen=True)
+class NodeCheckArguments(JobArguments):
+    """Arguments of `check_nodes`; there is nothing to confirm, and it always waits."""
 
-    Args:
-        job: the path of a job.yaml, its content as a mapping, a spec, or a run.
-        nodes: how many; None for the fewest of the search, two or more where possible.
-        node_type: the type of node, where the job names several.
-        timeout: seconds to wait at most.
-        settings: `root`, `overrides` and `on_event` of `Settings`; there is nothing to confirm, and it always waits.
+    job: RunArgument
+    _: KW_ONLY
+    nodes: CheckedNodes = None
+    node_type: NodeType = None
+    timeout: Timeout = None
+
+
+@with_arguments(NodeCheckArguments)
+def check_nodes(arguments: NodeCheckArguments) -> ClusterCheck:
+    """Look at the nodes of the cluster in a job of a minute or so, and wait for it: `tula check --on-cluster`.
 
     Returns:
         What each node told, problems and warnings; `require_sound("my job")` raises where there are problems.
@@ -585,39 +589,42 @@ def check_nodes(
         SchedulerError: it was refused, or will never start.
         KeyboardInterrupt: Ctrl-C; the job goes on, and the same call attaches to it again.
     """
-    for name in ("confirm", "wait"):
-        if name in settings:
-            raise TypeError(f"check_nodes() takes no {name}: it asks nobody, and waits")
-    submission = Submission.from_arguments(job, timeout=timeout, **settings)
-    call = submission.call
+    require_number(timeout=arguments.timeout)
+    call = arguments.resolve(arguments.job)
     work = node_checking.run_node_check(
         call.run,
         call.spec,
-        submission.dependencies.launcher_for,
-        nodes=nodes,
-        node_type=node_type,
-        timeout=timeout,
+        launcher.make_launcher,
+        nodes=arguments.nodes,
+        node_type=arguments.node_type,
+        timeout=arguments.timeout,
         file=call.file,
     )
-    return follow(work, submission.tell)
+    return follow(work, arguments.tell)
 
 
-def profile(
-    job: Target,
-    *,
-    max_node_hours: float | None = None,
-    timeout: float | None = None,
-    fresh: bool = False,
-    **settings: "Unpack[Settings]",
-) -> Run:
+@dataclass(frozen=True)
+class ProfileArguments(SubmitArguments):
+    """Arguments of `profile`."""
+
+    job: RunArgument
+    _: KW_ONLY
+    max_node_hours: Annotated[
+        float | None, "in place of the job's search.max_node_hours: how many node-hours it may use."
+    ] = None
+    timeout: Timeout = None
+    fresh: Fresh = False
+
+    def prepare(self) -> Submission:
+        """Return the submission, with the cap on node-hours."""
+        cap = () if self.max_node_hours is None else (f"search.max_node_hours={self.max_node_hours}",)
+        capped = replace(self, overrides=(*self.overrides, *cap)) if cap else self
+        return Submission.from_arguments(self.job, capped, timeout=self.timeout, fresh=self.fresh)
+
+
+@with_arguments(ProfileArguments)
+def profile(arguments: ProfileArguments) -> Run:
     """Measure short training runs over nodes and batch sizes: only what is missing; jobs under way are attached to.
-
-    Args:
-        job: the path of a job.yaml, its content as a mapping, a spec, or a run.
-        max_node_hours: in place of the job's search.max_node_hours: what it may take at most.
-        timeout: seconds to wait at most.
-        fresh: build the model and the dataset also where it is known what they are.
-        settings: root, overrides, confirm, wait, on_event; see `Settings`.
 
     Returns:
         The run; `run.results()` is a table of its probes.
@@ -635,42 +642,30 @@ def profile(
         >>> run = tula.profile("job.yaml", max_node_hours=2)
         >>> run.results()[["nodes", "batch", "step_time_s"]]
     """
-    submission = Submission.from_arguments(job, timeout=timeout, fresh=fresh, **_with_cap(settings, max_node_hours))
+    submission = arguments.prepare()
     follow(_run_profile_work(submission), submission.tell)
     return Run.of(submission.call.run)
 
 
-def profile_events(
-    job: Target,
-    *,
-    max_node_hours: float | None = None,
-    timeout: float | None = None,
-    fresh: bool = False,
-    **settings: "Unpack[Settings]",
-) -> Iterator[Event | Finished]:
+@with_arguments(ProfileArguments)
+def profile_events(arguments: ProfileArguments) -> Iterator[Event | Finished]:
     """Do the same as `profile`, and yield its events; the last one, Finished, has the run.
 
     The work goes on while one iterates: who stops iterating leaves the jobs that are submitted as they are.
 
-    Args, Raises:
-        as of `profile`; there is no on_event.
+    Raises:
+        TypeError: there is on_event.
+        TulaError: as of `profile`.
 
     Example:
         >>> for event in tula.profile_events("job.yaml"):
         ...     print(event)
     """
-    if "on_event" in settings:
+    if arguments.on_event is not None:
         raise TypeError("profile_events() takes no on_event: it yields the events")
-    submission = Submission.from_arguments(job, timeout=timeout, fresh=fresh, **_with_cap(settings, max_node_hours))
+    submission = arguments.prepare()
     yield from _run_profile_work(submission)
     yield Finished(Run.of(submission.call.run))
-
-
-def _with_cap(settings: Settings, max_node_hours: float | None) -> Settings:
-    if max_node_hours is None:
-        return settings
-    cap = f"search.max_node_hours={max_node_hours}"
-    return {**settings, "overrides": (*settings.get("overrides", ()), cap)}
 
 
 def _run_profile_work(
@@ -682,28 +677,18 @@ def _run_profile_work(
     )
 
 
-def train(
-    run: Target,
-    *,
-    nodes: int | None = None,
-    batch: int | None = None,
-    node_type: str | None = None,
-    rehearse: bool = True,
-    within_balance: bool = False,
-    timeout: float | None = None,
-    **settings: "Unpack[Settings]",
-) -> Summary | None:
-    """Train at the recommended nodes and batch size, or attach to the training, or go on from its newest checkpoint.
+@dataclass(frozen=True)
+class TrainArguments(SubmitArguments, TrainRequest):
+    """Arguments of `train`."""
 
-    Args:
-        run: a run, the path of its folder, or its job.
-        nodes: in place of the recommended ones.
-        batch: global; in place of the recommended one.
-        node_type: in place of the recommended type.
-        rehearse: try a script's resume first, once, where training takes more than an hour.
-        within_balance: refuse where the account's balance does not carry it (OverBudget).
-        timeout: seconds to wait at most.
-        settings: root, overrides, confirm, wait, on_event; see `Settings`.
+    run: RunArgument
+    _: KW_ONLY
+    timeout: Timeout = None
+
+
+@with_arguments(TrainArguments)
+def train(arguments: TrainArguments) -> Summary | None:
+    """Train at the recommended nodes and batch size, or attach to the training, or go on from its newest checkpoint.
 
     Returns:
         Predicted against actual and how good it is; None where nobody waits for it (`tula.status(run)` tells).
@@ -718,12 +703,9 @@ def train(
         SchedulerError: it was refused.
         KeyboardInterrupt: Ctrl-C; the training goes on, and the same call attaches to it again.
     """
-    submission = Submission.from_arguments(run, timeout=timeout, **settings)
+    submission = Submission.from_arguments(arguments.run, arguments, timeout=arguments.timeout)
     call, inspect = submission.call, submission.dependencies.inspect
-    work = training.prepare_training(
-        call.run, call.spec, inspect, nodes=nodes, batch=batch, node_type=node_type, rehearse=rehearse,
-        within_balance=within_balance,
-    )  # fmt: skip
+    work = training.prepare_training(call.run, call.spec, arguments, inspect)
     summary = follow(
         training.run_training(
             follow(work, submission.tell), submission.dependencies, submission.wait_policy, file=call.file
@@ -733,29 +715,18 @@ def train(
     return None if isinstance(summary, DetachedJobs) else summary
 
 
-def compare(
-    run: Target,
-    *,
-    methods: Sequence[str] | None = None,
-    batches: Sequence[int] | None = None,
-    seeds: int | None = None,
-    nodes: int | None = None,
-    controls: bool | None = None,
-    node_type: str | None = None,
-    **settings: "Unpack[Settings]",
-) -> CompareReport:
-    """Train with several methods, batches and seeds, and compare the accuracy; what is trained already stays.
+@dataclass(frozen=True)
+class CompareArguments(SubmitArguments, ComparisonRequest):
+    """Arguments of `compare`."""
 
-    Args:
-        run: a run, the path of its folder, or its job.
-        methods: values of train.method, or lbt-x2, lbt-x4, sqrt, sqrt-beta2, robust, with settings of the row's own behind
-            colons: "ags:delta=0.1", "lbt:optimizer.lr=0.2".
-        batches: global.
-        seeds: how many, from train.seed on.
-        nodes: in place of the recommended ones.
-        controls: whether lbt at twice and four times the learning rate is part of it.
-        node_type: in place of the recommended type.
-        settings: root, overrides, confirm, wait, on_event; see `Settings`.
+    run: RunArgument
+    _: KW_ONLY
+    node_type: NodeType = None
+
+
+@with_arguments(CompareArguments)
+def compare(arguments: CompareArguments) -> CompareReport:
+    """Train with several methods, batches and seeds, and compare the accuracy; what is trained already stays.
 
     Returns:
         The table, whole or partial (trainings that failed are counted in it); `report.frame()` is one of pandas.
@@ -767,12 +738,11 @@ def compare(
         JobFailed: the first trainings have all failed.
         KeyboardInterrupt: Ctrl-C; what is trained stays, and what runs goes on.
     """
-    require_list(methods=methods, batches=batches)
-    submission = Submission.from_arguments(run, **settings)
+    submission = Submission.from_arguments(arguments.run, arguments)
     call = submission.call
-    request = session.GridRequest(tuple(methods or ()) or None, tuple(batches or ()) or None, seeds, nodes, controls)
     ready = follow(
-        session.prepare(call.run, call.spec, request, submission.dependencies, node_type=node_type), submission.tell
+        session.prepare(call.run, call.spec, arguments, submission.dependencies, node_type=arguments.node_type),
+        submission.tell,
     )
     return follow(
         session.run_comparison(ready, submission.dependencies, submission.wait_policy, file=call.file), submission.tell
@@ -808,28 +778,18 @@ def _as_run_directory(named: str | Path | Run, root: Path) -> RunDir:
     return RunDir.open((path if path.exists() or not inside.is_dir() else inside).absolute())
 
 
-def evaluate(
-    run: Target,
-    *,
-    weights: str | Path | None = None,
-    training: str | None = None,
-    nodes: int = 1,
-    node_type: str | None = None,
-    fresh: bool = False,
-    timeout: float | None = None,
-    **settings: "Unpack[Settings]",
-) -> EvaluationRecord | None:
-    """Evaluate the weights of a training on dataset.test; without one on the samples that training is evaluated on.
+@dataclass(frozen=True)
+class EvaluateArguments(SubmitArguments, EvaluationRequest):
+    """Arguments of `evaluate`. Nobody is asked on this machine."""
 
-    Args:
-        run: a run, the path of its folder, or its job.
-        weights: "best", "last" or the path of a file; None: best where there is one, else last.
-        training: its signature, as `tula.train` returns it; None for the one that was started last.
-        nodes: how many share the samples.
-        node_type: look for trainings on this type alone.
-        fresh: evaluate although it is known what they come to.
-        timeout: seconds to wait at most.
-        settings: root, overrides, confirm, wait, on_event; see `Settings`. Nobody is asked on this machine.
+    run: RunArgument
+    _: KW_ONLY
+    timeout: Timeout = None
+
+
+@with_arguments(EvaluateArguments)
+def evaluate(arguments: EvaluateArguments) -> EvaluationRecord | None:
+    """Evaluate the weights of a training on dataset.test; without one on the samples that training is evaluated on.
 
     Returns:
         Loss, top-1 and top-5 (percent), perplexity and train.metrics, those that there are, as `.metrics`; None where nobody
@@ -847,35 +807,30 @@ def evaluate(
     Example:
         >>> tula.evaluate(run, weights="best").metrics["top1"]
     """
-    submission = Submission.from_arguments(run, timeout=timeout, **settings)
-    request = EvaluationRequest(None if weights is None else str(weights), training, nodes, fresh)
-    prepared = prepare_evaluation(submission.call.run, submission.call.spec, request, node_type=node_type)
+    submission = Submission.from_arguments(arguments.run, arguments, timeout=arguments.timeout)
+    prepared = prepare_evaluation(submission.call.run, submission.call.spec, arguments)
     evaluation = follow(run_evaluation(prepared, submission.dependencies, submission.wait_policy), submission.tell)
     return None if isinstance(evaluation, DetachedJobs) else evaluation
 
 
-def export(
-    run: Target,
-    to: str | Sequence[str] = (),
-    *,
-    uri: str | None = None,
-    project: str | None = None,
-    follow: bool = False,
-    every: float | None = None,
-    on_event: OnEvent | None = None,
-    root: str | Path = ROOT,
-) -> tuple[ExportResult, ...]:
-    """Send a run's settings, probes, recommendation and trainings to trackers: `tula export`. What was sent is not sent again.
+@dataclass(frozen=True)
+class ExportArguments(ExportRequest):
+    """Arguments of `export`."""
 
-    Args:
-        run: a run, the path of its folder, or its job.
-        to: "mlflow", "wandb", "tensorboard" or "package.module:callable", one or several; none: those of section export.
-        uri: the place of the one that is named; None: the tracker's own, or the run.
-        project: MLflow's experiment, W&B's project; None: the job's name.
-        follow: go on while jobs run.
-        every: seconds between two looks; None: 30.
-        on_event: is given every event; without it what deserves a warning is a Python warning, and the rest is dropped.
-        root: where the runs of jobs are kept.
+    run: RunArgument
+    to: Trackers = ()
+    _: KW_ONLY
+    on_event: Annotated[OnEvent | None, "as of `profile`."] = None
+    root: Root = ROOT
+
+    def __post_init__(self) -> None:
+        require_number(every=self.every)
+        require_callable(on_event=self.on_event)
+
+
+@with_arguments(ExportArguments)
+def export(arguments: ExportArguments) -> tuple[ExportResult, ...]:
+    """Send a run's settings, probes, recommendation and trainings to trackers: `tula export`. What was sent is not sent again.
 
     Returns:
         What was sent to each, and how much of it is new. The report on the run is sent as Markdown.
@@ -890,35 +845,35 @@ def export(
     Example:
         >>> tula.export(run, "mlflow", uri="http://tracking.example.org:5000")[0].new_points
     """
-    require_number(every=every)
-    require_callable(on_event=on_event)
-    call = Call.from_target(run, root=root).measured()
+    call = Call.from_target(arguments.run, root=arguments.root).measured()
     trackers = exporting.list_requested_trackers(
-        call.spec, [to] if isinstance(to, str) else list(to), uri=uri, project=project
+        call.spec,
+        [arguments.to] if isinstance(arguments.to, str) else list(arguments.to),
+        uri=arguments.uri,
+        project=arguments.project,
     )
     results = events.follow(
-        exporting.export_run(call.run, trackers, follow=follow, every=every), on_event or warn_of_event
+        exporting.export_run(call.run, trackers, follow=arguments.follow, every=arguments.every),
+        arguments.on_event or warn_of_event,
     )
     exporting.require_sent(results)
     return results
 
 
-def rehearse(
-    job: Target,
-    *,
-    fresh: bool = False,
-    node_type: str | None = None,
-    timeout: float | None = None,
-    **settings: "Unpack[Settings]",
-) -> ResumeFinding:
-    """Try how a script goes on from its own checkpoint, in a job of one node, and wait for it: `tula check --rehearse`.
+@dataclass(frozen=True)
+class RehearseArguments(JobArguments):
+    """Arguments of `rehearse`; there is nothing to confirm, and it always waits."""
 
-    Args:
-        job: the path of a job.yaml, its content as a mapping, a spec, or a run.
-        fresh: rehearse although there is a verdict.
-        node_type: the type of node, where the job names several.
-        timeout: seconds to wait at most.
-        settings: `root`, `overrides` and `on_event` of `Settings`; there is nothing to confirm, and it always waits.
+    job: RunArgument
+    _: KW_ONLY
+    fresh: Annotated[bool, "rehearse although there is a verdict."] = False
+    node_type: NodeType = None
+    timeout: Timeout = None
+
+
+@with_arguments(RehearseArguments)
+def rehearse(arguments: RehearseArguments) -> ResumeFinding:
+    """Try how a script goes on from its own checkpoint, in a job of one node, and wait for it: `tula check --rehearse`.
 
     Returns:
         What was found (`.resumes`, `.why`, `.rehearsal`); `require_found("my job")` raises where nothing was, and
@@ -932,15 +887,18 @@ def rehearse(
         SchedulerError: it was refused, or will never start.
         KeyboardInterrupt: Ctrl-C; the job goes on, and the same call attaches to it again.
     """
-    for name in ("confirm", "wait"):
-        if name in settings:
-            raise TypeError(f"rehearse() takes no {name}: it asks nobody, and waits")
-    submission = Submission.from_arguments(job, timeout=timeout, **settings)
-    call, launcher_for = submission.call, submission.dependencies.launcher_for
-    finding = run_resume_test(
-        call.run, call.spec, launcher_for, node_type=node_type, timeout=timeout, fresh=fresh, file=call.file
-    )  # fmt: skip
-    return follow(finding, submission.tell)
+    require_number(timeout=arguments.timeout)
+    call = arguments.resolve(arguments.job)
+    work = run_resume_test(
+        call.run,
+        call.spec,
+        launcher.make_launcher,
+        node_type=arguments.node_type,
+        timeout=arguments.timeout,
+        fresh=arguments.fresh,
+        file=call.file,
+    )
+    return follow(work, arguments.tell)
 
 
 Form = Literal["markdown", "latex", "csv"]

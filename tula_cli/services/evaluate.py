@@ -7,6 +7,7 @@ from tula_cli import words
 from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submission
 from tula_cli.errors import BadMeasurements, JobFailed, SpecError, require_positive
 from tula_cli.host.failures import FAILURE_KINDS, advise
+from tula_cli.options import EvaluationRequest
 from tula_cli.plugins import is_import_string
 from tula_cli.run import imports
 from tula_cli.run.directory import Part, RunDir
@@ -33,16 +34,6 @@ BEST, LAST = "best", "last"
 
 
 @dataclass(frozen=True)
-class EvaluationRequest:
-    """The weights and samples to evaluate."""
-
-    weights: str | None = None  # best, last or the path of a file; None: best where there is one, else last
-    training: str | None = None  # its signature; None for the one that was started last
-    nodes: int = 1
-    fresh: bool = False  # evaluate although it is known what they come to
-
-
-@dataclass(frozen=True)
 class PreparedEvaluation:
     """An evaluation before anything is submitted."""
 
@@ -51,16 +42,13 @@ class PreparedEvaluation:
     found: EvaluationRecord | None  # what is known of it already
 
 
-def prepare_evaluation(
-    run: RunDir, spec: JobSpec, request: EvaluationRequest, *, node_type: str | None = None
-) -> PreparedEvaluation:
+def prepare_evaluation(run: RunDir, spec: JobSpec, request: EvaluationRequest) -> PreparedEvaluation:
     """Decide which weights are evaluated and on which test set; nothing is written.
 
     Args:
         run: the run with the training.
         spec: the job, which provides the test set, metrics and cluster; all other settings are those of the training.
         request: the weights and samples to evaluate.
-        node_type: look for trainings on this node type only.
 
     Raises:
         SpecError: the job has a training script; or there is no such node type, training or file.
@@ -72,7 +60,7 @@ def prepare_evaluation(
             "tula evaluate is for tula's own loop, and this job has section script",
             "how its weights are loaded and evaluated is the script's own matter",
         )
-    part, trained = _find_training(run, spec, request.training, node_type)
+    part, trained = _find_training(run, spec, request)
     files = part.run.training(trained.signature)
     name, path = _find_weights(files, request.weights)
     is_own_checkpoint = name in (BEST, LAST)
@@ -95,9 +83,9 @@ def prepare_evaluation(
     return PreparedEvaluation(part, task, None if request.fresh else files.evaluation(key))
 
 
-def _find_training(run: RunDir, spec: JobSpec, signature: str | None, node_type: str | None) -> tuple[Part, TrainTask]:
+def _find_training(run: RunDir, spec: JobSpec, request: EvaluationRequest) -> tuple[Part, TrainTask]:
     """Return the requested training, as its newest task, and the part of the run that contains it."""
-    parts = list_parts_with_data(run, spec, node_type) if run.exists else []
+    parts = list_parts_with_data(run, spec, request.node_type) if run.exists else []
     trainings: list[tuple[float, int, Part, TrainTask]] = []
     for number, part in enumerate(parts):
         snapshot = part.run.read()
@@ -108,14 +96,16 @@ def _find_training(run: RunDir, spec: JobSpec, signature: str | None, node_type:
         raise BadMeasurements(
             f"nothing was trained for {spec.name} yet ({words.make_relative_path(run.path)})", "run tula train first"
         )
-    if signature is not None and signature not in signatures:
-        raise SpecError(f"--training {signature}: there is no such training", f"there are {', '.join(signatures)}")
-    matching = [entry for entry in trainings if signature in (None, entry[3].signature)]
+    if request.training is not None and request.training not in signatures:
+        raise SpecError(
+            f"--training {request.training}: there is no such training", f"there are {', '.join(signatures)}"
+        )
+    matching = [entry for entry in trainings if request.training in (None, entry[3].signature)]
     *_, part, task = max(matching, key=lambda entry: (entry[0], entry[3].attempt, -entry[1]))
     return part, task
 
 
-def _find_weights(files: TrainingRun, requested: str | None) -> tuple[str, Path]:
+def _find_weights(files: TrainingRun, requested: str | Path | None) -> tuple[str, Path]:
     """Return the name and file of the weights; for best and last, the checkpoint that they currently refer to."""
     if requested not in (None, BEST, LAST):
         assert requested is not None

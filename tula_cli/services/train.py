@@ -24,6 +24,7 @@ from tula_cli.models.ramp.stage_nodes import (
     compute_batch_divisor,
     move_task_to_stage_nodes,
 )
+from tula_cli.options import TrainRequest
 from tula_cli.run.code import choose_code, describe_user_code, take_snapshot
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.imports import Source, with_weights
@@ -303,52 +304,42 @@ class PreparedTraining:
     spec: JobSpec
     part: Part
     plan: TrainPlan
-    rehearse: bool = True  # a script's resume, where that is due
-    within_balance: bool = False  # refused where the account's balance does not suffice
+    request: TrainRequest
 
     @property
     def by_script(self) -> resume_test.TrainingStart:
         """The arguments of a resume test of the training's script."""
         plan = self.plan
         over = describe_cap_exceeded(self.run, self.spec) if self.spec.script is not None else ""
-        return resume_test.TrainingStart(self.part, plan.task, plan.code, plan.prediction, self.rehearse, over)
+        return resume_test.TrainingStart(self.part, plan.task, plan.code, plan.prediction, self.request.rehearse, over)
 
 
 def prepare_training(
     run: RunDir,
     spec: JobSpec,
+    request: TrainRequest,
     inspect: Callable[[JobSpec], Inspection],
-    *,
-    nodes: int | None = None,
-    batch: int | None = None,
-    node_type: str | None = None,
-    rehearse: bool = True,
-    within_balance: bool = False,
 ) -> Work[PreparedTraining]:
     """Plan a training on the chosen part of a job; nothing is written.
 
     Args:
         run: the run.
         spec: the job.
+        request: the training to run.
         inspect: returns the dataset's size if no probe has recorded it.
-        nodes: number of nodes; None for the recommended one.
-        batch: global batch; None for the recommended one.
-        node_type: the node type; None for the recommended one.
-        rehearse: whether to test a script's resume before its first long training.
-        within_balance: whether to refuse a training that the account's balance does not cover.
 
     Raises:
         BadMeasurements, SpecError: as in `choose_part_to_train` and `plan_training`.
     """
     spec = with_site_billing(spec, run.path.parent)
-    part, recommendation = choose_part_to_train(run, spec, node_type)
+    part, recommendation = choose_part_to_train(run, spec, request.node_type)
     if part.type is not None:
         yield Note(f"node type {part.type}")
     plan_found = plan_training(
         part.run,
         part.spec,
-        nodes=nodes,
-        batch=batch,
+        nodes=request.nodes,
+        batch=request.batch,
         recommendation=recommendation,
         other_sizes=read_measurements_of_other_sizes(part, CachedTrainings()),
         inspect=inspect,
@@ -357,7 +348,7 @@ def prepare_training(
     yield from map(WarningEvent, warn_interrupted_training(part.run, plan_found.task))
     if part.spec.cluster.collective == "parameter_server":
         yield WarningEvent(messages.parameter_server_collective())
-    ready = PreparedTraining(run, spec, part, plan_found, rehearse, within_balance)
+    ready = PreparedTraining(run, spec, part, plan_found, request)
     ends = predict_end(part.run, plan_found.task, code=plan_found.code.digest)
     remaining_share = 1.0
     if plan_found.resumes is not None:
@@ -369,7 +360,7 @@ def prepare_training(
         if plan_found.finished
         else check_balance_of_task(plan_found.task, remaining_share=max(0.0, remaining_share))
     )
-    if balance is not None and balance.lacking and not within_balance:
+    if balance is not None and balance.lacking and not request.within_balance:
         yield WarningEvent(balance.lacking)
     plan = dataclasses.replace(plan_found, rehearses=ready.by_script.is_test_due, ends=ends, balance=balance)
     return dataclasses.replace(ready, plan=plan)
@@ -401,7 +392,7 @@ def run_training(
     launcher = dependencies.launcher_for(part.spec)
     going_on = list_unfinished_jobs(part.run, launcher, [plan.task.job])
     if not going_on:
-        if training.within_balance:
+        if training.request.within_balance:
             require_balance(plan.balance)
         planned = TrainPlanned(plan, list_nodes_of_links(plan.task))
         yield planned

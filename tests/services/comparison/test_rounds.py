@@ -13,6 +13,7 @@ from make_results import inspected
 from quiet import poll_quickly, quiet
 
 from tula_cli.errors import JobFailed
+from tula_cli.options import ComparisonRequest
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.results import Comparison
@@ -266,7 +267,7 @@ def test_one_seed_has_two_rounds_and_no_deviation(run: RunDir) -> None:
 def test_by_default_the_jobs_own_row_is_in_full(tmp_path: Path, train: dict[str, Any], expected: str) -> None:
     spec = make.spec(**{**SPEC, "train": {**SPEC["train"], **train}})
     run = RunDir.create(tmp_path / "tula-runs", spec)
-    asked = session.GridRequest(batches=(512,)).grid(run, spec, None)
+    asked = session.complete_grid(ComparisonRequest(batches=(512,)), run, spec, None)
     planned = plan(run, asked, spec)
     full = {cell.method for cell in planned.missing if cell.batch == 512 and not cell.short}
     own = planned.comparison.job_row
@@ -554,7 +555,9 @@ def test_a_script_is_compared_in_rounds_by_its_own_metric(tmp_path: Path) -> Non
         source="test",
     )
     run, launcher = RunDir.create(tmp_path / "tula-runs", spec), TrainsScripts()
-    asked = session.GridRequest(methods=("lbt", "lrs", "sqrt"), batches=(512,), seeds=2).grid(run, spec, None)
+    asked = session.complete_grid(
+        ComparisonRequest(methods=("lbt", "lrs", "sqrt"), batches=(512,), seeds=2), run, spec, None
+    )
     planned = plan(run, asked, spec)
     list(trainings.train_cells_one_by_one(run, planned, launcher, inspect=inspect))
     report = accuracy.build_compare_report(run, planned.comparison, spec)

@@ -7,11 +7,12 @@ import pytest
 from make_results import inspected
 
 from tula_cli.errors import SpecError
+from tula_cli.options import split_methods
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.services import compare, messages
 from tula_cli.services.compare import Grid, make_job_of_cell
-from tula_cli.services.comparison.rows import parse_row, split_rows
+from tula_cli.services.comparison.rows import parse_row
 from tula_cli.spec.job import JobSpec
 
 JOB = make.spec(train={"epochs": 4, "reference_batch": 32, "seed": 5}, ags={"b_small": 8})
@@ -19,10 +20,10 @@ JOB = make.spec(train={"epochs": 4, "reference_batch": 32, "seed": 5}, ags={"b_s
 
 def test_commas_part_rows_where_they_stand_in_no_bracket_and_no_quotes() -> None:
     text = "lbt, ags:refresh={every: 5, }:delta=0.1,lbt:optimizer.betas=[0.9,0.99],a.b:C:train.best_checkpoint={metric: 'x,y'},"
-    assert split_rows(text) == (
+    assert split_methods(text) == (
         "lbt", "ags:refresh={every: 5, }:delta=0.1", "lbt:optimizer.betas=[0.9,0.99]", "a.b:C:train.best_checkpoint={metric: 'x,y'}",
     )  # fmt: skip
-    assert split_rows("") == ()
+    assert split_methods(",") is None
 
 
 @pytest.mark.parametrize(

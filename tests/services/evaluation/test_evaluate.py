@@ -11,12 +11,13 @@ from make_runs import FakeLauncher
 from tula_cli.cluster.decisions import MAX_RESTARTS
 from tula_cli.cluster.slurm import sbatch
 from tula_cli.errors import BadMeasurements, DeviceFault, JobFailed, OverBudget, SpecError
+from tula_cli.options import EvaluationRequest
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.results import EvaluationRecord
 from tula_cli.run.records.tasks import EvaluateTask, Rung, TrainTask
 from tula_cli.run.snapshot import Snapshot
-from tula_cli.services.evaluate import EvaluationRequest, PreparedEvaluation, prepare_evaluation, run_evaluation
+from tula_cli.services.evaluate import PreparedEvaluation, prepare_evaluation, run_evaluation
 from tula_cli.services.events import EvaluationPlanned, Note, follow
 from tula_cli.services.status import get_job_progress
 from tula_cli.services.waiting import Dependencies, DetachedJobs, WaitPolicy

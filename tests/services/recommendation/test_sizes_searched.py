@@ -9,6 +9,7 @@ import pytest
 from make_results import Truth, measured, spec
 
 from tula_cli.errors import BadMeasurements
+from tula_cli.options import TrainRequest
 from tula_cli.query import Query
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.services import train
@@ -102,7 +103,9 @@ def test_the_table_tells_gpus_of_each_line(run: RunDir) -> None:
 def test_training_is_predicted_as_it_was_recommended(run: RunDir) -> None:
     row = next(row for row in ask(run).with_all_rows().rows if (row.type, row.nodes, row.batch) == ("gpus-2", 4, 2048))
     (part,) = run.parts(run.spec(), "gpus-2")
-    preparing = train.prepare_training(run, run.spec(), pytest.fail, nodes=4, batch=2048, node_type="gpus-2")
+    preparing = train.prepare_training(
+        run, run.spec(), TrainRequest(nodes=4, batch=2048, node_type="gpus-2"), pytest.fail
+    )
     told = []
     while True:
         try:

@@ -21,7 +21,7 @@ from tula_cli.spec.methods import METHODS, TrainingMethod, get_training_method
 from tula_cli.spec.scripts.placeholders import find_placeholders
 from tula_cli.spec.scripts.script import Script
 from tula_cli.spec.yaml_text import parse_yaml
-from tula_cli.words import format_count
+from tula_cli.words import format_count, split_outside_brackets
 
 # --- Requirements on a script
 
@@ -99,7 +99,6 @@ FIXED = {
 }
 _SETTING = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*=")
 _IMPORTED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
-_OPENS, _CLOSES = "[{(", "]})"
 
 
 @dataclass(frozen=True)
@@ -149,11 +148,6 @@ def list_known_methods() -> tuple[str, ...]:
     return (*METHODS, *VARIANTS)
 
 
-def split_rows(text: str) -> tuple[str, ...]:
-    """Return the rows of `--methods`, split at commas outside brackets and quotes."""
-    return tuple(row_text.strip() for row_text in _split_outside_brackets(text, ",") if row_text.strip())
-
-
 def parse_row(row: str) -> Variant:
     """Parse the text of a row.
 
@@ -161,7 +155,7 @@ def parse_row(row: str) -> Variant:
         SpecError: the method is unknown; or a setting is malformed, not allowed in a row, without a value, not YAML, or
             given twice.
     """
-    name, *rest = _split_outside_brackets(row, ":")
+    name, *rest = split_outside_brackets(row, ":")
     settings: list[str] = []
     for setting in rest:
         if _SETTING.match(setting.strip()):
@@ -218,21 +212,3 @@ def _parse_setting(row: str, variant: Variant, text: str) -> str:
         raise SpecError(f"methods: {row!r}: section {section} means nothing to method {variant.method}", "leave it out")
     parse_yaml(value, source=f"methods: {row!r}: {path}")  # refused under the row's name, not under that of --set
     return f"{path}={value}"
-
-
-def _split_outside_brackets(text: str, mark: str) -> Iterator[str]:
-    """Yield the parts of a text, split at `mark` outside brackets and quotes."""
-    text_part, depth, quote = "", 0, ""
-    for letter in text:
-        if quote:
-            quote = "" if letter == quote else quote
-        elif letter in "\"'":
-            quote = letter
-        else:
-            depth += (letter in _OPENS) - (letter in _CLOSES)
-        if letter == mark and depth <= 0 and not quote:
-            yield text_part
-            text_part = ""
-        else:
-            text_part += letter
-    yield text_part

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from tula_cli import words
 from tula_cli.cluster.launcher import Launcher
-from tula_cli.errors import BadMeasurements, JobFailed, SpecError
+from tula_cli.errors import BadMeasurements, JobFailed, SpecError, require_list
+from tula_cli.options import ComparisonRequest
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.jobfile import save_job
 from tula_cli.run.records.results import Comparison, JobFile
@@ -22,49 +23,40 @@ from tula_cli.services.waiting import Dependencies, WaitPolicy, require_confirme
 from tula_cli.spec.job import JobSpec
 
 
-@dataclass(frozen=True)
-class GridRequest:
-    """The requested comparison; None takes the value of the last comparison, of the recommendation, or the default."""
+def complete_grid(request: ComparisonRequest, run: RunDir, spec: JobSpec, previous: Comparison | None) -> Grid:
+    """Return the grid of a request, with the values that it leaves open.
 
-    methods: tuple[str, ...] | None = None
-    batches: tuple[int, ...] | None = None  # global
-    seeds: int | None = None
-    nodes: int | None = None
-    controls: bool | None = None
-
-    def grid(self, run: RunDir, spec: JobSpec, previous: Comparison | None) -> Grid:
-        """Return the complete grid.
-
-        Raises:
-            BadMeasurements: no batch is given, known or recommended.
-            SpecError: a method is unknown, or a number is below 1.
-        """
-        nodes = (
-            self.nodes
-            if self.nodes is not None
-            else previous.nodes
-            if previous
-            else compare.choose_default_nodes(run, spec)
-        )
-        batches = self.batches or (previous.batches if previous else compare.list_default_batches(run))
-        by_default = True if self.methods else compare.choose_default_control(spec, batches)
-        controls = self.controls if self.controls is not None else previous.controls if previous else by_default
-        seeds = (
-            self.seeds
-            if self.seeds is not None
-            else previous.seeds
-            if previous
-            else rows.choose_default_seeds(spec.script)
-        )
-        return Grid(
-            methods=self.methods
-            or (previous.methods if previous else compare.list_default_rows(spec, nodes=nodes).methods),
-            batches=batches,
-            seeds=seeds,
-            nodes=nodes,
-            controls=controls if rows.takes_lr(spec.script) else False,
-            halving=True,
-        )
+    Raises:
+        BadMeasurements: no batch is given, known or recommended.
+        SpecError: methods or batches are no list, a method is unknown, or a number is below 1.
+    """
+    require_list(methods=request.methods, batches=request.batches)
+    nodes = (
+        request.nodes
+        if request.nodes is not None
+        else previous.nodes
+        if previous
+        else compare.choose_default_nodes(run, spec)
+    )
+    batches = tuple(request.batches or ()) or (previous.batches if previous else compare.list_default_batches(run))
+    by_default = True if request.methods else compare.choose_default_control(spec, batches)
+    controls = request.controls if request.controls is not None else previous.controls if previous else by_default
+    seeds = (
+        request.seeds
+        if request.seeds is not None
+        else previous.seeds
+        if previous
+        else rows.choose_default_seeds(spec.script)
+    )
+    return Grid(
+        methods=tuple(request.methods or ())
+        or (previous.methods if previous else compare.list_default_rows(spec, nodes=nodes).methods),
+        batches=batches,
+        seeds=seeds,
+        nodes=nodes,
+        controls=controls if rows.takes_lr(spec.script) else False,
+        halving=True,
+    )
 
 
 @dataclass(frozen=True)
@@ -100,7 +92,7 @@ class ComparisonResult:
 
 
 def prepare(
-    run: RunDir, spec: JobSpec, request: GridRequest, dependencies: Dependencies, *, node_type: str | None = None
+    run: RunDir, spec: JobSpec, request: ComparisonRequest, dependencies: Dependencies, *, node_type: str | None = None
 ) -> Work[PreparedComparison]:
     """Plan a comparison; nothing is written.
 
@@ -120,7 +112,7 @@ def prepare(
     if part.type is not None:
         yield Note(f"node type {part.type}")
     previous = part.run.comparison()
-    grid = request.grid(part.run, part.spec, previous)
+    grid = complete_grid(request, part.run, part.spec, previous)
     if request.methods is None and previous is None:
         yield Note(compare.list_default_rows(part.spec, nodes=grid.nodes).words)
     plan = compare.plan_comparison(part.run, part.spec, grid, inspect=dependencies.inspect, now=time.time())

@@ -1,0 +1,120 @@
+"""Options are declared once: the command line and the Python API are made from the same classes."""
+
+import inspect
+from dataclasses import dataclass
+from typing import Annotated
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import tula_cli as tula
+from tula_cli.cli import app
+from tula_cli.cli.options import register
+from tula_cli.options import (
+    ComparisonRequest,
+    EvaluationRequest,
+    ExportRequest,
+    Option,
+    TrainRequest,
+    list_fields,
+    with_arguments,
+)
+from tula_cli.query import Query
+from tula_cli.show.screen import Screen
+
+COMMANDS = typer.main.get_command(app.app).commands  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithNewOption(Query):
+    """The query, and an option that this test adds."""
+
+    min_nodes: Annotated[int | None, Option("At least so many nodes.", metavar="N", minimum=1)] = None
+
+
+@with_arguments(WithNewOption)
+def ask(query: WithNewOption) -> WithNewOption:
+    """Return the query."""
+    return query
+
+
+class CommandLine:
+    """A command that takes a query and keeps it."""
+
+    def __init__(self) -> None:
+        self.asked: list[WithNewOption] = []
+        self.app = typer.Typer()
+        register(self.app, self.ask(), example="tula ask")
+
+    def ask(self):  # type: ignore[no-untyped-def]
+        def ask(screen: Screen, query: WithNewOption) -> None:
+            self.asked.append(query)
+            screen.answer({}, [])
+
+        return ask
+
+    def run(self, *arguments: str) -> str:
+        return CliRunner().invoke(self.app, arguments).output
+
+
+def test_a_field_is_an_option_of_the_command_line_and_an_argument_of_python() -> None:
+    command_line = CommandLine()
+    command_line.run("--min-nodes", "2", "--deadline", "3.5", "--type", "fast", "--from-training", "--json")
+    python = ask(min_nodes=2, deadline_hours=3.5, node_type="fast", from_training=True)
+    assert command_line.asked == [python] and python.min_nodes == 2
+
+
+def test_its_help_text_and_its_bound_are_in_both() -> None:
+    command_line = CommandLine()
+    assert "At least so many nodes." in command_line.run("--help")
+    assert "min_nodes (N): At least so many nodes." in (ask.__doc__ or "")
+    assert inspect.signature(ask).parameters["min_nodes"].default is None
+    assert "greater than or equal to 1" in command_line.run("--min-nodes", "0") and not command_line.asked
+
+
+def test_options_that_are_not_given_take_the_defaults_of_the_class() -> None:
+    command_line = CommandLine()
+    command_line.run("--json")
+    assert command_line.asked == [WithNewOption()]
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        WithNewOption(),
+        WithNewOption(curve="cost", nodes=4, max_batch=1024),
+        WithNewOption(max_nodes=8, deadline_hours=24.0, budget=1.5, node_type="gpus-4", from_training=True),
+    ],
+)
+def test_the_options_of_a_query_are_what_asks_it_again(query: WithNewOption) -> None:
+    command_line = CommandLine()
+    command_line.run(*" ".join(query.options).split(), "--json")
+    assert command_line.asked == [query]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("recommend", Query),
+        ("train", TrainRequest),
+        ("evaluate", EvaluationRequest),
+        ("compare", ComparisonRequest),
+        ("export", ExportRequest),
+    ],
+)
+def test_a_command_and_its_function_take_every_field(name: str, options: type) -> None:
+    fields = list_fields(options)
+    parameters = inspect.signature(getattr(tula, name)).parameters
+    assert {field.name for field, _ in fields} <= set(parameters)
+    assert all(parameters[field.name].default == field.default for field, _ in fields)
+    flags = {flag for parameter in COMMANDS[name].params for flag in (*parameter.opts, *parameter.secondary_opts)}
+    for field, option in fields:
+        assert option is not None and set(option.make_flag(field.name).split("/")) <= flags
+
+
+@pytest.mark.parametrize("name", [name for name in tula.__all__ if name not in ("Run", "TulaError", "__version__")])
+def test_every_argument_of_a_function_is_described(name: str) -> None:
+    function = getattr(tula, name)
+    for parameter in inspect.signature(function).parameters:
+        assert f"{parameter}: " in function.__doc__ or f"{parameter} (" in function.__doc__

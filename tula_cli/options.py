@@ -1,0 +1,224 @@
+"""The options that the command line and the Python API share, each declared once.
+
+The options of a command are the fields of a frozen dataclass, for example `Query` of `tula recommend`. A field's annotation
+has an `Option`, with its help text. A command that takes such a class gets an option for every field
+(`cli/options.py`), and a Python function gets a keyword argument for every field (`with_arguments`).
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ParamSpec, TypeVar, get_args
+
+from tula_cli.errors import SpecError
+from tula_cli.words import split_outside_brackets
+
+P = ParamSpec("P")
+A = TypeVar("A")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Option:
+    """The help text of an option, and how it is written on the command line."""
+
+    help: str
+    flag: str = ""  # empty: made from the name of the field
+    short: str = ""  # a second flag, of one letter
+    metavar: str | None = None
+    minimum: float | None = None
+    type: Any = None  # on the command line, if it differs from the type in Python
+    parse: Callable[[str], object] | None = None  # makes the field's value from the text on the command line
+
+    def make_flag(self, name: str) -> str:
+        """Return the option of the command line for the field `name`."""
+        return self.flag or f"--{name.replace('_', '-')}"
+
+
+def find_option(parameter: inspect.Parameter) -> Option | None:
+    """Return the Option in a parameter's annotation, or None."""
+    return next((extra for extra in get_args(parameter.annotation) if isinstance(extra, Option)), None)
+
+
+def list_fields(options: Callable[..., object]) -> list[tuple[inspect.Parameter, Option | None]]:
+    """Return the fields of a class of options as parameters, each with its Option; None if it is an argument of Python only."""
+    return [(field, find_option(field)) for field in inspect.signature(options).parameters.values()]
+
+
+def with_arguments(arguments: Callable[P, A]) -> Callable[[Callable[[A], R]], Callable[P, R]]:
+    """Let a function of one object take the fields of that object as its arguments.
+
+    A function `train` decorated by `@with_arguments(TrainArguments)` is called as `train(run, nodes=4)`, and is given
+    `TrainArguments(run, nodes=4)`. Type checkers, `inspect.signature` and `help` show the fields, the last with their help
+    texts.
+
+    Args:
+        arguments: a dataclass. A field's annotation has an Option or a text that describes it.
+    """
+
+    def decorate(function: Callable[[A], R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            return function(arguments(*args, **kwargs))
+
+        returned = inspect.signature(function).return_annotation
+        call.__signature__ = inspect.signature(arguments).replace(return_annotation=returned)  # type: ignore[attr-defined]
+        call.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", "Args:", *_describe_fields(arguments)])
+        return call
+
+    return decorate
+
+
+def _describe_fields(options: Callable[..., object]) -> list[str]:
+    """Return a line for each field, as in the section Args of a docstring."""
+    lines = []
+    for parameter, option in list_fields(options):
+        unit = f" ({option.metavar})" if option and option.metavar else ""
+        described = option.help if option else get_args(parameter.annotation)[1]
+        lines.append(f"    {parameter.name}{unit}: {described}")
+    return lines
+
+
+# --- options of several commands
+
+ROOT = "tula-runs"
+Root = Annotated[str | Path, Option("Where runs are kept.", "--run-dir", metavar="ROOT", type=Path)]
+Overrides = Annotated[
+    Sequence[str],
+    Option("Override a key of the spec; may be repeated.", "--set", metavar="A.B=C", type=list[str] | None),
+]
+NodeType = Annotated[
+    str | None,
+    Option("Only this type of node, of those in node_types; gpus-4 of search.gpus_per_node.", "--type", metavar="NAME"),
+]
+Fresh = Annotated[bool, Option("Build the model and the dataset anew, although nothing has changed.")]
+Wait = Annotated[
+    bool | None, Option("Wait for the jobs (default: yes on this machine, no on SLURM).", "--wait/--no-wait")
+]
+Timeout = Annotated[
+    float | None,
+    Option("Wait no longer; exit code 75 when jobs still run.", metavar="SECONDS", minimum=0),
+]
+Every = Annotated[
+    bool, Option("Show every configuration, however many there are, and write all into results.csv.", "--all")
+]
+CheckedNodes = Annotated[int | None, Option("With --on-cluster: how many nodes (default: 2).", "--nodes", minimum=1)]
+Trackers = Annotated[
+    str | Sequence[str],
+    Option(
+        "mlflow, wandb, tensorboard, or package.module:callable; else those of section export. May be repeated.",
+        "--to",
+        metavar="TRACKER",
+        type=list[str] | None,
+    ),
+]
+
+
+# --- the options of each command
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRequest:
+    """The training to run: `tula train` and `tula.train`."""
+
+    nodes: Annotated[int | None, Option("Nodes; else the recommended ones.", minimum=1)] = None
+    batch: Annotated[int | None, Option("Global batch; else the recommended one.", minimum=1)] = None
+    node_type: NodeType = None
+    rehearse: Annotated[
+        bool,
+        Option(
+            "Try a script's resume first, once, where training takes more than an hour (default: yes).",
+            "--rehearse/--no-rehearse",
+        ),
+    ] = True
+    within_balance: Annotated[
+        bool,
+        Option("Refuse where the account's balance (GrpTRESMins) does not carry it; needs pricing.kind billing."),
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationRequest:
+    """The weights to evaluate: `tula evaluate` and `tula.evaluate`."""
+
+    weights: Annotated[
+        str | Path | None,
+        Option(
+            "Which weights (default: best where there is one, else last).", metavar="best|last|FILE", type=str | None
+        ),
+    ] = None
+    training: Annotated[
+        str | None, Option("Of which training; else of the one that was started last.", metavar="SIGNATURE")
+    ] = None
+    nodes: Annotated[int, Option("How many nodes share the samples.", minimum=1)] = 1
+    node_type: NodeType = None
+    fresh: Annotated[bool, Option("Evaluate although it is known what they come to.")] = False
+
+
+def split_methods(text: str) -> tuple[str, ...] | None:
+    """Return the rows of `--methods`, split at commas outside brackets and quotes; None if there is none."""
+    return tuple(row.strip() for row in split_outside_brackets(text, ",") if row.strip()) or None
+
+
+def _split_batches(text: str) -> tuple[int, ...] | None:
+    try:
+        return tuple(int(word) for word in text.split(",") if word.strip()) or None
+    except ValueError:
+        raise SpecError(f"--batch {text}: must be numbers, with commas between them") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonRequest:
+    """The rows of a comparison: `tula compare` and `tula.compare`.
+
+    None takes the value of the last comparison, of the recommendation, or the default.
+    """
+
+    methods: Annotated[
+        Sequence[str] | None,
+        Option(
+            "Values of train.method, or lbt-x2, lbt-x4, sqrt, sqrt-beta2, robust, with settings behind colons"
+            " (ags:delta=0.1,lbt:optimizer.lr=0.2); without it rows that fit the job's optimizer, with"
+            " its own method and one control.",
+            metavar="A,B",
+            type=str | None,
+            parse=split_methods,
+        ),
+    ] = None
+    batches: Annotated[
+        Sequence[int] | None,
+        Option(
+            "Global batches; else the recommended one.",
+            "--batch",
+            metavar="N,M",
+            type=str | None,
+            parse=_split_batches,
+        ),
+    ] = None
+    seeds: Annotated[
+        int | None, Option("How many seeds, from train.seed on (default: 3; 1 where a script takes none).", minimum=1)
+    ] = None
+    nodes: Annotated[
+        int | None, Option("Nodes; else the recommended ones, else the fewest of search.nodes.", minimum=1)
+    ] = None
+    controls: Annotated[
+        bool | None,
+        Option("lbt at twice and four times the learning rate (default: yes).", "--controls/--no-controls"),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportRequest:
+    """How to send a run to trackers: `tula export` and `tula.export`."""
+
+    uri: Annotated[
+        str | None,
+        Option("A tracking URI, an address, or a folder; else the tracker's own, or the run.", metavar="PLACE"),
+    ] = None
+    project: Annotated[
+        str | None, Option("MLflow's experiment, W&B's project; else the job's name.", metavar="NAME")
+    ] = None
+    follow: Annotated[bool, Option("Go on while jobs run.", short="-f")] = False
+    every: Annotated[float | None, Option("Between two looks (default: 30).", metavar="SECONDS", minimum=1)] = None

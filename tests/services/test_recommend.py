@@ -27,10 +27,11 @@ from tula_cli.run.records.tasks import ProbeTask
 from tula_cli.services.api import Run
 from tula_cli.services.recommend import count_pending_probes, recommend, should_replace, store_answer
 from tula_cli.services.recommendation import doubts as services_recommendation_doubts
-from tula_cli.services.recommendation.measured import count_trained_epochs, describe_epochs
+from tula_cli.services.recommendation.measured import describe_epochs
 from tula_cli.show import recommend as show_recommend
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import load_spec, validate
+from tula_cli.spec.workload import get_workload
 from tula_cli.words import format_duration
 
 SWEEP = {2: (16, 32, 64, 128, 256), 4: (8,), 8: (4,), 16: (2, 256)}
@@ -606,7 +607,7 @@ def test_the_length_of_a_script_is_told_as_its_section_has_it(
     choice = ask(noisy, "accuracy-time").choice
     assert choice.same_progress is not None
     row = choice.model_copy(update={"same_progress": choice.same_progress.model_copy(update={"epochs": 12.4})})
-    assert count_trained_epochs(measurements.part.spec, 1000) == epochs
+    assert get_workload(measurements.part.spec).count_epochs(1000) == epochs
     assert describe_epochs(row, measurements, "time") == f"every time is for {asked}, whatever the batch"
     told = describe_epochs(row, measurements, "accuracy-time")
     assert f"the progress of {asked} at batch 256; tula train runs {asked}" in told and advice in told

@@ -51,7 +51,7 @@ class JobOrRun:
 
     def open(self, screen: Screen) -> tuple["RunDir", "JobSpec"]:
         """Return run and spec: of a job.yaml, whose run may not exist yet, or of an existing run."""
-        from tula_cli.run.code import describe_user_code, list_runs_with_other_code, run_of_job
+        from tula_cli.run.code import get_user_code, list_runs_with_other_code, run_of_job
         from tula_cli.run.jobfile import find_config_drift, load_with_overrides
 
         root = Path(self.root)
@@ -68,7 +68,7 @@ class JobOrRun:
         screen.overrides = tuple(self.overrides)
         if not run.exists and (before := list_runs_with_other_code(run, spec)):
             screen.note(
-                f"{describe_user_code(spec)} has changed since run {before[0].id}: a new run directory, {run.id}"
+                f"{get_user_code(spec, Path.cwd())!s} has changed since run {before[0].id}: a new run directory, {run.id}"
             )
         screen.run_id = run.id
         return run, spec

@@ -6,6 +6,7 @@ from typing import Any
 from tula_cli.run.records.base import MicroBatches, Splits
 from tula_cli.run.records.failures import Fallback
 from tula_cli.spec.job import JobSpec
+from tula_cli.spec.workload import get_workload
 
 Number = Any
 """A number, or an array of them."""
@@ -25,9 +26,7 @@ def cannot_accumulate(spec: JobSpec) -> str:
     """Return why a job's micro-batches must not be split after an out-of-memory error; empty if they may."""
     if spec.train.oom_policy == "shrink":
         return "train.oom_policy is shrink"
-    if spec.script is not None and not spec.script.accumulates:
-        return "the command has no {micro_batch} with {accumulate} or {accumulate_total}"
-    return ""
+    return get_workload(spec).describe_accumulation_conflict()
 
 
 def list_splits(

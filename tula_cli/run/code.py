@@ -11,7 +11,8 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tula_cli.diagnostics import Diagnostic
@@ -39,7 +40,75 @@ from tula_cli.run.script_files import (
     split_command,
 )
 from tula_cli.spec.job import JobSpec
+from tula_cli.spec.scripts.script import Script
 from tula_cli.spec.signature import compute_measurement_signature
+
+
+@dataclass(frozen=True)
+class ImportedCode:
+    """The user's code that the import strings of a job lead to, and its initial weights."""
+
+    spec: JobSpec
+    workdir: Path
+
+    def compute_digest(self) -> str:
+        digest = compute_digest_of_files(list_files_of_imports(self.spec, self.workdir), self.workdir)
+        return with_weights(digest, compute_weights_digest(self.spec))
+
+    def select(self) -> Selection:
+        return select_imported_files(self.spec, self.workdir)
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether jobs run a snapshot of it."""
+        return bool(self.modules)
+
+    @property
+    def modules(self) -> Sequence[str]:
+        """Names of modules, or import strings, with which it begins."""
+        return import_strings(self.spec)
+
+    @property
+    def warnings(self) -> tuple[Diagnostic, ...]:
+        return ()
+
+    def __str__(self) -> str:
+        return f"the code behind {', '.join(self.modules)}"
+
+
+@dataclass(frozen=True)
+class ScriptCode:
+    """The code and settings of a script, with the same members as `ImportedCode`."""
+
+    script: Script
+    workdir: Path
+
+    def compute_digest(self) -> str:
+        selection = self.select()
+        return compute_digest_of_files(selection.modules, selection.base, start=selection.start)
+
+    def select(self) -> Selection:
+        return select_script_files(self.script, self.workdir)
+
+    @property
+    def is_copied(self) -> bool:
+        return self.script.code != "none"
+
+    @property
+    def modules(self) -> Sequence[str]:
+        return list_module_names(split_command(self.script.command))
+
+    @property
+    def warnings(self) -> tuple[Diagnostic, ...]:
+        return list_script_warnings(self.script, self.workdir)
+
+    def __str__(self) -> str:
+        return f"the code of {describe_command(self.script.command)}"
+
+
+def get_user_code(spec: JobSpec, workdir: Path) -> ImportedCode | ScriptCode:
+    """Return the user's code of a job that is submitted from a folder."""
+    return ImportedCode(spec, workdir) if spec.script is None else ScriptCode(spec.script, workdir)
 
 
 def compute_code_digest(spec: JobSpec, workdir: Path) -> str:
@@ -48,12 +117,7 @@ def compute_code_digest(spec: JobSpec, workdir: Path) -> str:
     Raises:
         SpecError: a file cannot be read.
     """
-    if spec.script is not None:
-        script_files = select_script_files(spec.script, workdir)
-        return compute_digest_of_files(script_files.modules, script_files.base, start=script_files.start)
-    return with_weights(
-        compute_digest_of_files(list_files_of_imports(spec, workdir), workdir), compute_weights_digest(spec)
-    )
+    return get_user_code(spec, workdir).compute_digest()
 
 
 def run_of_job(root: Path, spec: JobSpec) -> RunDir:
@@ -70,15 +134,6 @@ def run_of_job(root: Path, spec: JobSpec) -> RunDir:
     run = RunDir.of(root.absolute(), spec, code=compute_code_digest(spec, Path.cwd()))
     run_format.require_known_format(run.path)
     return run
-
-
-def select_code(spec: JobSpec, workdir: Path) -> Selection:
-    """Return the files that a snapshot of the spec's code holds.
-
-    Raises:
-        SpecError: a script's command names a file that does not exist.
-    """
-    return select_imported_files(spec, workdir) if spec.script is None else select_script_files(spec.script, workdir)
 
 
 # --- the snapshot
@@ -100,40 +155,29 @@ def choose_code(run: RunDir | None, spec: JobSpec, workdir: Path, *, keep: bool)
 
 
 def _choose_snapshot(run: RunDir | None, spec: JobSpec, workdir: Path, *, keep: bool) -> Source:
-    run_snapshot = find_measured_snapshot(run) if run is not None else None
-    if spec.script is not None and spec.script.code == "none":
-        return Source(workdir, "", warnings=list_script_warnings(spec.script, workdir))
+    run_snapshot, code = find_measured_snapshot(run) if run is not None else None, get_user_code(spec, workdir)
+    if spec.script is not None and not code.is_copied:
+        return Source(workdir, "", warnings=code.warnings)
     try:
-        selection = select_code(spec, workdir)
+        selection = code.select()
     except NoCommandFile:
         if run_snapshot is None:
             raise
         selection = Selection(workdir, (), (), (), ())
         is_gone = True
     else:
-        is_gone = not selection.modules and not _is_installed(spec)
+        is_gone = not selection.modules and not _is_installed(code.modules)
     present = compute_digest_of_files(selection.modules, selection.base, start=selection.start)
     if run_snapshot is not None and run_snapshot.digest != present:
         assert run is not None
         if keep or is_gone:
             warning = messages.earlier_code_used(
-                code=describe_user_code(spec), run=run.id, missing_from=str(workdir) if is_gone else None
+                code=str(code), run=run.id, missing_from=str(workdir) if is_gone else None
             )
             return Source(Path(run_snapshot.workdir), run_snapshot.digest, kept=run_snapshot.name, warnings=(warning,))
-        warning = messages.code_changed_since_measurement(code=describe_user_code(spec), run=run.id)
-        return Source(workdir, present, warnings=(warning, *_list_code_warnings(spec, selection, workdir)))
-    return Source(workdir, present, warnings=_list_code_warnings(spec, selection, workdir))
-
-
-def _list_code_warnings(spec: JobSpec, selection: Selection, workdir: Path) -> tuple[Diagnostic, ...]:
-    return (*(list_script_warnings(spec.script, workdir) if spec.script else ()), *list_selection_warnings(selection))
-
-
-def describe_user_code(spec: JobSpec) -> str:
-    """Describe the user's code in words."""
-    if spec.script is not None:
-        return f"the code of {describe_command(spec.script.command)}"
-    return f"the code behind {', '.join(import_strings(spec))}"
+        warning = messages.code_changed_since_measurement(code=str(code), run=run.id)
+        return Source(workdir, present, warnings=(warning, *code.warnings, *list_selection_warnings(selection)))
+    return Source(workdir, present, warnings=(*code.warnings, *list_selection_warnings(selection)))
 
 
 def find_measured_snapshot(run: RunDir) -> CodeSnapshot | None:
@@ -148,7 +192,7 @@ def list_runs_with_other_code(run: RunDir, spec: JobSpec) -> list[RunDir]:
 
     Empty if the job names no code.
     """
-    if not import_strings(spec) and (spec.script is None or spec.script.code == "none"):
+    if not get_user_code(spec, Path.cwd()).is_copied:
         return []
     runs_of_name = [other_run for other_run in RunDir.all(run.path.parent) if other_run.id.startswith(f"{spec.name}-")]
     return [
@@ -166,9 +210,8 @@ def _read_signature(run: RunDir) -> str:
         return ""
 
 
-def _is_installed(spec: JobSpec) -> bool:
-    """Return whether one of the spec's modules can be found elsewhere; its top-level package is not imported."""
-    modules = import_strings(spec) if spec.script is None else list_module_names(split_command(spec.script.command))
+def _is_installed(modules: Iterable[str]) -> bool:
+    """Return whether one of the modules can be found elsewhere; its top-level package is not imported."""
     tops = {name.partition(":")[0].partition(".")[0] for name in modules}
     for top in tops:
         try:
@@ -187,11 +230,12 @@ def take_snapshot(run: RunDir, spec: JobSpec, source: Source) -> str:
     """
     if source.kept or not source.digest:
         return source.kept
-    selection = select_code(spec, source.workdir)
+    code = get_user_code(spec, source.workdir)
+    selection = code.select()
     draft = run.code_dir(f".draft.{socket.gethostname()}.{os.getpid()}")
     shutil.rmtree(draft, ignore_errors=True)
     try:
-        return _copy_snapshot(run, selection, draft, source, message=describe_user_code(spec))
+        return _copy_snapshot(run, selection, draft, source, message=str(code))
     except OSError as error:
         raise TulaError(
             f"cannot copy the code to {draft.parent}: {error.strerror or error}",

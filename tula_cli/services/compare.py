@@ -34,7 +34,6 @@ from tula_cli.services.comparison.rows import (
     parse_row,
     require_comparable_script,
     scale_lr_of_script,
-    takes_lr,
     warn_missing_controls,
 )
 from tula_cli.services.train import TrainPlan
@@ -42,6 +41,7 @@ from tula_cli.spec.job import JobSpec, describe_misfit, get_warmup_epochs
 from tula_cli.spec.load import validate
 from tula_cli.spec.methods import METHODS
 from tula_cli.spec.signature import compute_train_signature
+from tula_cli.spec.workload import get_workload
 
 ROWS_OF_SGD, ROWS_OF_ADAM, ROWS_OF_OTHERS = ("lbt", "ags", "ramp"), ("lbt", "sqrt", "ramp"), ("lbt", "ramp")
 """Rows that are compared with the job's method by default, by its optimizer (`presets.DIVIDING`)."""
@@ -280,7 +280,7 @@ def _warn_ineffective_methods(spec: JobSpec, grid: Grid) -> Iterator[Diagnostic]
     """Yield warnings about rows that this job cannot assess, such as batches not above the reference batch."""
     methods = [parse_row(method).training_method for method in grid.methods if method not in VARIANTS]
     reference = spec.train.reference_batch
-    key = "train.reference_batch" if spec.script is None else "script.reference.batch"
+    key = get_workload(spec).reference_key
     for batch in grid.batches:
         if batch <= reference:
             yield messages.batch_not_above_reference(batch=batch, reference=reference, key=key)
@@ -376,7 +376,7 @@ def _list_rows_of_grid(spec: JobSpec, grid: Grid) -> list[tuple[str, int]]:
     For a script, controls are left out if their learning rate equals that of another row without gradient scaling.
     """
     rows = grid.rows(spec.train.reference_batch)
-    if spec.script is None or not takes_lr(spec.script):
+    if spec.script is None or "lr" not in get_workload(spec).settings:
         return rows
 
     def lr(method: str, batch: int) -> tuple[int, str]:
@@ -482,7 +482,7 @@ def _describe_why_no_default(spec: JobSpec, method: str) -> str:
         cell_job = make_job_of_cell(spec, method, spec.train.seed)
     except SpecError as error:
         return "; ".join(problem.message for problem in error.problems) or error.message
-    warmup = 0.0 if spec.script is not None else get_warmup_epochs(cell_job)
+    warmup = get_workload(cell_job).warmup_epochs
     never = f"never leaves its {warmup:g} epochs of warm-up: train.epochs is {spec.train.epochs}"
     return describe_misfit(cell_job) or (never if warmup >= spec.train.epochs else "")
 

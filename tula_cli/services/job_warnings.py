@@ -14,6 +14,7 @@ from tula_cli.services import messages
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import FEWEST_WORKERS, MOST_WORKERS
 from tula_cli.spec.slurm_options import Slurm, normalize_option_name
+from tula_cli.spec.workload import get_workload
 from tula_cli.words import format_count
 
 # --- Computation on a GPU
@@ -27,7 +28,7 @@ def describe_computing(spec: JobSpec, inspection: Inspection | None) -> tuple[st
         inspection: inspection of its model and dataset; None if there is none yet.
     """
     if spec.script is not None:  # how it computes is its own, and its loader's processes too without {workers}
-        return tuple(_describe_loader(spec, inspection)) if "workers" in spec.script.placeholders else ()
+        return tuple(_describe_loader(spec, inspection)) if get_workload(spec).takes_workers else ()
     loader = (*_describe_loader(spec, inspection), *_describe_scaling(spec))
     if not _may_run_on_gpu(spec, inspection):
         return loader

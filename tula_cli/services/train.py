@@ -25,7 +25,7 @@ from tula_cli.models.ramp.stage_nodes import (
     move_task_to_stage_nodes,
 )
 from tula_cli.options import TrainRequest
-from tula_cli.run.code import choose_code, describe_user_code, take_snapshot
+from tula_cli.run.code import choose_code, get_user_code, take_snapshot
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.imports import Source, with_weights
 from tula_cli.run.jobfile import save_job
@@ -211,7 +211,7 @@ def _choose_code_to_train(run: RunDir, spec: JobSpec, nodes: int, batch: int) ->
         samples = run.training(earlier).newest_samples()
         if samples and not run.training(signature).newest_samples() and run.training(earlier).summary() is None:
             warning = messages.earlier_training_unfinished(
-                training=earlier, samples=samples, code=describe_user_code(spec)
+                training=earlier, samples=samples, code=str(get_user_code(spec, Path.cwd()))
             )
             code = dataclasses.replace(code, warnings=(*code.warnings, warning))
     return code

@@ -17,6 +17,7 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import FEWEST_WORKERS
 from tula_cli.spec.signature import compute_cluster_signature
 from tula_cli.spec.slurm_options import Slurm, normalize_option_name
+from tula_cli.spec.workload import get_workload
 
 SETUP, WRAPPER = "slurm-setup.sh", "slurm-wrapper.sh"
 """Files of the user or the site that are used if the spec gives none."""
@@ -110,7 +111,7 @@ def get_wrapper_words(spec: JobSpec, *, environ: Mapping[str, str]) -> list[str]
 def warn_too_few_cpus(spec: JobSpec) -> list[Diagnostic]:
     """Return a warning if the CPUs per task are too few for a rank and its data-loader processes, or are not set."""
     slurm = _get_slurm_section(spec)
-    if spec.script is not None and "workers" not in spec.script.placeholders:
+    if not get_workload(spec).takes_workers:
         return []  # how many there are is the script's own matter
     workers = FEWEST_WORKERS if spec.train.workers == "auto" else spec.train.workers
     needed = workers + 1

@@ -21,7 +21,7 @@ from tula_cli.run.records.results import Cell, Comparison
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
-from tula_cli.spec.scripts.placeholders import find_placeholders
+from tula_cli.spec.workload import get_workload
 from tula_cli.words import format_number
 
 SHORT_EPOCH_DIVISOR = 4
@@ -35,12 +35,8 @@ EPOCH_KEYS = ("epochs", "branch_epochs", "warmup_epochs", "milestones", "after",
 
 def get_short_epochs(spec: JobSpec) -> int:
     """Return the epochs of a short training; those of the job if it cannot be shorter."""
-    script = spec.script
-    if script and (
-        script.length.epochs is None or not {"epochs", "steps", "samples"} & set(find_placeholders(script.command))
-    ):
-        return spec.train.epochs
-    return math.ceil(spec.train.epochs / SHORT_EPOCH_DIVISOR)
+    epochs = get_workload(spec).short_epochs
+    return spec.train.epochs if epochs is None else math.ceil(epochs / SHORT_EPOCH_DIVISOR)
 
 
 def shorten_job(spec: JobSpec, epochs: int) -> JobSpec:
@@ -99,7 +95,7 @@ def read_outcome(run: RunDir | Snapshot, cell: Cell, spec: JobSpec) -> Outcome |
     summary = training.summary()
     if summary is None:
         return None if training.diverged() is None else Outcome(cell, None)
-    of_script = next(iter(spec.script.metric), "") if spec.script is not None else ""
+    of_script = next(iter(get_workload(spec).own_metrics), "")
     metric = of_script or ("top1" if "top1" in summary.metrics else "loss")
     value = summary.metrics.get("eval_loss" if metric == "loss" and not of_script else metric)
     if value is None or (not of_script and "eval_loss" not in summary.metrics):  # the loss was not finite

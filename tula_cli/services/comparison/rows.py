@@ -20,6 +20,7 @@ from tula_cli.spec.merge import apply_overrides
 from tula_cli.spec.methods import METHODS, TrainingMethod, get_training_method
 from tula_cli.spec.scripts.placeholders import find_placeholders
 from tula_cli.spec.scripts.script import Script
+from tula_cli.spec.workload import get_workload
 from tula_cli.spec.yaml_text import parse_yaml
 from tula_cli.words import format_count, split_outside_brackets
 
@@ -56,14 +57,9 @@ def takes_seed(script: Script) -> bool:
     return "seed" in find_placeholders(script.command)
 
 
-def takes_lr(script: Script | None) -> bool:
-    """Return whether the learning rate can be changed; always True for tula's training loop (None)."""
-    return script is None or "lr" in find_placeholders(script.command)
-
-
-def choose_default_seeds(script: Script | None) -> int:
-    """Return the default number of seeds: one for scripts that take no seed; None stands for tula's training loop."""
-    return SEEDS if script is None or takes_seed(script) else 1
+def choose_default_seeds(spec: JobSpec) -> int:
+    """Return the default number of seeds: one for scripts that take no seed."""
+    return SEEDS if "seed" in get_workload(spec).settings else 1
 
 
 def scale_lr_of_script(section: Mapping[str, Any], script: Script, *, factor: float) -> dict[str, Any]:
@@ -73,14 +69,14 @@ def scale_lr_of_script(section: Mapping[str, Any], script: Script, *, factor: fl
         SpecError: the script's command takes no learning rate.
     """
     lr = script.reference.lr
-    if lr is None or not takes_lr(script):
+    if lr is None or "lr" not in find_placeholders(script.command):
         raise SpecError(_NO_LR)
     return {**section, "reference": {**section["reference"], "lr": lr * factor}}
 
 
 def warn_missing_controls(script: Script, *, controls: Sequence[str]) -> Iterator[Diagnostic]:
     """Yield warnings about what a script's comparison lacks: controls with a raised learning rate, or several seeds."""
-    if not takes_lr(script):
+    if "lr" not in find_placeholders(script.command):
         yield messages.controls_left_out(controls=controls, reason=_NO_LR)
     if not takes_seed(script):
         yield messages.one_seed_only()

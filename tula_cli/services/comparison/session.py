@@ -21,6 +21,7 @@ from tula_cli.services.site_charges import with_site_billing
 from tula_cli.services.train import choose_part_to_train as part_to_train
 from tula_cli.services.waiting import Dependencies, WaitPolicy, require_confirmed, warn_new_jobs
 from tula_cli.spec.job import JobSpec
+from tula_cli.spec.workload import get_workload
 
 
 def complete_grid(request: ComparisonRequest, run: RunDir, spec: JobSpec, previous: Comparison | None) -> Grid:
@@ -42,11 +43,7 @@ def complete_grid(request: ComparisonRequest, run: RunDir, spec: JobSpec, previo
     by_default = True if request.methods else compare.choose_default_control(spec, batches)
     controls = request.controls if request.controls is not None else previous.controls if previous else by_default
     seeds = (
-        request.seeds
-        if request.seeds is not None
-        else previous.seeds
-        if previous
-        else rows.choose_default_seeds(spec.script)
+        request.seeds if request.seeds is not None else previous.seeds if previous else rows.choose_default_seeds(spec)
     )
     return Grid(
         methods=tuple(request.methods or ())
@@ -54,7 +51,7 @@ def complete_grid(request: ComparisonRequest, run: RunDir, spec: JobSpec, previo
         batches=batches,
         seeds=seeds,
         nodes=nodes,
-        controls=controls if rows.takes_lr(spec.script) else False,
+        controls=controls if "lr" in get_workload(spec).settings else False,
         halving=True,
     )
 

@@ -17,8 +17,9 @@ from tula_cli.query import Query
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.services.allowed_nodes import describe_bins
-from tula_cli.services.recommendation.measured import TypeMeasurements, count_trained_epochs
+from tula_cli.services.recommendation.measured import TypeMeasurements
 from tula_cli.spec.slurm_options import Slurm
+from tula_cli.spec.workload import get_workload
 from tula_cli.words import format_count, format_duration, format_number
 
 MAX_ROWS_LISTED = 40
@@ -55,7 +56,7 @@ def _with_progress(rows: Candidates, measurements: TypeMeasurements, noise: Nois
     if noise is None:
         return rows
     spec = measurements.part.spec
-    epochs = count_trained_epochs(spec, measurements.estimator.dataset_size)
+    epochs = get_workload(spec).count_epochs(measurements.estimator.dataset_size)
     return efficiency.with_same_progress(rows, epochs=epochs, reference=spec.train.reference_batch, noise=noise)
 
 

@@ -33,8 +33,8 @@ from tula_cli.services.recommendation.doubts import Results, UnknownConfiguratio
 from tula_cli.services.recommendation.saves import find_newest_saves
 from tula_cli.services.recommendation.validation import Validation, validate_strategies
 from tula_cli.spec.job import JobSpec, describe_train_length
-from tula_cli.spec.scripts.script import count_script_samples
 from tula_cli.spec.signature import compute_measurement_signature
+from tula_cli.spec.workload import get_workload
 
 
 @dataclass(frozen=True)
@@ -215,31 +215,19 @@ def require_energy(
     )
 
 
-def count_trained_epochs(spec: JobSpec, dataset_size: int) -> int:
-    """Return the epochs that a job trains; for a script whose length is in samples or steps, rounded to whole ones.
-
-    Args:
-        spec: the job.
-        dataset_size: samples per epoch.
-    """
-    if spec.script is None:
-        return spec.train.epochs
-    return max(1, round(count_script_samples(spec.script, dataset_size) / dataset_size))
-
-
 def describe_epochs(chosen: Prediction, measurements: TypeMeasurements, objective: Objective) -> str:
     """Describe the number of epochs that the times refer to."""
     spec, same_progress = measurements.part.spec, chosen.same_progress
     length = describe_train_length(spec)
     if objective != "accuracy-time" or same_progress is None:
         return f"every time is for {length}, whatever the batch"
-    key = "train.epochs" if spec.script is None else "script.length.epochs"
+    key = get_workload(spec).epochs_key
     description = (
         f"batch {chosen.batch} needs about {same_progress.epochs:.3g} epochs ({same_progress.epochs_low:.3g} to {same_progress.epochs_high:.3g}) for"
         f" the progress of {length} at batch {spec.train.reference_batch}; tula train runs {length}"
     )
     needed = math.ceil(same_progress.epochs)
-    if needed == count_trained_epochs(spec, measurements.estimator.dataset_size):
+    if needed == get_workload(spec).count_epochs(measurements.estimator.dataset_size):
         return description
     if spec.script is not None and spec.script.length.epochs is None:
         return f"{description} as it is: script.length says how long"
@@ -248,7 +236,7 @@ def describe_epochs(chosen: Prediction, measurements: TypeMeasurements, objectiv
 
 def describe_noise_basis(noise: Noise, measurements: TypeMeasurements) -> str:
     spec = measurements.part.spec
-    epochs = count_trained_epochs(spec, measurements.estimator.dataset_size)
+    epochs = get_workload(spec).count_epochs(measurements.estimator.dataset_size)
     return efficiency.describe_noise(noise, epochs=epochs, reference=spec.train.reference_batch)
 
 

@@ -28,6 +28,7 @@ from tula_cli.services.reporting.figures import (
     make_mean_series,
 )
 from tula_cli.spec.job import JobSpec, describe_train_length
+from tula_cli.spec.workload import get_workload
 from tula_cli.version import __version__
 from tula_cli.words import describe_method_label, format_count, format_moment
 
@@ -49,7 +50,7 @@ def build_comparison_document(
     methods = list(dict.fromkeys(row.method for row in report.rows if not row.reference))
     batches = sorted({row.batch for row in report.rows if not row.reference})
     question = (
-        f"Does the accuracy of {describe_training_job(spec)} survive {_list_values('batch', 'batches', batches)} with {', '.join(methods)},"
+        f"Does the accuracy of {get_workload(spec).title} survive {_list_values('batch', 'batches', batches)} with {', '.join(methods)},"
         f" beside batch {report.reference_batch}?"
     )
     facts = (
@@ -67,16 +68,6 @@ def build_comparison_document(
         facts,
         tuple(build_comparison_sections(report, curves)),
     )
-
-
-def describe_training_job(spec: JobSpec) -> str:
-    """Describe in words what is trained: a model on a dataset, or a script."""
-    if spec.script is not None:
-        from tula_cli.spec.scripts.placeholders import get_program_name
-
-        return get_program_name(spec.script.command)
-    assert spec.model is not None and spec.dataset is not None  # where there is no script
-    return f"{spec.model.name} on {spec.dataset.name}"
 
 
 def _list_values(singular: str, many: str, values: Sequence[int]) -> str:

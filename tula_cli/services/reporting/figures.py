@@ -15,6 +15,7 @@ from tula_cli.run.step_series import StepSeries
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.services.reporting.document import Annotation, Density, Figure, Series
 from tula_cli.services.reporting.material import Material, PartMaterial
+from tula_cli.spec.workload import get_workload
 from tula_cli.words import choose_size_unit, choose_time_unit, format_count, is_cost_in_node_hours
 
 # --- Units and marks
@@ -155,11 +156,7 @@ class TrainingMaterial:
         """
         requested_metric = self.task.spec.train.best_checkpoint.metric
         epochs = self.rows_of_kind("epoch")
-        names = (
-            [requested_metric, "top1", "perplexity"]
-            if self.task.spec.script is None
-            else [*self.task.spec.script.metric]
-        )
+        names = get_workload(self.task.spec).own_metrics or (requested_metric, "top1", "perplexity")
         return next(
             (name for name in names if any(get_metric_value(row, name) is not None for row in epochs)), "eval_loss"
         )

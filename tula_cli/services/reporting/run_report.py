@@ -9,11 +9,11 @@ from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.run.secrets import without_secrets
 from tula_cli.services.reporting import sections
-from tula_cli.services.reporting.comparison_document import describe_training_job
 from tula_cli.services.reporting.document import Document, Fact
 from tula_cli.services.reporting.figures import describe_software, is_priced, list_newest_trainings
 from tula_cli.services.reporting.material import Material, gather_material
 from tula_cli.spec.job import JobSpec, describe_train_length
+from tula_cli.spec.workload import get_workload
 from tula_cli.version import __version__
 from tula_cli.words import (
     describe_configuration,
@@ -80,7 +80,7 @@ def _describe_question(material: Material) -> str:
     of_types = f" of types {', '.join(types)}" if types else ""
     asked_at = "" if material.kept is None else f", asked {format_moment(material.kept.created_at)}"
     by = "" if recommendation is None else f" (by {recommendation.criteria}{asked_at})"
-    return f"On how many of {counts}{of_types}, and with what batch, is {describe_training_job(spec)} trained for {describe_train_length(spec)}{by}?"
+    return f"On how many of {counts}{of_types}, and with what batch, is {get_workload(spec).title} trained for {describe_train_length(spec)}{by}?"
 
 
 def _describe_answer(material: Material) -> str:

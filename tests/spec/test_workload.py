@@ -1,0 +1,52 @@
+"""What a job trains, and what can be set of it."""
+
+from typing import Any
+
+import pytest
+
+from tula_cli.spec.load import validate
+from tula_cli.spec.workload import Workload, get_workload
+
+LOOP = {
+    "model": {"name": "resnet18"},
+    "dataset": {"name": "digits"},
+    "optimizer": {"name": "SGD", "lr": 0.1},
+    "train": {"epochs": 20, "reference_batch": 8, "method": "lrs"},
+}
+
+
+def script(command: str, **section: Any) -> dict[str, Any]:
+    reference = {"batch": 8, **({"lr": 0.1} if "{lr}" in command else {})}
+    return {"script": {"command": command, "length": {"epochs": 20}, "reference": reference, **section}}
+
+
+def workload(job: dict[str, Any]) -> Workload:
+    return get_workload(validate(job, source="test"))
+
+
+def test_tulas_own_loop_takes_every_setting() -> None:
+    loop = workload(LOOP)
+    assert loop.title == "resnet18 on digits" and loop.takes_workers and {"lr", "seed"} <= loop.settings
+    assert (loop.epochs_key, loop.count_epochs(1000), loop.short_epochs) == ("train.epochs", 20, 20)
+    assert loop.warmup_epochs == 1.0 and not loop.own_metrics and not loop.describe_accumulation_conflict()
+
+
+@pytest.mark.parametrize(
+    ("command", "settings", "short"),
+    [
+        ("run.py -b {batch}", {"batch"}, None),
+        ("run.py -b {batch} --lr {lr} -e {epochs}", {"batch", "lr", "epochs"}, 20),
+    ],
+)
+def test_a_script_takes_what_its_command_names(command: str, settings: set[str], short: int | None) -> None:
+    own = workload(script(command, metric={"acc": "acc=(.*)"}))
+    assert (own.title, own.settings, own.short_epochs, own.own_metrics) == ("run.py", settings, short, ("acc",))
+    assert (
+        own.warmup_epochs == 0.0 and not own.takes_workers and "{micro_batch}" in own.describe_accumulation_conflict()
+    )
+
+
+@pytest.mark.parametrize(("length", "epochs"), [({"samples": 2600}, 3), ({"steps": 10}, 1), ({"epochs": 7}, 7)])
+def test_the_length_of_a_script_in_whole_epochs(length: dict[str, int], epochs: int) -> None:
+    own = workload(script("run.py -b {batch}", length=length))
+    assert own.count_epochs(1000) == epochs and own.epochs_key == "script.length.epochs"

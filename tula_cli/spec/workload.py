@@ -1,0 +1,107 @@
+"""What a job trains: a model in tula's own loop, or a script of the user.
+
+`cluster/rank_program.py` starts it; which files are its code is in `run/code.py`.
+"""
+
+from dataclasses import dataclass
+
+from tula_cli.spec.job import JobSpec, get_warmup_epochs
+from tula_cli.spec.scripts.placeholders import find_placeholders, get_program_name
+from tula_cli.spec.scripts.script import Script, count_script_samples
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a job trains, and what can be set and observed of it: here the job's model and data in tula's own loop."""
+
+    spec: JobSpec
+
+    epochs_key = "train.epochs"
+    reference_key = "train.reference_batch"
+
+    @property
+    def settings(self) -> frozenset[str]:
+        """The settings that it takes, named as the placeholders of a script's command."""
+        return frozenset({"lr", "seed", "epochs"})
+
+    @property
+    def takes_workers(self) -> bool:
+        """Whether `train.workers` decides how many processes load its data."""
+        return True
+
+    @property
+    def title(self) -> str:
+        """What is trained, in words."""
+        return f"{self.spec.model.name} on {self.spec.dataset.name}"
+
+    @property
+    def own_metrics(self) -> tuple[str, ...]:
+        """The metrics that it reports in place of tula's; the first one is compared."""
+        return ()
+
+    @property
+    def warmup_epochs(self) -> float:
+        """Epochs of learning-rate warm-up that tula knows of."""
+        return get_warmup_epochs(self.spec)
+
+    @property
+    def short_epochs(self) -> int | None:
+        """The epochs that can be shortened for a first comparison; None if the length cannot be set."""
+        return self.spec.train.epochs
+
+    def count_epochs(self, dataset_size: int) -> int:
+        """Return the epochs of its training; a length in samples or steps is rounded to whole epochs."""
+        return self.spec.train.epochs
+
+    def describe_accumulation_conflict(self) -> str:
+        """Return why its micro-batches cannot be split; empty if they can."""
+        return ""
+
+
+class UserScript(Workload):
+    """A training script, of which only its command and what the job says about it are known."""
+
+    epochs_key = "script.length.epochs"
+    reference_key = "script.reference.batch"
+
+    @property
+    def script(self) -> Script:
+        assert self.spec.script is not None
+        return self.spec.script
+
+    @property
+    def takes_workers(self) -> bool:
+        return "workers" in self.script.placeholders
+
+    @property
+    def settings(self) -> frozenset[str]:
+        return frozenset(find_placeholders(self.script.command))
+
+    @property
+    def title(self) -> str:
+        return get_program_name(self.script.command)
+
+    @property
+    def own_metrics(self) -> tuple[str, ...]:
+        return tuple(self.script.metric)
+
+    @property
+    def warmup_epochs(self) -> float:
+        return 0.0  # the script has its own
+
+    @property
+    def short_epochs(self) -> int | None:
+        return self.script.length.epochs if {"epochs", "steps", "samples"} & self.settings else None
+
+    def count_epochs(self, dataset_size: int) -> int:
+        return max(1, round(count_script_samples(self.script, dataset_size) / dataset_size))
+
+    def describe_accumulation_conflict(self) -> str:
+        if self.script.accumulates:
+            return ""
+        return "the command has no {micro_batch} with {accumulate} or {accumulate_total}"
+
+
+def get_workload(spec: JobSpec) -> Workload:
+    """Return what a job trains."""
+    return Workload(spec) if spec.script is None else UserScript(spec)

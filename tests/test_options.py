@@ -69,7 +69,8 @@ def test_its_help_text_and_its_bound_are_in_both() -> None:
     command_line = CommandLine()
     assert "At least so many nodes." in command_line.run("--help")
     assert "min_nodes (N): At least so many nodes." in (ask.__doc__ or "")
-    assert inspect.signature(ask).parameters["min_nodes"].default is None
+    parameter = inspect.signature(ask).parameters["min_nodes"]
+    assert parameter.annotation == int | None and parameter.default is None
     assert "greater than or equal to 1" in command_line.run("--min-nodes", "0") and not command_line.asked
 
 

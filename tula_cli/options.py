@@ -63,8 +63,9 @@ def with_arguments(arguments: Callable[P, A]) -> Callable[[Callable[[A], R]], Ca
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             return function(arguments(*args, **kwargs))
 
-        returned = inspect.signature(function).return_annotation
-        call.__signature__ = inspect.signature(arguments).replace(return_annotation=returned)  # type: ignore[attr-defined]
+        plain = [field.replace(annotation=get_args(field.annotation)[0]) for field, _ in list_fields(arguments)]
+        signature = inspect.signature(function).replace(parameters=plain)
+        call.__signature__ = signature  # type: ignore[attr-defined]
         call.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", "Args:", *_describe_fields(arguments)])
         return call
 

@@ -23,7 +23,7 @@ def find_asset(name: str) -> Path:
     for path in places:
         if path.is_file():
             return path
-    raise TulaError(f"this installation of tula lacks {name}", "install it again, from a wheel or a whole checkout")
+    raise TulaError(f"this installation of tula has no {name}", "reinstall it, from a wheel or a whole checkout")
 
 
 def _list_config_folders(*, environ: Mapping[str, str] = os.environ) -> list[Path]:

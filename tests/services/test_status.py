@@ -328,7 +328,7 @@ def test_a_training_run_half_way(run):
     assert (train.loss, train.top1, train.lr, train.step_time, train.predicted_step) == (1.7, 61.0, 0.1, 0.11, 0.1)
     assert train.eta == 70, "80 s, said 10 s ago"
     assert train.beta2 is None
-    assert train.warnings == ("a step takes 120 ms, predicted 90 to 110",)
+    assert [warning.text for warning in train.warnings] == ["a step takes 120 ms, predicted 90 to 110"]
     assert now.jobs[0].left == 70
     assert now.jobs[0].node_hours_left == pytest.approx(2 * 70 / 3600)
 

@@ -174,7 +174,7 @@ class RunningAttempt:
                 list_visible_gpus(starts), own_mark, give_up=self._should_not_start
             )
             if memory_holders:
-                yield f"GPU memory of an earlier attempt is not free again: {memory_holders}"
+                yield f"GPU memory of an earlier attempt is still in use: {memory_holders}"
 
     def consult_scheduler(self, failure: Failure | None) -> Failure | None:
         """Return the failure of an attempt, or the scheduler's reason if it ended the allocation."""

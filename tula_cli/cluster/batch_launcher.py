@@ -123,10 +123,7 @@ class BatchLauncher:
             return state
         if snapshot.started_logs(job.ids):
             return state
-        reason = (
-            f"it left no log: its nodes probably do not see {snapshot.path.resolve()}; choose a folder on a file system that "
-            "all nodes share with --run-dir"
-        )
+        reason = f"it left no log, so its nodes probably do not see {snapshot.path.resolve()}; choose a folder on a file system that all nodes share with --run-dir"
         return replace(state, reason=f"{state.reason}; {reason}" if state.reason else reason)
 
     def cancel(self, run: RunDir, job: Job) -> None:
@@ -140,7 +137,7 @@ class BatchLauncher:
         if complaint := self.scheduler.cancel(job.ids[::-1]):
             raise SchedulerError(
                 f"{self.scheduler.cancel_command or self.scheduler.name}: {complaint}",
-                f"{job.id} is marked and starts nothing more; run tula cancel again",
+                f"{job.id} is marked as cancelled and starts nothing more; run tula cancel again",
             )
 
     # --- one job

@@ -57,7 +57,7 @@ def describe_script_job(spec: JobSpec, script: Script) -> Inspection:
     if not bounds:
         raise SpecError(
             "nothing tells which batches are too large: script.dataset_size is auto, and the script has not run yet",
-            "give script.dataset_size (samples of an epoch) or search.max_batch",
+            "set script.dataset_size (samples of an epoch) or search.max_batch",
         )
     gpus = 0 if spec.cluster.device == "cpu" else devices.count_gpus()
     return Inspection(

@@ -249,3 +249,20 @@ def other_configurations_assumed(*, where: str) -> str:
         f"All other configurations are assumed to have changed as {where} did."
         " This does not hold if a single node or link has become slow."
     )
+
+
+@diagnostic
+def step_time_not_as_predicted(
+    *, epoch: int, step_ms: float, predicted_ms: float, low_ms: float, high_ms: float
+) -> str:
+    slower = step_ms > high_ms
+    cause = " The network or the load may have changed." if slower else ""
+    return (
+        f"Epoch {epoch}: step time {step_ms:.1f} ms is {'above' if slower else 'below'} the predicted {predicted_ms:.1f} ms"
+        f" (90 % interval {low_ms:.1f}-{high_ms:.1f}).{cause}"
+    )
+
+
+@diagnostic
+def step_time_as_predicted(*, epoch: int, step_ms: float, predicted_ms: float) -> str:
+    return f"Epoch {epoch}: step time {step_ms:.1f} ms is within the interval again (predicted {predicted_ms:.1f} ms)."

@@ -51,7 +51,7 @@ def compute_file_digest(name: str) -> str:
     path = path / "sums.json" if path.is_dir() else path
     try:
         if not is_regular(path):
-            raise SpecError(f"model.weights: {name} is no regular file", "name a file, or a folder of shares")
+            raise SpecError(f"model.weights: {name} is not a regular file", "name a file, or a folder of shares")
         file_statistics = path.stat()
         return _compute_digest_of_content(path, (file_statistics.st_size, file_statistics.st_mtime_ns))
     except OSError as error:

@@ -59,7 +59,7 @@ def require_run(path: Path) -> None:
     if not path.exists():
         raise SpecError(f"no such run directory: {path}", "tula list shows the runs there are")
     if not is_run:
-        raise SpecError(f"not a run directory: {path} (it holds no {_RUN})", "tula list shows the runs there are")
+        raise SpecError(f"not a run directory: {path} (no {_RUN})", "tula list shows the runs there are")
 
 
 def make_ownership_error(path: Path, *, change: bool = False) -> NotYours | None:
@@ -96,7 +96,7 @@ def _make_ownership_error(path: Path, whose: str, what: str) -> NotYours:
         f"{path} belongs to {whose}: you may not {what} it",
         f"ask {whose}, or train in a run of your own: --run-dir DIR names another folder for runs"
         if what == "change"
-        else f"ask {whose} for a copy, or to open it to you (chmod -R go+rX); --run-dir DIR names another folder for runs",
+        else f"ask {whose} for a copy or for access (chmod -R go+rX); --run-dir DIR sets another folder for runs",
     )
 
 

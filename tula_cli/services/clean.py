@@ -240,7 +240,9 @@ def _lock_run(run_space: RunSpace) -> Iterator[None]:
         for part in list_part_folders(run_space.path):
             lock = RunDir(part).lock
             if lock.acquire() and (owner := lock.acquire()):  # the first call takes away what a killed command has left
-                raise TulaError(f"another tula command ({owner}) is submitting jobs of it; nothing more was freed")
+                raise TulaError(
+                    f"another tula command ({owner}) is submitting jobs of this run; nothing more was freed"
+                )
             locks.callback(lock.release)
             jobs = part / "jobs"
             with contextlib.suppress(FileNotFoundError):

@@ -501,7 +501,7 @@ def list_default_batches(run: RunDir) -> tuple[int, ...]:
     recommendation = run.recommendation()
     if recommendation is None:
         raise BadMeasurements(
-            f"{run.id} has no recommendation, and --batch not given",
+            f"{run.id} has no recommendation, and --batch is not given",
             "name the large batches: tula compare job.yaml --batch 1024,4096",
         )
     return (recommendation.choice.batch,)

@@ -209,7 +209,7 @@ class _ProbedMemory:
     def describe(self, model: MemoryModel, inspection: Inspection) -> str:
         """Describe what the figures are based on; empty if there are no probes."""
         if self.unusable:
-            return f"not corrected by the run's probes: {self.unusable}"
+            return f"not corrected by probes: {self.unusable}"
         sentences = []
         if self.probes:
             sizes = sorted({probe.local_batch for probe in self.probes})

@@ -65,7 +65,7 @@ def prepare_evaluation(run: RunDir, spec: JobSpec, request: EvaluationRequest) -
     name, path = _find_weights(files, request.weights)
     is_own_checkpoint = name in (BEST, LAST)
     if not (path.is_dir() or is_regular(path)):
-        raise SpecError(f"{path} is no regular file: it holds no weights", "choose others with --weights")
+        raise SpecError(f"{path} is not a file of weights", "choose others with --weights")
     stat = path.stat()
     identity = (
         {"name": name, "samples": path.stem}

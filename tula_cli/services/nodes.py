@@ -458,7 +458,7 @@ def _check_failure(run: RunDir, task: CheckTask, job: Job) -> TulaError:
             return _make_not_shared_error(run, task, job, blind)
     if last_attempt is None or last_attempt.outcome is None:
         return JobFailed(
-            f"{job.id} ended before its ranks could report: {_find_last_log_line(run, job)}", advise("unknown")
+            f"{job.id} ended before its ranks reported: {_find_last_log_line(run, job)}", advise("unknown")
         )
     where = f" (rank {last_attempt.rank} on {last_attempt.host})" if last_attempt.rank is not None else ""
     failure = last_attempt.failure or Failure(outcome="unknown")
@@ -490,7 +490,7 @@ def _make_not_shared_error(run: RunDir, task: CheckTask, job: Job, blind: set[in
         f"{job.id} failed, probably because its nodes do not all see {run.path.resolve()}: {description}",
         "choose a folder on a file system that this machine and all nodes share: --run-dir FOLDER"
         + (
-            f"; or leave those nodes out: --set cluster.slurm.exclude={without.replace(', ', ',')}"
+            f"; or exclude those nodes: --set cluster.slurm.exclude={without.replace(', ', ',')}"
             if seeing and hosts
             else ""
         ),

@@ -132,7 +132,7 @@ def run_resume_test(
     resume_settings(spec)
     code = choose_code(part.run, part.spec, Path.cwd(), keep=False)
     if not fresh and (earlier := load_finding(part.run, part.spec, code)) is not None:
-        yield Note(f"found before, {words.format_moment(earlier.rehearsal.over_at)}; --fresh rehearses again")
+        yield Note(f"already tested {words.format_moment(earlier.rehearsal.over_at)}; --fresh tests again")
         return earlier
     if over := describe_cap_exceeded(run, spec):
         raise OverBudget(over, "raise it with --set search.max_node_hours=..., or lower search.max_minutes")
@@ -223,7 +223,9 @@ def resume_settings(spec: JobSpec) -> Resume:
         SpecError: there is no resume to test, or the test would overwrite the user's files.
     """
     if spec.script is None:
-        raise SpecError("--rehearse is for a job with section script", "tula's own loop resumes with the same samples")
+        raise SpecError(
+            "--rehearse is for a job with section script", "tula's own loop always resumes with the same samples"
+        )
     if spec.script.resume is None:
         raise SpecError(
             "script.resume is missing, so there is nothing to test",

@@ -112,7 +112,7 @@ def read_site(file: Path | None, *, environ: Mapping[str, str] = os.environ) -> 
         raise SpecError(
             f"no {SITE_FILE} is found here: not in {SITE_FOLDER}, nor in tula/ of $XDG_CONFIG_DIRS and $XDG_CONFIG_HOME"
             " (~/.config)",
-            f"name one: tula check --site FILE; examples/slurm_site/{SITE_FILE} is one to begin with",
+            f"name one: tula check --site FILE; examples/slurm_site/{SITE_FILE} is an example",
         )
     content: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -153,7 +153,7 @@ def check_files(site: SiteSettings) -> Iterator[SiteFinding]:
         yield make_warning_finding(
             "cluster.kind",
             "is not set: cluster.slurm is for jobs alone that say kind: slurm",
-            "set kind: slurm for all",
+            "set kind: slurm for all jobs",
         )
     try:
         make_job_of_site(site)
@@ -575,7 +575,7 @@ def _check_account(slurm: Slurm, facts: SiteFacts) -> Iterator[SiteFinding]:
         return
     about = f"{_SECTION}.account"
     if slurm.account.lower() in (name.lower() for name in facts.accounts):
-        yield make_ok_finding(about, f"{slurm.account} is known; all users of this file charge it", "scheduler")
+        yield make_ok_finding(about, f"{slurm.account} exists; all users of this file charge it", "scheduler")
     else:
         advice = (
             suggest_nearest(slurm.account, facts.accounts) or "leave it to the users, or name one that sacctmgr knows"

@@ -149,7 +149,7 @@ class TrainingStatus:
     step_time: float | None
     predicted_step: float | None
     eta: float | None
-    warnings: tuple[str, ...]
+    warnings: tuple[Diagnostic, ...]
     tuning: TuningStatus | None = None  # of method auto
     kwh: float | None = None  # counted so far; None where the GPUs have no counter
     samples_asked: int | None = None  # of a script whose length is in samples or steps
@@ -328,7 +328,7 @@ def _get_state_from_attempts(
         verdict = "" if scheduler.failed or not scheduler.reason else f" ({who}: {scheduler.reason})"
         return "failed", f"{message}{verdict}"
     if scheduler.state == "ended":
-        return "lost", scheduler.reason or "ended without saying why (killed from outside?)"
+        return "lost", scheduler.reason or "ended without a message (possibly killed from outside)"
     if last_attempt is not None:
         return "running", scheduler.reason or "the scheduler does not know the job"
     return "queued", scheduler.reason or "the scheduler does not know the job"
@@ -570,11 +570,21 @@ def _get_training_status(
         kwh=energy.kwh if (energy := files.energy()) is not None else None,
         samples_asked=None if script is None else count_requested_samples(script),
         ags=_find_newest_scaling(rows),
-        warnings=tuple(dict.fromkeys(row["message"] for row in rows if row["kind"] == "warning")),
+        warnings=_list_training_warnings(rows),
         changes=files.changes(),
         stage=stage,
         stages=newest.stages,
     )
+
+
+def _list_training_warnings(rows: Sequence[Mapping[str, Any]]) -> tuple[Diagnostic, ...]:
+    """Return the distinct warnings of a training; those of a script, and of older versions, have no code of their own."""
+    by_text = {
+        row["message"]: Diagnostic(row.get("code") or "training-warning", row.get("values") or {}, row["message"])
+        for row in rows
+        if row["kind"] == "warning"
+    }
+    return tuple(by_text.values())
 
 
 def _find_newest_scaling(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
@@ -830,7 +840,7 @@ def make_error_of_training(task: TrainTask, attempts: Sequence[Attempt], *, save
     if attempt.outcome == "diverged":
         stays = f"; the checkpoint at {saved_samples} samples is finite and is kept" if saved_samples else ""
         limit = task.max_lr_factor
-        restart_note = "" if limit is None else f"; it had been restarted with train.max_lr_factor {limit:g}"
+        restart_note = "" if limit is None else f"; it had already been restarted with train.max_lr_factor {limit:g}"
         return Diverged(f"{message}{restart_note}{stays}", hint)
     if attempt.outcome == "device_fault":
         faulty = dict.fromkeys(earlier.host for earlier in attempts if earlier.outcome == "device_fault")

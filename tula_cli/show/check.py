@@ -376,7 +376,7 @@ def render_estimate(report: "EstimateReport") -> Iterator["RenderableType"]:
     yield from _describe_excluded_memory(report)
     yield f"{format_bytes(report.fixed)} whatever the batch, and {format_bytes(report.per_sample)} a sample"
     if report.sharing:
-        yield f"each of {format_count(report.sharing, 'GPU')} holds its share of parameters, gradients and optimizer states"
+        yield f"each of {format_count(report.sharing, 'GPU')} has its share of parameters, gradients and optimizer states"
     yield from _describe_data_memory(report)
     if report.correction:
         yield report.correction

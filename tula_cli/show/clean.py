@@ -36,7 +36,7 @@ def render_spaces(run_spaces: "Sequence[RunSpace]", *, width: int) -> "Iterator[
         if run_space.compared:
             yield f"{run_space.id}: {_describe_trainings(run_space.compared)} can neither be resumed nor evaluated afterwards; results stay"
     freed, in_use = sum(run_space.size for run_space in run_spaces), sum(run_space.held for run_space in run_spaces)
-    yield f"{format_bytes(freed)} of {format_bytes(in_use)} in {format_count(len(run_spaces), 'run')} may go; results and metrics stay"
+    yield f"{format_bytes(freed)} of {format_bytes(in_use)} in {format_count(len(run_spaces), 'run')} can be freed; results and metrics are kept"
 
 
 def _describe_trainings(signatures: Sequence[str]) -> str:

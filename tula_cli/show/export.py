@@ -19,7 +19,7 @@ def describe_exports(exporteds: "Sequence[ExportResult]") -> "Iterator[str]":
         ]
         news = ", ".join(new) or "nothing new"
         if exported.offline:
-            failed = "; not all could be written" if exported.problem else ""
+            failed = "; incomplete, because of a write error" if exported.problem else ""
             yield f"{exported.to} (offline): wrote {news}; {format_count(exported.runs, 'run')} in the folder{failed}; not sent until you run"
         else:
             failed = "; not all, for it did not answer" if exported.problem else ""

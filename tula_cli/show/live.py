@@ -39,8 +39,8 @@ class Live:
 
     def update(self, now: "RunStatus") -> None:
         """Show a newer status of the run."""
-        for text in now.training.warnings if now.training is not None else ():
-            self.screen.warn(text)
+        for warning in now.training.warnings if now.training is not None else ():
+            self.screen.warn(warning)
 
     def compared(self, now: "Progress") -> None:
         """Show the progress of a comparison."""

@@ -59,7 +59,7 @@ def render_unsettled_plan(plan: "UpperBoundPlan") -> Iterator["RenderableType"]:
     """Show the upper bound that is known before a node has built the model and the dataset."""
     if plan.why:
         yield plan.why
-        yield f"the first job builds them on 1 node, in at most {plan.first_job_minutes:g} min, and settles the probes"
+        yield f"the first job builds them on 1 node, in at most {plan.first_job_minutes:g} min, and determines the probes"
     more = " in the first round" if plan.adaptive else ""
     yield f"then probes on {list_numbers(plan.nodes)} nodes, at most {format_number(plan.probe_node_hours)} node-h{more}"
     cap = "" if plan.cap is None else "; what would go beyond search.max_node_hours is not started"

@@ -143,7 +143,7 @@ def test_a_best_that_is_no_number_is_said_once_and_at_the_end(alone: Ranks, run:
     assert result is not None and result.best is not None
     assert (result.best.metric, result.best.value, result.best_epoch) == ("never", None, 1)
     (said,) = [row["message"] for row in rows(run, task, "warning")]
-    assert "train.best_checkpoint: never is no finite number at epoch 1" in said
+    assert "never is not a finite number at epoch 1" in said
 
 
 # --- the best
@@ -247,11 +247,11 @@ def test_a_training_ends_when_no_epoch_is_better(alone: Ranks, run: RunDir) -> N
 @pytest.mark.parametrize(
     ("keys", "why"),
     [
-        ({"metrics": {"top1": "a:b"}}, "metrics.top1: the name is taken"),
+        ({"metrics": {"top1": "a:b"}}, "metrics.top1: this name is already in use"),
         ({"metrics": {"f1": "f1"}}, "an import string is package.module:attribute"),
         ({"best_checkpoint": {"metric": "los"}}, "there is no metric 'los'; did you mean loss"),
         ({"early_stopping": {}}, "needs target, patience or epochs"),
-        ({"early_stopping": {"target": 0.5}}, "target is a value of best_checkpoint.metric, which is auto"),
+        ({"early_stopping": {"target": 0.5}}, "target needs best_checkpoint.metric, which is auto"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(keys: dict[str, Any], why: str) -> None:

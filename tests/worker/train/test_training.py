@@ -165,7 +165,7 @@ def test_an_evaluation_that_is_not_finite_is_said_once_and_the_training_goes_on(
     assert result is not None
     assert "eval_loss" not in result.metrics and result.epochs == 2
     (said,) = [row["message"] for row in rows(run, task, "warning")]
-    assert "the loss on the evaluation set is not finite at epoch 1" in said
+    assert "The evaluation loss is not finite at epoch 1" in said
 
 
 def test_a_regression_keeps_the_epoch_of_the_least_loss(alone: Ranks, run: RunDir) -> None:

@@ -396,8 +396,8 @@ def test_an_arm_that_breaks_down_gives_way_to_the_next_and_in_the_end_to_the_lar
     train(run, alone, plain)
     assert same(final_weights(run, task), final_weights(run, plain))
     assert [row["samples"] for row in rows(run, task, "epoch")] == [96, 192, 288, 384]
-    *_, told = [row["message"] for row in rows(run, task, "warning") if "broke down" in row["message"]]
-    assert told == "broke down after the choice: fast, scaled; goes on as lbt"
+    *_, told = [row["message"] for row in rows(run, task, "warning") if row.get("code") == "arm-diverged-after-choice"]
+    assert told == "fast, scaled diverged after it was chosen. The training continues with lbt."
     result = run.training(task.signature).result()
     assert result is not None and result.samples == 384
 

@@ -166,7 +166,7 @@ def inspect_on_node(
     except KeyboardInterrupt:
         job.cancel()
         if not job.id:
-            raise Interruption("interrupted", "the same command submits the first job, or takes it up") from None
+            raise Interruption("interrupted", "the same command submits the first job, or attaches to it") from None
         output = f"interrupted; job {job.id}, which builds the model and the dataset, was cancelled"
         raise Interruption(output) from None
     except BaseException:
@@ -177,7 +177,7 @@ def inspect_on_node(
     output, complaint = read_text(log), read_text(log.with_suffix(".err"))
     if not log.exists():
         raise SchedulerError(
-            f"job {job.id}, which builds the model and the dataset, has left no log in {log.parent}",
+            f"job {job.id}, which builds the model and the dataset, left no log in {log.parent}",
             "its node cannot write there: choose a folder on a file system that all nodes share with --run-dir",
         )
     try:

@@ -40,7 +40,7 @@ def require_plain_path(run: Path) -> None:
     raise SpecError(
         f"the run directory {path} has {pattern} in its path, for which SLURM would put something else (as it puts a job's id for"
         " %j)",
-        "choose another folder with --run-dir, or rename that one",
+        "choose another folder with --run-dir, or rename it",
     )
 
 

@@ -528,7 +528,7 @@ def ask_site_facts(ask: Call = call_slurm) -> SiteFacts:
     told("sacct", "--noheader", "--parsable2", "--allocations", "--starttime=now", "--format=JobID")
     partitions = ask_partitions(lambda *command: told(*command) or "")
     if not partitions:
-        silent.setdefault("sinfo", "it tells of no partition")
+        silent.setdefault("sinfo", "it lists no partition")
         return SiteFacts((), silent)
     return SiteFacts(
         partitions,

@@ -133,7 +133,7 @@ def build_ramp_on_nodes(
     for size, count in list_nodes_named_by_stages(spec).items():
         if count > nodes and size < batch:
             raise SpecError(
-                f"train.ramp: batch {size} names {format_count(count)}, more than the {nodes} of the training",
+                f"train.ramp: batch {size} has {format_count(count)}, more than the {nodes} of the training",
                 "nodes become more with the batch, not fewer",
             )
     divisor = compute_batch_divisor(spec, nodes)

@@ -245,7 +245,7 @@ def _plan_named_stages(
         if not length:
             raise SpecError(
                 f"train.ramp: {stage.epochs:g} epochs at batch {stage.batch} are less than one of the dataset's {dataset_size} samples",
-                "leave the stage out, or give it more epochs",
+                "remove the stage, or give it more epochs",
             )
         begin += length
     if begin >= spec.train.epochs * dataset_size:

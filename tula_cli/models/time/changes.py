@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from tula_cli.diagnostics import Diagnostic
+from tula_cli.models import messages
 from tula_cli.models.cost import compute_cost
 from tula_cli.models.time.noise import Floats, compute_standard_error, compute_trimmed_mean
 from tula_cli.run.records.recommendations import Prediction, StageSteps
@@ -228,8 +230,8 @@ class StepTimeDrift:
             return None
         return prediction.step_low <= step_time <= prediction.step_high
 
-    def warning(self, step_time: float | None, *, epoch: int) -> str:
-        """Return the warning after an epoch; "" if there is nothing new.
+    def warning(self, step_time: float | None, *, epoch: int) -> Diagnostic | None:
+        """Return the warning after an epoch; None if there is nothing new.
 
         Args:
             step_time: seconds; None if too few steps were timed.
@@ -238,20 +240,19 @@ class StepTimeDrift:
         within, previously_within = self.is_within(step_time), self._latest
         self._latest = within
         if within is None or within is not previously_within or within is self._settled:
-            return ""
+            return None
         untold = (within and self._settled is None) or self._told == MAX_WARNINGS
         self._settled = within
         if untold or step_time is None or self.prediction is None:
-            return ""
+            return None
         self._told += 1
-        took = (
-            f"epoch {epoch}: a step takes {1000 * step_time:.1f} ms, predicted {1000 * self.prediction.step_time:.1f}"
-        )
+        predicted = 1000 * self.prediction.step_time
         if within:
-            return f"{took}: within the interval again"
+            return messages.step_time_as_predicted(epoch=epoch, step_ms=1000 * step_time, predicted_ms=predicted)
         low, high = (1000 * (bound or 0.0) for bound in (self.prediction.step_low, self.prediction.step_high))
-        why = "has the network or the load changed?" if 1000 * step_time > high else "faster than the probes were"
-        return f"{took} (90 % between {low:.1f} and {high:.1f}): {why}"
+        return messages.step_time_not_as_predicted(
+            epoch=epoch, step_ms=1000 * step_time, predicted_ms=predicted, low_ms=low, high_ms=high
+        )
 
 
 # --- The pace of a script

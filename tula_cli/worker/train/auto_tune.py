@@ -29,6 +29,7 @@ from tula_cli.run.records.results import Branch, Tuning
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.ags import Arm
 from tula_cli.spec.job import JobSpec
+from tula_cli.worker import messages
 from tula_cli.worker.build import finetune
 from tula_cli.worker.build.data import (
     Datasets,
@@ -444,8 +445,7 @@ class ArmTraining(Training):
     def _announce(self) -> None:
         super()._announce()
         if self.choice.broken:
-            broken_arms, arm = ", ".join(self.choice.broken), self.choice.arm.name
-            self.log.warn(f"broke down after the choice: {broken_arms}; goes on as {arm}")
+            self.log.warn(messages.arm_diverged_after_choice(arms=self.choice.broken, chosen=self.choice.arm.name))
 
     def _divergence_error(self, description: str) -> Exception:
         """Return BrokenDown, or Diverged if no arm is left."""

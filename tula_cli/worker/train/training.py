@@ -16,6 +16,7 @@ from tula_cli.run.records.results import BestValue, TrainResult
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import compute_lr_scale
 from tula_cli.spec.sections import HESSIAN_SAMPLES
+from tula_cli.worker import messages
 from tula_cli.worker.build import finetune
 from tula_cli.worker.build.data import Datasets, Position
 from tula_cli.worker.energy import TrainingEnergy
@@ -144,10 +145,10 @@ class Training:
         self.log.start()
         samples = self.trainer.position.samples
         for message in self.damaged:
-            resumes = f"resumes at {samples} samples" if samples else "begins anew"
-            self.log.warn(f"{message}: the training {resumes}, and what came after is trained again")
+            self.log.warn(messages.damaged_checkpoint_skipped(problem=message, samples=samples))
         if self.unfit:
-            self.log.warn(f"of model.weights {self.task.spec.model.weights} not all is taken: {self.unfit}")
+            weights = str(self.task.spec.model.weights)
+            self.log.warn(messages.weights_partly_loaded(weights=weights, reason=self.unfit))
 
     def _steps(self, stream: Iterator[Step]) -> None:
         if self.owed:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.models.out_of_memory import MIN_NORMALISED
 from tula_cli.models.ramp.by_noise import describe_decision
 from tula_cli.models.time.changes import Level, StepTimeDrift, describe_level_change, describe_step_change
@@ -25,7 +26,7 @@ from tula_cli.words import (
     format_number,
     stamp_line,
 )
-from tula_cli.worker import environment
+from tula_cli.worker import environment, messages
 from tula_cli.worker.build.batches import TokenCounter
 from tula_cli.worker.build.data import StreamedDataset
 from tula_cli.worker.build.norms import count_statistics_batches
@@ -74,9 +75,9 @@ class TrainingLog:
         """Write a row at the trainer's position."""
         self.metrics.add(kind, self.trainer.position, self.trainer.epoch, **values)
 
-    def warn(self, message: str) -> None:
-        self.add("warning", message=message)
-        self._print(f"warning: {message}")
+    def warn(self, warning: Diagnostic) -> None:
+        self.add("warning", message=warning.text, code=warning.code, values=dict(warning.values))
+        self._print(f"warning: {warning.text}")
 
     def _print(self, line: str) -> None:
         """Print a line to the job's log, which `tula logs` shows; rank 0 alone."""
@@ -103,8 +104,8 @@ class TrainingLog:
         )
         if len(trainer.sizes.ramp.stages) > 1:
             self.begin_stage()
-        for message in list_ineffective_settings(trainer):
-            self.warn(message)
+        for warning in list_ineffective_settings(trainer):
+            self.warn(warning)
 
     def _environment(self) -> dict[str, Any]:
         """Return the environment of this training; every rank must call this."""
@@ -324,16 +325,10 @@ class TrainingLog:
         value = result.own.get(metric, 0.0) if result.samples else 0.0
         if not math.isfinite(value) and "best" not in self.said:
             self.said.add("best")
-            self.warn(
-                f"train.best_checkpoint: {metric} is no finite number at epoch {epoch}: such an epoch is the best only where there"
-                " is no other, and then the first of them"
-            )
+            self.warn(messages.metric_not_finite(metric=metric, epoch=epoch))
         if result.samples and not math.isfinite(result.loss) and "evaluation" not in self.said:
             self.said.add("evaluation")
-            self.warn(
-                f"the loss on the evaluation set is not finite at epoch {self.trainer.position.epoch}, while that of"
-                " training is: look at the evaluation data, and at the running statistics of BatchNorm"
-            )
+            self.warn(messages.evaluation_loss_not_finite(epoch=epoch))
 
     def _warn_inactive_ags(self, ags: Mapping[str, float] | None) -> None:
         """Warn once per way in which AGS hardly acts, over at least MIN_STEPS_JUDGED steps: an epoch may have two."""
@@ -351,7 +346,7 @@ class TrainingLog:
         for kind, message in advice({**ags, **shares, "steps": steps}).items():
             if kind not in self.said:
                 self.said.add(kind)
-                self.warn(message)
+                self.warn(messages.ags_hardly_scales(text=message))
 
     # --- the prediction
 
@@ -369,25 +364,20 @@ class TrainingLog:
         return compute_trimmed_mean(list(self.window)) if len(self.window) == min_steps else None
 
 
-def list_ineffective_settings(trainer: Trainer) -> list[str]:
+def list_ineffective_settings(trainer: Trainer) -> list[Diagnostic]:
     """Return warnings about settings that have no effect, or an unexpected one, in this training."""
     train, warnings = trainer.spec.train, []
     if (warmup := get_warmup_epochs(trainer.spec)) >= train.epochs:
-        warnings.append(
-            f"the learning rate never reaches its full value: its warm-up of {warmup:g} epochs is not shorter than"
-            f" train.epochs {train.epochs}; set schedule.warmup_epochs"
-        )
+        warnings.append(messages.warmup_never_ends(warmup_epochs=warmup, epochs=train.epochs))
     if isinstance(trainer.datasets.train, StreamedDataset) and (passed := trainer.position.done):
-        warnings.append(
-            f"the stream is read from its beginning: {passed} samples of the epoch are passed over before the first step"
-        )
-    warnings += trainer.method.remarks(trainer)
-    warnings += trainer.sizes.ramp.remarks
+        warnings.append(messages.stream_read_again(samples=passed))
+    remarks = [*trainer.method.remarks(trainer), *trainer.sizes.ramp.remarks]
+    warnings += [messages.setting_without_effect(text=remark) for remark in remarks]
     warnings += _warn_small_norm_batches(trainer)
     return warnings
 
 
-def _warn_small_norm_batches(trainer: Trainer) -> list[str]:
+def _warn_small_norm_batches(trainer: Trainer) -> list[Diagnostic]:
     """Warn about stages of the ramp that leave BatchNorm few samples."""
     sizes, world = trainer.sizes, trainer.ranks.world
     over = count_statistics_batches(trainer.parallel.module, world=world)
@@ -399,8 +389,4 @@ def _warn_small_norm_batches(trainer: Trainer) -> list[str]:
     few = {batch: count for batch, count in samples.items() if over and count < MIN_NORMALISED}
     if not few:
         return []
-    counts = ", ".join(f"{format_count(count, 'sample')} at batch {batch}" for batch, count in few.items())
-    return [
-        f"BatchNorm takes its statistics over few samples in the first stages of train.ramp: {counts}; name stages with larger"
-        " batches, or train on fewer GPUs"
-    ]
+    return [messages.small_norm_batches(samples=few)]

@@ -1,13 +1,15 @@
 from worker_jobs import prediction
 
+from tula_cli.diagnostics import Diagnostic
+from tula_cli.models import messages
 from tula_cli.models.time.changes import StepTimeDrift
 
 
-def said(times: list[float | None]) -> list[str]:
+def said(times: list[float | None]) -> list[Diagnostic]:
     """Return what is said after epochs of these step times (seconds), where .4 to .6 were predicted."""
     drift = StepTimeDrift(prediction(step_time=0.5, low=0.4, high=0.6))
     found = [drift.warning(time, epoch=epoch) for epoch, time in enumerate(times, start=1)]
-    return [text for text in found if text]
+    return [warning for warning in found if warning]
 
 
 def test_a_single_epoch_outside_the_interval_says_nothing() -> None:
@@ -16,17 +18,19 @@ def test_a_single_epoch_outside_the_interval_says_nothing() -> None:
 
 def test_two_epochs_outside_are_told_once_and_the_return_too() -> None:
     slow, again = said([0.5, 0.7, 0.7, 0.7, 0.5, 0.7, 0.5, 0.5, 0.5])
-    assert (
-        slow
-        == "epoch 3: a step takes 700.0 ms, predicted 500.0 (90 % between 400.0 and 600.0): has the network or the load changed?"
+    assert slow == messages.step_time_not_as_predicted(
+        epoch=3, step_ms=700.0, predicted_ms=500.0, low_ms=400.0, high_ms=600.0
     )
-    assert again == "epoch 8: a step takes 500.0 ms, predicted 500.0: within the interval again"
+    assert "above the predicted" in slow.text
+    assert again == messages.step_time_as_predicted(epoch=8, step_ms=500.0, predicted_ms=500.0)
 
 
 def test_faster_is_told_as_faster() -> None:
-    assert ["faster than the probes were" in text for text in said([0.3, 0.3])] == [True]
+    assert ["below the predicted" in warning.text for warning in said([0.3, 0.3])] == [True]
 
 
 def test_what_comes_and_goes_is_told_three_times() -> None:
     told = said([*[0.7] * 2, *[0.5] * 2] * 5)
-    assert ["again" in text for text in told] == [False, True, False]
+    assert [warning.code for warning in told] == [
+        "step-time-not-as-predicted", "step-time-as-predicted", "step-time-not-as-predicted"
+    ]  # fmt: skip

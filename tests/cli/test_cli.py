@@ -2,7 +2,6 @@ import dataclasses
 import io
 import json
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -873,12 +872,21 @@ def test_init_writes_a_spec_that_can_be_checked_but_not_over_another(cluster, ki
     assert Path("new.yaml").read_text() != "mine"
 
 
+def test_init_writes_all_keys_if_asked(cluster):
+    for name, options in {"short.yaml": (), "full.yaml": ("--full",)}.items():
+        assert tula("init", "-o", name, *options).code == 0
+    short, full = Path("short.yaml").read_text(), Path("full.yaml").read_text()
+    assert full.endswith((ROOT / "templates/job.yaml").read_text())
+    assert len(short.splitlines()) <= 40 and yaml.safe_load(short) == yaml.safe_load(full)
+
+
 def test_init_says_which_method_the_job_has_and_why(cluster):
     written = tula("init", "-o", "new.yaml", "--json")
     line = written.json["data"]["method_line"]
-    assert line.startswith("method ramp, the default because") and line in written.err
-    around = tula("init", "-o", "own.yaml", "--from-command", COMMAND).err
-    assert re.search(r"method (lrs|lbt), the default because the batch of a script cannot change", around)
+    assert line.startswith("method ramp, the default because")
+    assert "train.method is ramp: batch and learning rate grow over the first epochs" in written.err
+    around = tula("init", "-o", "own.yaml", "--from-command", COMMAND)
+    assert around.err == "train.method is lrs: the large batch with a scaled learning rate.\n"
     assert describe_training_method(load_spec(Path("new.yaml"))) == line
 
 
@@ -895,11 +903,11 @@ def test_init_writes_the_hooks_of_a_script_once(here):
 
 
 def test_init_asks_the_scheduler_where_there_is_one(monkeypatch):
-    assert "no scheduler answers here" in tula("init", "slurm", "-o", "alone.yaml").err
+    assert "SLURM does not answer here" in tula("init", "slurm", "-o", "alone.yaml").err
     told = "main*|up|1:00:00|1-infinite|4|idle|16|64000|(null)\nfast|up|1:00:00|1-infinite|2|idle|16|64000|gpu:a100:4\n"
     monkeypatch.setattr(site, "ask_site", lambda: site.Site(site.parse_partitions(told), ()))
     answer = tula("init", "slurm", "-o", "new.yaml")
-    assert "filled in from the scheduler: partition main: 4 nodes (no GPUs, 16 CPUs), at most 60 min" in answer.err
+    assert "filled in from SLURM: partition main: 4 nodes (no GPUs, 16 CPUs), at most 60 min" in answer.err
     assert "fast has GPUs" in answer.err
     assert yaml.safe_load(Path("new.yaml").read_text())["cluster"]["slurm"]["partition"] == "main"
     assert tula("check", "new.yaml", "--offline").code == 0
@@ -913,7 +921,8 @@ def test_init_writes_a_job_around_a_command_and_tells_what_it_recognised():
     answer = tula("init", "-o", "new.yaml", "--from-command", COMMAND)
     assert answer.code == 0
     assert "--batch-size 64  ->  {local_batch}\n--lr 0.1         ->  {lr}\n" in answer.out
-    assert "  script.resume: how it goes on from a checkpoint" in answer.out
+    optional = "script.command, script.dataset_size, script.resume, script.metric, script.save"
+    assert f"Not found in the command (optional): {optional}\n" in answer.out
     assert "(required)" not in answer.out
     assert "wrote new.yaml; next: tula check new.yaml" in answer.out
     checked = tula("check", "new.yaml", "--offline", "--json").json["data"]["report"]
@@ -929,6 +938,7 @@ def test_init_from_a_command_tells_what_is_required_yet():
     assert (data["complete"], data["kind"]) == (False, "slurm")
     assert [key["key"] for key in data["missing"] if key["required"]] == ["script.length"]
     shown = tula("init", "slurm", "-o", "new.yaml", "--from-command", line, "--force")
+    assert "Not found in the command (required): script.length, how long it trains: {epochs: N}" in shown.out
     assert "next: write what is required, then tula check new.yaml" in shown.out
     assert tula("check", "new.yaml", "--offline").code == 2
 

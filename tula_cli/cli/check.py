@@ -45,9 +45,10 @@ def init(
         bool,
         typer.Option("--hooks", help="Write tula_hooks.py alone: three lines for a loop without a torch optimizer."),
     ] = False,
+    full: Annotated[bool, typer.Option("--full", help="Write every key, with its default and explanation.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
 ) -> None:
-    """Write a commented job.yaml that runs as it is.
+    """Write a job.yaml that runs as it is, with the keys that matter.
 
     With --from-command or --from-sbatch it is one around the command that starts a script of your own: what that does not
     tell is asked on a terminal, and refused without one.
@@ -58,7 +59,13 @@ def init(
     from tula_cli.cluster.slurm import site
     from tula_cli.host import devices
     from tula_cli.run.files import MODE_FOR_ALL, write_atomic
-    from tula_cli.services.init import make_job_from_command, make_job_from_sbatch, make_job_from_template, with_schema
+    from tula_cli.services.init import (
+        make_job_from_command,
+        make_job_from_sbatch,
+        make_job_from_template,
+        shorten_job,
+        with_schema,
+    )
     from tula_cli.spec.job import describe_training_method
     from tula_cli.spec.load import validate
     from tula_cli.spec.methods import get_training_method
@@ -75,7 +82,8 @@ def init(
         text = make_job_from_template(kind, offered, gpus=gpus)
         lines: list[str] = [f"wrote {output}; next: tula check {output}"]
         data: dict[str, object] = {}
-        line = describe_training_method(validate(parse_yaml(text, source=str(output)), source=str(output)))
+        spec = validate(parse_yaml(text, source=str(output)), source=str(output))
+        method, line = spec.train.method, describe_training_method(spec)
     else:
         source = "" if script is None else _read_script(script)
 
@@ -88,12 +96,12 @@ def init(
         text = made.text
         data, lines = show_check.describe_proposal(made, output)
         default, reason = get_default_train(made.recognised.script["command"])
-        line = get_training_method(default["method"]).describe(None, reason)
+        method, line = default["method"], get_training_method(default["method"]).describe(None, reason)
         warn_all(screen, made.warnings)
-    write_atomic(output, with_schema(text, output), mode=MODE_FOR_ALL)
+    write_atomic(output, with_schema(text if full else shorten_job(text), output), mode=MODE_FOR_ALL)
     if kind == "slurm":
         screen.note(show_check.describe_site(offered))
-    screen.note(line)
+    screen.note(f"train.method is {method}: {get_training_method(method).summary.partition(';')[0]}.")
     screen.answer({"path": output, "kind": kind, "site": offered, "method_line": line, **data}, lines)
     return None
 

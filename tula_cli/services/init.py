@@ -1,4 +1,7 @@
-"""`tula init`: write a job file from a template, a command or an sbatch script, and the JSON Schemas for editors."""
+"""`tula init`: write a job file from a template, a command or an sbatch script, and the JSON Schemas for editors.
+
+A job file is made with every key; `shorten_job` keeps the keys that it sets.
+"""
 
 import json
 import math
@@ -92,16 +95,16 @@ LENGTH_QUESTION = "epochs"
 _MINUTES = 20  # of a measuring job, in which the script starts once a batch
 _BATCH_RANGE_BELOW, _BATCH_RANGE_ABOVE = 2, 8  # how far below and above the batch of today is measured, at least
 _HEAD = """\
-# A tula job that runs an unchanged training script. It was made from the command
+# A job around your training script: tula check job.yaml, then tula profile job.yaml, tula recommend, tula train.
+#
+#   tula check job.yaml        shows what would be measured and its maximum cost
+#   tula profile job.yaml      measures some steps of the script at several numbers of nodes and batch sizes
+#   tula recommend             chooses nodes and batch size for time, cost, or the knee of time against cost
+#   tula train                 trains with the chosen configuration, and resumes from the script's checkpoints
+#
+# The job was made from this command. tula starts it with values for the {{placeholders}}:
 #
 #   {line}
-#
-# tula replaces the {{placeholders}} by its own values and starts the command:
-#
-#   tula check job.yaml        shows what would be measured and the maximum cost
-#   tula profile job.yaml      runs some steps at several numbers of nodes and batch sizes, and measures them in the process
-#   tula recommend             chooses nodes and batch for time, cost or the knee between the two
-#   tula train                 trains there, and resumes from the script's checkpoint after an interruption
 #
 # `batch` is global (samples per optimizer step over all GPUs), `local_batch` is that of one GPU. Values can also be set on the
 # command line: --set search.nodes=[2,4]. Commented-out lines show the default, or an example if there is none.
@@ -539,9 +542,9 @@ def _list_setting_lines(
         "cluster.slurm.gpus", form, "how the script asks for them" if gpus else "the script asks for none"
     )
     if kind:
-        yield TemplateLine("cluster.slurm.gpu_type", quote_word(kind))
+        yield TemplateLine("cluster.slurm.gpu_type", quote_word(kind), "its name in SLURM")
     ranks = recognised.gpus_per_node or 1
-    yield TemplateLine("cluster.gpus_per_node", str(ranks))
+    yield TemplateLine("cluster.gpus_per_node", str(ranks), "one process each")
     if cpus_per_gpu := request.count("cpus_per_gpu"):
         yield TemplateLine("cluster.slurm.cpus_per_task", str(cpus_per_gpu), "a rank, --cpus-per-gpu")
     elif cpus := request.count("cpus_per_task"):
@@ -596,13 +599,35 @@ def _list_sbatch_warnings(request: _Request, recognised: RecognisedCommand) -> I
         )
 
 
+# --- The short job file
+
+MAX_SHORT_LINES = 40
+"""Lines of a job file as `tula init` writes it. Settings taken over from a long sbatch script may need more."""
+_FULL_HINT = (
+    "# Every key with its default: tula init --full. To set one key on the command line: --set search.nodes=[2,4]"
+)
+_KEPT_COMMENT = re.compile(r"^ *# *(?:partition|account|resume|metric|pricing): |^ *#.*# REQUIRED")
+"""Commented-out keys that most jobs need, or that a job cannot do without."""
+
+
+def shorten_job(text: str) -> str:
+    """Return a job file with the keys that it sets, each with its comment; other keys and explanations are removed.
+
+    Args:
+        text: a job file with all keys; its first line says how it is used.
+    """
+    first, *lines = text.splitlines()
+    kept = [line for line in lines if line and (not line.lstrip().startswith("#") or _KEPT_COMMENT.match(line))]
+    return "\n".join([first, _FULL_HINT, *kept]) + "\n"
+
+
 # --- From a template
 
 _NODES_HERE = re.compile(r"^  nodes: .*$", re.MULTILINE)
 
 
 def make_job_from_template(kind: Literal["local", "slurm"], offered: Site | None = None, *, gpus: int = 0) -> str:
-    """Return the text of a commented job spec.
+    """Return the text of a job file with all keys.
 
     Args:
         kind: where the job will run.

@@ -179,11 +179,11 @@ def describe_site(site: "Site | None") -> str:
     from tula_cli.cluster.slurm.site import describe_partition, list_partitions_with_gpus
 
     if site is None:
-        return "no scheduler answers here: the cluster section is as it comes with tula; fill it in"
+        return "SLURM does not answer here. Fill in section cluster."
     default_partition = site.default
     if default_partition is None:
-        return f"no partition is the default: name one of {', '.join(p.name for p in site.partitions)}"
-    words = f"filled in from the scheduler: partition {describe_partition(default_partition)}"
+        return f"SLURM has no default partition. Set cluster.slurm.partition to one of {', '.join(p.name for p in site.partitions)}."
+    words = f"Section cluster is filled in from SLURM: partition {describe_partition(default_partition)}"
     others = [
         partition.name for partition in list_partitions_with_gpus(site.partitions) if partition is not default_partition
     ]
@@ -200,13 +200,10 @@ def describe_proposal(made: "FromCommand", path: Path) -> tuple[dict[str, object
     lines = [f"understood: {proposal.summary}", *(f"{written}: {meaning}" for written, meaning in proposal.sources)]
     lines += [f"{' '.join(proposal.wrapper)}: kept before each rank"] * bool(proposal.wrapper)
     lines += [f"left out: {text}" for text in proposal.left_out]
-    lines += [
-        "",
-        *(f"{was:<{width}}  ->  {now}" for was, now in rows),
-        *[""] * bool(rows),
-        "the command does not tell:",
-    ]
-    lines += [f"  {key.key}{' (required)' * key.required}: {key.words}" for key in made.missing]
+    lines += ["", *(f"{was:<{width}}  ->  {now}" for was, now in rows), *[""] * bool(rows)]
+    lines += [f"Not found in the command (required): {key.key}, {key.words}" for key in made.missing if key.required]
+    optional = [key.key for key in made.missing if not key.required]
+    lines += [f"Not found in the command (optional): {', '.join(optional)}"] * bool(optional)
     after = f"tula check {path}" if made.complete else "write what is required, then tula check " + str(path)
     data: dict[str, object] = {
         "recognised": {flag: {"value": was, "placeholder": name} for flag, (was, name) in spans.items()},

@@ -407,7 +407,7 @@ def test_without_a_default_all_partitions_are_listed_and_none_is_chosen(tmp_path
     assert spec.cluster.slurm is not None
     assert spec.cluster.slurm.partition is None
     assert spec.search.nodes == [2, 4, 8, 16]
-    assert "none is the default" in text
+    assert "SLURM has no default partition here: choose one of gpu, cpu" in text
     assert "#   cpu: 64 nodes" in text
 
 

@@ -1,7 +1,19 @@
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import yaml
 
-from tula_cli.services.init import make_job_from_command, make_job_from_template
+from tula_cli.cluster.slurm.site import Site, parse_partitions
+from tula_cli.services.init import (
+    MAX_SHORT_LINES,
+    make_job_from_command,
+    make_job_from_sbatch,
+    make_job_from_template,
+    shorten_job,
+    with_schema,
+)
 from tula_cli.spec.job import JobSpec
 
 
@@ -49,3 +61,66 @@ def test_slurm_template_mentions_the_usual_options():
     usual = ("partition", "account", "qos", "constraint", "minutes", "cpus_per_task", "memory", "setup", "extra")
     for key in (*usual, *(OF_BILLING - {"slurm_billing"})):
         assert f"{key}:" in text
+
+
+# --- the short file
+
+GPU_SITE = "gpu*|up|1:00:00|1-2|4|idle|16|64000|gpu:a100:4\nfast|up|1:00:00|1-infinite|2|idle|16|64000|gpu:h100:4\n"
+COMMAND = "torchrun --nproc-per-node 4 train.py --batch-size 64 --lr 0.1 --epochs 90 --output-dir out --resume x"
+SBATCH_SCRIPTS = Path(__file__).parents[2] / "fixtures/sbatch/typed"
+
+
+def site(told: str, *accounts: str) -> Site:
+    return Site(parse_partitions(told), accounts)
+
+
+def full_files() -> Iterator[tuple[str, str]]:
+    """Yield job files with all keys, by how they are made."""
+    yield "local", make_job_from_template("local")
+    yield "four GPUs", make_job_from_template("local", gpus=4)
+    yield "slurm", make_job_from_template("slurm")
+    yield "a site", make_job_from_template("slurm", site(GPU_SITE, "lab", "other"))
+    yield "few cores per GPU", make_job_from_template("slurm", site(GPU_SITE.replace("|16|", "|4|"), "lab"))
+    yield "no default partition", make_job_from_template("slurm", site(GPU_SITE.replace("*", ""), "lab", "other"))
+    yield "from a command", make_job_from_command(COMMAND, "local").text
+    yield "from a command for a site", make_job_from_command(COMMAND, "slurm", site(GPU_SITE)).text
+    yield "from a command without a length", make_job_from_command("python t.py -b 8 --lr 0.1", "local").text
+    for name, row in yaml.safe_load((SBATCH_SCRIPTS / "expected.yaml").read_text()).items():
+        if "refused" not in row:
+            yield name, make_job_from_sbatch((SBATCH_SCRIPTS / f"{name}.sbatch").read_text(), name).text
+
+
+FULL_FILES = dict(full_files())
+
+
+@pytest.mark.parametrize("name", FULL_FILES)
+def test_the_short_file_is_the_same_job_in_at_most_40_lines(name, tmp_path):
+    full = with_schema(FULL_FILES[name], tmp_path / "job.yaml")
+    short = with_schema(shorten_job(FULL_FILES[name]), tmp_path / "job.yaml")
+    assert MAX_SHORT_LINES == 40 and len(short.splitlines()) <= 40 < len(full.splitlines())
+    assert yaml.safe_load(short) == yaml.safe_load(full)
+    assert "tula init --full" in short and "tula profile job.yaml" in short
+
+
+@pytest.mark.parametrize("name", FULL_FILES)
+def test_every_key_of_the_short_file_has_a_comment(name):
+    keys = [line for line in shorten_job(FULL_FILES[name]).splitlines() if re.match(r"^ *[a-z_]+: +\S", line)]
+    own = ("command:",)  # it is the user's own
+    assert [line for line in keys if " # " not in line and not line.lstrip().startswith(own)] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("slurm", "    # partition: gpu # "),
+        ("slurm", "    # account: project # "),
+        ("slurm", "# pricing: {kind: gpu_hour, "),
+        ("a site", "    # account: lab # yours: lab, other"),
+        ("no default partition", "    # partition: gpu # SLURM has no default partition here: choose one of gpu, fast"),
+        ("from a command", "  # metric: {"),
+        ("from a command without a length", "  # resume: {"),
+        ("from a command without a length", "  # length: {epochs: 90} # REQUIRED: "),
+    ],
+)
+def test_the_short_file_shows_commented_out_keys_that_most_jobs_need(name, line):
+    assert any(text.startswith(line) for text in shorten_job(FULL_FILES[name]).splitlines())

@@ -312,6 +312,7 @@ class TemplateLine:
     value: str
     why: str = ""
     below: tuple[str, ...] = ()
+    commented: bool = False  # a suggestion that the user completes
 
 
 def fill_template(template: str, site: Site) -> str:
@@ -327,7 +328,7 @@ def write_settings(template: str, settings: Iterable[TemplateLine]) -> str:
         name = setting.key.rpartition(".")[2]
         why = f" # {setting.why}" if setting.why else ""
         lines[number : number + 1] = [
-            f"{indent}{name}: {setting.value}{why}" if setting.value else lines[number],
+            f"{indent}{'# ' * setting.commented}{name}: {setting.value}{why}",
             *(f"{indent}# {text}" for text in setting.below),
         ]
     return "\n".join(lines) + "\n"
@@ -359,7 +360,11 @@ def list_site_settings(site: Site) -> Iterator[TemplateLine]:
     )
     below = ("others:", *(f"  {line}" for line in other_partitions)) if other_partitions else ()
     if default_partition is None:
-        yield TemplateLine("cluster.slurm.partition", "", below=("none is the default here; name one of:", *below[1:]))
+        names = ", ".join(partition.name for partition in site.partitions)
+        why = f"SLURM has no default partition here: choose one of {names}"
+        yield TemplateLine(
+            "cluster.slurm.partition", quote_word(site.partitions[0].name), why, below[1:], commented=True
+        )
     else:
         yield TemplateLine(
             "cluster.slurm.partition",
@@ -371,7 +376,8 @@ def list_site_settings(site: Site) -> Iterator[TemplateLine]:
     if len(site.accounts) == 1:
         yield TemplateLine("cluster.slurm.account", quote_word(site.accounts[0]), "your only one")
     elif site.accounts:
-        yield TemplateLine("cluster.slurm.account", "", below=(f"yours: {', '.join(site.accounts)}",))
+        why = f"yours: {', '.join(site.accounts)}"
+        yield TemplateLine("cluster.slurm.account", quote_word(site.accounts[0]), why, commented=True)
 
 
 def _list_size_settings(partition: Partition) -> Iterator[TemplateLine]:
@@ -384,7 +390,9 @@ def _list_size_settings(partition: Partition) -> Iterator[TemplateLine]:
         yield TemplateLine("cluster.slurm.minutes", str(limit), comment)
 
 
-def list_measuring_settings(nodes: Sequence[int], minutes: int, why: str = "") -> Iterator[TemplateLine]:
+def list_measuring_settings(
+    nodes: Sequence[int], minutes: int, why: str = "numbers of nodes to measure"
+) -> Iterator[TemplateLine]:
     """Yield the settings for the numbers of nodes to measure, minutes per measuring job, and total node-hours."""
     yield TemplateLine("search.nodes", f"[{', '.join(map(str, nodes))}]", why)
     yield TemplateLine(
@@ -426,13 +434,15 @@ def _list_node_settings(kind: NodeKind) -> Iterator[TemplateLine]:
     cpus = max(1, kind.cpus // ranks)
     if kind.gpus:
         why = (
-            "" if ranks == gpus.count else f"of {gpus.count}: a job can have {format_count(kind.cpus, 'CPU')} of a node"
+            "one process each"
+            if ranks == gpus.count
+            else f"of {gpus.count}: a job can have {format_count(kind.cpus, 'CPU')} of a node"
         )
         yield TemplateLine("cluster.gpus_per_node", str(ranks), why)
     else:
         yield TemplateLine("cluster.device", "cpu", "the partition's nodes have no GPUs")
     if gpus.type:
-        yield TemplateLine("cluster.slurm.gpu_type", quote_word(gpus.type))
+        yield TemplateLine("cluster.slurm.gpu_type", quote_word(gpus.type), "its name in SLURM")
     yield TemplateLine("cluster.slurm.cpus_per_task", str(cpus), f"per rank; a node has {kind.cpus}")
     if cpus <= FEWEST_WORKERS:
         yield TemplateLine(

@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 # Processes that share the tests: two of them wait for a cluster and for whole jobs more than they compute.
 PROCESSES ?= $(shell expr $$(nproc 2>/dev/null || echo 2) + 2)
 SEED ?= 0
+LIGHT_TESTS := tests/cli tests/models tests/show tests/spec
 comma := ,
 # What kills trainings on a SLURM cluster at random moments, and what does to them one by one what clusters do.
 CHAOS := soak-4-nodes-1 soak-16-nodes-1 chaos killed-at-calls cached-attributes full-disk recovery links growing-chain
 
-.PHONY: help quickstart test test-slurm proof golden chaos gpu slurm-packages browser-packages debian-packages check collected format lint types contracts docs install clean
+.PHONY: help quickstart test test-light test-slurm proof golden chaos gpu slurm-packages browser-packages debian-packages check collected format lint types contracts docs install clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -39,6 +40,11 @@ quickstart: $(VENV)/.trainable ## profile, recommend and train a small job on th
 test: install ## run all tests but those of `make proof`
 	$(BIN)/python -m compileall -q tula_cli # hundreds of processes import it, where PYTHONDONTWRITEBYTECODE is set too
 	$(BIN)/python -m pytest -n $(PROCESSES)
+
+test-light: ## run the tests that need no torch, root or cluster, in an environment without torch (.venv-light)
+	$(PYTHON) -m venv .venv-light
+	.venv-light/bin/pip install --quiet --editable '.[tests]'
+	.venv-light/bin/python -m pytest -n auto -m "not e2e and not torch and not slurm and not proof" $(LIGHT_TESTS)
 
 proof: install slurm-packages ## run what takes long, in parts that need not run again (SEED=0, BUDGET=3m, PARTS=; Debian, root)
 	$(BIN)/python tests/proof.py --seed $(SEED) $(if $(BUDGET),--budget $(BUDGET)) $(PARTS)
@@ -95,4 +101,4 @@ docs: install ## build the pages of docs/ into build/docs; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean: ## remove what make and the tools have made, but no runs
-	rm -rf $(VENV) build dist .proof .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .venv-light build dist .proof .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

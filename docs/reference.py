@@ -30,7 +30,7 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.spec.json_schema import describe_keys, list_inner_sections, walk_sections
 from tula_cli.spec.kinds import Section, parse_minutes, parse_size, require_known_method
 from tula_cli.spec.methods import METHODS
-from tula_cli.spec.old_keys import MEASUREMENTS, MOVED, REMOVED, RENAMED
+from tula_cli.spec.old_keys import REMOVED, RENAMED
 from tula_cli.spec.resources import Cluster, SiteBill
 from tula_cli.spec.scripts.placeholders import PLACEHOLDERS
 
@@ -82,9 +82,7 @@ comments; [the quickstart](../tutorial/quickstart.md#the-job-file) shows the sma
 
 def _old_keys() -> str:
     """Return the tables of renamed and removed keys."""
-    current = {old: f"{old.rpartition('.')[0]}.{new}" for old, new in RENAMED.items()} | dict(MOVED)
-    current |= {f"{old}: true": f"train.diagnostics: [{name}]" for old, name in MEASUREMENTS.items()}
-    current |= {"train.diagnostics: true": "train.diagnostics: [gradient_norms]", "pricing.date": "pricing.source"}
+    current = {old: f"{old.rpartition('.')[0]}.{new}" for old, new in RENAMED.items()}
     renamed = [f"| `{old}` | `{new}` |" for old, new in sorted(current.items())]
     removed = [
         f"| `{key}` | {f'`{json.dumps(entry.accepted[-1])}`' if entry.accepted else ''} | {entry.advice} |"

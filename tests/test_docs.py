@@ -25,7 +25,10 @@ from tula_cli.spec.methods import METHODS
 from tula_cli.spec.yaml_text import parse_yaml
 
 ROOT = Path(__file__).parents[1]
-PAGES = {str(path.relative_to(ROOT)): path for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]}
+PAGES = {
+    str(path.relative_to(ROOT)): path
+    for path in [ROOT / "README.md", ROOT / "AGENTS.md", *sorted(ROOT.glob("docs/**/*.md"))]
+}
 MOST_WRITTEN = 128_000
 """Bytes of README and of the pages that people write, without generated pages and sessions; the goal is 120,000."""
 each_page = pytest.mark.parametrize("page", PAGES)

@@ -117,133 +117,23 @@ def test_every_name_in_the_tables_is_right() -> None:
     assert all(removed.advice for removed in REMOVED.values())
 
 
-# --- keys whose values are read at another path
+def test_measurements_that_older_runs_switched_on_by_a_key_each_are_read_as_a_list() -> None:
+    train = {"epochs": 3, "diagnostics": True, "hessian": {"samples": 64}, "gradient_noise": False}
+    stored = validate(without_removed_values({**CONTENT, "train": train}), source="a run")
+    assert stored.train.diagnostics == ["gradient_norms", "hessian"]
 
 
-def read(tmp_path: Path, train: str, *overrides: str) -> tuple[JobSpec, list[str]]:
-    """Return a job with this section train, and what is said of its old keys."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        spec = loaded(tmp_path, JOB.replace("epochs: 10", f"epochs: 10, {train}"), *overrides)
-    return spec, [str(each.message).partition(": ")[2] for each in caught]
-
-
-@pytest.mark.parametrize(
-    ("train", "measured", "said"),
-    [
-        ("hessian: true", ["hessian"], ["train.hessian is now train.diagnostics: [hessian]; the old name is still read"]),
-        ("hessian: {}", ["hessian"], ["train.hessian is now train.diagnostics: [hessian]; the old name is still read"]),
-        ("hessian: false, diagnostics: false", [], []),
-        ("hessian: {samples: 128, every: 1}", ["hessian"], ["train.hessian is now train.diagnostics: [hessian]; the old name is still read"]),
-        ("diagnostics: true", ["gradient_norms"], ["train.diagnostics is now train.diagnostics: [gradient_norms]; the old name is still read"]),
-        ("diagnostics: [hessian], gradient_noise: false", ["hessian"], []),
-    ],
-)  # fmt: skip
-def test_measurements_that_had_a_key_of_their_own_are_entries_of_a_list(
-    tmp_path: Path, train: str, measured: list[str], said: list[str]
-) -> None:
-    spec, warned = read(tmp_path, train)
-    assert (spec.train.diagnostics, warned) == (measured, said)
-
-
-def test_several_of_them_are_added_up(tmp_path: Path) -> None:
-    spec, _ = read(tmp_path, "diagnostics: [gradient_norms], gradient_noise: true, hessian: true")
-    assert spec.train.diagnostics == ["gradient_norms", "gradient_noise", "hessian"]
-
-
-@pytest.mark.parametrize(
-    ("train", "overrides", "metric", "target"),
-    [
-        ("early_stopping: {metric: top1, at_least: 0.7}", (), "top1", 0.7),
-        ("until: {metric: loss, at_most: 0.2}", (), "loss", 0.2),
-        ("early_stopping: {at_least: 0.7}, best_checkpoint: {metric: top1}", (), "top1", 0.7),
-        ("early_stopping: {metric: top1, at_least: 0.7}, best_checkpoint: {metric: top1}", (), "top1", 0.7),
-        ("best_checkpoint: {metric: top5}", ("train.early_stopping.at_least=80",), "top5", 80),
-        ("seed: 1", ("train.early_stopping={metric: top1, at_least: 80}",), "top1", 80),
-        ("early_stopping: {patience: 3}", ("train.early_stopping.metric=loss",), "auto", None),
-        ("early_stopping: {target: 0.5, patience: 3}", ("train.early_stopping.metric=loss",), "loss", 0.5),
-    ],
-)
-def test_the_metric_of_early_stopping_is_that_of_the_best_checkpoint(
-    tmp_path: Path, train: str, overrides: tuple[str, ...], metric: str, target: float | None
-) -> None:
-    spec, warned = read(tmp_path, train, *overrides)
-    assert spec.train.early_stopping is not None and warned
-    assert (spec.train.best_checkpoint.metric, spec.train.early_stopping.target) == (metric, target)
-
-
-@pytest.mark.parametrize(
-    "train",
-    [
-        "early_stopping: {metric: top1, at_least: 0.7}, best_checkpoint: {metric: loss}",
-        "early_stopping: {metric: top1, at_least: 0.7, at_most: 0.9}",
-        "early_stopping: {metric: top1, at_least: 0.7, target: 0.8}",
-        "early_stopping: {at_most: 0.7}, best_checkpoint: {metric: top1, mode: max}",
-        "early_stopping: {at_least: 0.7}, best_checkpoint: {metric: loss, mode: min}",
-        "early_stopping: {metric: top1, at_least: 0.7}, best_checkpoint: false",
-    ],
-)
-def test_two_metrics_targets_or_directions_are_refused(tmp_path: Path, train: str) -> None:
-    with pytest.raises(SpecError):
-        read(tmp_path, train)
-
-
-@pytest.mark.parametrize(
-    ("train", "mode"),
-    [
-        ("metrics: {err: 'a.b:c'}, early_stopping: {metric: err, at_most: 0.5}", "min"),
-        ("metrics: {err: 'a.b:c'}, early_stopping: {metric: err, at_least: 0.5}", "auto"),
-        ("early_stopping: {metric: loss, at_most: 0.5}", "auto"),
-        ("early_stopping: {metric: loss, at_least: 0.5}", "max"),
-        ("early_stopping: {at_most: 0.5}, best_checkpoint: {metric: top5}", "min"),
-    ],
-)
-def test_a_bound_keeps_its_direction(tmp_path: Path, train: str, mode: str) -> None:
-    spec, _ = read(tmp_path, train)
-    assert (spec.train.best_checkpoint.mode, spec.train.early_stopping and spec.train.early_stopping.target) == (
-        mode,
-        0.5,
-    )
-
-
-@pytest.mark.parametrize(
-    ("train", "overrides", "measured"),
-    [
-        ("seed: 1", ("train.hessian=true", "train.gradient_noise=true"), ["gradient_noise", "hessian"]),
-        ("diagnostics: [gradient_norms]", ("train.hessian=true",), ["gradient_norms", "hessian"]),
-        ("hessian: true", ("train.hessian=false",), []),
-        ("diagnostics: [hessian, gradient_norms]", ("train.hessian=null",), ["gradient_norms"]),
-        ("hessian: true", ("train.diagnostics=[gradient_noise]",), ["gradient_noise"]),
-        ("hessian: true", ("train.diagnostics=false", "train.gradient_noise=true"), ["gradient_noise"]),
-        ("diagnostics: hessian", (), ["hessian"]),
-        ("diagnostics: null", (), []),
-    ],
-)
-def test_sources_change_measurements_one_by_one(
-    tmp_path: Path, train: str, overrides: tuple[str, ...], measured: list[str]
-) -> None:
-    spec, _ = read(tmp_path, train, *overrides)
-    assert sorted(spec.train.diagnostics) == sorted(measured)
-
-
-def test_a_later_source_removes_a_bound_and_a_section_of_removed_keys_has_no_origin(tmp_path: Path) -> None:
-    spec, _ = read(
-        tmp_path, "early_stopping: {metric: top1, at_least: 0.7, patience: 3}", "train.early_stopping.at_least=null"
-    )
-    assert spec.train.early_stopping is not None and spec.train.early_stopping.target is None
+def test_a_removed_key_with_its_old_default_is_left_out_and_has_no_origin(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
-    overrides = ["schedule.peak=0.3", "search.packing=jobs", "train.hessian=true"]
-    with pytest.warns(OldKeyWarning):
-        content, origins = merge_sources(path, overrides=overrides, environ={}, site_files=())
-    assert content.keys().isdisjoint({"schedule", "search"}) and "schedule" not in origins
-    assert origins["train.diagnostics"] == "--set" and "train.hessian" not in origins
+    path.write_text(JOB)
+    overrides = ["schedule.peak=0.3", "search.packing=jobs", "train.hessian=false", "pricing.date="]
+    content, origins = merge_sources(path, overrides=overrides, environ={}, site_files=())
+    assert content.keys().isdisjoint({"schedule", "search", "pricing"}) and origins.keys().isdisjoint(overrides)
 
 
-def test_tuples_and_sets_of_python_are_lists() -> None:
-    with pytest.warns(OldKeyWarning):
-        job = load_job({**CONTENT, "train": {"epochs": 3, "diagnostics": ("gradient_norms",), "hessian": True}})
-    assert job.train.diagnostics == ["gradient_norms", "hessian"]
-    assert load_job({**CONTENT, "train": {"epochs": 3, "diagnostics": {"hessian"}}}).train.diagnostics == ["hessian"]
+def test_collections_of_python_are_lists_of_measurements() -> None:
+    for given in (("hessian",), {"hessian"}, "hessian"):
+        assert load_job({**CONTENT, "train": {"epochs": 3, "diagnostics": given}}).train.diagnostics == ["hessian"]
 
 
 def test_old_keys_of_a_node_type_with_a_dot_in_its_name_have_advice() -> None:
@@ -254,27 +144,13 @@ def test_old_keys_of_a_node_type_with_a_dot_in_its_name_have_advice() -> None:
     assert load_job({**CONTENT, "train": {"epochs": 3}, "node_types": {"a.b": {"search": {"packing": "jobs"}}}})
 
 
-def test_a_date_of_another_source_is_added_to_the_source_of_a_price(tmp_path: Path) -> None:
-    text = f"{JOB}pricing: {{price: 2, source: a list}}\n"
-    with pytest.warns(OldKeyWarning):
-        assert loaded(tmp_path, text, "pricing.date=2025-11-30").pricing.source == "a list, 2025-11-30"
-    types = "node_types: {a: {pricing: {price: 3, date: 2025-01-01}}}\n"
-    of_type = loaded(tmp_path, text + types).of_node_type("a")
-    assert of_type.pricing.source == "a list, 2025-01-01"
-
-
-def test_the_date_of_a_price_is_part_of_its_source(tmp_path: Path) -> None:
-    spec = loaded(tmp_path, f"{JOB}pricing: {{price: 2, source: a list}}\n", "pricing.source=a list, 2025-11-30")
-    with pytest.warns(OldKeyWarning, match=r"pricing\.date is now part of pricing\.source"):
-        dated = loaded(tmp_path, f"{JOB}pricing: {{price: 2, source: a list, date: 2025-11-30}}\n")
-    assert dated.pricing == spec.pricing
-
-
 @pytest.mark.parametrize(
     ("path", "value"),
     [
         ("auto.holdout", 0.2), ("schedule.peak", 0.2), ("search.packing", "single"), ("train.cudnn_benchmark", False),
         ("train.ghost_batch", 32), ("train.ramp", [{"samples": 500, "batch": 64}]),
+        ("train.hessian", True), ("train.gradient_noise", {"every": 2}), ("pricing.date", "2025-11-30"),
+        ("train.early_stopping", {"at_least": 0.7}), ("train.early_stopping", {"target": 0.7, "metric": "top1"}),
     ],
 )  # fmt: skip
 def test_a_removed_key_with_another_value_is_refused_with_advice_and_left_out_of_stored_jobs(
@@ -283,6 +159,8 @@ def test_a_removed_key_with_another_value_is_refused_with_advice_and_left_out_of
     section, _, key = path.partition(".")
     content = {**CONTENT, "train": {"epochs": 3, "method": "auto" if section == "auto" else "lbt"}}
     content[section] = {**content.get(section, {}), key: value}
+    if section == "pricing":
+        content[section]["price"] = 2
     with pytest.raises(SpecError) as caught:
         load_job(content)
     assert "this key was removed" in str(caught.value.problems)

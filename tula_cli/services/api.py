@@ -74,7 +74,7 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.spec.kinds import parse_size
 from tula_cli.spec.load import load_spec, validate
 from tula_cli.spec.merge import apply_overrides
-from tula_cli.spec.old_keys import merge_old_keys, replace_old_keys
+from tula_cli.spec.old_keys import replace_old_keys
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -373,7 +373,6 @@ def load_job(job: Job, overrides: Sequence[str] = ()) -> JobSpec:
         return job
     content = job.model_dump(mode="json", exclude_unset=True) if isinstance(job, JobSpec) else deepcopy(dict(job))
     content = replace_old_keys(content, source="the job")
-    merge_old_keys(content, source="the job")
     apply_overrides(content, overrides, {})
     return validate(content, source="the job")
 

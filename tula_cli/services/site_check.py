@@ -24,7 +24,7 @@ from tula_cli.host.processes import run_command
 from tula_cli.plugins import suggest_nearest
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
-from tula_cli.spec.merge import SITE_FILE, flatten, merge, move_old_keys
+from tula_cli.spec.merge import SITE_FILE, flatten, merge
 from tula_cli.spec.old_keys import replace_old_keys
 from tula_cli.spec.slurm_options import ROOM, Slurm
 from tula_cli.spec.yaml_text import read_yaml
@@ -123,7 +123,6 @@ def read_site(file: Path | None, *, environ: Mapping[str, str] = os.environ) -> 
             origins,
             source=str(settings_file),
         )
-        move_old_keys(content, origins, source=str(settings_file))
     return SiteSettings(files, content, origins)
 
 

@@ -21,7 +21,7 @@ from tula_cli.spec.ags import Ags, Auto, divide_section
 from tula_cli.spec.kinds import Section
 from tula_cli.spec.merge import merge
 from tula_cli.spec.methods import DEFAULT_METHOD, REASON
-from tula_cli.spec.old_keys import merge_old_keys, replace_old_keys
+from tula_cli.spec.old_keys import replace_old_keys
 from tula_cli.spec.resources import UNPRICED, Cluster, NodeType, Pricing, TypeName
 from tula_cli.spec.schedules import ROUNDING, compute_decayed_share, compute_scheduled_lr, compute_warmup_factor
 from tula_cli.spec.scripts import script as script_section
@@ -85,8 +85,6 @@ class JobSpec(Section):
     @classmethod
     def _keys_are_current_and_script_replaces_the_loop(cls, content: Any) -> Any:
         content = replace_old_keys(content)
-        if isinstance(content, dict):
-            merge_old_keys(content)
         if not isinstance(content, Mapping) or content.get("script") is None:
             return content
         return script_section.fill_script_defaults(content)

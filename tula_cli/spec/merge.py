@@ -7,7 +7,7 @@ from typing import Any
 
 from tula_cli.assets import config_files
 from tula_cli.errors import SpecError, require_list
-from tula_cli.spec.old_keys import merge_old_keys, replace_old_keys, replace_old_path
+from tula_cli.spec.old_keys import replace_old_keys, replace_old_path
 from tula_cli.spec.yaml_text import parse_yaml, read_yaml
 
 SITE_FILE = "site.yaml"
@@ -30,7 +30,6 @@ def merge_sources(
     sites = [site_file for site_file in candidates if site_file.is_file()]
     for file in (*sites, path):
         merge(merged, replace_old_keys(read_yaml(file), source=str(file)), origins, source=str(file))
-        move_old_keys(merged, origins, source=str(file))
     for variable in sorted(environ):
         if variable.startswith(ENV_PREFIX):
             key = variable.removeprefix(ENV_PREFIX).lower().replace("__", ".")
@@ -76,15 +75,6 @@ def _assign_value(into: dict[str, Any], key: str, text: str, origins: dict[str, 
     content = replace_old_keys(content, source=source)
     _remove_path(into, replace_old_path(key), origins)
     merge(into, content, origins, source=source)
-    move_old_keys(into, origins, source=source)
-
-
-def move_old_keys(merged: dict[str, Any], origins: dict[str, str], *, source: str) -> None:
-    """Move the values of old keys of a source to their new paths, which then have that source."""
-    for old, new in merge_old_keys(merged, source=source):
-        _forget_origins(origins, old)
-        if new:
-            origins[new] = source
 
 
 def _remove_path(content: dict[str, Any], path: str, origins: dict[str, str]) -> None:
@@ -96,11 +86,6 @@ def _remove_path(content: dict[str, Any], path: str, origins: dict[str, str]) ->
             return
         content = inner
     content.pop(last, None)
-    _forget_origins(origins, path)
-
-
-def _forget_origins(origins: dict[str, str], path: str) -> None:
-    """Remove the sources of the value at `a.b.c` and of everything below it."""
     for leaf in [known for known in origins if known == path or known.startswith(f"{path}.")]:
         del origins[leaf]
 

@@ -11,7 +11,6 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, mod
 from tula_cli.plugins import is_import_string, suggest_nearest
 from tula_cli.spec.kinds import Arguments, Line, Method, NonNegativeFloat, Positive, PositiveFloat, Section
 from tula_cli.spec.methods import DEFAULT_METHOD, TrainingMethod, get_training_method
-from tula_cli.spec.old_keys import FALLING_METRICS
 
 # --- Parts of `train`
 
@@ -45,9 +44,11 @@ _WRITTEN_MEASUREMENTS = {
 
 
 def _read_measurements(value: object) -> object:
-    """Read the name of one measurement, null and other collections as a list; refuse a list that has an entry twice."""
-    if value is None or isinstance(value, str):
-        return [] if value is None else [value]
+    """Read the name of one measurement, null, false and other collections as a list; refuse true and entries that occur twice."""
+    if value is None or value is False or isinstance(value, str):
+        return [value] if isinstance(value, str) else []
+    if value is True:
+        raise ValueError("is a list of measurements now; write [gradient_norms] in place of true")
     if isinstance(value, tuple | set | frozenset):
         value = list(value)
     if isinstance(value, list):
@@ -55,6 +56,10 @@ def _read_measurements(value: object) -> object:
             if value.count(entry) > 1:
                 raise ValueError(f"has {entry} twice")
     return value
+
+
+FALLING_METRICS = ("loss", "perplexity")
+"""Metrics of which lower values are better."""
 
 
 class BestCheckpoint(Section):

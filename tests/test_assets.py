@@ -21,7 +21,7 @@ def test_asset_inside_the_package_comes_first(tmp_path: Path, monkeypatch: pytes
 
 
 def test_missing_asset_is_an_error() -> None:
-    with pytest.raises(TulaError, match="lacks templates/none"):
+    with pytest.raises(TulaError, match="has no templates/none"):
         find_asset("templates/none")
 
 

@@ -32,6 +32,7 @@ from tula_cli.cluster.slurm.submit import SlurmLauncher
 from tula_cli.cluster.supervise import supervise
 from tula_cli.errors import CannotWrite, SchedulerError
 from tula_cli.run.directory import RunDir
+from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.recommendations import Stage, StageSteps
 from tula_cli.run.records.tasks import ProbeTask, Rung, TrainTask
@@ -531,7 +532,7 @@ def test_a_young_job_that_nobody_knows_yet_is_pending_and_an_old_one_is_over(slu
     job = submitted(run, probes(run))
     slurm.set(job.scheduler_id, "PENDING", forgotten=True)
     slurm.fault(sacct="knows nothing")
-    assert state(run, job) == scheduler.SchedulerState("pending", "just submitted")
+    assert state(run, job) == scheduler.SchedulerState("pending", "just submitted", young=True)
     old = job.model_copy(update={"submitted_at": time.time() - chains.YOUNG_SECONDS - 1})
     assert state(run, old).state == "ended"
     assert "SLURM has forgotten it" in state(run, old).reason
@@ -797,8 +798,10 @@ def test_a_chain_that_ended_on_faulty_nodes_says_which(slurm, run):
     job = submitted(run, training(run))
     now = time.time()
     attempt = Attempt(
-        task=f"{job.id}-1", number=1, started_at=now, ended_at=now, outcome="device_fault", host="gpu7", rank=3, samples=0,
-        message="CUDA error: uncorrectable ECC error encountered", allocation=f"{job.links[0]}.0",
+        task=f"{job.id}-1", number=1, started_at=now, ended_at=now, samples=0, allocation=f"{job.links[0]}.0",
+        failure=Failure(
+            outcome="device_fault", host="gpu7", rank=3, fault="memory", message="CUDA error: uncorrectable ECC error encountered",
+        ),
     )  # fmt: skip
     run.write_attempt(attempt)
     for link in job.links:

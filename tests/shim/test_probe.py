@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from script_ranks import ScriptRanks
 
-from tula_cli.models.claims import ObservedRate, describe_scaling_of_script, join_steps, list_mismatches
+from tula_cli.models.claims import ObservedRate, join_steps, list_mismatches, warn_scaling_of_script
 from tula_cli.run.records.scripts import ExpectedValues, RankResult, ShimPlan
 
 pytestmark = pytest.mark.torch
@@ -90,8 +90,9 @@ def test_a_wrong_launch_and_a_wrong_accumulation_are_told(run: ScriptRanks, tmp_
     plan = probe(tmp_path, expected=expecting(2, 16, accumulate=2))
     (rank,) = run("accumulating.py", plan=plan).results()
     alone = rank.model_copy(update={"expected": expecting(1, 16, accumulate=2)})
-    found = [[(m.what, m.expected, m.seen) for m in list_mismatches([seen])] for seen in (rank, alone)]
-    assert found == [[("world", "2", "1")], [("accumulate", "2", "4")]]
+    (of_world,), (of_accumulation,) = list_mismatches([rank]), list_mismatches([alone])
+    assert (of_world.code, of_world.values) == ("rank-count-differs", {"expected": 2, "observed": 1})
+    assert (of_accumulation.code, of_accumulation.values) == ("micro-batches-differ", {"expected": 2, "observed": 4})
 
 
 def reference(run: ScriptRanks, folder: Path, *arguments: object, **more: object) -> RankResult:
@@ -106,8 +107,8 @@ def test_a_script_that_scales_its_learning_rate_is_found_out(run: ScriptRanks, t
         seen = reference(run, tmp_path / str(batch), "-b", batch, "--scale-lr", expected=expecting(1, batch, lr=0.1))
         rates.append(ObservedRate.of(batch, seen.lr, seen.expected.lr))
         assert list_mismatches([seen]) == []
-    told = describe_scaling_of_script([rate for rate in rates if rate is not None])
-    assert told is not None and "batch^1.0 (0.003125 at batch 8, 0.00625 at batch 16)" in told.words
+    (warning,) = warn_scaling_of_script([rate for rate in rates if rate is not None])
+    assert warning.values == {"exponent": pytest.approx(1), "rates": "0.003125 at batch 8, 0.00625 at batch 16"}
 
 
 def test_batches_as_lists_and_loader_workers(run: ScriptRanks, tmp_path: Path) -> None:
@@ -117,7 +118,7 @@ def test_batches_as_lists_and_loader_workers(run: ScriptRanks, tmp_path: Path) -
 
 def test_a_batch_that_the_script_ignores_is_told_with_both_figures(run: ScriptRanks, tmp_path: Path) -> None:
     (found,) = list_mismatches([reference(run, tmp_path, "-b", 8, expected=expecting(1, 32))])[:1]
-    assert (found.what, found.expected, found.seen) == ("batch", "32", "8")
+    assert (found.code, found.values["expected"], found.values["observed"]) == ("batch-differs", 32, 8)
 
 
 def test_a_script_that_ends_first_tells_what_it_had(run: ScriptRanks, tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_a_site_file_is_held_against_what_the_scheduler_tells(tula: Tula, on_slu
     sound = tula("check", "--site", "site.yaml")["data"]["findings"]
     assert [one["about"] for one in sound if one["verdict"] == "problem"] == []
     assert any(one["about"] == "cluster.slurm.partition" and "main: 4 nodes" in one["message"] for one in sound)
-    unknown = [(one["about"], one["advice"]) for one in sound if "counts for no job" in one["message"]]
+    unknown = [(one["about"], one["advice"]) for one in sound if "has no effect" in one["message"]]
     assert unknown == [
         ("pricing.qos_factors", "did you mean normal?"),
         ("pricing.partition_factors", "did you mean main?"),

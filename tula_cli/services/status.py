@@ -322,7 +322,7 @@ def _get_state_from_attempts(
             return "diverged", f"{last_attempt.message}; {advise('diverged', spec)}"
         if last_attempt.failure is not None and last_attempt.outcome == "device_fault":
             advice = advise(last_attempt.failure, spec)
-            return "failed", f"{last_attempt.message} on {last_attempt.host}; {advice}"
+            return "failed", f"{last_attempt.message} on {last_attempt.failure.host or last_attempt.host}; {advice}"
         message = last_attempt.message or f"ended with {progress.done} of {progress.total} probes"
         who = spec.cluster.backend.title
         verdict = "" if scheduler.failed or not scheduler.reason else f" ({who}: {scheduler.reason})"

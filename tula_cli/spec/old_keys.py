@@ -189,7 +189,7 @@ def advise_key(path: str) -> str:
     if removed := REMOVED.get(table_path):
         return removed.advice
     if table_path in RENAMED:
-        return f"it is now {RENAMED[table_path]}, which is given too"
+        return f"it was renamed to {RENAMED[table_path]}, which is also set"
     return ""
 
 

@@ -48,7 +48,9 @@ def _get_section(content: Any, name: str) -> Mapping[str, Any]:
 def _with_dated_source(pricing: Mapping[str, Any], source: object) -> dict[str, Any]:
     """Return section pricing with its date as part of its source; `source` is that of the job, for a node type without one."""
     texts = (pricing.get("source", source), pricing["date"])
-    return {**pricing, "source": ", ".join(str(text) for text in texts if text)}
+    dated = {**pricing, "source": ", ".join(str(text) for text in texts if text)}
+    del dated["date"]
+    return dated
 
 
 def _with_listed_measurements(train: Mapping[str, Any]) -> dict[str, Any]:

@@ -93,7 +93,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ([{"epochs": 1, "batch": 100}], {"nodes": 8}, r"batch 100 does not divide by 8 .*"),
     ([{"epochs": 1, "batch": 4096}], {}, "batch 4096 is not below the training's own, 2048"),
     ([{"epochs": 19.999999, "batch": 128}], {}, "lasts 20 epochs, which leaves nothing of train.epochs 20"),
-    ([{"epochs": 1, "batch": 128, "nodes": 5}], {}, "names 5 nodes, more than the 1 of the training"),
+    ([{"epochs": 1, "batch": 128, "nodes": 5}], {}, "has 5 nodes, more than the 1 of the training"),
     (
         [{"epochs": 4e-5, "batch": 128}],
         {},
@@ -123,14 +123,14 @@ def test_stages_that_do_not_fit_are_refused(ramp: Any, where: dict[str, int], wo
         (
             [(64, 3)],
             512,
-            "no training on [1]: train.ramp: batch 64 names 3 nodes, more than the 1 of the training",
+            "no training on [1]: train.ramp: batch 64 has 3 nodes, more than the 1 of the training",
             "",
         ),
         (
             [(64, 2)],
             512,
             "",
-            "no training on [1]: train.ramp: batch 64 names 2 nodes, more than the 1 of the training",
+            "no training on [1]: train.ramp: batch 64 has 2 nodes, more than the 1 of the training",
         ),
         ([64], None, "", ""),
         ("auto", 32, "", ""),
@@ -147,7 +147,7 @@ def test_check_tells_where_the_search_has_no_batch_for_the_stages(
     search = Search(nodes=[1, 2], min_batch=32, max_batch=most)
     problems, warnings = describe_unusable_stages(job(stages).model_copy(update={"search": search}), dataset_size=size)
     for found, words in ((problems, problem), (warnings, warning)):
-        assert len(found) == (0 if not words else 2 if "names 3" in words else 1)
+        assert len(found) == (0 if not words else 2 if "has 3 nodes" in words else 1)
         assert not words or words in f"no training on {found[0].values['nodes']}: {found[0].values['reason']}"
 
 

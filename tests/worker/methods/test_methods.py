@@ -131,8 +131,12 @@ def test_lars_and_lamb_take_over_the_optimizers_settings(alone: Ranks) -> None:
 @pytest.mark.parametrize(
     ("method", "optimizer", "message"),
     [
-        ("lars", {"name": "Adam", "momentum": None}, "method lars takes the place of SGD, not of optimizer.name: Adam"),
-        ("lamb", {"name": "SGD"}, "method lamb takes the place of Adam or AdamW"),
+        (
+            "lars",
+            {"name": "Adam", "momentum": None},
+            "method lars replaces SGD, so it cannot be used with optimizer.name: Adam",
+        ),
+        ("lamb", {"name": "SGD"}, "method lamb replaces Adam or AdamW"),
         ("lamb", {"name": "Adam", "momentum": 0.9}, "Adam takes no momentum"),
         ("lars", {"args": {"dampening": 0.1}}, r"optimizer.args.dampening: SGD takes no such argument"),
         ("lars", {"args": {"trust_coefficient": -1.0}}, "trust_coefficient must be above 0"),
@@ -185,12 +189,12 @@ def test_adascales_gain_is_that_of_the_first_halves(alone: Ranks) -> None:
 @pytest.mark.parametrize(
     ("sections", "batch", "message"),
     [
-        ({"train": {"method": "polo"}, "schedule": {"warmup_epochs": 1}}, 16, "post-local SGD on one GPU is plain SGD"),
+        ({"train": {"method": "polo"}, "schedule": {"warmup_epochs": 1}}, 16, "SGD on one GPU is plain SGD"),
         ({"train": {"method": "adascale"}}, 8, "AdaScale has nothing to gain"),
         ({"train": {"method": "static"}}, 8, "AGS leaves the gradients as they are"),
         ({"train": {"method": "adascale"}}, 16, ""),
         ({"train": {"method": "lrs"}}, 16, ""),
-        ({"schedule": {"warmup_epochs": 2}}, 16, "its warm-up of 2 epochs is not shorter than train.epochs 2"),
+        ({"schedule": {"warmup_epochs": 2}}, 16, "the warm-up has 2 epochs and the training 2"),
         ({"schedule": {"warmup_epochs": 1.9}}, 16, ""),
         (
             {"train": {"method": "ags", "accumulate": 4}, "ags": {"b_small": 8, "delta": "inf"}},

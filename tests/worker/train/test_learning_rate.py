@@ -210,8 +210,8 @@ def test_a_schedule_that_gives_no_factor_is_told(name, why):
     [
         ({"kind": "cosin"}, "did you mean cosine"),
         ({"kind": "zzz"}, "use constant, multistep, cosine, linear, one-cycle"),
-        ({"kind": "one-cycle", "warmup_epochs": 2}, "a warm-up of its own"),
-        ({"kind": "linear", "args": {"a": 1}}, "args mean nothing to kind 'linear'"),
+        ({"kind": "one-cycle", "warmup_epochs": 2}, "one-cycle has its own warm-up"),
+        ({"kind": "linear", "args": {"a": 1}}, "args has no effect"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(schedule, why):

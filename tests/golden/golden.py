@@ -96,6 +96,8 @@ class Normaliser:
             return "<seconds>"
         if isinstance(value, int | float) and TIME_KEYS.search(key) and value > 1.6e9:
             return "<time>"
+        if key == "pid" and value:  # of a process of this run
+            return "<pid>"
         return value
 
 

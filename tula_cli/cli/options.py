@@ -91,13 +91,13 @@ def register(app: typer.Typer, function: Callable[..., None], *, example: str) -
         screen.finish()
 
     keyword = inspect.Parameter.KEYWORD_ONLY
-    own = [
+    command_options = [
         _make_typer_parameter(field, option) for parameter in parameters for field, option in _list_fields(parameter)
     ]
     common = [inspect.Parameter(name, keyword, default=False, annotation=kind) for name, kind in COMMON.items()]
     context = inspect.Parameter("ctx", keyword, annotation=typer.Context)
-    wrapper.__signature__ = inspect.Signature([context, *own, *common])  # type: ignore[attr-defined]
-    wrapper.__annotations__ = {p.name: p.annotation for p in [context, *own, *common]}
+    wrapper.__signature__ = inspect.Signature([context, *command_options, *common])  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {p.name: p.annotation for p in [context, *command_options, *common]}
     app.command(name=function.__name__.rstrip("_"), epilog=f"Example: {example}")(wrapper)
 
 

@@ -1,4 +1,4 @@
-"""What follows an attempt: `decide(task, failure, history) -> Relaunch | Requeue | Stop`, as one table for each kind of task.
+"""The decision after an attempt: `decide(task, failure, history) -> Relaunch | Requeue | Stop`, as one table for each kind of task.
 
 Nothing is read or written here. `relaunch.py` reads the history and carries out the decision.
 """
@@ -33,7 +33,7 @@ ALLOCATION_LOST: tuple[OutcomeClass, ...] = ("supervisor", "time_limit", "preemp
 
 @dataclass(frozen=True)
 class History:
-    """What `decide` has to know of a run, beside the task and its failure.
+    """The state of a run that `decide` needs in addition to the task and its failure.
 
     Args:
         attempt: the attempt that has ended.
@@ -160,13 +160,7 @@ TRAINING: tuple[Rule, ...] = (
 )  # fmt: skip
 """A training. On a machine without a scheduler "the next job" is the next `tula train`."""
 
-PROBE: tuple[Rule, ...] = (
-    ("any", "the job has all its results", "the end"),
-    ("none", "the job has all its results", "the end"),
-    ("none", "always", "new processes"),  # a script is started once for each batch
-    ("any", "the allocation has ended", "the end"),
-    ("any", "a new start would fail in the same way", "the end"),
-    ("device_oom", "always", "the end, with the result of the batch"),
+_RESTARTS: tuple[Rule, ...] = (
     ("device_fault", "attempts are left, and there is no scheduler", "new processes"),
     ("device_error", "attempts are left", "new processes"),
     ("storage", "attempts are left", "new processes after a pause"),
@@ -176,6 +170,17 @@ PROBE: tuple[Rule, ...] = (
     ("unknown", "attempts are left", "new processes"),
     ("signal", "attempts are left", "new processes"),
     ("peer", "attempts are left", "new processes"),
+)
+"""Failures after which a job that saves no checkpoint is started again in its allocation."""
+
+PROBE: tuple[Rule, ...] = (
+    ("any", "the job has all its results", "the end"),
+    ("none", "the job has all its results", "the end"),
+    ("none", "always", "new processes"),  # a script is started once for each batch
+    ("any", "the allocation has ended", "the end"),
+    ("any", "a new start would fail in the same way", "the end"),
+    ("device_oom", "always", "the end, with the result of the batch"),
+    *_RESTARTS,
     ("cancelled", "the job is cancelled", "the end"),
     ("diverged", "no batch was left out yet", "new processes without this batch"),
     ("user", "no batch was left out yet, and there is a GPU", "new processes without this batch"),
@@ -203,15 +208,7 @@ EVALUATION: tuple[Rule, ...] = (
     ("none", "always", "the end"),
     ("any", "the allocation has ended", "the end"),
     ("any", "a new start would fail in the same way", "the end"),
-    ("device_fault", "attempts are left, and there is no scheduler", "new processes"),
-    ("device_error", "attempts are left", "new processes"),
-    ("storage", "attempts are left", "new processes after a pause"),
-    ("hung", "attempts are left", "new processes"),
-    ("host_limit", "attempts are left", "new processes after a pause"),
-    ("port", "attempts are left", "new processes"),
-    ("unknown", "attempts are left", "new processes"),
-    ("signal", "attempts are left", "new processes"),
-    ("peer", "attempts are left", "new processes"),
+    *_RESTARTS,
     ("any", "always", "the end"),
 )
 """An evaluation of a training's weights."""
@@ -241,10 +238,10 @@ def find_rule(task: Task, failure: Failure | None, history: History) -> Rule:
     """Return the row that decides what follows an attempt; arguments as of `decide`."""
     case = _Case(task, failure, history)
     kinds = ("none",) if failure is None else (failure.outcome, "any")
-    return next(rule for rule in rules_of(task) if rule[0] in kinds and _SITUATIONS[rule[1]](case))
+    return next(rule for rule in get_rules(task) if rule[0] in kinds and _SITUATIONS[rule[1]](case))
 
 
-def rules_of(task: Task) -> tuple[Rule, ...]:
+def get_rules(task: Task) -> tuple[Rule, ...]:
     """Return the table of a task."""
     match task:
         case TrainTask():
@@ -349,7 +346,7 @@ class _Case:
         stepped = history.reached is not None or history.progress != history.attempt.progress
         return stepped and all(attempt.outcome != "user" for attempt in history.earlier)
 
-    def same_failure(self) -> Stop | None:
+    def find_repeated_failure(self) -> Stop | None:
         """Return why a training must not be started again, because it fails repeatedly in the same way; else None."""
         last, previous = self.history.attempt, self.history.earlier[-1] if self.history.earlier else None
         if previous is None or previous.failure is None or self.failure is None:
@@ -411,7 +408,7 @@ _SITUATIONS: dict[Situation, Callable[[_Case], bool]] = {
     "a later job waits": lambda case: case.history.later_jobs > 0,
     _AFTER_STEP_AND_WAITS: lambda case: case.is_first_after_step() and case.history.later_jobs > 0,
     _AFTER_STEP: _Case.is_first_after_step,
-    _TWICE: lambda case: case.same_failure() is not None,
+    _TWICE: lambda case: case.find_repeated_failure() is not None,
     "nothing was saved in the whole job": _Case.has_saved_nothing,
     "`train.max_attempts` supervisors have failed without a newer checkpoint": lambda case: (
         case.count_failed_supervisors() >= case.training.spec.train.max_attempts
@@ -447,7 +444,7 @@ def _stop(case: _Case, situation: Situation) -> Stop:
             return Stop(why="supervisors_failed", count=case.count_failed_supervisors())
         case "the job is cancelled":
             return Stop(why="cancelled")
-    return (case.same_failure() if situation == _TWICE else None) or Stop()
+    return (case.find_repeated_failure() if situation == _TWICE else None) or Stop()
 
 
 _ACTIONS: dict[Action, Callable[[_Case, Situation], Relaunch | Requeue | Stop]] = {

@@ -1,4 +1,4 @@
-"""What remains of a task, and the execution of what was decided after an attempt: results, and the task to start next."""
+"""Carries out the decision after an attempt: writes results, and makes the task that starts next."""
 
 import time
 from collections.abc import Sequence

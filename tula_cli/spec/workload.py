@@ -1,4 +1,4 @@
-"""What a job trains: a model in tula's own loop, or a script of the user.
+"""The workload of a job: a model in tula's own loop, or a script of the user.
 
 `cluster/rank_program.py` starts it; which files are its code is in `run/code.py`.
 """
@@ -12,7 +12,7 @@ from tula_cli.spec.scripts.script import Script, count_script_samples
 
 @dataclass(frozen=True)
 class Workload:
-    """What a job trains, and what can be set and observed of it: here the job's model and data in tula's own loop."""
+    """The workload of a job, with its settings and observable quantities: here a model and dataset in tula's loop."""
 
     spec: JobSpec
 
@@ -31,7 +31,7 @@ class Workload:
 
     @property
     def title(self) -> str:
-        """What is trained, in words."""
+        """Description of what is trained, for users."""
         return f"{self.spec.model.name} on {self.spec.dataset.name}"
 
     @property

@@ -48,7 +48,7 @@ class ScriptProgram(RankProgram):
     """A user's script, as its probes, trainings and resume tests have it in common."""
 
     mode: ClassVar[Literal["probe", "train"]] = "train"
-    """What the shim does: measure and stop, or only report."""
+    """Whether the shim measures and stops the script, or only reports."""
     silence: ClassVar[float] = TRAINING_SILENCE
     """Minimum seconds without a heartbeat after which the script is killed as stuck."""
 

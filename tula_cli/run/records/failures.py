@@ -122,7 +122,7 @@ class Fallback(Record):
 
     @property
     def description(self) -> str:
-        """What did not fit, and what is done."""
+        """Description of what did not fit and of the smaller configuration."""
         message = f"out of memory at batch {self.batch}"
         if self.stage is not None:
             message = f"out of memory at batch {self.stage}, in a stage before batch {self.batch}"
@@ -151,7 +151,7 @@ class Relaunch(Record):
 
     @property
     def consequence(self) -> str:
-        """What follows, as an addition to a description of the failure; empty if nothing has to be said."""
+        """Description of what follows, to append to that of the failure; empty if there is nothing to report."""
         return "the training had made progress, so it is tried once more" if self.after_progress else ""
 
     def describe_cause(self, failure: Failure) -> str:
@@ -237,7 +237,7 @@ class Stop(Record):
 
 
 Decision = Annotated[Relaunch | Requeue | Stop, Field(discriminator="kind")]
-"""What follows an attempt."""
+"""The decision after an attempt."""
 
 
 class Move(Record):

@@ -19,7 +19,7 @@ from typer.models import ArgumentInfo, CommandInfo, ParameterInfo
 
 from tula_cli import errors
 from tula_cli.cli import options
-from tula_cli.cli.app import READER_IS_GONE, app
+from tula_cli.cli.app import READER_IS_GONE, WORKFLOW, app
 from tula_cli.cluster.decisions import TRAINING
 from tula_cli.errors import TulaError
 from tula_cli.host.failures import FAILURE_KINDS
@@ -181,7 +181,12 @@ COMMANDS_HEAD = """Commands write their answer to stdout and progress to stderr.
 
 def commands() -> str:
     """Return the page of every command and of the exit codes."""
-    found = {info.name or "": info for info in app.registered_commands}
+    loaded = {
+        command.name: command.build_app(example=example).registered_commands[0]
+        for command, example in WORKFLOW.items()
+        if isinstance(command, options.ExtraCommand)
+    }
+    found = {info.name or "": loaded.get(info.name or "", info) for info in app.registered_commands}
     params = {name: _params(info.callback) for name, info in found.items()}
     shared = set.intersection(*(set(rows) for rows in params.values()))
     parts = [NOTE, "# Commands", COMMANDS_HEAD, _overview(found)]

@@ -8,6 +8,9 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
+from tree_metadata import provide_entry_points
+
+provide_entry_points()
 
 GROUPS = {
     "tests/slurm/test_recovery.py": "cluster 1",
@@ -15,6 +18,7 @@ GROUPS = {
     "tests/e2e/": "e2e",
     "tests/shim/": "shim",
     "tests/test_examples.py": "examples",
+    "tests/test_without_extras.py": "core alone",
     "tests/worker/measure/test_footprint.py": "two ranks",
     "tests/worker/measure/test_gradients.py": "two ranks",
     "tests/worker/test_preemption.py": "two ranks",

@@ -57,12 +57,17 @@ GPU = ("--device", "cpu", "--tiny", "--again", "--out", ".proof/gpu")
 """Under another torch all stages run; under the newest one, those that ask torch for something of their own."""
 SHORT = ("-m", "not proof and not torch", *(f"tests/{room}" for room in ("cli", "models", "spec", "services", "show")))
 """Tests without torch, for what tula takes of the libraries that it always has."""
+_WITHOUT_TORCH = (
+    *("-m", "not e2e and not torch and not slurm and not proof"),
+    *(f"tests/{folder}" for folder in ("cli", "cluster", "host", "models", "run", "services", "show", "spec")),
+)
+"""Tests of the core without its optional packages."""
 _GIVEN = "two_ranks or test_gradients or test_probe or test_operations or test_device or test_ranks or test_table"
 OF_TORCH = ("tests/worker", "tests/optim", "-k", _GIVEN)
 """Tests of what torch gives and tula relies on, of which the lowest versions that it allows may give less."""
 OF_EXTRAS = (
     *(f"tests/worker/{name}.py" for name in ("build/test_finetune", "build/test_source_text")),
-    "tests/services/exporting/test_trackers.py",
+    "tests/extras/trackers/test_trackers.py",
 )
 """Tests of weights in safetensors, of transformers and of the trackers."""
 
@@ -74,8 +79,10 @@ PARTS = (
     cases("step-files", 0.2, "tests/worker/train/test_step_files.py"),
     cases("stages-by-noise", 0.2, "tests/worker/train/watching/test_stage_control.py"),
     cases("golden-commands", 0.8, "tests/golden/test_golden_commands.py"),
+    cases("golden-commands-of-extras", 0.3, "tests/extras/test_golden_commands_of_extras.py"),
     cases("golden-trainings", 1.7, "tests/golden/test_golden_trainings.py"),
-    cases("trackers", 0.25, "tests/services/exporting/test_trackers.py"),
+    Part("core-alone", 7, ("tests/helpers/without_extras.py", "-n", "2", *_WITHOUT_TORCH)),
+    cases("trackers", 0.25, "tests/extras/trackers/test_trackers.py"),
     cases("recompute", 0.5, "tests/worker/build/test_recompute.py"),
     cases("compiled", 1.0, "tests/worker/build/test_compiled.py"),
     cases("footprint", 1.0, "tests/worker/measure/test_footprint.py"),

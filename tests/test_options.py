@@ -14,7 +14,6 @@ from tula_cli.cli.options import register
 from tula_cli.options import (
     ComparisonRequest,
     EvaluationRequest,
-    ExportRequest,
     Option,
     TrainRequest,
     list_fields,
@@ -101,7 +100,6 @@ def test_the_options_of_a_query_are_what_asks_it_again(query: WithNewOption) -> 
         ("train", TrainRequest),
         ("evaluate", EvaluationRequest),
         ("compare", ComparisonRequest),
-        ("export", ExportRequest),
     ],
 )
 def test_a_command_and_its_function_take_every_field(name: str, options: type) -> None:

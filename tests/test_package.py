@@ -47,6 +47,24 @@ def test_an_installed_wheel_finds_its_templates(wheels: list[Path], tmp_path: Pa
     assert done.stdout.strip() == (ROOT / "templates/job.yaml").read_text().strip()
 
 
+def test_an_installed_wheel_finds_its_optional_packages(wheels: list[Path], tmp_path: Path) -> None:
+    """By the entry points of its own metadata, not by those of the tree that the tests run in."""
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheels[1]).extractall(site)
+    code = (
+        f"import sys; sys.path.insert(0, {str(site)!r}); from tula_cli.entry_points import load_extra;"
+        "print(*(sys.modules[load_extra(name).__module__].__file__ for name in ('report', 'trackers', 'figures')))"
+    )
+    done = python("-I", "-c", code, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [
+        f"{site}/tula_cli/extras/{name}/__init__.py" for name in ("report", "trackers", "figures")
+    ]
+
+
+OF_EXTRAS = "the arrows of the optional packages"
+
+
 def contracts(tree: Path) -> "subprocess.CompletedProcess[str]":
     # By -c, so that the copy in the working directory is what is looked at.
     code = (
@@ -82,6 +100,15 @@ def contracts(tree: Path) -> "subprocess.CompletedProcess[str]":
             "the shim needs nothing of tula and nothing but torch",
         ),
         ("services/train.py", "import rich", "rich in show alone, typer in cli"),
+        ("services/api.py", "from tula_cli.extras.report import page", "the arrows of the architecture"),
+        (
+            "show/compare.py",
+            "if TYPE_CHECKING:\n    from tula_cli.extras.trackers.export import export_run",
+            "the arrows of the architecture",
+        ),
+        ("extras/trackers/export.py", "from tula_cli.extras.report import formats", OF_EXTRAS),
+        ("extras/report/sections.py", "from tula_cli.extras.figures import gradients", OF_EXTRAS),
+        ("extras/trackers/view.py", "import matplotlib", "matplotlib in the report alone"),
         ("models/time/noise.py", "import pathlib", "a model of time, memory or cost reads no file and starts no job"),
     ],
 )

@@ -19,6 +19,7 @@ class Case:
         shows: files, by pattern, that the command has written and that are compared too.
         slurm: a SLURM is on PATH, which knows the jobs of the recorded run.
         slow: only in `make proof`.
+        package: the optional package whose command it is.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Case:
     shows: tuple[str, ...] = ()
     slurm: bool = False
     slow: bool = False
+    package: str = ""
 
 
 # --- what is done to recorded runs
@@ -186,7 +188,7 @@ CASES = (
     Case("train-measured-dry-run", "measured", "train --dry-run --json --nodes 2 --batch 256"),
     Case("train-bad-batch", "measured", "train --dry-run --json --nodes 4 --batch 33"),
     Case("train-ramp-dry-run", "measured", "train --dry-run --json --nodes 1 --batch 256 --set train.ramp=auto"),
-    Case("report-measured", "measured", "report --json"),
+    Case("report-measured", "measured", "report --json", package="report"),
     python("python-results", "measured", "show(rows(tula.Run.open(__import__('glob').glob('tula-runs/measured-*')[0]).results()))"),
     python("python-recommend", "measured", "r = tula.recommend('measured.yaml', objective='cost', save=False)\nshow({'choice': [r.choice.nodes, r.choice.batch, r.choice.hours, r.choice.cost], 'rows': rows(r.frame()), 'warnings': list(r.warnings)})"),
     fails("python-infeasible", "measured", "tula.recommend('measured.yaml', deadline_hours=1e-6)"),
@@ -203,17 +205,17 @@ CASES = (
     Case("evaluate-last-dry-run", "trained", "evaluate --dry-run --json --weights last --fresh"),
     Case("evaluate-no-training", "measured", "evaluate --json"),
     Case("evaluate-no-such-training", "trained", "evaluate --json --training 12345678"),
-    Case("report-trained", "trained", "report --json"),
-    Case("report-markdown", "trained", "report --markdown"),
-    Case("report-csv", "trained", "report --csv -"),
+    Case("report-trained", "trained", "report --json", package="report"),
+    Case("report-markdown", "trained", "report --markdown", package="report"),
+    Case("report-csv", "trained", "report --csv -", package="report"),
     Case("logs-trained", "trained", "logs --json"),
     Case("list-trained", "trained", "list --json"),
     Case("list-table", "trained", "list"),
     Case("clean-dry-run", "trained", "clean --dry-run --json --keep best"),
     Case("clean-all", "trained", "clean --yes --json --quiet", shows=("tula-runs/*/train/*/checkpoints/*",)),
-    Case("export-unknown", "trained", "export --to nowhere --json"),
+    Case("export-unknown", "trained", "export --to nowhere --json", package="trackers"),
     python("python-status", "trained", "show(rows(tula.status('trained.yaml').frame()))"),
-    python("python-report-text", "trained", "print(tula.report_text('trained.yaml'))"),
+    python("python-report-text", "trained", "print(tula.report_text('trained.yaml'))", package="report"),
     # --- out of memory, failed, types, script, comparison, self-tuned
     Case("status-memory", "memory", "status --json"),
     Case("recommend-memory", "memory", "recommend --json --objective time"),
@@ -232,7 +234,7 @@ CASES = (
     Case("compare-table", "comparison", "compare --show"),
     Case("compare-dry-run", "comparison", "compare --dry-run --json --methods lbt,lrs,ags:delta=0.1 --batch 16,32"),
     Case("compare-unknown-method", "comparison", "compare --dry-run --json --methods lbt,sgd"),
-    Case("report-comparison", "comparison", "report --json", slow=True),
+    Case("report-comparison", "comparison", "report --json", slow=True, package="report"),
     Case("status-self-tuned", "ramped", "status --json"),
     Case("recommend-self-tuned", "ramped", "recommend --json --objective accuracy-time"),
     # --- a chain of jobs on SLURM

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import golden
 import pytest
+from case_checks import check_case, make_parameters
 from cases import CASES, Case
 from run_cases import Commands
 
@@ -24,17 +25,10 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
     commands.close()
 
 
-def parameters() -> list[object]:
-    return [pytest.param(case, id=case.name, marks=[pytest.mark.proof] if case.slow else []) for case in CASES]
-
-
 @pytest.mark.torch
-@pytest.mark.parametrize("case", parameters())
+@pytest.mark.parametrize("case", make_parameters((case for case in CASES if not case.package), slow=pytest.mark.proof))
 def test_a_command_answers_as_expected(case: Case, commands: Commands) -> None:
-    expected = golden.load(case.name)
-    assert expected is not None, "nothing is expected yet: make golden"
-    lines = golden.differences(expected, commands.case(case), golden.command_of(case.name), golden.renames())
-    assert not lines, "\n".join(["differs from tests/golden/expected (make golden renews it):", *lines])
+    check_case(case, commands)
 
 
 def test_every_expected_file_is_of_a_case() -> None:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from tula_cli.services.reporting.document import (
+from tula_cli.services.document import (
     Annotation,
     Column,
     Density,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tula_cli.errors import TrackerError
-from tula_cli.services.exporting.destination import Point, Scalar, State, TrackerRun
+from tula_cli.extras.trackers.destination import Point, Scalar, State, TrackerRun
 
 
 @dataclass

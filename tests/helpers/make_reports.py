@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import make_runs as make
 from make_results import Truth, measured, of_a_script, out_of_memory, with_noise
@@ -13,9 +13,10 @@ from tula_cli.query import Query
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import Cell, Comparison
 from tula_cli.services import recommend as recommending
-from tula_cli.services.reporting.document import Document, Figure, Section, Series, Table
-from tula_cli.services.reporting.material import Material, gather_material
-from tula_cli.services.reporting.run_report import build_document
+from tula_cli.services.document import Document, Figure, Section, Series, Table
+
+if TYPE_CHECKING:
+    from tula_cli.extras.report.material import Material
 
 AT = make.START + 1000
 JOB = job_spec(search={"nodes": [1, 2, 4, 8], "min_batch": 32, "max_batch": 512})
@@ -112,11 +113,15 @@ def compared(run: RunDir) -> RunDir:
     return run
 
 
-def seen(run: RunDir, launcher: make.FakeLauncher | None = None) -> Material:
+def seen(run: RunDir, launcher: make.FakeLauncher | None = None) -> "Material":
+    from tula_cli.extras.report.material import gather_material
+
     return gather_material(run, run.spec(), lambda _: launcher or make.FakeLauncher(), now=AT)
 
 
 def report(run: RunDir) -> Document:
+    from tula_cli.extras.report.run_report import build_document
+
     return build_document(seen(run))
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from tula_cli.cluster.scripts import methods
 from tula_cli.run import package
+from tula_cli.version import __version__
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,8 +37,6 @@ VERSION = "import tula_cli.version as v; print(v.__version__)"
 
 
 def test_a_job_imports_the_tula_that_it_was_submitted_with(place: Path, tmp_path: Path) -> None:
-    from tula_cli.version import __version__
-
     assert python(VERSION, place, tmp_path) == __version__
     place.unlink()  # a run that was moved, or a node that does not see it
     assert python(VERSION, place, tmp_path) == "9.9"
@@ -52,7 +51,8 @@ def test_the_archive_is_written_once_and_holds_all_of_tula(place: Path) -> None:
     assert place.stat().st_mtime_ns == before.st_mtime_ns
     assert list(place.parent.iterdir()) == [place]
     names = {str(path.relative_to(ROOT)) for path in (ROOT / "tula_cli").rglob("*.py")}
-    assert set(zipfile.ZipFile(place).namelist()) == names
+    metadata = {f"tula_cli-{__version__}.dist-info/{name}" for name in ("METADATA", "entry_points.txt")}
+    assert set(zipfile.ZipFile(place).namelist()) == names | metadata
     assert before.st_size < 2**21
 
 

@@ -1,125 +1,52 @@
 """`tula compare`: the grid, what is trained when, the table, the page."""
 
 import dataclasses
-import io
 import itertools
 import json
 import math
 import re
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import make_runs as make
 import pytest
 import status as benchmark
-import yaml
-from make_results import inspected
+from make_comparisons import (
+    ASKED,
+    COMMAND,
+    GRID,
+    METRIC,
+    SPEC,
+    TOP1,
+    Trains,
+    TrainsScripts,
+    compared,
+    inspect,
+    plan,
+    row,
+    script_job,
+    table,
+    trained,
+    trains_instead,
+    tula,
+)
 from quiet import poll_quickly, quiet
 from read_diagnostics import codes
 
-from tula_cli.cli import app
-from tula_cli.cluster import inspection
-from tula_cli.cluster import launcher as cluster_launcher
-from tula_cli.cluster.scripts.placeholders import get_learning_rate
 from tula_cli.errors import BadMeasurements, JobFailed, SpecError, TulaError
 from tula_cli.options import ComparisonRequest
-from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.directory import RunDir
 from tula_cli.run.records.failures import Failure, Fallback, Recovery, Relaunch
-from tula_cli.run.records.inspections import Inspection
-from tula_cli.run.records.results import Comparison
-from tula_cli.run.records.tasks import TrainTask
 from tula_cli.services import compare as services_compare
 from tula_cli.services import messages
 from tula_cli.services import status as services_status
 from tula_cli.services.compare import Grid
 from tula_cli.services.comparison import accuracy, session, trainings
 from tula_cli.services.comparison.rows import list_known_methods, make_row_of_job
-from tula_cli.services.reporting import comparison_document, figures
-from tula_cli.services.reporting import comparison_document as compared_document
-from tula_cli.services.reporting.document import Document, Fact
 from tula_cli.show import compare as show_compare
 from tula_cli.show import live
-from tula_cli.show import screen as show_screen
-from tula_cli.show.html.page import render_page
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import compute_train_signature
-
-SPEC = {
-    **make.SPEC,
-    "train": {"method": "ags", "epochs": 4, "reference_batch": 32, "seed": 5},
-    "search": {"nodes": [1], "max_node_hours": 1},
-}
-GRID = Grid(methods=("lbt", "lrs", "ags"), batches=(128, 256), seeds=2, nodes=1)
-# Top-1 by method at a large batch, and how much a seed adds; the reference is at 90.
-TOP1 = {"lbt": 80.0, "lrs": 85.0, "ags": 90.0, "lbt-x2": 70.0, "lbt-x4": 10.0}
-
-ENVIRONMENT = {
-    "kind": "environment", "samples": 0, "device": "cuda", "hardware": "NVIDIA A100", "driver": "550.54", "python": "3.11.7",
-    "torch": "2.6.0", "cuda": "12.4", "nccl": "", "tula": "0.1.0", "system": "",
-}  # fmt: skip
-
-
-def inspect(spec: JobSpec) -> Inspection:
-    return inspected()
-
-
-class Trains(make.FakeLauncher):
-    """Trains each job at once. `fails` are the methods that end in an error, `diverges` those whose loss is no number."""
-
-    DIVERGED = "Diverged: the loss is not finite at epoch 1.50, step 24, 3000 samples"
-
-    def __init__(
-        self, fails: tuple[str, ...] = (), diverges: tuple[str, ...] = (), classes: bool = True, words: bool = False
-    ) -> None:
-        super().__init__()
-        self.fails, self.diverges, self.classes, self.words = fails, diverges, classes, words
-        self.tasks: list[TrainTask] = []
-
-    def submit(self, run, task):
-        job = super().submit(run, task).model_copy(update={"submitted_at": time.time()})
-        self.tasks.append(task)
-        self.says[task.job] = "ended"
-        lr = task.spec.optimizer.lr / make.SPEC["optimizer"]["lr"]
-        method = task.spec.train.method if lr == 1 else f"lbt-x{lr:.0f}"
-        now = time.time()
-        if method in self.fails:
-            run.write_attempt(make.attempt(task.id, start=now, end=now, outcome="user", message="KeyError: 'x'\nmore"))
-        elif method in self.diverges:
-            run.write_attempt(make.attempt(task.id, start=now, end=now, outcome="diverged", message=self.DIVERGED))
-        else:
-            self._train(run, task, method)
-        return job
-
-    def _train(self, run, task, method):
-        reference = task.batch == task.spec.train.reference_batch
-        top1 = (90.0 if reference else TOP1[method]) + 2 * (task.spec.train.seed - 5)
-        metrics = {"top1": top1, "top5": 99.0, "eval_loss": (100 - top1) / 10}
-        if not self.classes or self.words:
-            metrics = {"eval_loss": metrics["eval_loss"]}
-        if self.words:
-            metrics["perplexity"] = math.exp(metrics["eval_loss"])
-        hours = 32 / task.batch
-        result = make.train_result(task.signature).model_copy(update={"metrics": metrics, "samples": 8000})
-        run.write_train_result(result)
-        rows = [
-            {"kind": "epoch", "samples": 2000 * epoch, "epoch": epoch, **metrics, "ags": {"mean": 2.0}}
-            for epoch in (1, 2)
-        ]
-        rows.insert(0, ENVIRONMENT)
-        if method == "ags":
-            rows[-1]["diagnostics"] = {
-                "norm": {"q50": 3.0}, "delta": None, "factors": {"edges": [0.5, 1.0, 2.0], "counts": [0, 1, 3, 0]}
-            }  # fmt: skip
-            rows.append({"kind": "hessian", "samples": 4000, "eigenvalue": 7.5, "lr_bound": None})
-        run.training(task.signature).metrics_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        run.write_summary(
-            make.summary(
-                signature=task.signature, start_batch=task.batch, batch=task.batch, metrics=metrics, actual_hours=hours,
-                best_top1=metrics.get("top1", 0.0) + 1,
-            )
-        )  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -131,26 +58,6 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     return RunDir.create(tmp_path / "tula-runs", make.spec(**SPEC))
-
-
-def plan(run: RunDir, grid: Grid = GRID, spec: JobSpec | None = None) -> services_compare.ComparePlan:
-    return services_compare.plan_comparison(run, spec or run.spec(), grid, inspect=inspect, now=1.0)
-
-
-def trained(run: RunDir, launcher: make.FakeLauncher, grid: Grid = GRID, **how) -> accuracy.CompareReport:
-    planned = plan(run, grid)
-    list(trainings.train_cells_one_by_one(run, planned, launcher, inspect=inspect, **how))
-    return table(run, planned.comparison)
-
-
-def table(run: RunDir, comparison: Comparison, launcher: make.FakeLauncher | None = None) -> accuracy.CompareReport:
-    now = services_status.run_status(run, launcher or make.FakeLauncher(), now=time.time())
-    return accuracy.build_compare_report(run, comparison, run.spec(), jobs=now.jobs)
-
-
-def row(report: accuracy.CompareReport, method: str, batch: int) -> accuracy.ComparisonRow:
-    (found,) = [row for row in report.rows if (row.method, row.batch) == (method, batch)]
-    return found
 
 
 # --- the grid
@@ -633,22 +540,9 @@ def test_a_training_whose_batch_norm_saw_fewer_samples_is_marked(run: RunDir) ->
 # --- the command
 
 
-def tula(*arguments: object) -> tuple[int, str, str]:
-    screen = show_screen.Screen(out=io.StringIO(), err=io.StringIO())
-    code = app.run([str(word) for word in arguments], screen=screen)
-    return code, screen.out.getvalue(), screen.err.getvalue()  # type: ignore[attr-defined]
-
-
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Trains:
-    launcher = Trains()
-    monkeypatch.setattr(cluster_launcher, "make_launcher", lambda spec, **_: launcher)
-    monkeypatch.setattr(inspection, "inspect", inspect)
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump(SPEC))
-    return launcher
-
-
-ASKED = ("compare", "job.yaml", "--methods", "lbt,ags", "--batch", "128,256", "--seeds", 2)
+    return trains_instead(monkeypatch, tmp_path)
 
 
 def test_a_table_reads_each_file_at_most_once(run: RunDir) -> None:
@@ -755,92 +649,6 @@ def test_a_training_that_waits_for_another_job_of_the_machine_says_so(run: RunDi
     assert ["waiting for another tula job" in text for text in told] == [False, False, False, True, True]
 
 
-# --- the page
-
-
-def test_the_page_names_the_job_and_draws_every_method(here: Trains, tmp_path: Path) -> None:
-    here.diverges = ("lbt-x4",)
-    code, _, err = tula(*ASKED, "--html", "page.html")
-    content = (tmp_path / "page.html").read_text()
-    assert code == 0 and "wrote page.html" in err
-    facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", content))
-    assert facts["model"].startswith("resnet18") and facts["data"] == "digits" and facts["seeds"] == "5, 6"
-    assert facts["hardware"] == "NVIDIA A100; 1 GPU a node"
-    assert facts["software"] == "torch 2.6.0, CUDA 12.4, driver 550.54, Python 3.11.7, tula 0.1.0"
-    assert "lbt (reference)" in content and "<td>91.00</td>" in content and "1 diverged" in content
-    # Of the four that have numbers: by batch, on the way at two batches.
-    titles = re.findall(r"<figure [^>]*><h3>(.*?)</h3>", content)
-    assert titles[:3] == ["top-1 (%) by batch", "top-1 (%) on the way, batch 128", "top-1 (%) on the way, batch 256"]
-    assert {"Mean scaling factor", "Gradient norm", "Scaling factors of ags, batch 256"} <= set(titles)
-    assert content.count("<svg") == len(titles)
-
-
-def test_what_no_training_tells_of_its_machine_is_said_to_be_unknown(run: RunDir) -> None:
-    found = document(run, plan(run).comparison)
-    facts = {fact.name: fact.value for fact in found.facts}
-    assert facts["software"] == "not told by the trainings so far"
-    assert facts["hardware"] == "not told by the trainings so far; 1 GPU a node"
-
-
-def test_a_page_shows_no_text_of_arguments(run: RunDir) -> None:
-    spec = make.spec(**{**SPEC, "model": {"name": "resnet18", "args": {"width": 8, "token": "hf_planted"}}})
-    found = comparison_document.build_document_of_comparison(
-        Part(None, run, spec), plan(run).comparison, table(run, plan(run).comparison), at=0.0
-    )
-    assert Fact("model", "resnet18 (width 8)") in found.facts and "hf_planted" not in render_page(found)
-
-
-def test_a_comparison_answers_at_the_largest_batch_that_is_trained(run: RunDir) -> None:
-    planned, launcher = plan(run, dataclasses.replace(GRID, batches=(128,))), Trains()
-    list(trainings.train_cells_one_by_one(run, planned, launcher, inspect=inspect))
-    half = document(run, plan(run).comparison).answer
-    assert (
-        half.startswith(
-            "At batch 128 the best methods are not distinguishable: ags has top1 91.00 ± 1.4, where batch 32 has 91.00"
-        )
-        and "(12 of 22 trainings done)" in half
-    )
-
-
-def test_without_matplotlib_nothing_is_trained_for_a_page(here: Trains, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    code, _, err = tula(*ASKED, "--html", "page.html")
-    assert code == SpecError.exit_code and "pip install 'tula-cli[report]'" in err
-    assert not here.submitted and not Path("page.html").exists()
-
-
-def document(run: RunDir, comparison: Comparison) -> Document:
-    part = Part(None, run, make.spec(**SPEC))
-    return comparison_document.build_document_of_comparison(part, comparison, table(run, comparison), at=0.0)
-
-
-def test_the_page_of_a_language_model_draws_loss_and_perplexity(run: RunDir) -> None:
-    planned, launcher = plan(run), Trains(words=True)
-    list(trainings.train_cells_one_by_one(run, planned, launcher, inspect=inspect))
-    found = document(run, planned.comparison)
-    titles = [figure.title for section in found.sections for figure in section.figures]
-    assert {"loss by batch", "perplexity by batch"} <= set(titles)
-    assert {f"{words} on the way, batch {batch}" for words in ("perplexity", "loss") for batch in (128, 256)} <= set(
-        titles
-    )
-    plain = row(table(run, planned.comparison), "lbt", 256).metrics["perplexity"]
-    assert f"<td>{plain.mean:.3f}</td>" in render_page(found)
-
-
-def test_the_density_of_factors_lies_at_their_edges() -> None:
-    rows = [
-        {"samples": 100 * epoch, "diagnostics": {"factors": {"edges": [0.5, 1.0, 2.0], "counts": counts}}}
-        for epoch, counts in ((1, [0, 2, 2, 0]), (2, [0, 0, 0, 4]))
-    ]
-    (figure,) = figures.build_factor_density(figures.GradientCurve("ags", rows), key="k", title="t")
-    density = figure.density
-    assert density is not None and density.x_edges == (0, 100, 200)
-    assert density.y_edges == (0.5, 1, 2, 4)  # half to one, one to two, above two
-    assert density.shares == ((0.5, 0.5, 0), (0, 0, 1))
-    nothing = figures.GradientCurve("ags", [{"samples": 1, "diagnostics": None}])
-    assert list(figures.build_factor_density(nothing, key="k", title="t")) == []
-
-
 def test_post_local_sgd_alone_is_said_to_be_nothing(run: RunDir) -> None:
     grid = Grid(methods=("polo",), batches=(128,), seeds=1, nodes=1, controls=False)
     assert "method-needs-several-gpus" in codes(plan(run, grid).warnings)
@@ -861,53 +669,6 @@ def test_a_warm_up_that_never_ends_is_told_of_every_method(run: RunDir) -> None:
 # --- a script of the user's own
 
 
-COMMAND = "python finetune.py -b {local_batch} --lr {lr} --seed {seed}"
-METRIC = {"acc": "acc ([0-9.]+)", "loss": "loss ([0-9.]+)"}
-
-
-def script_job(command: str = COMMAND, lr: float | None = 0.1, **changes) -> JobSpec:
-    Path("finetune.py").touch()
-    script = {
-        "command": command, "length": {"epochs": 1}, "dataset_size": 4096, "metric": METRIC,
-        "reference": {"batch": 32, **({} if lr is None else {"lr": lr})}, **changes,
-    }  # fmt: skip
-    return make.validate(
-        {"name": "own", "script": script, "train": {"method": "lbt"}, "search": {"nodes": [1], "max_node_hours": 1}},
-        source="test",
-    )
-
-
-class TrainsScripts(make.FakeLauncher):
-    """Trains each script at once: the larger the batch, the worse; its learning rate brings back what it is raised by."""
-
-    def __init__(self, told: bool = True) -> None:
-        super().__init__()
-        self.told, self.lrs = told, list[tuple[int, float]]()
-
-    def submit(self, run, task):
-        job = super().submit(run, task)
-        self.says[task.job] = "ended"
-        lr = get_learning_rate(task.spec, task.batch)
-        self.lrs.append((task.batch, lr))
-        acc = 0.9 - 0.1 * math.log2(task.batch / 32) + 0.1 * math.log2(lr / 0.1) + 0.01 * task.spec.train.seed
-        metrics = {"acc": acc, "best_acc": acc + 0.05, "loss": 1 - acc, "best_loss": 0.9 - acc} if self.told else {}
-        run.write_train_result(make.train_result(task.signature).model_copy(update={"metrics": metrics}))
-        run.write_summary(
-            make.summary(
-                signature=task.signature, start_batch=task.batch, batch=task.batch, metrics=metrics, best_top1=0.0
-            )
-        )
-        return job
-
-
-def compared(folder: Path, launcher: make.FakeLauncher, spec: JobSpec, **asked) -> accuracy.CompareReport:
-    run = RunDir.create(folder / "tula-runs", spec)
-    grid = session.complete_grid(ComparisonRequest(batches=(64, 128), **asked), run, spec, None)
-    planned = services_compare.plan_comparison(run, spec, grid, inspect=inspect, now=1.0)
-    list(trainings.train_cells_one_by_one(run, planned, launcher, inspect=inspect))
-    return accuracy.build_compare_report(run, planned.comparison, spec)
-
-
 def test_methods_of_a_script_are_compared_by_its_own_metric(tmp_path: Path) -> None:
     launcher = TrainsScripts()
     report = compared(tmp_path, launcher, script_job(), methods=("lbt", "lrs", "sqrt"), seeds=2)
@@ -924,10 +685,6 @@ def test_methods_of_a_script_are_compared_by_its_own_metric(tmp_path: Path) -> N
     assert plain.metrics["best_loss"].mean == pytest.approx(0.9 - 0.705) and plain.seeds == 2
     shown = list(show_compare.render_comparison(report, width=80, color=False))
     assert any("acc lost against lbt at batch 32" in str(line) for line in shown)
-    found = compared_document.build_comparison_document(report, [], spec=script_job(), run_id="own", at=0.0)
-    columns = [column.title for column in found.sections[0].tables[0].columns]
-    assert {"acc", "best acc"} <= set(columns) and "top-1" not in columns
-    assert "<td>0.7050</td>" in render_page(found)
     assert list(report.frame()["acc_mean"]) == pytest.approx([found.metrics["acc"].mean for found in report.rows])
 
 
@@ -941,8 +698,6 @@ def test_a_metric_that_no_training_told_is_said_to_be_missing(tmp_path: Path) ->
     report = compared(tmp_path, TrainsScripts(told=False), script_job(), methods=("lbt",), seeds=1, controls=False)
     assert messages.metric_not_found(training="lbt, batch 64, seed 0", metric="acc") in report.warnings
     assert (report.complete, row(report, "lbt", 64).gap, row(report, "lbt", 64).seeds) == (True, None, 0)
-    found = compared_document.build_comparison_document(report, [], spec=script_job(), run_id="own", at=0.0)
-    assert "<td>-</td>" in render_page(found)
 
 
 def test_a_script_whose_last_value_is_no_number_has_diverged(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from typing import Annotated, Any, TextIO, get_args
 
 import typer
 
-from tula_cli.cli import check, clean, compare, diff, evaluate, export, profile, recommend, report, status, train
-from tula_cli.cli.options import COMMON, USAGE_ERROR, Interrupted, register
+from tula_cli.cli import check, clean, compare, diff, evaluate, profile, recommend, status, train
+from tula_cli.cli.options import COMMON, USAGE_ERROR, ExtraCommand, Interrupted, register, register_extra
 from tula_cli.errors import DiskFull, SpecError, TulaError
 from tula_cli.run.disk_space import FULL_DISK_ERRNOS
 from tula_cli.show.screen import Screen, replace_missing_letters
@@ -29,7 +29,7 @@ app = typer.Typer(
 )
 
 
-WORKFLOW: Mapping[Callable[..., None], str] = {
+WORKFLOW: Mapping[Callable[..., None] | ExtraCommand, str] = {
     check.init: "tula init slurm",
     check.check: "tula check job.yaml --on-cluster",
     profile.profile: "tula profile job.yaml --set search.nodes=[1,2,4]",
@@ -37,13 +37,19 @@ WORKFLOW: Mapping[Callable[..., None], str] = {
     train.train: "tula train --nodes 4 --batch 1024",
     evaluate.evaluate: "tula evaluate --weights best",
     compare.compare: "tula compare job.yaml --methods lbt,lrs,ortho --batch 1024",
-    report.report: "tula report --html report.html",
+    ExtraCommand(
+        "report", "report", "Tell all that a run has found: what was asked and answered, measured, predicted, trained."
+    ): "tula report --html report.html",
     status.status: "tula status --run digits-1f0c5b7e",
     status.list_: "tula list --run-dir /scratch/tula-runs",
     status.logs: "tula logs --follow",
     status.cancel: "tula cancel digits-1f0c5b7e",
     diff.diff: "tula diff digits-1f0c5b7e digits-9a4e02cd",
-    export.export: "tula export --to mlflow --follow",
+    ExtraCommand(
+        "export",
+        "trackers",
+        "Send a run's parameters, probes, recommendation and trainings to MLflow, Weights & Biases or TensorBoard.",
+    ): "tula export --to mlflow --follow",
     clean.clean: "tula clean --older 30d --dry-run",
 }
 """The commands in order of use, as in `tula --help`, with an example of each."""
@@ -72,8 +78,11 @@ REMOVED_VALUES: Mapping[tuple[str, str, str], str] = {
     ),
 }
 """Values of options that were removed, by command and option, and what to use instead."""
-for _function, _example in WORKFLOW.items():
-    register(app, _function, example=_example)
+for _command, _example in WORKFLOW.items():
+    if isinstance(_command, ExtraCommand):
+        register_extra(app, _command, example=_example)
+    else:
+        register(app, _command, example=_example)
 
 
 _SHARED = {

@@ -104,9 +104,9 @@ def _check_page(html: Path | None) -> None:
     """Reject a page that cannot be written, before anything is trained for it."""
     check_page(html, "compare.html")
     if html is not None:
-        from tula_cli.show.html.figures import require_matplotlib
+        from tula_cli.services.document import load_report_package
 
-        require_matplotlib()
+        load_report_package().require_page_library()
 
 
 def _answer_with_table(
@@ -119,10 +119,9 @@ def _answer_with_table(
     warn_all(screen, report.warnings)
     if html is not None:
         from tula_cli.run.files import MODE_FOR_ALL, write_atomic
-        from tula_cli.services.reporting.comparison_document import build_document_of_comparison
-        from tula_cli.show.html.page import render_page
+        from tula_cli.services.document import load_report_package
 
-        write_atomic(
-            html, render_page(build_document_of_comparison(part, comparison, report, at=time.time())), mode=MODE_FOR_ALL
-        )
+        package = load_report_package()
+        document = package.build_comparison(part, comparison, report, at=time.time())
+        write_atomic(html, package.render_page(document), mode=MODE_FOR_ALL)
         screen.note(f"wrote {words.make_relative_path(html)}")

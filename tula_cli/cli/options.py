@@ -4,11 +4,14 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
 import typer
+from typer.core import TyperCommand
 
+from tula_cli.entry_points import load_extra
 from tula_cli.errors import Interruption, SpecError, TulaError
 from tula_cli.options import Option, find_option, list_fields
 from tula_cli.show.screen import Screen
@@ -136,3 +139,48 @@ def _make_typer_parameter(field: inspect.Parameter, option: Option | None) -> in
     kind = option.type or get_args(field.annotation)[0]
     default = None if field.default == () else field.default
     return field.replace(annotation=Annotated[kind, info], default=default)
+
+
+# --- commands of optional packages
+
+
+@dataclass(frozen=True)
+class ExtraCommand:
+    """A command of an optional package.
+
+    Its summary is here, so that `tula --help` loads no optional package.
+    """
+
+    name: str
+    package: str
+    summary: str  # the first paragraph of its help text
+
+    def load(self) -> Callable[..., None]:
+        """Return the function of the command.
+
+        Raises:
+            SpecError: the package is not installed.
+        """
+        command: Callable[..., None] = load_extra(self.package).command
+        return command
+
+    def build_app(self, *, example: str) -> typer.Typer:
+        """Return an application that has only this command.
+
+        Raises:
+            SpecError: the package is not installed.
+        """
+        app = typer.Typer(rich_markup_mode=None, add_completion=False)
+        register(app, self.load(), example=example)
+        return app
+
+
+def register_extra(app: typer.Typer, command: ExtraCommand, *, example: str) -> None:
+    """Register a command of an optional package, which is loaded when the command runs or its help is shown."""
+
+    class Unloaded(TyperCommand):
+        def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+            loaded = typer.main.get_command(command.build_app(example=example))
+            return loaded.make_context(info_name, args, parent, **extra)
+
+    app.command(name=command.name, cls=Unloaded, help=command.summary)(command.load)

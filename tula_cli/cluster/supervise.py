@@ -40,6 +40,7 @@ from tula_cli.cluster.relaunch import carry_out, find_newest_task, is_over, read
 from tula_cli.cluster.scheduler import DelaysJobs, Scheduler, exclude_nodes
 from tula_cli.cluster.scripts.resume_test import require_resumable
 from tula_cli.cluster.slurm import sbatch
+from tula_cli.entry_points import find_module_of_extra
 from tula_cli.errors import JobFailed, OtherFormat, TulaError
 from tula_cli.host.leftovers import MARK_VARIABLE, GpuMemory, make_mark
 from tula_cli.host.machine_lock import TicketHolder
@@ -115,7 +116,12 @@ def export_in_background(run: RunDir, task_id: str, environ: Mapping[str, str], 
         **{name: value for name, value in environ.items() if name != MARK_VARIABLE},
         "CUDA_VISIBLE_DEVICES": "",
     }
-    command = [sys.executable, "-m", "tula_cli.services.exporting", str(run.path.absolute()), "job"]
+    module = find_module_of_extra("trackers")
+    if module is None:
+        sys.stderr.write("tula: section export needs tula's optional package trackers, which is not installed here\n")
+        yield
+        return
+    command = [sys.executable, "-m", module, str(run.path.absolute()), "job"]
     process = None
     with contextlib.suppress(OSError, TulaError), open_to_append(run.path / "exports" / "job.log") as log:
         process = subprocess.Popen(

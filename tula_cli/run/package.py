@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
+from tula_cli.entry_points import make_metadata_files
 from tula_cli.run.files import write_atomic
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.snapshot import Snapshot
@@ -21,10 +22,14 @@ _SAME_DATE = (1980, 1, 1, 0, 0, 0)
 
 @functools.cache
 def _read_package_code() -> Mapping[str, bytes]:
-    """Return the sources of this package by archive name; empty if it was imported from an archive."""
-    return {
+    """Return the sources of this package, and the metadata by which it finds its optional packages, by archive name.
+
+    Empty if it was imported from an archive.
+    """
+    code = {
         f"{_PACKAGE.name}/{path.relative_to(_PACKAGE)}": path.read_bytes() for path in sorted(_PACKAGE.rglob("*.py"))
     }
+    return {**code, **make_metadata_files()} if code else {}
 
 
 @functools.cache

@@ -7,7 +7,7 @@ from copy import deepcopy
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from tula_cli.cluster import inspection, launcher
 from tula_cli.cluster.inspection import CachedInspection
@@ -59,16 +59,14 @@ from tula_cli.services.check import CheckResult
 from tula_cli.services.comparison import session
 from tula_cli.services.comparison.accuracy import CompareReport
 from tula_cli.services.diff import RunDifference, compare_runs
+from tula_cli.services.document import Document, TextForm, load_report_package
 from tula_cli.services.estimate import EstimateReport
 from tula_cli.services.evaluate import prepare_evaluation, run_evaluation
 from tula_cli.services.events import Event, Note, Planned, WarningEvent, Work, follow
-from tula_cli.services.exporting import export as exporting
-from tula_cli.services.exporting.export import ExportResult
 from tula_cli.services.nodes import ClusterCheck
-from tula_cli.services.reporting import formats
-from tula_cli.services.reporting.document import Document
 from tula_cli.services.resume_test import ResumeFinding, run_resume_test
 from tula_cli.services.status import RunStatus
+from tula_cli.services.tracking import ExportResult, load_trackers_package
 from tula_cli.services.waiting import Dependencies, DetachedJobs, WaitPolicy
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.kinds import parse_size
@@ -191,12 +189,10 @@ class Run:
         """Return all that it has found, as `tula report` has it: plain values, in sections with tables and figures.
 
         Raises:
+            SpecError: tula's optional package report is not installed.
             TulaError: a record of the run cannot be read.
         """
-        from tula_cli.services.reporting.run_report import build_run_report  # with the services of all commands
-
-        make_launcher = partial(launcher.make_launcher, submits=False)
-        return build_run_report(self.directory, self.spec(), make_launcher, now=time.time())
+        return load_report_package().build(self.directory, self.spec(), now=time.time())
 
     def status(self) -> Status:
         """Return how far its jobs and its training are; the scheduler is asked."""
@@ -845,18 +841,15 @@ def export(arguments: ExportArguments) -> tuple[ExportResult, ...]:
         >>> tula.export(run, "mlflow", uri="http://tracking.example.org:5000")[0].new_points
     """
     call = Call.from_target(arguments.run, root=arguments.root).measured()
-    trackers = exporting.list_requested_trackers(
-        call.spec,
+    work = load_trackers_package().export(
+        call.run,
         [arguments.to] if isinstance(arguments.to, str) else list(arguments.to),
         uri=arguments.uri,
         project=arguments.project,
+        follow=arguments.follow,
+        every=arguments.every,
     )
-    results = events.follow(
-        exporting.export_run(call.run, trackers, follow=arguments.follow, every=arguments.every),
-        arguments.on_event or warn_of_event,
-    )
-    exporting.require_sent(results)
-    return results
+    return events.follow(work, arguments.on_event or warn_of_event)
 
 
 @dataclass(frozen=True)
@@ -900,9 +893,6 @@ def rehearse(arguments: RehearseArguments) -> ResumeFinding:
     return follow(work, arguments.tell)
 
 
-Form = Literal["markdown", "latex", "csv"]
-
-
 def report(run: Target, *, root: str | Path = ROOT) -> Document:
     """Return all that a run has found: sections with tables and figures, in plain values.
 
@@ -911,7 +901,7 @@ def report(run: Target, *, root: str | Path = ROOT) -> Document:
         root: where the runs of jobs are kept.
 
     Raises:
-        SpecError: the job cannot be used.
+        SpecError: the job cannot be used, or tula's optional package report is not installed.
         BadMeasurements: there is no run of it yet.
         TulaError: a record of the run cannot be read.
 
@@ -921,7 +911,7 @@ def report(run: Target, *, root: str | Path = ROOT) -> Document:
     return _find_measured_run(run, root).report()
 
 
-def report_text(run: Target, *, form: Form = "markdown", root: str | Path = ROOT) -> str:
+def report_text(run: Target, *, form: TextForm = "markdown", root: str | Path = ROOT) -> str:
     """Return the report of a run as text.
 
     Args:
@@ -937,9 +927,8 @@ def report_text(run: Target, *, form: Form = "markdown", root: str | Path = ROOT
     Example:
         >>> print(tula.report_text(run, form="latex"))
     """
-    if form not in get_args(Form):
+    if form not in get_args(TextForm):
         raise SpecError(
-            f"form {form!r} is none of {', '.join(get_args(Form))}", suggest_nearest(str(form), get_args(Form))
+            f"form {form!r} is none of {', '.join(get_args(TextForm))}", suggest_nearest(str(form), get_args(TextForm))
         )
-    forms = {"markdown": formats.render_markdown, "latex": formats.render_latex, "csv": formats.render_csv}
-    return forms[form](report(run, root=root))
+    return load_report_package().render_text(report(run, root=root), form)

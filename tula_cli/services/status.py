@@ -49,7 +49,7 @@ from tula_cli.run.records.tasks import EvaluateTask, JobTask, ProbeTask, Rehears
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.run.training_run import A_COPY, CLOCKS_AGREE
 from tula_cli.services import messages
-from tula_cli.services.exporting import destination
+from tula_cli.services.tracking import describe_export_problems
 from tula_cli.spec.backend import get_backend
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.scripts.script import count_requested_samples
@@ -480,10 +480,7 @@ def run_status(run: RunDir, launcher: Launcher, *, now: float, only: Set[str] | 
             *files_snapshot.job_warnings,
             *files_snapshot.record_warnings,
             *(files_snapshot.training_warnings if only is None else ()),
-            *(
-                messages.tracker_problem(text=text)
-                for text in (destination.describe_problems(run.path / "exports") if only is None else ())
-            ),
+            *(messages.tracker_problem(text=text) for text in (describe_export_problems(run) if only is None else ())),
         ),
         notes=(
             *list_upgrades(files_snapshot),

@@ -14,8 +14,8 @@ from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Measured
 from tula_cli.services import messages, status
 from tula_cli.services.events import Event, JobsProgress, Planned, WarningEvent, Work
-from tula_cli.services.exporting.background import send_beside
 from tula_cli.services.status import RunStatus
+from tula_cli.services.tracking import export_while_waiting
 from tula_cli.spec.job import JobSpec
 
 FAILED_STATES = ("lost", "held", "failed", "diverged", "cancelled")
@@ -123,7 +123,7 @@ def wait_for_jobs(run: RunDir, launcher: Launcher, jobs: Sequence[str], wait_pol
     """
     run_status = None
     watched = status.watch_jobs(run, launcher, jobs, timeout=wait_policy.timeout)
-    for event in send_beside(run, jobs, map(JobsProgress, watched)):
+    for event in export_while_waiting(run, jobs, map(JobsProgress, watched)):
         run_status = event.status if isinstance(event, JobsProgress) else run_status
         yield event
     assert run_status is not None

@@ -23,11 +23,9 @@ from tula_cli.services import status as services_status
 from tula_cli.services.compare import ComparePlan, Grid
 from tula_cli.services.comparison import accuracy, rounds, session, trainings
 from tula_cli.services.events import Note, follow
-from tula_cli.services.reporting import comparison_document
 from tula_cli.services.waiting import Dependencies, WaitPolicy
 from tula_cli.show import compare as show_compare
 from tula_cli.show import live
-from tula_cli.show.html.page import render_page
 from tula_cli.spec.job import JobSpec
 
 SPEC = {
@@ -395,9 +393,6 @@ def test_dropped_rows_are_shown_apart_with_their_epochs_and_the_reason(run: RunD
     shown = [str(line) for line in show_compare.render_comparison(report, width=100, color=False)]
     assert "round 1: 4 of 16 epochs, one seed; not to be compared with full trainings" in shown
     assert report.answer in shown and "not distinguishable: ramp has top1 90.00 ± 1.0" in report.answer
-    part = Part(None, run, run.spec())
-    content = render_page(comparison_document.build_document_of_comparison(part, plan(run).comparison, report, at=0.0))
-    assert "First round: 4 of 16 epochs" in content and "dropped in round 1: number 3 of 4" in content
 
 
 def test_a_row_that_is_far_behind_after_a_seed_keeps_its_line_and_is_no_equal(run: RunDir) -> None:

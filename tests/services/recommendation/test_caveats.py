@@ -9,7 +9,6 @@ from typing import Any
 import make_reports as reports
 import make_runs as make
 import pytest
-from make_reports import column, table
 from make_results import Truth, measured
 from quiet import quiet
 
@@ -137,12 +136,3 @@ def test_the_screen_says_what_the_signs_mean(run: RunDir, monkeypatch: pytest.Mo
     quiet(monkeypatch, tmp_path)
     text = tula("recommend", "--run", str(run.path))
     assert re.search(r"^.*! a node does over 110 %", text, re.MULTILINE) and re.search(r"  !~?[\d.]+  ", text)
-
-
-@pytest.mark.parametrize("key", ["configurations", "strong_scaling"])
-def test_tables_of_the_report_have_notes_that_the_caption_explains(key: str, run: RunDir) -> None:
-    own = table(reports.report(run), key)
-    notes = column(own, "note")
-    assert any("efficiency above 110 %" in note for note in notes) and any("efficiency" not in note for note in notes)
-    assert "Efficiency above 110 %: a node does over 110 %" in own.caption
-    assert ("Wide interval" in own.caption) == any("wide interval" in note for note in notes)

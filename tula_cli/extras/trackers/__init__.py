@@ -1,1 +1,52 @@
-"""The trackers included in tula, each based on its own package."""
+"""Sending runs to trackers: `tula export`, and the background process of commands that wait and of trainings."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tula_cli.run.directory import RunDir
+    from tula_cli.services.events import Event, Work
+    from tula_cli.services.tracking import ExportResult
+
+
+class Trackers:
+    """This package as the core uses it: a `TrackersPackage`."""
+
+    @property
+    def command(self) -> Callable[..., None]:
+        from tula_cli.extras.trackers.command import export
+
+        return export
+
+    def export(
+        self,
+        run: "RunDir",
+        to: Sequence[str],
+        *,
+        uri: str | None,
+        project: str | None,
+        follow: bool,
+        every: float | None,
+    ) -> "Work[tuple[ExportResult, ...]]":
+        from tula_cli.extras.trackers.export import export_run, list_requested_trackers, require_sent
+
+        trackers = list_requested_trackers(run.spec(), to, uri=uri, project=project)
+        results = yield from export_run(run, trackers, follow=follow, every=every)
+        require_sent(results)
+        return results
+
+    def export_while_waiting(
+        self, run: "RunDir", jobs: Sequence[str] | None, waiting: "Iterable[Event]"
+    ) -> "Iterator[Event]":
+        from tula_cli.extras.trackers.background import export_while_waiting
+
+        return export_while_waiting(run, jobs, waiting)
+
+    def describe_problems(self, folder: Path) -> list[str]:
+        from tula_cli.extras.trackers.destination import describe_problems
+
+        return describe_problems(folder)
+
+
+package = Trackers()

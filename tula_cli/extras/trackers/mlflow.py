@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from tula_cli.errors import TrackerError
-from tula_cli.services.exporting.destination import Point, Scalar, State, TrackerRun
+from tula_cli.extras.trackers.destination import Point, Scalar, State, TrackerRun
 
 # A tool that only writes has nothing to tell of its use; and a server that is down is tried again by the next look.
 for _name, _value in (

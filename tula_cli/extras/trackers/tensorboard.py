@@ -13,7 +13,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tensorboard.util import tensor_util
 
 from tula_cli.errors import TrackerError
-from tula_cli.services.exporting.destination import Point, Scalar, State, TrackerRun
+from tula_cli.extras.trackers.destination import Point, Scalar, State, TrackerRun
 
 _TABLED = 40
 """Maximum number of settings for which a run is shown in the HPARAMS table; a whole job has more and becomes text."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tula_cli.errors import TrackerError
-from tula_cli.services.exporting.destination import Point, Scalar, State, TrackerRun, compute_digest
+from tula_cli.extras.trackers.destination import Point, Scalar, State, TrackerRun, compute_digest
 
 os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
 

@@ -16,8 +16,8 @@ from tula_cli.services.compare import ComparePlan, Grid
 from tula_cli.services.comparison import accuracy, rows, trainings
 from tula_cli.services.comparison.accuracy import CompareReport
 from tula_cli.services.events import ComparePlanned, ComparisonProgress, Note, WarningEvent, Work
-from tula_cli.services.exporting.background import send_beside
 from tula_cli.services.site_charges import with_site_billing
+from tula_cli.services.tracking import export_while_waiting
 from tula_cli.services.train import choose_part_to_train as part_to_train
 from tula_cli.services.waiting import Dependencies, WaitPolicy, require_confirmed, warn_new_jobs
 from tula_cli.spec.job import JobSpec
@@ -194,7 +194,7 @@ def _train_missing(
     try:
         if not part.spec.cluster.backend.has_queue:
             one_by_one = trainings.train_cells_one_by_one(run, plan, launcher, inspect=dependencies.inspect)
-            yield from send_beside(run, None, map(ComparisonProgress, one_by_one))
+            yield from export_while_waiting(run, None, map(ComparisonProgress, one_by_one))
             return
         tried: set[str] = set()
         while plan.missing:
@@ -204,7 +204,7 @@ def _train_missing(
                     yield Note("the same command starts the next round once these trainings have ended")
                 return
             together = trainings.wait_for_all(run, plan, launcher, jobs)
-            yield from send_beside(run, None, map(ComparisonProgress, together))
+            yield from export_while_waiting(run, None, map(ComparisonProgress, together))
             tried |= {cell.signature for cell in plan.missing}
             plan = trainings.advance_plan(run, plan, tried)
     except KeyboardInterrupt:

@@ -1,0 +1,144 @@
+"""The page of `tula compare`, and the document behind it."""
+
+import dataclasses
+import re
+import sys
+from pathlib import Path
+
+import make_runs as make
+import pytest
+from make_comparisons import (
+    ASKED,
+    GRID,
+    SPEC,
+    Trains,
+    TrainsScripts,
+    compared,
+    inspect,
+    plan,
+    row,
+    script_job,
+    table,
+    trained,
+    trains_instead,
+    tula,
+)
+from quiet import poll_quickly, quiet
+
+from tula_cli.errors import SpecError
+from tula_cli.extras.report import comparison_document
+from tula_cli.extras.report.page import render_page
+from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.records.results import Comparison
+from tula_cli.services import compare as services_compare
+from tula_cli.services.compare import Grid
+from tula_cli.services.comparison import trainings
+from tula_cli.services.document import Document, Fact
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    quiet(monkeypatch, tmp_path)
+    poll_quickly(monkeypatch)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir.create(tmp_path / "tula-runs", make.spec(**SPEC))
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Trains:
+    return trains_instead(monkeypatch, tmp_path)
+
+
+def test_the_page_names_the_job_and_draws_every_method(here: Trains, tmp_path: Path) -> None:
+    here.diverges = ("lbt-x4",)
+    code, _, err = tula(*ASKED, "--html", "page.html")
+    content = (tmp_path / "page.html").read_text()
+    assert code == 0 and "wrote page.html" in err
+    facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", content))
+    assert facts["model"].startswith("resnet18") and facts["data"] == "digits" and facts["seeds"] == "5, 6"
+    assert facts["hardware"] == "NVIDIA A100; 1 GPU a node"
+    assert facts["software"] == "torch 2.6.0, CUDA 12.4, driver 550.54, Python 3.11.7, tula 0.1.0"
+    assert "lbt (reference)" in content and "<td>91.00</td>" in content and "1 diverged" in content
+    # Of the four that have numbers: by batch, on the way at two batches.
+    titles = re.findall(r"<figure [^>]*><h3>(.*?)</h3>", content)
+    assert titles[:3] == ["top-1 (%) by batch", "top-1 (%) on the way, batch 128", "top-1 (%) on the way, batch 256"]
+    assert {"Mean scaling factor", "Gradient norm", "Scaling factors of ags, batch 256"} <= set(titles)
+    assert content.count("<svg") == len(titles)
+
+
+def test_what_no_training_tells_of_its_machine_is_said_to_be_unknown(run: RunDir) -> None:
+    found = document(run, plan(run).comparison)
+    facts = {fact.name: fact.value for fact in found.facts}
+    assert facts["software"] == "not told by the trainings so far"
+    assert facts["hardware"] == "not told by the trainings so far; 1 GPU a node"
+
+
+def test_a_page_shows_no_text_of_arguments(run: RunDir) -> None:
+    spec = make.spec(**{**SPEC, "model": {"name": "resnet18", "args": {"width": 8, "token": "hf_planted"}}})
+    found = comparison_document.build_document_of_comparison(
+        Part(None, run, spec), plan(run).comparison, table(run, plan(run).comparison), at=0.0
+    )
+    assert Fact("model", "resnet18 (width 8)") in found.facts and "hf_planted" not in render_page(found)
+
+
+def test_a_comparison_answers_at_the_largest_batch_that_is_trained(run: RunDir) -> None:
+    planned, launcher = plan(run, dataclasses.replace(GRID, batches=(128,))), Trains()
+    list(trainings.train_cells_one_by_one(run, planned, launcher, inspect=inspect))
+    half = document(run, plan(run).comparison).answer
+    assert (
+        half.startswith(
+            "At batch 128 the best methods are not distinguishable: ags has top1 91.00 ± 1.4, where batch 32 has 91.00"
+        )
+        and "(12 of 22 trainings done)" in half
+    )
+
+
+def test_without_matplotlib_nothing_is_trained_for_a_page(here: Trains, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, _, err = tula(*ASKED, "--html", "page.html")
+    assert code == SpecError.exit_code and "pip install 'tula-cli[report]'" in err
+    assert not here.submitted and not Path("page.html").exists()
+
+
+def document(run: RunDir, comparison: Comparison) -> Document:
+    part = Part(None, run, make.spec(**SPEC))
+    return comparison_document.build_document_of_comparison(part, comparison, table(run, comparison), at=0.0)
+
+
+def test_the_page_of_a_language_model_draws_loss_and_perplexity(run: RunDir) -> None:
+    planned, launcher = plan(run), Trains(words=True)
+    list(trainings.train_cells_one_by_one(run, planned, launcher, inspect=inspect))
+    found = document(run, planned.comparison)
+    titles = [figure.title for section in found.sections for figure in section.figures]
+    assert {"loss by batch", "perplexity by batch"} <= set(titles)
+    assert {f"{words} on the way, batch {batch}" for words in ("perplexity", "loss") for batch in (128, 256)} <= set(
+        titles
+    )
+    plain = row(table(run, planned.comparison), "lbt", 256).metrics["perplexity"]
+    assert f"<td>{plain.mean:.3f}</td>" in render_page(found)
+
+
+def test_a_script_is_compared_by_its_own_metric(tmp_path: Path) -> None:
+    report = compared(tmp_path, TrainsScripts(), script_job(), methods=("lbt", "lrs", "sqrt"), seeds=2)
+    found = comparison_document.build_comparison_document(report, [], spec=script_job(), run_id="own", at=0.0)
+    columns = [column.title for column in found.sections[0].tables[0].columns]
+    assert {"acc", "best acc"} <= set(columns) and "top-1" not in columns
+    assert "<td>0.7050</td>" in render_page(found)
+
+
+def test_a_metric_that_no_training_told_has_no_number(tmp_path: Path) -> None:
+    report = compared(tmp_path, TrainsScripts(told=False), script_job(), methods=("lbt",), seeds=1, controls=False)
+    found = comparison_document.build_comparison_document(report, [], spec=script_job(), run_id="own", at=0.0)
+    assert "<td>-</td>" in render_page(found)
+
+
+def test_a_comparison_in_rounds_has_a_table_of_the_first_round(run: RunDir) -> None:
+    grid = Grid(("lbt", "lrs", "ags", "ortho"), (512,), 2, nodes=1, controls=False, halving=True)
+    report = trained(run, Trains(), grid)
+    part = Part(None, run, run.spec())
+    comparison = services_compare.plan_comparison(run, run.spec(), grid, inspect=inspect, now=1.0).comparison
+    content = render_page(comparison_document.build_document_of_comparison(part, comparison, report, at=0.0))
+    assert "First round: 1 of 4 epochs" in content and "dropped in round 1: number 3 of 3" in content

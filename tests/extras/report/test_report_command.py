@@ -1,0 +1,151 @@
+"""`tula report` as it is typed."""
+
+import csv
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import make_reports as reports
+import pytest
+from quiet import quiet
+
+from tula_cli.cli import app
+from tula_cli.run.directory import RunDir
+from tula_cli.show.screen import Screen
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run that nobody changes."""
+    root = tmp_path_factory.mktemp("cli")
+    reports.trained(reports.answered(reports.probed(root / "tula-runs")))
+    return root
+
+
+@pytest.fixture(autouse=True)
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet(monkeypatch, folder)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The path of a run without probes, whose report is made at once."""
+    return str(reports.trained(RunDir.create(tmp_path_factory.mktemp("trained"), reports.JOB)).path)
+
+
+def tula(*words: str) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    code = app.run(["report", *words], screen=Screen(out=out, err=err))
+    return code, out.getvalue(), err.getvalue()
+
+
+def test_without_a_form_it_says_what_there_is_and_what_is_missing() -> None:
+    code, out, err = tula()
+    assert code == 0
+    assert "Scaling" in out and "Methods and batches: nothing was compared: tula compare" in out
+    assert "--html FILE for a page" in out and err.startswith("run tula-runs/test-")
+
+
+def test_text_forms_are_the_answer_on_stdout_word_by_word(trained: str) -> None:
+    code, out, err = tula("--markdown")
+    assert code == 0 and out.startswith("# test\n\n**On how many of 1, 2, 4, 8 nodes")
+    assert "| nodes | batch |" in out, "no line is broken to the width of the screen"
+    assert err.startswith("run tula-runs/test-") and err.count("\n") == 1
+    assert tula(trained, "--latex")[1].startswith("\\documentclass")
+    assert tula(trained, "--csv", "-")[1].startswith("# table_predicted_actual: Predicted and actual\n")
+
+
+def test_a_run_is_named_or_given(trained: str) -> None:
+    name = Path(trained).name
+    assert tula(trained)[1] == tula("--run", name, "--run-dir", str(Path(trained).parent))[1]
+    code, _, err = tula(trained, "--run", trained)
+    assert code == 2 and "name one of them" in err
+    assert tula("nowhere")[0] == 2
+
+
+def test_json_has_the_whole_report_and_the_text(trained: str) -> None:
+    envelope = json.loads(tula("--json", "--markdown")[1])
+    assert envelope["status"] == "done"
+    assert [one["key"] for one in envelope["data"]["report"]["sections"]][:3] == ["choice", "scaling", "time_and_cost"]
+    assert envelope["data"]["text"].startswith("# test\n")
+    assert "text" not in json.loads(tula(trained, "--json")[1])["data"]
+
+
+def test_csv_is_a_folder_of_files_or_one_file(trained: str, tmp_path: Path) -> None:
+    code, out, _ = tula("--csv", str(tmp_path / "data"))
+    assert code == 0 and "wrote" in out
+    files = {path.name for path in (tmp_path / "data").iterdir()}
+    assert {"table_strong_scaling.csv", "figure_memory.csv", "figure_loss_by_time.csv"} <= files
+    rows = list(csv.DictReader((tmp_path / "data/table_strong_scaling.csv").open()))
+    assert [row["nodes"] for row in rows] == ["1", "2", "4", "8"][-len(rows) :]
+    assert tula(trained, "--csv", str(tmp_path / "all.csv"), "--markdown")[0] == 0
+    assert (tmp_path / "all.csv").read_text().startswith("# table_predicted_actual: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--markdown", "--latex"), "--markdown and --latex: both go to stdout"),
+        (("--csv", "-", "--latex"), "--latex and --csv -: both go to stdout"),
+        (("--html", "."), "--html .: is a folder"),
+        (("--html", "no/where.html"), "there is no folder"),
+        (("--html", "/dev/tula-test.html"), "a page is written to a file"),
+        (("--html", "-"), "a page is written to a file"),
+        (("--svg", "a/b/c"), "there is no folder"),
+        (("--csv", "tula-runs/latest"), "is a file, and not a folder"),
+        (("--for", "lcrc"), "tula report has no option --for any more\nHINT: tula report --markdown, --latex"),
+        (("--runs", "5"), "tula report has no option --runs any more\nHINT: tula report --markdown, --latex"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(words: tuple[str, ...], told: str) -> None:
+    code, out, err = tula(*words)
+    assert (code, out) == (2, "") and told in err
+
+
+@pytest.mark.parametrize(
+    ("form", "rows"),
+    [
+        (("--markdown",), r"^\| (\S*) +\| (\d+) \| (\d+) \|"),
+        (("--latex",), r"^(\S*) & (\d+) & (\d+) & "),
+        (("--csv", "-"), r"^(\d+),(\d+),"),
+    ],
+)
+def test_each_text_form_has_the_scaling_tables(form: tuple[str, ...], rows: str) -> None:
+    text = tula(*form)[1]
+    strong = text[text.index("Strong scaling: global batch") :].partition("Weak scaling: local batch")
+    for table in (strong[0], strong[2]):
+        found = [match.groups()[-2:] for line in table.splitlines() if (match := re.match(rows, line))]
+        assert ("4", "4") in found and len(found) >= 3, (form, table[:400])
+
+
+def test_the_page_and_the_figures_are_drawn_from_the_same_document(trained: str, tmp_path: Path) -> None:
+    code, out, _ = tula(trained, "--html", str(tmp_path / "r.html"), "--svg", str(tmp_path / "svg"))
+    assert code == 0 and "wrote" in out and "r.html" in out
+    written = (tmp_path / "r.html").read_text()
+    assert written.startswith("<!doctype html>") and "Learning rate" in written
+    assert "Learning rate" in (tmp_path / "svg/learning_rate.svg").read_text()
+
+
+def test_a_report_changes_nothing_in_the_run(folder: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    assert tula("--markdown")[0] == 0
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_page_takes_the_place_of_no_device(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    code, _, err = tula("--html", str(tmp_path / "pipe"))
+    assert code == 2 and "a page is written to a file" in err and (tmp_path / "pipe").is_fifo()
+
+
+def test_a_report_without_figures_loads_neither_matplotlib_nor_statsmodels(folder: Path) -> None:
+    code = (
+        "import sys; from tula_cli.cli import app; code = app.run(['report']); "
+        "print('exit', code, *sorted({'statsmodels', 'matplotlib'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1] == "exit 0", done.stderr

@@ -1,0 +1,433 @@
+"""What a report says of a run: its numbers are those of `tula recommend` and `tula status`."""
+
+import json
+import math
+from pathlib import Path
+
+import make_reports as reports
+import make_runs as make
+import pytest
+from make_reports import column, figure, report, section, series, table
+from make_results import MIB, Truth, measured
+
+from tula_cli.errors import SpecError
+from tula_cli.extras.report.run_report import build_document
+from tula_cli.models.time.noise import compute_trimmed_mean
+from tula_cli.query import Query
+from tula_cli.run.directory import RunDir
+from tula_cli.run.jobfile import list_all_parts
+from tula_cli.run.step_series import StepRow, format_rows
+from tula_cli.services import recommend as recommending
+from tula_cli.services import status
+from tula_cli.services.api import Run, report_text
+from tula_cli.services.api import report as api_report
+from tula_cli.services.document import Document
+from tula_cli.words import format_duration, format_number
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run with everything; nobody changes it."""
+    run = reports.probed(tmp_path_factory.mktemp("whole"))
+    return reports.compared(reports.trained(reports.answered(run)))
+
+
+@pytest.fixture(scope="module")
+def told(whole: RunDir) -> Document:
+    return report(whole)
+
+
+@pytest.fixture(scope="module")
+def by_script(tmp_path_factory: pytest.TempPathFactory) -> Document:
+    root = tmp_path_factory.mktemp("script")
+    return report(reports.answered(reports.probed(root, job=reports.script_job(), script=True)))
+
+
+@pytest.fixture(scope="module")
+def by_type(tmp_path_factory: pytest.TempPathFactory) -> Document:
+    job = reports.job_spec(search={"nodes": [1, 2, 4, 8], "max_batch": 512}, node_types=reports.TYPES)
+    return report(reports.answered(reports.probed(tmp_path_factory.mktemp("types"), job=job)))
+
+
+@pytest.fixture(scope="module")
+def trained_alone(tmp_path_factory: pytest.TempPathFactory) -> Document:
+    run = RunDir.create(tmp_path_factory.mktemp("training"), reports.JOB)
+    return report(reports.trained(run, predicted_hours=None, predicted_step=None, predicted_cost=None))
+
+
+# --- the answer
+
+
+def test_the_answer_is_the_one_that_recommend_has_kept(whole: RunDir, told: Document) -> None:
+    kept = whole.recommendation()
+    assert kept is not None
+    choice = kept.choice
+    assert told.answer.startswith(f"{choice.nodes} nodes, batch {choice.batch} (local {choice.local_batch}): ")
+    for value in (
+        format_duration(3600 * choice.hours),
+        format_number(choice.cost),
+        f"{format_number(choice.all_node_hours)} node-hours",
+    ):
+        assert value in told.answer
+    assert (
+        "Trained on 2 nodes at batch 64: 6.00 min (predicted 4.80 min), 0.200 USD, best top-1 83.00 %." in told.answer
+    )
+    assert told.question.endswith(f"trained for 10 epochs (by {kept.criteria}, asked 1970-01-01 00:00)?")
+
+
+def test_the_table_of_configurations_has_the_rows_of_recommend(whole: RunDir, told: Document) -> None:
+    now = recommending.recommend(whole, whole.spec(), Query(objective="time"), now=1.0).recommendation
+    found = table(told, "configurations")
+    assert [column(found, name) for name in ("nodes", "batch", "local batch")] == [
+        [getattr(row, name) for row in now.rows] for name in ("nodes", "batch", "local_batch")
+    ]
+    seconds = {"s": 3600, "min": 60, "h": 1}[next(one.unit for one in found.columns if one.title == "time")]
+    assert column(found, "time") == pytest.approx([row.hours * seconds for row in now.rows])
+    assert column(found, "cost") == pytest.approx([row.cost for row in now.rows])
+    (chosen,) = [row for row, mark in zip(now.rows, found.marks, strict=True) if mark == "chosen"]
+    assert chosen == now.choice
+    front = [row for row, mark in zip(now.rows, found.marks, strict=True) if mark == "front"]
+    assert front == [row for row in now.rows if row.pareto and row != chosen]
+
+
+def test_an_answer_that_would_be_another_now_is_told(tmp_path: Path) -> None:
+    run = reports.answered(reports.probed(tmp_path))
+    kept = run.recommendation()
+    assert kept is not None
+    other = next(row for row in kept.rows if row.batch != kept.choice.batch)
+    run.write_recommendation(kept.model_copy(update={"choice": other}))
+    text = " ".join(section(report(run), "choice").text)
+    assert f"Asked again now, the answer would be {kept.choice.nodes} nodes, batch {kept.choice.batch}" in text
+    limited = kept.model_copy(update={"choice": other, "options": ("--max-batch 64",)})
+    run.write_recommendation(limited)
+    assert "Asked again now" not in " ".join(section(report(run), "choice").text)
+
+
+def test_without_an_answer_the_knee_is_told(tmp_path: Path) -> None:
+    run = reports.probed(tmp_path)
+    document = report(run)
+    now = recommending.recommend(run, run.spec(), Query(objective="knee"), now=1.0).recommendation
+    assert document.answer.startswith(f"{now.choice.nodes} nodes, batch {now.choice.batch} ") or now.choice.nodes == 1
+    assert run.recommendation() is None, "a report keeps no answer"
+    assert section(document, "training").missing == "nothing was trained yet: tula train trains what is recommended"
+
+
+# --- scaling
+
+
+def test_strong_scaling_is_that_of_the_choices_batch(whole: RunDir, told: Document) -> None:
+    found, kept = table(told, "strong_scaling"), whole.recommendation()
+    assert kept is not None
+    assert set(column(found, "batch")) == {kept.choice.batch}
+    samples, nodes = column(found, "samples/s"), column(found, "nodes")
+    assert column(found, "speed-up") == pytest.approx([value / samples[0] for value in samples])
+    expected = [100 * value / samples[0] * nodes[0] / count for value, count in zip(samples, nodes, strict=True)]
+    assert column(found, "efficiency") == pytest.approx(expected)
+    at = nodes.index(kept.choice.nodes)
+    assert column(found, "step")[at] == pytest.approx(1000 * kept.choice.step_time)
+    assert found.marks[at] == "chosen"
+
+
+def test_nodes_that_cost_no_synchronisation_scale_weakly_without_loss(tmp_path: Path) -> None:
+    run = reports.answered(reports.probed(tmp_path, Truth(sync=0.0)))
+    found = table(report(run), "weak_scaling")
+    assert len(set(column(found, "local batch"))) == 1
+    assert len(found.rows) > 1
+    assert column(found, "efficiency") == pytest.approx([100.0] * len(found.rows), abs=1.5)
+
+
+def test_throughput_is_drawn_with_its_interval_and_the_ideal(told: Document) -> None:
+    found, drawn = table(told, "strong_scaling"), figure(told, "scaling_throughput")
+    own = next(one for one in drawn.series if one.name.startswith("batch "))
+    assert own.y == pytest.approx(tuple(column(found, "samples/s")))
+    assert own.measured == tuple(basis == "measured" for basis in column(found, "basis"))
+    ideal = next(one for one in drawn.series if one.name == f"ideal, {own.name}")
+    assert ideal.y[-1] == pytest.approx(own.y[0] * own.x[-1] / own.x[0])  # type: ignore[operator]
+
+
+# --- time, cost, steps, memory
+
+
+def test_time_and_cost_are_drawn_by_batch_with_the_choice(whole: RunDir, told: Document) -> None:
+    kept = whole.recommendation()
+    assert kept is not None
+    for key, value in (("time_by_batch", kept.choice.hours), ("cost_by_batch", kept.choice.cost)):
+        drawn = figure(told, key)
+        (mark,) = [one for one in drawn.marks if one.kind == "choice"]
+        curve = series(drawn, f"{kept.choice.nodes} nodes")
+        assert mark.y == pytest.approx(curve.y[curve.x.index(kept.choice.batch)])
+        ratio = mark.y / value  # type: ignore[operator]
+        assert any(ratio == pytest.approx(unit) for unit in (1, 60, 3600))
+    assert [figure(told, key).paper for key in ("time_by_batch", "epoch_time", "cost_by_batch")] == ["Figure 9", "Figure 1", "Figure 10"]  # fmt: skip
+
+
+def test_an_epoch_has_as_many_steps_as_whole_batches(told: Document) -> None:
+    drawn = figure(told, "epoch_time")
+    curve = series(drawn, "1 node")
+    steps = {batch: 50_000 // batch for batch in (32, 64, 128, 256)}
+    unit = {"s": 1, "min": 60, "h": 3600}[drawn.y_label.partition("(")[2].rstrip(")")]
+    truth = Truth()
+    for batch, count in steps.items():
+        assert curve.y[curve.x.index(batch)] == pytest.approx(count * truth.step_time(1, batch) / unit, rel=0.02)
+
+
+def test_the_parts_of_a_step_are_the_step_together(whole: RunDir, told: Document) -> None:
+    drawn, probes = figure(told, "step_parts"), [r for r in whole.results() if r.kind == "measured"]
+    assert drawn.categories == tuple(f"{probe.nodes} x {probe.local_batch}" for probe in probes)
+    together = [sum(one.y[place] or 0.0 for one in drawn.series) for place in range(len(probes))]
+    assert together == pytest.approx([1000 * compute_trimmed_mean(probe.step_times) for probe in probes])
+    assert [one.name for one in drawn.series] == ["compute", "exposed synchronisation", "input"]
+
+
+def test_every_probe_is_told_also_one_that_did_not_fit(told: Document) -> None:
+    found = table(told, "probes")
+    outcomes = dict(zip(zip(column(found, "nodes"), column(found, "local batch"), strict=True), column(found, "outcome"), strict=True))  # fmt: skip
+    assert outcomes[1, 512] == "out of memory"
+    assert outcomes[4, 128] == "measured"
+    low, step, high = (column(found, name)[0] for name in ("from", "step", "to"))
+    assert low < step < high
+
+
+def test_memory_is_stacked_to_its_peak_below_the_limit(told: Document) -> None:
+    drawn = figure(told, "memory")
+    stacked = [one for one in drawn.series if one.style == "stacked"]
+    peak, seen = series(drawn, "peak, model"), series(drawn, "peak, measured")
+    for place in range(len(drawn.categories)):
+        assert sum(one.y[place] or 0.0 for one in stacked) == pytest.approx(peak.y[place], rel=1e-6)
+    at = drawn.categories.index("256")
+    truth, unit = Truth(), {"MiB": MIB, "GiB": 1024 * MIB}[drawn.y_label.partition("(")[2].rstrip(")")]
+    assert seen.y[seen.x.index(at)] == pytest.approx(truth.peak(256) / unit)
+    (limit,) = [mark for mark in drawn.marks if mark.kind == "limit"]
+    assert (limit.x, limit.y) == (None, pytest.approx((truth.capacity or 0) / unit))
+
+
+def test_the_searches_of_the_paper_are_held_against_each_other(told: Document) -> None:
+    assert "partial" in column(table(told, "validation"), "search")
+    fits = figure(told, "step_time_fits")
+    assert fits.paper == "Figure 9"
+    assert [one.name for one in fits.series] == ["measured", "fit to all", "fit to the partial search's"]
+
+
+# --- the training
+
+
+def test_predicted_and_actual_are_those_of_the_summary(told: Document) -> None:
+    found = table(told, "predicted_actual")
+    rows = {row[0]: row[2:] for row in found.rows}
+    assert rows["step time"] == pytest.approx((100.0, 105.0, 100 * (0.1 - 0.105) / 0.105))
+    assert rows["time"] == pytest.approx((4.8, 6.0, -20.0))
+    assert rows["cost"] == pytest.approx((0.16, 0.2, -20.0))
+
+
+def test_attempts_are_those_of_status_with_their_ends(whole: RunDir, told: Document) -> None:
+    now = status.run_status(whole, make.FakeLauncher(), now=reports.AT)
+    found = table(told, "attempts")
+    assert len(found.rows) == len([one for one in now.attempts if one.job == "train-ab12cd34"]) == 2
+    assert column(found, "ended") == ["node_failure", "done"]
+    assert column(found, "because")[0] == "node n1 is gone"
+    assert column(found, "from sample") == [0, 1000]
+
+
+def test_loss_and_metric_are_drawn_over_samples_and_over_time(told: Document) -> None:
+    assert series(figure(told, "metric_by_samples"), "top-1").y == (60.0, 70.0, 80.0)
+    assert series(figure(told, "metric_by_samples"), "top-1").x == (1000.0, 2000.0, 3000.0)
+    by_time = figure(told, "metric_by_time")
+    assert (by_time.x_label, series(by_time, "top-1").x) == ("time since its start (s)", (10.0, 20.0, 30.0))
+    assert series(figure(told, "loss_by_samples"), "evaluation").y == (1.0, 0.5, 1 / 3)
+    predicted = series(figure(told, "step_time"), "predicted")
+    assert (predicted.low, predicted.high) == ((80.0,) * 3, (100.0,) * 3)
+
+
+def test_a_training_under_way_is_told_as_status_has_it(tmp_path: Path) -> None:
+    run = reports.answered(reports.probed(tmp_path))
+    name = make.add_training(run, rows=make.metrics())
+    run.write_attempt(make.attempt(f"{name}-1"))
+    look = reports.seen(run, make.FakeLauncher({name: "running"}))
+    now = look.parts[0].now.training
+    assert now is not None
+    (text,) = section(build_document(look), "training").text
+    assert text.startswith("Training ab12cd34, on 2 nodes, batch 128: running, epoch 1.50 of 10, 1920 samples")
+
+
+def test_the_training_is_not_one_of_the_comparison(whole: RunDir, tmp_path: Path) -> None:
+    assert section(report(whole), "training").text[0].startswith("Training ab12cd34,")
+
+
+# --- gradients and methods
+
+
+def test_the_density_of_factors_sums_up_to_one_each_epoch(told: Document) -> None:
+    drawn = figure(told, "factors")
+    density = drawn.density
+    assert density is not None
+    assert density.x_edges == (0.0, 1000.0, 2000.0, 3000.0)
+    assert density.y_edges == (0.5, 1.0, 2.0, 4.0)
+    assert density.shares[0] == pytest.approx((2 / 8, 5 / 8, 1 / 8))
+    assert [sum(column) for column in density.shares] == pytest.approx([1.0] * 3)
+    assert drawn.paper == "Figure 7"
+
+
+def test_the_change_of_gradients_stands_beside_the_accuracy_and_curvature_beside_the_norm(told: Document) -> None:
+    assert figure(told, "gradient_change").series[0].y == pytest.approx((0.1, 0.2, 0.3))
+    assert figure(told, "change_accuracy").series[0].x == figure(told, "gradient_change").series[0].x
+    assert [one.name for one in figure(told, "eigenvalue").series] == ["largest eigenvalue", "gradient norm"]
+    (norm,) = figure(told, "gradient_norm").series
+    assert (norm.low, norm.high) == ((1.0,) * 3, (3.0,) * 3)
+
+
+def test_what_is_kept_of_every_step_is_drawn_in_place_of_medians(tmp_path: Path) -> None:
+    run = reports.trained(RunDir.create(tmp_path, reports.JOB))
+    rows = [
+        StepRow.of_step(samples=32 * step, batch=32, lr=0.1, norm=5.0 if step == 700 else 1.0, delta=0.5, scaled=False)
+        for step in range(1, 1001)
+    ]
+    run.training("ab12cd34").steps_path.write_text(format_rows(rows))
+    document = report(run)
+    (norm,) = figure(document, "gradient_norm").series
+    assert len(norm.x) == 500 and norm.x[-1] == 32_000.0, "two steps a point"
+    spike = norm.x.index(700 * 32.0)
+    assert (norm.y[spike], norm.low[spike], norm.high[spike]) == (3.0, 1.0, 5.0)  # type: ignore[index]
+    assert figure(document, "gradient_change").paper == "Figure 6"
+    assert figure(document, "change_accuracy").series[0].y == (60.0, 70.0, 80.0)
+
+
+def test_the_noise_scale_over_the_training_and_the_same_progress_are_told(told: Document) -> None:
+    noise = series(figure(told, "noise_scale"), "noise scale")
+    assert (noise.y, noise.high) == ((100.0, 200.0, 300.0), (None,) * 3)
+    assert section(told, "same_progress").facts[0].value.startswith("200 samples")
+    assert column(table(told, "same_progress"), "epochs")[0] <= column(table(told, "same_progress"), "epochs")[-1]
+
+
+def test_table_one_has_means_gaps_and_what_is_recovered(told: Document) -> None:
+    found = table(told, "methods")
+    rows = {(row[0], row[1]): dict(zip([one.title for one in found.columns], row, strict=True)) for row in found.rows}
+    ags = rows[512, "ags"]
+    assert (ags["top-1"], ags["gap"], ags["recovered"], ags["seeds"]) == (85.5, 5.0, 50.0, 2)
+    assert rows[128, "lbt (reference)"]["gap"] is None
+    assert found.marks == ("front", "", "front"), "the best of each batch"
+    drawn = figure(told, "top1_by_batch")
+    assert (drawn.paper, drawn.categories) == ("Figure 2", ("128", "512"))
+    assert series(drawn, "ags").y == (85.5,)
+    assert "At batch 512 ags is best" in section(told, "comparison").text[0]
+
+
+# --- runs of which little is known
+
+
+def missing(document: Document) -> dict[str, str]:
+    """Return what is missing, by section."""
+    return {one.key: one.missing for one in document.sections if one.missing}
+
+
+def test_a_run_with_nothing_says_of_each_section_what_would_bring_it(tmp_path: Path) -> None:
+    found = missing(report(RunDir.create(tmp_path, reports.JOB)))
+    assert len(found) == 11
+    assert all("tula " in words for words in found.values())
+
+
+def test_a_run_with_a_training_alone_tells_it(trained_alone: Document) -> None:
+    assert trained_alone.answer.startswith("Not known yet: no probe was measured")
+    assert "Trained on 2 nodes at batch 64: 6.00 min, 0.200 USD" in trained_alone.answer
+    assert {"training", "gradients"}.isdisjoint(missing(trained_alone))
+    rows = {row[0]: row[2:] for row in table(trained_alone, "predicted_actual").rows}
+    assert rows["time"] == (None, pytest.approx(6.0), None)
+
+
+def test_a_script_has_whole_steps_and_peaks_alone(by_script: Document) -> None:
+    assert "finetune.py" in by_script.question
+    assert [one.name for one in figure(by_script, "memory").series] == ["peak, model", "peak, measured"]
+    found = missing(by_script)
+    assert "DistributedDataParallel" in found["same_progress"]
+    assert "whole steps alone" in found["step_parts"], "on one GPU nothing is synchronised, but input is not told"
+    probes = table(by_script, "probes")
+    assert set(column(probes, "synchronisation")) == {0.0, None}
+    assert set(column(probes, "input")) == {None}
+
+
+def test_each_node_type_has_its_probes_and_its_curve(by_type: Document) -> None:
+    assert {one.key for one in section(by_type, "measured").tables} == {"probes_a", "probes_b"}
+    assert {one.name for one in figure(by_type, "time_by_batch").series} >= {"1 node of type a", "8 nodes of type b"}
+    assert "of types a, b" in by_type.question and "of type " in by_type.answer
+    assert "type" in [one.title for one in table(by_type, "configurations").columns]
+
+
+def test_lengths_of_text_are_told_beside_the_choice(tmp_path: Path) -> None:
+    job = make.validate(
+        {
+            "name": "text",
+            "model": {"name": "transformers:GPT2LMHeadModel", "args": {"n_positions": 256}},
+            "dataset": {"name": "python_source", "args": {"length": 128, "size": 100_000}},
+            "optimizer": {"name": "AdamW", "lr": 0.001},
+            "train": {"epochs": 2, "method": "lbt"},
+            "search": {"nodes": [2, 1], "min_batch": 32, "max_batch": 256, "sequence": {"lengths": [64, 128]}},
+        },
+        source="test",
+    )
+    run = RunDir.create(tmp_path, job)
+    for part in list_all_parts(run, job):
+        for nodes, local in ((1, 32), (1, 128), (1, 256), *(((2, 16), (2, 128)) if part.length is None else ())):
+            part.run.write_result(measured(Truth(slope=0.001, dataset_size=1000), nodes, local))
+        part.run.save_job(part.spec)
+    run.save_job(job)
+    document = report(reports.answered(run))
+    assert column(table(document, "lengths"), "length") == [64, 128]
+    assert {one.key for one in section(document, "measured").tables} == {"probes", "probes_length-64"}
+
+
+def test_a_damaged_result_leaves_what_does_not_rest_on_it(tmp_path: Path) -> None:
+    run = reports.trained(reports.answered(reports.probed(tmp_path)))
+    (run.path / "results/probe-n001-l000064.json").write_text("{")
+    document = report(run)
+    assert "scaling" in missing(document) and "training" not in missing(document)
+    assert "These are the figures of that answer, and not of now" in " ".join(section(document, "choice").text)
+
+
+# --- what holds of every report
+
+
+def test_figures_and_tables_hold_together(
+    told: Document, by_script: Document, by_type: Document, trained_alone: Document
+) -> None:
+    for document in (told, by_script, by_type, trained_alone):
+        figures = [one for part in document.sections for one in part.figures]
+        tables = [one for part in document.sections for one in part.tables]
+        assert len({one.key for one in figures}) == len(figures)
+        assert len({one.key for one in tables}) == len(tables)
+        for one in tables:
+            assert all(len(row) == len(one.columns) for row in one.rows)
+            assert len(one.marks) in (0, len(one.rows))
+        for drawn in figures:
+            assert drawn.series or drawn.density, drawn.key
+            for curve in drawn.series:
+                ends = [end for end in (curve.low, curve.high, curve.measured) if end is not None]
+                assert {len(values) for values in (curve.y, *ends)} == {len(curve.x)}, drawn.key
+                numbers = [y for values in (curve.y, *ends) for y in values if y is not None]
+                assert all(math.isfinite(y) for y in numbers), drawn.key
+                if drawn.x_scale == "category":
+                    assert set(curve.x) <= {float(place) for place in range(len(drawn.categories))}
+        assert json.dumps([one.series[0].x for one in figures if one.series])  # plain numbers, no numpy
+
+
+def test_the_api_returns_the_same_report(whole: RunDir, told: Document) -> None:
+    assert api_report(Run.of(whole)).answer == told.answer
+
+
+def test_the_api_returns_text_too(tmp_path: Path) -> None:
+    run = Run.of(reports.trained(RunDir.create(tmp_path, reports.JOB)))
+    assert report_text(run).startswith("# test\n") and report_text(run, form="latex").startswith("\\documentclass")
+    assert "table_predicted_actual" in report_text(run, form="csv")
+    with pytest.raises(SpecError, match="'markdwn' is none of"):
+        report_text(run, form="markdwn")  # type: ignore[arg-type]
+
+
+def test_rows_that_are_damaged_are_left_out(tmp_path: Path) -> None:
+    broken = [
+        {"kind": "hessian", "samples": {}, "eigenvalue": 1.0},
+        {"kind": "noise", "samples": 10, "epoch": 1, "batch": 32, "scale": "x"},
+        {"kind": "epoch", "time": make.START, "samples": 500, "epoch": 1, "ags": "x", "metrics": 3,
+         "diagnostics": {"factors": {"edges": [1.0, "x"], "counts": [1, 2, 3]}, "norm": []}},
+        {"kind": "stage", "time": [], "samples": 5, "batch": 64},
+    ]  # fmt: skip
+    document = report(reports.trained(RunDir.create(tmp_path, reports.JOB), rows=[*reports.epochs(), *broken]))
+    assert figure(document, "eigenvalue").series[0].x == (1000.0, 2000.0, 3000.0)
+    assert figure(document, "factors").density.x_edges == (0.0, 1000.0, 2000.0, 3000.0)  # type: ignore[union-attr]

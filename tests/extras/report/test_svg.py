@@ -1,0 +1,245 @@
+"""Figures as SVG: what stands in them, and that it stands inside."""
+
+import dataclasses
+import functools
+import math
+import re
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import documents
+import pytest
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import TextToPath
+
+from tula_cli.errors import SpecError
+from tula_cli.extras.report import svg
+from tula_cli.extras.report.svg import DARK, LIGHT
+from tula_cli.services.document import Annotation, Density, Figure, Series
+
+SVG = "{http://www.w3.org/2000/svg}"
+ALL = (documents.of_time(), documents.of_memory(), documents.of_parts(), documents.of_gaps(), documents.of_curves(), documents.of_factors())  # fmt: skip
+
+
+def drawn(figure: Figure, **named) -> ElementTree.Element:
+    return ElementTree.fromstring(svg.render_svg(figure, **named))
+
+
+def texts(root: ElementTree.Element) -> list[str]:
+    return [(found.text or "") for found in root.iter(f"{SVG}text")]
+
+
+@functools.cache
+def length_of(text: str, size: float) -> float:
+    """Return how long a text is in DejaVu Sans, which is wider than what most systems have."""
+    font = FontProperties(family="DejaVu Sans", size=size)
+    return TextToPath().get_text_width_height_descent(text, font, ismath=False)[0]
+
+
+def outside(root: ElementTree.Element) -> list[str]:
+    """Return the texts that reach beyond the drawing."""
+    _, _, wide, high = map(float, root.get("viewBox").split())
+    found = []
+    for text in root.iter(f"{SVG}text"):
+        size = float(text.get("font-size"))
+        length = length_of(text.text, size)
+        start = {"middle": -0.5, "end": -1.0}.get(text.get("text-anchor"), 0.0) * length
+        told = text.get("transform", "")
+        x, y = float(text.get("x", 0)), float(text.get("y", 0))
+        if shift := re.search(r"translate\(([-\d.]+) ([-\d.]+)\)", told):
+            x, y = x + float(shift[1]), y + float(shift[2])
+        angle = math.radians(float(turn[1])) if (turn := re.search(r"rotate\(([-\d.]+)", told)) else 0.0
+        ends = [(x + along * math.cos(angle), y + along * math.sin(angle)) for along in (start, start + length)]
+        if not all(-3 <= end[0] <= wide + 3 and 0 <= end[1] <= high for end in ends):
+            found.append(text.text)
+    return found
+
+
+def simple(*series: Series, **changes) -> Figure:
+    return dataclasses.replace(Figure("k", "Title", "Caption.", "batch", "time (s)", series), **changes)
+
+
+@pytest.mark.parametrize("figure", ALL, ids=lambda figure: figure.key)
+def test_every_word_stands_in_the_drawing_and_inside_it(figure: Figure) -> None:
+    root = drawn(figure)
+    found = texts(root)
+    assert figure.y_label in found and figure.x_label in found
+    assert {series.name for series in figure.series} <= set(found)
+    assert all(any(mark.text in text for text in found) for mark in figure.marks)
+    assert not outside(root)
+
+
+def test_a_figure_is_the_same_each_time_and_in_each_process() -> None:
+    here = svg.render_svg(documents.of_time())
+    assert here == svg.render_svg(documents.of_time())
+    code = "import sys; sys.path.insert(0, 'tests/helpers'); import documents; from tula_cli.extras.report.svg import render_svg; print(render_svg(documents.of_time()), end='')"
+    there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert there.stdout == here and not there.stderr
+    assert "20" + "26-" not in here and "matplotlib" not in here.lower()
+
+
+def test_a_figure_holds_nothing_that_touches_the_page_around_it() -> None:
+    text = svg.render_svg(documents.of_gaps(), prefix="one")
+    root = ElementTree.fromstring(text)
+    ids = [found.get("id") for found in root.iter() if found.get("id")]
+    assert ids and len(set(ids)) == len(ids) and all(name.startswith("one-") for name in ids)
+    assert set(re.findall(r"(?:url\(#|href=\"#)([^)\"]+)", text)) <= set(ids)
+    assert not list(root.iter(f"{SVG}style")) and "style=" not in text and "<script" not in text
+    assert root.get("role") == "img" and root.get("aria-labelledby") == "one-title one-desc"
+    assert root.findtext(f"{SVG}title") == "Gap recovered by each method"
+    assert "recovered (%) against method: batch 1024, batch 4096" in root.findtext(f"{SVG}desc")
+
+
+def test_colours_are_those_of_roles_as_attributes_and_as_classes() -> None:
+    for figure in ALL:
+        for found in drawn(figure).iter():
+            for name in ("fill", "stroke"):
+                color = found.get(name, "none")
+                if color.startswith("#"):
+                    role = next(role for role, value in LIGHT.items() if value == color)
+                    assert f"{name}-{role}" in found.get("class").split()
+
+
+def test_colours_can_be_told_from_the_page() -> None:
+    def luminance(color: str) -> float:
+        parts = [int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+        red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    for colors in (LIGHT, DARK):
+        for role, color in colors.items():
+            pair = sorted((luminance(color), luminance(colors["paper"])), reverse=True)
+            contrast = (pair[0] + 0.05) / (pair[1] + 0.05)
+            assert contrast >= {"ink": 7, "muted": 4.5, "paper": 1, "grid": 1}.get(role, 3), (role, color, contrast)
+
+
+def test_filled_is_measured_and_open_is_predicted() -> None:
+    series = Series("a", (64, 128, 256), (3.0, 2.0, 1.0), measured=(True, False, False))
+    root = drawn(simple(series, x_scale="log2"))
+    markers = [use.get("class") for use in root.iter(f"{SVG}use") if "stroke-s0" in (use.get("class") or "")]
+    assert markers.count("fill-s0 stroke-s0") == 1 + 1, "one point, and the legend"
+    assert markers.count("fill-paper stroke-s0") == 2
+    assert {"measured (filled)", "predicted (open)"} <= set(texts(root))
+    assert "predicted (open)" not in texts(drawn(simple(dataclasses.replace(series, measured=(True,) * 3))))
+
+
+def test_ticks_are_plain_numbers() -> None:
+    root = drawn(simple(Series("a", (128, 256, 512), (0.5754, 0.5801, 0.6123)), x_scale="log2"))
+    assert {"128", "256", "512"} <= set(texts(root))
+    assert {"0.58", "0.59", "0.60", "0.61"} <= set(texts(root))
+    root = drawn(simple(Series("a", (0, 600_000, 1_200_000), (0, 20_000, 40_000))))
+    assert {"0.4M", "1.2M", "20k", "40k"} <= set(texts(root))
+
+
+@pytest.mark.parametrize(
+    "series",
+    [
+        (),
+        (Series("", (), ()),),
+        (Series("one", (512,), (0.5754,)),),
+        (Series("none", (1, 2), (None, None)),),
+        (Series("nan", (1, 2, 3, 4), (math.nan, 2.0, None, math.inf), (None, 1.0, None, 1.0), (None, math.nan, None, 3.0)),),
+        (Series("zero", (0, 1), (0.0, 0.0), style="line"), Series("below", (-1, 0), (-3.0, 1e-300))),
+        (Series("huge", (1, 2), (1e300, 1.0)), Series("tiny", (1, 2), (1e-12, 2e-12))),
+        (Series("bar", (256, 128), (2.0, None), style="bars"), Series("over", (128, 256), (1.0, 3.0), style="points")),
+        (Series("stack", (0, 1), (2.0, -1.0), style="stacked"), Series("more", (0, 1), (2.0, math.nan), style="stacked")),
+    ],
+    ids=lambda series: ", ".join(one.name for one in series) or "nothing",
+)  # fmt: skip
+def test_whatever_the_numbers_are_something_is_drawn(series: tuple[Series, ...]) -> None:
+    marks = (
+        Annotation(1, 2.0, "here", "choice"),
+        Annotation(None, None, "nowhere", "knee"),
+        Annotation(None, -1.0, "below", "limit"),
+    )
+    for x_scale, y_scale in (("linear", "linear"), ("log2", "log"), ("log", "log2"), ("category", "linear")):
+        root = drawn(simple(*series, x_scale=x_scale, y_scale=y_scale, marks=marks))
+        assert texts(root) and not outside(root)
+        if not any(y is not None and math.isfinite(y) for one in series for y in one.y):
+            assert texts(root) == ["no values to draw"]
+
+
+def test_fifty_series_are_told_apart_below_the_axes() -> None:
+    names = [f"method number {place} of them all" for place in range(50)]
+    root = drawn(simple(*(Series(name, (0, 1), (place, place + 1.0)) for place, name in enumerate(names))))
+    assert set(names) <= set(texts(root)) and not outside(root)
+    looks = set()
+    for place in range(50):
+        looks.add((svg.get_series_color(place), svg.get_series_marker(place), str(svg.get_series_dash(place))))
+    assert len(looks) == 50
+    bottom = max(float(text.get("y")) for text in root.iter(f"{SVG}text") if text.text == "batch")
+    legend = [float(text.get("y")) for text in root.iter(f"{SVG}text") if text.text in names]
+    assert min(legend) > bottom
+
+
+@pytest.mark.parametrize("name", documents.HOSTILE)
+def test_a_name_is_text_whatever_is_in_it(name: str) -> None:
+    series = (Series(name, (0, 1), (1.0, 2.0)), Series("b", (0, 1), (1.0, 2.0), style="bars"))
+    categories = {"x_scale": "category", "categories": (name, "b")}
+    for changes in (categories, {}):
+        figure = simple(
+            *series[: 2 if changes else 1], title=name, x_label=name, y_label=name, key=name, caption=name, **changes
+        )
+        text = svg.render_svg(dataclasses.replace(figure, marks=(Annotation(0, None, name, "event"),)))
+        root = ElementTree.fromstring(text.encode())
+        assert "<script" not in text and not outside(root)
+        words = "".join(texts(root)).replace("\N{WORD JOINER}", "").replace(" ", "")
+        assert (
+            name.encode("utf-8", "replace").decode()[:8].replace(" ", "").replace("?", "\ufffd")[:7] in words
+            or "\x00" in name
+        )
+
+
+def test_marks_without_a_place_are_left_out_and_others_have_a_line() -> None:
+    figure = simple(
+        Series("a", (1, 2), (1.0, 2.0)),
+        marks=(Annotation(None, 5.0, "limit of 5", "limit"), Annotation(None, None, "x", "knee")),
+    )
+    found = texts(drawn(figure))
+    assert "limit of 5" in found and "x" not in found
+    assert "5" in found, "the axis reaches the limit"
+
+
+def test_events_have_numbers_and_those_that_are_close_share_them() -> None:
+    found = texts(drawn(documents.of_curves()))
+    assert "1" in found and "2–3" in found and "2: preempted" in found
+    same = tuple(Annotation(x, None, "saved", "event") for x in (1, 2))
+    assert texts(drawn(simple(Series("a", (1, 2), (1.0, 2.0)), marks=same))).count("saved") == 1
+
+
+def test_a_density_lies_at_its_edges() -> None:
+    density = Density((0, 100, 200), (0.5, 1, 2, 4), ((0.5, 0.5, 0), (0, 0, 1)))
+    root = drawn(simple(density=density, y_scale="log2"))
+    paths = [path for path in root.iter(f"{SVG}path") if path.get("class") == "fill-s0" and path.get("clip-path")]
+    cells = [re.findall(r"[ML] ([\d.]+) ([\d.]+)", path.get("d")) for path in paths]
+    corners = [[(float(x), float(y)) for x, y in found] for found in cells]
+    half, whole = corners[0], corners[1]
+    left, middle, right = min(x for x, _ in half), max(x for x, _ in half), max(x for x, _ in whole)
+    assert middle == min(x for x, _ in whole) and middle - left == pytest.approx(right - middle, abs=0.05)
+    top, third = min(y for _, y in whole), max(y for _, y in whole)
+    assert max(y for _, y in half) - min(y for _, y in half) == pytest.approx(2 * (third - top), abs=0.05)
+    assert min(y for _, y in half) == pytest.approx(third, abs=0.05)
+    assert {"20 to 50 %", "50 to 100 %", "1/2", "4"} <= set(texts(root))
+
+
+def test_bars_of_numbers_stand_side_by_side_at_their_words() -> None:
+    root = drawn(simple(Series("a", (4096, 128), (2.0, 1.0), style="bars")))
+    places = {text.text: float(text.get("x", 0)) for text in root.iter(f"{SVG}text")}
+    assert places["128"] < places["4096"]
+
+
+def test_without_matplotlib_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SpecError, match="matplotlib") as told:
+        svg.render_svg(documents.of_time())
+    assert "pip install 'tula-cli[report]'" in told.value.hint and "pip install '.[report]'" in told.value.hint
+
+
+def test_settings_of_the_user_for_own_drawings_change_nothing() -> None:
+    import matplotlib
+
+    before = svg.render_svg(documents.of_memory())
+    with matplotlib.rc_context({"font.size": 30, "svg.fonttype": "path", "axes.grid": False, "lines.linewidth": 9}):
+        assert svg.render_svg(documents.of_memory()) == before
+        assert matplotlib.rcParams["font.size"] == 30

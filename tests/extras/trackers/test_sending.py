@@ -1,0 +1,463 @@
+import errno
+import json
+import os
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_tracker import DOWN, PLACES, FakeRun
+from make_results import Truth, measured
+from make_runs import (
+    START,
+    FakeLauncher,
+    add_failed,
+    add_measured,
+    add_out_of_memory,
+    add_training,
+    attempt,
+    metrics,
+    recommendation,
+    summary,
+    train_result,
+)
+from make_runs import spec as toy_spec
+
+from tula_cli.errors import CannotWrite, NotYours, SpecError, TrackerError
+from tula_cli.extras.trackers import export as service
+from tula_cli.extras.trackers.export import ExportResult, export_run, list_requested_trackers
+from tula_cli.run import owner
+from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.files import read_text
+from tula_cli.run.step_series import StepSeries
+from tula_cli.run.training_run import TrainingRun
+from tula_cli.services.events import Event, WarningEvent
+from tula_cli.services.status import run_status
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.sections import Export
+
+KEY = "train-ab12cd34"
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest) -> str:
+    """A place of the fake tracker that no other test has."""
+    name = f"keeps-{request.node.name}"
+    for known in (name, f"rewinds-{request.node.name}"):
+        PLACES.pop(known, None)
+    return name
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir.create(tmp_path, toy_spec())
+
+
+def send(run: RunDir, *places: str, active: bool = False, **how: Any) -> tuple[tuple[ExportResult, ...], list[Event]]:
+    """Send a run to places of the fake tracker; return what was sent, and what was told."""
+    trackers = [Export(to="fake_tracker:FakeTracker", uri=place) for place in places]
+    how = {"reports": lambda _: (), **how}
+    work, told = export_run(run, trackers, active=lambda _: active, **how), []
+    while True:
+        try:
+            told.append(next(work))
+        except StopIteration as end:
+            return end.value, told
+
+
+def write(run: RunDir, rows: Sequence[dict[str, Any]]) -> None:
+    run.training("ab12cd34").metrics_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def trained(run: RunDir, rows: Sequence[dict[str, Any]]) -> None:
+    """Add a training that has begun."""
+    add_training(run, rows=rows)
+    run.write_attempt(attempt(f"{KEY}-1"))
+
+
+def curve(place: str, name: str) -> dict[int, float]:
+    """Return a curve of the training at a place: every point of it, none twice."""
+    points = [point for point in PLACES[place][KEY].curve if name in point.values]
+    found = {point.samples: point.values[name] for point in points}
+    assert len(found) == len(points), "a point came twice"
+    return found
+
+
+def test_settings_probes_and_the_recommendation_are_sent(run: RunDir, place: str) -> None:
+    add_measured(run, 1, 32)
+    add_out_of_memory(run, 1, 64)
+    add_failed(run, 2, 32, "ValueError: bad\nand more")
+    run.write_recommendation(recommendation())
+    run.write_text("results.csv", "a,b\n")
+    (found,), _ = send(run, place)
+    there = PLACES[place]
+    whole, probe = there["run"], there["probe-n001-l000032"]
+    assert (found.runs, found.new_runs, found.files, found.problem) == (4, 4, 1, "")
+    assert whole.described.name == run.id and whole.files == ["results.csv"] and whole.state == "finished"
+    assert whole.given["optimizer.lr"] == 0.1 and whole.given["search.nodes"] == "1 2"
+    assert whole.numbers["recommended/batch"] == recommendation().choice.batch
+    assert whole.words["recommendation.objective"] == "knee"
+    expected = measured(Truth(), 1, 32)
+    assert probe.described.parent == whole.id and probe.described.name == f"{run.id}/probe-n001-l000032"
+    assert probe.given["batch"] == 32 and probe.given["env.hardware"] == expected.environment.hardware
+    assert probe.numbers["step_time"] == pytest.approx(expected.step_times[0])
+    assert probe.numbers["samples_per_second"] == pytest.approx(32 / expected.step_times[0])
+    assert probe.numbers["peak_memory"] == expected.memory.peak
+    assert there["probe-n001-l000064"].words["outcome"] == "out_of_memory"
+    failed = there["probe-n002-l000032"]
+    assert failed.state == "failed" and failed.words["message"] == "ValueError: bad"
+
+
+def test_a_training_is_a_run_with_curves_by_samples(run: RunDir, place: str) -> None:
+    rows = metrics()
+    rows[2] |= {
+        "ags": {"mean": 1.25, "scaled": 0.5, "at_cap": 0.1, "at_floor": 0.0, "factors": 9.0},
+        "diagnostics": {"norm": {"q50": 2.0}, "delta": {"q50": 0.25}, "steps": 10},
+        "metrics": {"f1": 0.5},
+    }
+    rows.append({"kind": "noise", "time": START + 55, "samples": 1920, "epoch": 1.5, "batch": 128, "scale": 640.0})
+    trained(run, rows)
+    send(run, place)
+    training = PLACES[place][KEY]
+    assert curve(place, "train/loss") == {640: 2.1, 1280: 1.9, 1920: 1.7}
+    assert curve(place, "eval/top1") == {1280: 61.0} and curve(place, "eval/f1") == {1280: 0.5}
+    assert curve(place, "train/samples_per_second") == pytest.approx({640: 128 / 0.12, 1920: 128 / 0.11})
+    assert curve(place, "ags/mean") == {1280: 1.25} and curve(place, "ags/at_cap") == {1280: 0.1}
+    assert curve(place, "gradients/delta_q50") == {1280: 0.25} and curve(place, "noise/scale") == {1920: 640.0}
+    assert curve(place, "attempt") == {0: 1.0} and training.curve[0].time == START
+    assert (training.given["batch"], training.given["nodes"], training.given["predicted.hours"]) == (128, 2, 0.25)
+
+
+def test_nothing_is_sent_twice(run: RunDir, place: str) -> None:
+    add_measured(run, 1, 32)
+    trained(run, metrics())
+    send(run, place)
+    before = [run.opened for run in PLACES[place].values()]
+    (found,), _ = send(run, place)
+    assert (found.runs, found.new_runs, found.new_points, found.files) == (3, 0, 0, 0)
+    assert [run.opened for run in PLACES[place].values()] == before, "what has nothing new is not even opened"
+    write(run, [*metrics(), {**metrics()[-1], "samples": 2560, "loss": 1.5}])
+    assert send(run, place)[0][0].new_points == 1 and curve(place, "train/loss")[2560] == 1.5
+
+
+def test_the_newest_position_waits_for_all_its_rows_while_the_training_goes_on(run: RunDir, place: str) -> None:
+    rows = metrics()
+    step = {**rows[1], "samples": 1280, "loss": 1.95, "time": START + 39}
+    trained(run, [*rows[:2], step])
+    send(run, place, active=True)
+    assert curve(place, "train/loss") == {640: 2.1}
+    write(run, [*rows[:2], step, rows[2], rows[4]])  # the epoch's row is of the same position
+    send(run, place, active=True)
+    assert curve(place, "train/loss") == {640: 2.1, 1280: 1.9} and curve(place, "eval/top1") == {1280: 61.0}
+    send(run, place, active=False)
+    assert curve(place, "train/loss")[1920] == 1.7, "nothing more comes"
+
+
+def test_a_report_is_sent_where_it_has_changed(run: RunDir, place: str, tmp_path: Path) -> None:
+    report = tmp_path / "report.md"
+    for text, files in (("one", 1), ("one", 0), ("two", 1)):
+        report.write_text(text)
+        assert send(run, place, reports=lambda _: (report,))[0][0].files == files
+    assert PLACES[place]["run"].files == ["report.md"] * 2
+
+
+def test_a_row_that_is_being_written_waits(run: RunDir, place: str) -> None:
+    trained(run, metrics())
+    path = run.training("ab12cd34").metrics_path
+    whole = path.read_text()
+    path.write_text(whole[:-30])
+    send(run, place)
+    assert 1920 not in curve(place, "train/loss")
+    path.write_text(whole)
+    send(run, place)
+    assert curve(place, "train/loss")[1920] == 1.7
+
+
+def test_what_is_kept_of_every_step_comes_between_the_points(
+    run: RunDir, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as the rows go: their points come in the order of their samples, each once."""
+    kept = StepSeries(samples=list(range(128, 2049, 128)), norm=[1.5] * 16, delta=[None, *[0.1] * 15])
+    kept.scaled.extend([0.0, 1.0] * 8)
+    kept.factor.extend([None, 1.25] * 8)
+    monkeypatch.setattr(TrainingRun, "steps", lambda _: kept)
+    trained(run, metrics())
+    send(run, place, active=True)
+    assert list(curve(place, "gradients/norm")) == list(range(128, 1281, 128))
+    send(run, place)
+    assert list(curve(place, "gradients/norm")) == list(range(128, 1921, 128))
+    assert list(curve(place, "ags/factor")) == list(range(256, 1921, 256)) and 128 not in curve(
+        place, "gradients/delta"
+    )
+    found = PLACES[place][KEY].curve
+    assert [point.samples for point in found] == [0, *range(128, 1921, 128)]
+    assert {point.samples: point.time for point in found}[768] == START + 40, "that of the row that tells of it"
+
+
+def resumed(samples: int, *, at: float) -> list[dict[str, Any]]:
+    """Return the rows of a start from a checkpoint, and of two steps after it."""
+    begin = {"kind": "start", "time": at, "samples": samples, "epoch": 0.5, "attempt": 2, "batch": 128, "nodes": 2}
+    steps = [
+        {**metrics()[1], "samples": samples + more, "time": at + more, "loss": 9.0 + more / 1000}
+        for more in (100, 1500)
+    ]
+    return [begin, *steps]
+
+
+def test_a_training_that_goes_back_leaves_no_point_twice(run: RunDir, place: str) -> None:
+    """What goes back cuts metrics.jsonl behind the checkpoint. Of a tracker that keeps all, only what goes beyond is new."""
+    can_rewind = place.replace("keeps", "rewinds")
+    trained(run, metrics())
+    send(run, place, can_rewind)
+    again = resumed(640, at=START + 100)
+    write(run, [*metrics()[:2], *again])
+    send(run, place, can_rewind)
+    kept = {640: 2.1, 1280: 1.9, 1920: 1.7}
+    assert curve(place, "train/loss") == {**kept, 2140: 10.5}
+    assert curve(can_rewind, "train/loss") == {640: 2.1, 740: 9.1, 2140: 10.5}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_is_cut_and_when_one_looks_a_curve_is_that_of_the_file(run: RunDir, place: str, seed: int) -> None:
+    """The tracker that can take points away has what the file has in the end; the other has no point twice, and none less far."""
+    can_rewind, chance = place.replace("keeps", "rewinds"), random.Random(seed)
+    rows, samples, now = [metrics()[0]], 0, START
+    trained(run, rows)
+    for number in range(30):
+        now += 1.0
+        if chance.random() < 0.1:
+            samples = chance.choice([row["samples"] for row in rows])
+            rows = [row for row in rows if row["samples"] <= samples]
+            rows.append({**metrics()[0], "time": now, "samples": samples, "attempt": number})
+        else:
+            samples += chance.choice([64, 128])
+            rows.append({**metrics()[1], "time": now, "samples": samples, "loss": float(number)})
+        write(run, rows)
+        if chance.random() < 0.4:
+            send(run, place, can_rewind, active=chance.random() < 0.8)
+    send(run, place, can_rewind)
+    newest = {row["samples"]: row["loss"] for row in rows if row["kind"] == "step"}
+    assert curve(can_rewind, "train/loss") == newest
+    assert max(curve(place, "train/loss"), default=0) >= max(newest, default=0)
+
+
+def test_a_process_that_was_killed_while_it_sent_is_gone_on_from(
+    run: RunDir, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tula_cli.extras.trackers.tracker_sync._AT_ONCE", 1)
+    trained(run, metrics())
+    original = FakeRun.points
+    calls = iter(range(10))
+
+    def killed(self: FakeRun, points: Any) -> None:
+        original(self, points)
+        if next(calls) == 1:
+            raise SystemExit  # as of kill -9: nothing is written down any more
+
+    monkeypatch.setattr(FakeRun, "points", killed)
+    with pytest.raises(SystemExit):
+        send(run, place)
+    monkeypatch.setattr(FakeRun, "points", original)
+    sent = PLACES[place][KEY].curve
+    assert [point.samples for point in sent] == [0, 640]
+    PLACES[place][KEY].curve = [
+        point for point in sent if point.samples <= 0
+    ]  # as a tracker does that looks what it has
+    send(run, place)
+    assert PLACES[place][KEY].opened[-1] == {"known": PLACES[place][KEY].id, "after": 0}
+    assert curve(place, "train/loss") == {640: 2.1, 1280: 1.9, 1920: 1.7}
+
+
+def test_a_record_of_an_older_version_is_gone_on_from(run: RunDir, place: str) -> None:
+    """It counted bytes of metrics.jsonl, and named the run whose points were on their way."""
+    trained(run, metrics())
+    send(run, place)
+    (record,) = (run.path / "exports").glob("*.json")
+    known = json.loads(record.read_text())
+    known["runs"][KEY] |= {"offset": 4711, "last": "0123456789abcdef"}
+    record.write_text(json.dumps({**known, "sending": KEY}))
+    write(run, [*metrics(), {**metrics()[-1], "samples": 2560, "loss": 1.5}])
+    assert send(run, place)[0][0].new_points == 1
+    assert [point.samples for point in PLACES[place][KEY].curve] == [0, 640, 1280, 1920, 2560]
+
+
+def test_a_tracker_that_is_down_is_told_once_and_caught_up_with(run: RunDir, place: str) -> None:
+    trained(run, metrics())
+    DOWN.add(place)
+    looks = iter([True, True, True, False])
+    sleeps: list[float] = []
+    trackers = [Export(to="fake_tracker:FakeTracker", uri=place)]
+    work = export_run(
+        run, trackers, follow=True, every=1, active=lambda _: next(looks), sleep=sleeps.append, stop=lambda: True
+    )
+    told = list(work)
+    assert [event.text for event in told if isinstance(event, WarningEvent)] == ["the tracker is down; wait"]
+    assert (
+        "export to fake_tracker:FakeTracker: the tracker is down"
+        in run_status(run, FakeLauncher(), now=START).warnings[0].text
+    )
+    DOWN.discard(place)
+    (found,), told = send(run, place)
+    assert not run_status(run, FakeLauncher(), now=START).warnings
+    assert found.new_points == 4 and not found.problem and not any(isinstance(one, WarningEvent) for one in told)
+
+
+def test_it_follows_to_the_end_of_the_jobs(run: RunDir, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained(run, metrics())
+    clock = iter(range(0, 10_000, 100))
+    monkeypatch.setattr("tula_cli.extras.trackers.export.time.monotonic", lambda: float(next(clock)))
+    more = [*metrics(), {**metrics()[-1], "samples": 2560, "loss": 1.5, "time": START + 70}]
+
+    def active(_: Part) -> bool:
+        seen.append(len(PLACES[place].get(KEY, FakeRun("", None)).curve))  # type: ignore[arg-type]
+        if len(seen) == 3:
+            write(run, more)
+        return len(seen) < 6
+
+    seen: list[int] = []
+    trackers = [Export(to="fake_tracker:FakeTracker", uri=place)]
+    list(export_run(run, trackers, follow=True, active=active, sleep=lambda _: None))
+    assert seen[0] == 0 and 3 in seen and curve(place, "train/loss")[2560] == 1.5
+    assert PLACES[place][KEY].state in ("killed", "failed"), "its job is over and there is no result"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "cancelled", "result", "active", "state"),
+    [
+        ("done", False, True, False, "finished"),
+        ("user", False, False, False, "failed"),
+        ("user", False, False, True, "failed"),
+        ("time_limit", False, False, True, "running"),
+        ("cancelled", True, False, False, "killed"),
+    ],
+)
+def test_the_state_is_how_the_training_ended(
+    run: RunDir, place: str, outcome: str, cancelled: bool, result: bool, active: bool, state: str
+) -> None:
+    trained(run, metrics())
+    run.write_attempt(attempt(f"{KEY}-1", end=START + 90, outcome=outcome, message="ValueError: bad"))
+    if cancelled:
+        run.cancel(KEY)
+    if result:
+        run.write_train_result(train_result())
+        run.write_summary(summary())
+    send(run, place, active=active)
+    found = PLACES[place][KEY]
+    assert found.state == state
+    why = "" if outcome == "done" else ": ValueError: bad"
+    assert found.words["attempt.01"] == f"2 nodes, batch 128: {outcome}{why}"
+    if result:
+        assert found.numbers["actual/hours"] == 0.1 and found.numbers["best/top1"] == 83.0
+        assert found.words["relaunches"] == "out of memory at batch 128"
+
+
+def test_one_process_at_a_time_sends_a_run_to_a_place(run: RunDir, place: str) -> None:
+    add_measured(run, 1, 32)
+    trackers = [Export(to="fake_tracker:FakeTracker", uri=place)]
+    first = export_run(run, trackers, follow=True, active=lambda _: True, sleep=lambda _: None)
+    next(first)
+    with pytest.raises(TrackerError, match="another process sends this run there"):
+        send(run, place)
+    assert send(run, f"{place}-b")[0][0].new_runs == 2, "another place is free"
+    with pytest.raises(KeyboardInterrupt, match="what was sent is written down"):
+        first.throw(KeyboardInterrupt)
+    assert send(run, place)[0][0].runs == 2
+
+
+def test_what_may_be_a_secret_is_not_sent(tmp_path: Path, place: str) -> None:
+    slurm = {"environment": {"HF_TOKEN": "hf_abc", "NCCL_DEBUG": "INFO"}, "setup": ["export WANDB_API_KEY=abc123"]}
+    job = toy_spec(
+        cluster={"kind": "slurm", "slurm": slurm},
+        dataset={"name": "mine:Data", "args": {"url": "https://me:pass@host/x", "tokenizer": "gpt2", "api_key": "k"}},
+    )
+    run = RunDir.create(tmp_path, job)
+    send(run, place)
+    given = PLACES[place]["run"].given
+    assert given["dataset.args.tokenizer"] == "gpt2" and given["cluster.slurm.environment.NCCL_DEBUG"] == "INFO"
+    assert given["cluster.slurm.setup"] == "export WANDB_API_KEY=***"
+    assert not any(word in str(given) for word in ("hf_abc", "abc123", "pass@", "'k'"))
+
+
+def test_it_is_written_in_the_run_what_was_sent_and_another_user_s_run_is_left_alone(
+    run: RunDir, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_measured(run, 1, 32)
+    send(run, place)
+    (record,) = (run.path / "exports").glob("*.json")
+    known = json.loads(read_text(record))
+    assert known["uri"] == place and set(known["runs"]) == {"run", "probe-n001-l000032"}
+    monkeypatch.setattr(owner.os, "geteuid", lambda: 4711)
+    monkeypatch.setattr(owner, "_gives_all_to", lambda *_: False)
+    with pytest.raises(NotYours):
+        send(run, place)
+
+
+def test_a_damaged_curve_is_told(run: RunDir, place: str) -> None:
+    add_training(run, rows=metrics())
+    run.training("ab12cd34").metrics_path.write_bytes(b"\x8f\xe1\n")
+    _, told = send(run, place)
+    assert ["cannot be read" in event.text for event in told if isinstance(event, WarningEvent)] == [True]
+
+
+def test_a_run_that_cannot_be_written_is_told(run: RunDir, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr("tula_cli.extras.trackers.tracker_sync.make_folder", refused)
+    with pytest.raises(CannotWrite, match=f"cannot write {run.path / 'exports'}: Permission denied"):
+        send(run, place)
+
+
+# --- which trackers
+
+
+def with_exports(**changes: Any) -> JobSpec:
+    return toy_spec(export=[{"to": "tensorboard"}, {"to": "mlflow", "by": "job"}], **changes)
+
+
+def test_trackers_are_those_named_else_those_of_the_job() -> None:
+    assert [one.to for one in list_requested_trackers(with_exports(), [], uri=None, project=None)] == [
+        "tensorboard",
+        "mlflow",
+    ]
+    assert [one.to for one in list_requested_trackers(with_exports(), [], uri=None, project=None, by="job")] == [
+        "mlflow"
+    ]
+    assert [one.to for one in list_requested_trackers(with_exports(), ["wandb"], uri="x", project="p")] == ["wandb"]
+    assert list_requested_trackers(toy_spec(), [], uri=None, project=None, by="command") == ()
+
+
+@pytest.mark.parametrize(
+    ("to", "uri", "words"),
+    [
+        ([], None, "nothing says where to"),
+        ([], "x", "need --to"),
+        (["mlflow", "wandb"], "x", "are of one tracker"),
+        (["mlflo"], None, "did you mean mlflow"),
+        (["mlflow"], "http://me:pw@host", "must not contain a user name or password"),
+        (["tensorboard"], "http://x.example", "--uri: tensorboard needs a folder, but got http://x.example"),
+        (["tensorboard"], "file://host/board", "set a path, or file:///path"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(to: list[str], uri: str | None, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        list_requested_trackers(toy_spec(), to, uri=uri, project=None)
+
+
+def test_an_exporter_of_one_s_own_that_is_not_there_is_told(run: RunDir) -> None:
+    with pytest.raises(SpecError, match="has no 'Nobody'"):
+        list(service.export_run(run, [Export(to="fake_tracker:Nobody")], active=lambda _: False))
+
+
+@pytest.mark.parametrize(
+    ("to", "words"),
+    [
+        ("os.path:sep", "'os.path:sep' is no callable"),
+        ("os.path:join", "'os.path:join' cannot be called: .*argument"),
+        ("argparse:Namespace", "returns a Namespace that has no open"),
+    ],
+)
+def test_an_exporter_of_one_s_own_that_is_none_is_told(run: RunDir, to: str, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        list(service.export_run(run, [Export(to=to)], active=lambda _: False))

@@ -1,0 +1,265 @@
+"""What the real libraries have read back of what was sent to them."""
+
+import json
+import shutil
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from make_runs import START, add_measured, add_training, attempt, metrics, recommendation, summary, train_result
+from make_runs import spec as toy_spec
+
+from tula_cli.errors import TrackerError
+from tula_cli.extras.trackers.export import ExportResult, export_run
+from tula_cli.run.directory import RunDir
+from tula_cli.services.events import Event
+from tula_cli.spec.sections import Export
+
+KEY = "train-ab12cd34"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A run with a probe, a recommendation and a training half way through."""
+    run = RunDir.create(tmp_path, toy_spec())
+    add_measured(run, 1, 32)
+    run.write_recommendation(recommendation())
+    run.write_text("results.csv", "a,b\n")
+    add_training(run, rows=metrics())
+    run.write_attempt(attempt(f"{KEY}-1"))
+    return run
+
+
+def send(run: RunDir, to: str, uri: str | None = None, *, active: bool = False) -> ExportResult:
+    found: list[tuple[ExportResult, ...]] = []
+
+    def work() -> Generator[Event, None, None]:
+        found.append((yield from export_run(run, [Export(to=to, uri=uri)], active=lambda _: active)))
+
+    list(work())
+    return found[0][0]
+
+
+def go_back(run: RunDir) -> None:
+    """Let the training go on from sample 640, and end."""
+    begin = {**metrics()[0], "time": START + 100, "samples": 640, "attempt": 2}
+    steps = [{**metrics()[1], "samples": at, "time": START + at, "loss": at / 1000} for at in (1280, 5120)]
+    rows = [*metrics()[:2], begin, *steps]
+    run.training("ab12cd34").metrics_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run.write_train_result(train_result())
+    run.write_summary(summary())
+    run.write_attempt(attempt(f"{KEY}-1", end=START + 200))
+
+
+def mlflow_store(uri: str, run: RunDir) -> None:
+    """Send to a store of MLflow twice, with a training that goes back between, and read it by MLflow's client."""
+    assert send(run, "mlflow", uri, active=True).problem == ""
+    go_back(run)
+    assert send(run, "mlflow", uri).new_points == 1 and send(run, "mlflow", uri).new_points == 0
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name("toy")
+    assert experiment is not None
+    there = {one.data.tags["tula.key"]: one for one in client.search_runs([experiment.experiment_id])}
+    assert set(there) == {"run", "probe-n001-l000032", KEY}
+    whole, probe, training = there["run"], there["probe-n001-l000032"], there[KEY]
+    assert whole.data.params["optimizer.lr"] == "0.1" and whole.data.tags["recommendation.objective"] == "knee"
+    assert [file.path for file in client.list_artifacts(whole.info.run_id)] == ["report.md", "results.csv"]
+    assert probe.data.tags["mlflow.parentRunId"] == whole.info.run_id and probe.data.metrics["step_time"] > 0
+    losses = client.get_metric_history(training.info.run_id, "train/loss")
+    assert [(one.step, one.value) for one in sorted(losses, key=lambda one: one.step)] == [
+        (640, 2.1),
+        (1280, 1.9),
+        (5120, 5.12),
+    ]
+    assert losses[0].timestamp == round(1000 * (START + 20))
+    assert training.info.status == "FINISHED" and training.info.end_time == round(1000 * (START + 200))
+    assert training.data.metrics["actual/hours"] == 0.1 and training.data.params["batch"] == "128"
+    assert training.info.run_name == f"{run.id}/{KEY}"
+
+
+def test_mlflow_has_what_was_sent_in_a_folder(run: RunDir, tmp_path: Path) -> None:
+    mlflow_store(f"file://{tmp_path / 'mlruns'}", run)
+
+
+@pytest.mark.proof
+def test_mlflow_has_what_was_sent_in_a_database(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tables take MLflow some seconds to make."""
+    monkeypatch.chdir(tmp_path)
+    mlflow_store(f"sqlite:///{tmp_path / 'store' / 'mlflow.db'}", run)
+    assert not any(path.is_file() for path in tmp_path.glob("mlruns/**/*")), (
+        "files go beside the database, not below the working directory"
+    )
+
+
+def refuses_the_store_of_a_copied_run(run: RunDir, tmp_path: Path, store: str, name: str) -> None:
+    """Send, copy, send the copy: its store is refused and the first run has no file more; without it all is sent."""
+    send(run, "mlflow", f"{store}{run.path / 'exports' / name}")
+    copy = RunDir(shutil.copytree(run.path, tmp_path / "else where" / run.id))
+    copy.write_text("recommended.yaml", "c: d\n")
+    place = copy.path / "exports" / name
+    refused = send(copy, "mlflow", f"{store}{place}")
+    assert "was moved or copied" in refused.problem and run.path.as_uri() in refused.problem
+    assert not [*run.path.rglob("recommended.yaml")] and not [*copy.path.glob("exports/**/recommended.yaml")]
+    ignored = shutil.ignore_patterns("mlruns", "mlflow.db")
+    cleared = RunDir(shutil.copytree(copy.path, tmp_path / "cleared" / run.id, ignore=ignored))
+    again = send(cleared, "mlflow", f"{store}{cleared.path / 'exports' / name}")
+    assert (again.new_runs, again.problem) == (3, "")
+    assert not [*run.path.rglob("exports/**/recommended.yaml")]
+    assert len([*cleared.path.glob("exports/**/recommended.yaml")]) == 1
+
+
+def test_a_folder_of_mlflow_in_a_copied_run_is_refused(run: RunDir, tmp_path: Path) -> None:
+    refuses_the_store_of_a_copied_run(run, tmp_path, "file://", "mlruns")
+
+
+@pytest.mark.proof
+def test_a_database_of_mlflow_in_a_copied_run_is_refused(run: RunDir, tmp_path: Path) -> None:
+    """Its tables take MLflow some seconds to make."""
+    refuses_the_store_of_a_copied_run(run, tmp_path, "sqlite:///", "mlflow.db")
+
+
+@pytest.mark.proof
+def test_a_server_that_is_down_is_told_and_caught_up_with(run: RunDir, tmp_path: Path) -> None:
+    """The port is nobody's. What is sent elsewhere meanwhile has nothing to do with it."""
+    assert send(run, "mlflow", "http://127.0.0.1:9").problem.startswith("mlflow: ")
+    assert json.loads(next((run.path / "exports").glob("mlflow-*.json")).read_text())["problem"].startswith("mlflow: ")
+    assert send(run, "mlflow", f"file://{tmp_path / 'mlruns'}").new_runs == 3
+
+
+def test_mlflow_looks_what_it_has_where_the_sender_was_killed(tmp_path: Path) -> None:
+    from tula_cli.extras.trackers.destination import Point, TrackerRun
+    from tula_cli.extras.trackers.mlflow import exporter
+
+    points = [Point(samples, START, {"loss": 1.0}) for samples in (64, 128, 192)]
+    tracker, described = exporter(uri=f"file://{tmp_path}", project="toy"), TrackerRun("run", "run", "toy", START)
+    first = tracker.open(described, known=None, after=None)
+    first.points(points[:2])
+    again = tracker.open(described, known=first.id, after=64)
+    again.points(points[1:])
+    assert [one.step for one in tracker.client.get_metric_history(first.id, "loss")] == [64, 128, 192]
+
+
+def records(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the records of W&B's files below a folder, in order: their format is LevelDB's log, of W&B's own protobufs."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    for path in sorted(folder.rglob("*.wandb")):
+        data, at, whole = path.read_bytes(), 7, b""
+        while at + 7 <= len(data):
+            if 32768 - at % 32768 < 7:  # what is left of a block is filled up
+                at += 32768 - at % 32768
+                continue
+            length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+            whole += data[at + 7 : at + 7 + length]
+            at += 7 + length
+            if kind in (1, 4):  # whole, or the last part
+                record = Record.FromString(whole)
+                yield path.parent.name, record
+                whole = b""
+
+
+def test_wandb_has_what_was_sent_in_its_offline_folder(run: RunDir, tmp_path: Path) -> None:
+    send(run, "wandb", str(tmp_path / "offline"), active=True)
+    go_back(run)
+    assert send(run, "wandb", str(tmp_path / "offline")).new_points == 1
+    found = [record for _, record in records(tmp_path / "offline")]
+    begun = {record.run.display_name: record.run for record in found if record.WhichOneof("record_type") == "run"}
+    assert set(begun) == {run.id, f"{run.id}/probe-n001-l000032", f"{run.id}/{KEY}"}
+    training = begun[f"{run.id}/{KEY}"]
+    assert training.run_group == run.id and training.project == "toy" and training.job_type == "training"
+    rows = [
+        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        for record in found
+        if record.WhichOneof("record_type") == "history"
+    ]
+    curve = [(row["_step"], row["train/loss"]) for row in rows if "train/loss" in row]
+    assert curve == [(640, 2.1), (1280, 1.9), (5120, 5.12)], "its steps are samples, and only grow"
+    told = {item.key or "/".join(item.nested_key): item.value_json for one in found for item in one.summary.update}
+    assert told["summary/actual/hours"] == "0.1" and told["state"] == '"finished"'
+
+
+def test_wandb_keeps_what_was_sent_twice_within_a_second(tmp_path: Path) -> None:
+    from tula_cli.extras.trackers.destination import Point, TrackerRun
+    from tula_cli.extras.trackers.wandb import exporter
+
+    described = TrackerRun("train-ab12cd34", "training", "toy", START)
+    for samples in (64, 128, 192):
+        tracker = exporter(uri=str(tmp_path), project="toy").open(described, known="abc", after=None)
+        tracker.points([Point(samples, START, {"loss": 1.0})])
+        tracker.close("running", at=START)
+    steps = [
+        int(item.value_json)
+        for _, record in records(tmp_path)
+        if record.WhichOneof("record_type") == "history"
+        for item in record.history.item
+        if (item.key or "/".join(item.nested_key)) == "_step"
+    ]
+    assert steps == [64, 128, 192]
+
+
+def board(folder: Path) -> Callable[[str], list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
+    found.Reload()
+    return lambda name: [(one.step, round(one.value, 4)) for one in found.Scalars(name)]
+
+
+def test_tensorboard_has_what_was_sent(run: RunDir) -> None:
+    found = send(run, "tensorboard", active=True)
+    assert (found.runs, Path(found.uri)) == (3, run.path.absolute() / "exports" / "tensorboard")
+    folder = Path(found.uri) / run.id
+    assert board(folder / KEY)("train/loss") == [(640, 2.1), (1280, 1.9)]
+    assert board(folder / "probe-n001-l000032")("summary/step_time")[0][1] > 0
+    go_back(run)
+    assert send(run, "tensorboard").new_points == 2 and send(run, "tensorboard").new_points == 0
+    assert board(folder / KEY)("train/loss") == [(640, 2.1), (1280, 1.28), (5120, 5.12)], "it was trained again"
+    assert board(folder / KEY)("summary/actual/hours") == [(5120, 0.1)]
+
+
+def test_tensorboard_writes_into_the_folder_of_a_url(run: RunDir, tmp_path: Path) -> None:
+    found = send(run, "tensorboard", f"file://{tmp_path}/a%20board", active=True)
+    assert found.uri == str(tmp_path / "a board")
+    assert board(tmp_path / "a board" / run.id / KEY)("train/loss") == [(640, 2.1), (1280, 1.9)]
+
+
+def test_a_run_that_was_moved_goes_on_in_the_place_inside_it(run: RunDir, tmp_path: Path) -> None:
+    """It would else stand twice in the files that moved with it; a place that is gone is filled anew."""
+    send(run, "tensorboard")
+    moved = RunDir(shutil.copytree(run.path, tmp_path / "elsewhere" / run.id))
+    found = send(moved, "tensorboard")
+    assert (found.new_runs, found.new_points, found.uri) == (0, 0, str(moved.path / "exports" / "tensorboard"))
+    shutil.rmtree(found.uri)
+    assert send(moved, "tensorboard").new_runs == 3
+    assert board(Path(found.uri) / run.id / KEY)("train/loss") == [(640, 2.1), (1280, 1.9), (1920, 1.7)]
+
+
+def test_a_folder_that_cannot_be_written_is_told(run: RunDir, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    work = export_run(run, [Export(to="tensorboard", uri=str(tmp_path / "file"))], active=lambda _: False)
+    (told,) = list(work)
+    assert "cannot write" in told.text  # type: ignore[union-attr]
+
+
+def test_a_package_that_is_missing_is_told_with_what_to_do(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tula_cli.extras.trackers.destination import Destination
+
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    monkeypatch.delitem(__import__("sys").modules, "tula_cli.extras.trackers.wandb", raising=False)
+    with pytest.raises(TrackerError, match="there is no package wandb") as told:
+        Destination("wandb", "/tmp", "toy").exporter()
+    assert "tula-cli[trackers]" in told.value.hint
+
+
+def test_a_package_that_cannot_be_imported_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tula_cli.extras.trackers.destination import Destination
+
+    (tmp_path / "wandb.py").write_text("raise ImportError('built for another numpy')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(__import__("sys").modules, "wandb", raising=False)
+    monkeypatch.delitem(__import__("sys").modules, "tula_cli.extras.trackers.wandb", raising=False)
+    with pytest.raises(TrackerError, match="wandb: its package cannot be imported: built for another numpy"):
+        Destination("wandb", "/tmp", "toy").exporter()

@@ -1,0 +1,201 @@
+"""The paper's figures of gradients: norms, Delta(G), scaling factors and the Hessian's eigenvalue (Figures 5 to 8)."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from tula_cli.extras.report.values import (
+    MAX_POINTS,
+    GradientCurve,
+    Row,
+    as_number,
+    choose_scale,
+    get_value_at,
+    is_placed,
+    make_mean_series,
+)
+from tula_cli.run.step_series import StepSeries
+from tula_cli.services.document import Density, Figure, Series
+
+# --- Figures of gradients
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number in the rows of a training: its path ("ags.mean": key mean of the mapping ags) and how to draw it."""
+
+    key: str
+    path: str
+    title: str
+    label: str
+    caption: str = ""
+    log: bool = False
+    paper: str = ""
+    ends: tuple[str, str] | None = None  # names of its spread beside it, of one training
+
+
+OF_EPOCHS = (
+    Quantity("gradient_norm", "diagnostics.norm.q50", "Gradient norm", "norm of the gradient",
+             "Median of an epoch's steps; of one training the bars are the 5 and 95 % quantiles.", True, "Figure 5", ("q05", "q95")),
+    Quantity("gradient_change", "diagnostics.delta.q50", "Change of the gradient, Delta(G)", "Delta(G)",
+             "Eq. 5, median of an epoch's steps; of one training the bars are the 5 and 95 % quantiles.", True, "Figure 6", ("q05", "q95")),
+    Quantity("factor_mean", "ags.mean", "Mean scaling factor", "factor"),
+    Quantity("factor_steps", "ags.scaled", "Share of the steps that are scaled", "share of steps"),
+    Quantity("factor_at_cap", "ags.at_cap", "Share of factors at their cap", "share of factors"),
+    Quantity("factor_at_floor", "ags.at_floor", "Share of factors at their floor", "share of factors"),
+)  # fmt: skip
+OF_CURVATURE = (
+    Quantity("lr_bound", "lr_bound", "Lemma 1's bound on the learning rate", "learning rate", "With the curvature as measured.", True),
+)  # fmt: skip
+
+
+def build_gradient_figures(curves: Sequence[GradientCurve], *, prefix: str = "") -> Iterator[Figure]:
+    """Yield a figure per logged quantity against samples seen; `prefix` is put before the figure keys."""
+    for quantity in OF_EPOCHS:
+        yield from _draw_quantity(quantity, curves, lambda curve: curve.epochs, prefix)
+        if quantity.key == "gradient_change":
+            yield from _build_accuracy_figure(curves, prefix)
+    yield from _build_eigenvalue_figure(curves, prefix)
+    for quantity in OF_CURVATURE:
+        yield from _draw_quantity(quantity, curves, lambda curve: curve.curvature, prefix)
+
+
+def _build_accuracy_figure(curves: Sequence[GradientCurve], prefix: str) -> Iterator[Figure]:
+    """Yield the accuracy against samples seen, if Delta(G) is drawn as well."""
+    if not any(make_mean_series(curves, lambda curve: curve.epochs, OF_EPOCHS[1].path)):
+        return
+    quantity = Quantity("change_accuracy", "top1", "Accuracy beside it", "top-1 (%)", "On the evaluation set, over the same samples as Delta(G).", paper="Figure 6")  # fmt: skip
+    yield from _draw_quantity(quantity, curves, lambda curve: curve.epochs, prefix)
+
+
+def _draw_quantity(
+    quantity: Quantity, curves: Sequence[GradientCurve], rows: Callable[[GradientCurve], Sequence[Row]], prefix: str
+) -> Iterator[Figure]:
+    series = list(make_mean_series(curves, rows, quantity.path))
+    if quantity.ends is not None and len(curves) == 1 and series:
+        series = [_with_spread(series[0], rows(curves[0]), quantity)]
+    if series:
+        scale = choose_scale((y for one_series in series for y in one_series.y), span=1) if quantity.log else "linear"
+        yield Figure(f"{prefix}{quantity.key}", quantity.title, quantity.caption, "samples seen", quantity.label, tuple(series), y_scale=scale, paper=quantity.paper)  # fmt: skip
+
+
+def _with_spread(series: Series, rows: Sequence[Row], quantity: Quantity) -> Series:
+    assert quantity.ends is not None
+    folder = quantity.path.rpartition(".")[0]
+    at = {float(row["samples"]): row for row in rows if is_placed(row)}
+    low, high = (tuple(as_number(get_value_at(at[x], f"{folder}.{name}")) for x in series.x) for name in quantity.ends)
+    return replace(series, low=low, high=high)
+
+
+def _build_eigenvalue_figure(curves: Sequence[GradientCurve], prefix: str) -> Iterator[Figure]:
+    """Yield the largest eigenvalue of the Hessian together with the gradient norm on the same samples."""
+    named = {"largest eigenvalue": "eigenvalue", "gradient norm": "gradient_norm"}
+    several = len({curve.name for curve in curves}) > 1
+    series = [
+        one_series
+        for name, path in named.items()
+        for curve_name in dict.fromkeys(curve.name for curve in curves)
+        for one_series in make_mean_series([c for c in curves if c.name == curve_name], lambda c: c.curvature, path, name=f"{curve_name}: {name}" if several else name)
+    ]  # fmt: skip
+    if series:
+        scale = choose_scale((y for one_series in series for y in one_series.y), span=1)
+        yield Figure(
+            f"{prefix}eigenvalue", "Largest Hessian eigenvalue and gradient norm", "Both on the same training samples (train.diagnostics: hessian).",
+            "samples seen", "eigenvalue, norm", tuple(series), y_scale=scale, paper="Figure 5",
+        )  # fmt: skip
+
+
+def build_factor_density(curve: GradientCurve, *, key: str, title: str) -> Iterator[Figure]:
+    """Yield the distribution of the scaling factors, with one column per epoch; nothing if no factors are logged.
+
+    The outer bins hold the values beyond all edges. Only the range between the first and last non-empty bins is drawn.
+    """
+    logged = [
+        (float(row["samples"]), bin_counts)
+        for row in curve.epochs
+        if is_placed(row) and (bin_counts := _read_bin_counts(row))
+    ]
+    logged = [
+        entry for entry in logged if entry[1][0] == logged[0][1][0]
+    ]  # of other edges nothing can be drawn beside them
+    filled = {bin_index for _, (_, counts) in logged for bin_index, count in enumerate(counts) if count}
+    if not filled:
+        return
+    edges = logged[0][1][0]
+    step = edges[1] / edges[0]
+    all_edges = (edges[0] / step, *edges, edges[-1] * step)  # of the bins; the first and the last have no other end
+    low, high = min(filled), max(filled)
+    columns = tuple(tuple(count / max(sum(counts), 1) for count in counts[low : high + 1]) for _, (_, counts) in logged)
+    yield Figure(
+        key, title, "Share of the elements (or tensors) whose factor lies in a bin, at the end of each epoch; the outer bins hold"
+        " what is beyond.", "samples seen", "scaling factor",
+        density=Density((0.0, *(samples for samples, _ in logged)), all_edges[low : high + 2], columns),
+        y_scale="log2", paper="Figure 7",
+    )  # fmt: skip
+
+
+def _read_bin_counts(row: Row) -> tuple[tuple[float, ...], tuple[int, ...]] | None:
+    edges, counts = (get_value_at(row, f"diagnostics.factors.{name}") for name in ("edges", "counts"))
+    if (
+        not _are_numbers(edges)
+        or not _are_numbers(counts)
+        or len(counts) != len(edges) + 1
+        or min(edges) <= 0
+        or not any(counts)
+    ):
+        return None
+    return tuple(edges), tuple(counts)
+
+
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, list) and len(values) > 1 and all(as_number(value) is not None for value in values)
+
+
+# --- Figures of steps
+
+Spreads = Sequence[tuple[float, float, float, float]]
+"""Rows of samples seen, mean, minimum and maximum."""
+
+CAPTION = (
+    "Of every step; of a long training a point is the mean of neighbouring steps, the band their least and largest."
+)
+
+
+def build_step_figures(steps: StepSeries, *, name: str, prefix: str = "") -> Iterator[Figure]:
+    """Yield figures of the recorded steps of a training against samples seen; nothing if no steps were recorded.
+
+    Args:
+        steps: recorded steps.
+        name: name of the curves.
+        prefix: prefix of the figure keys.
+    """
+    quantities = (
+        ("gradient_norm", "Gradient norm", "norm of the gradient", "Figure 5", (steps.norm, steps.norm_low, steps.norm_high)),
+        ("gradient_change", "Change of the gradient, Delta(G)", "Delta(G), Eq. 5", "Figure 6", (steps.delta, steps.delta_low, steps.delta_high)),
+        ("factor_of_steps", "Scaling factor of the steps that are scaled", "factor", "", (steps.factor,) * 3),
+    )  # fmt: skip
+    for key, title, label, paper, columns in quantities:
+        rows = [
+            (float(at), mean, low, high)
+            for at, mean, low, high in zip(steps.samples, *columns, strict=True)
+            if mean is not None and low is not None and high is not None
+        ]
+        if rows:
+            yield _build_step_figure(f"{prefix}{key}", title, label, paper, name, join_neighbours(rows))
+
+
+def join_neighbours(rows: Spreads) -> Spreads:
+    """Return at most `MAX_POINTS` rows by merging neighbours.
+
+    A merged row keeps the minimum and maximum of its group, so that no spike is lost.
+    """
+    size = -(-len(rows) // MAX_POINTS)
+    groups = [rows[at : at + size] for at in range(0, len(rows), size)]
+    return [(group[-1][0], fmean(row[1] for row in group), min(row[2] for row in group), max(row[3] for row in group)) for group in groups]  # fmt: skip
+
+
+def _build_step_figure(key: str, title: str, label: str, paper: str, name: str, rows: Spreads) -> Figure:
+    xs, mean, low, high = (tuple(column) for column in zip(*rows, strict=True))
+    series = Series(name, xs, mean, low, high, style="line")
+    return Figure(key, title, CAPTION, "samples seen", label, (series,), y_scale=choose_scale(low, span=1), paper=paper)

@@ -1,0 +1,54 @@
+"""The report of a run as one document: `tula report`, the page of `tula compare --html`, and the files of exports."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tula_cli.run.directory import Part, RunDir
+    from tula_cli.run.records.results import Comparison
+    from tula_cli.services.comparison.accuracy import CompareReport
+    from tula_cli.services.document import Document, TextForm
+    from tula_cli.spec.job import JobSpec
+
+
+class Report:
+    """This package as the core uses it: a `ReportPackage`."""
+
+    @property
+    def command(self) -> Callable[..., None]:
+        from tula_cli.extras.report.command import report
+
+        return report
+
+    def build(self, run: "RunDir", spec: "JobSpec", *, now: float) -> "Document":
+        from tula_cli.cluster import launcher
+        from tula_cli.extras.report.run_report import build_run_report
+
+        return build_run_report(run, spec, partial(launcher.make_launcher, submits=False), now=now)
+
+    def build_comparison(
+        self, part: "Part", comparison: "Comparison", report: "CompareReport", *, at: float
+    ) -> "Document":
+        from tula_cli.extras.report.comparison_document import build_document_of_comparison
+
+        return build_document_of_comparison(part, comparison, report, at=at)
+
+    def render_text(self, document: "Document", form: "TextForm") -> str:
+        from tula_cli.extras.report import formats
+
+        forms = {"markdown": formats.render_markdown, "latex": formats.render_latex, "csv": formats.render_csv}
+        return forms[form](document)
+
+    def require_page_library(self) -> None:
+        from tula_cli.extras.report.svg import require_matplotlib
+
+        require_matplotlib()
+
+    def render_page(self, document: "Document") -> str:
+        from tula_cli.extras.report.page import render_page
+
+        return render_page(document)
+
+
+package = Report()

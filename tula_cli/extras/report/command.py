@@ -1,0 +1,132 @@
+"""`tula report`."""
+
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tula_cli import words
+from tula_cli.cli.options import Html, check_page
+from tula_cli.cli.runs import ExistingRun
+from tula_cli.cli.waiting import warn_all
+from tula_cli.errors import SpecError
+from tula_cli.extras.report import view
+from tula_cli.show.screen import Screen
+
+if TYPE_CHECKING:
+    from tula_cli.services.document import Document
+
+Markdown = Annotated[bool, typer.Option("--markdown", help="The report as Markdown, on stdout.")]
+Latex = Annotated[bool, typer.Option("--latex", help="The report as LaTeX, on stdout: class article, no packages.")]
+Csv = Annotated[
+    Path | None,
+    typer.Option(
+        "--csv",
+        metavar="DIR_OR_FILE",
+        readable=False,
+        help="Write each table, and the data of each figure, as CSV: a file each into a folder, all into one file (.csv), or - for stdout.",
+    ),
+]
+Svg = Annotated[Path | None, typer.Option("--svg", metavar="DIR", readable=False, help="Write each figure as SVG.")]
+
+
+def report(
+    screen: Screen,
+    chosen: ExistingRun,
+    html: Html = None,
+    svg: Svg = None,
+    csv: Csv = None,
+    markdown: Markdown = False,
+    latex: Latex = False,
+) -> None:
+    """Tell all that a run has found: what was asked and answered, measured, predicted, trained.
+
+    Without an option that names a form, what there is and what is missing. Files may be written in the same call.
+    """
+    import time
+
+    from tula_cli.cluster import launcher
+    from tula_cli.extras.report import run_report as service
+    from tula_cli.extras.report.material import gather_material
+
+    if chosen.target is not None and chosen.named is not None:
+        raise SpecError(f"both {chosen.target} and --run {chosen.named} given", "name one of them")
+    to_stdout = _choose_form_for_stdout(csv, markdown=markdown, latex=latex)
+    _check_places(html, svg, csv)
+    run = chosen.find(screen)
+    looks = functools.partial(launcher.make_launcher, submits=False)
+    material = gather_material(run, run.spec(), looks, now=time.time())
+    for part in material.parts:
+        warn_all(screen, part.now.warnings)
+    document = service.build_document(material)
+    text = _render_text_for_stdout(document, to_stdout)
+    written = _write(document, html, svg, csv)
+    if text is None:
+        screen.answer({"report": document, "written": written}, view.render_overview(document, written=written))
+        return
+    if screen.as_json:
+        screen.answer({"report": document, "text": text, "written": written}, ())
+        return
+    screen.line(text.rstrip("\n"), None)
+    for path in written:
+        screen.note(f"wrote {path}")
+
+
+def _choose_form_for_stdout(csv: Path | None, *, markdown: bool, latex: bool) -> str | None:
+    """Return the format to print on stdout, or None.
+
+    Raises:
+        SpecError: more than one format is requested.
+    """
+    text_forms = {"--markdown": markdown, "--latex": latex, "--csv -": csv == Path("-")}
+    forms = [name for name, wanted in text_forms.items() if wanted]
+    if len(forms) > 1:
+        raise SpecError(f"{' and '.join(forms)}: both go to stdout", "ask for one of them a call")
+    return forms[0] if forms else None
+
+
+def _check_places(html: Path | None, svg: Path | None, csv: Path | None) -> None:
+    """Reject files that cannot be written, before anything is read for them."""
+    check_page(html, "report.html")
+    for option, path in (("--svg", svg), ("--csv", csv)):
+        if path is not None and path != Path("-") and not path.absolute().parent.is_dir():
+            raise SpecError(f"{option} {path}: there is no folder {path.absolute().parent}", "make it, or name another")
+    for option, path in (("--svg", svg), ("--csv", csv)):
+        if path is not None and path.is_file() and path.suffix != ".csv":
+            raise SpecError(f"{option} {path}: is a file, and not a folder", "name a folder, or for --csv a file .csv")
+
+
+def _render_text_for_stdout(document: "Document", form: str | None) -> str | None:
+    from tula_cli.extras.report import formats
+
+    if form is None:
+        return None
+    return {"--markdown": formats.render_markdown, "--latex": formats.render_latex, "--csv -": formats.render_csv}[
+        form
+    ](document)
+
+
+def _write(document: "Document", html: Path | None, svg: Path | None, csv: Path | None) -> list[str]:
+    """Write the requested files, and return the given paths, relative to the current folder."""
+    from tula_cli.extras.report import formats
+    from tula_cli.run.files import MODE_FOR_ALL, write_atomic
+
+    texts: dict[Path, str] = {}
+    if html is not None:
+        from tula_cli.extras.report.page import render_page
+
+        texts[html] = render_page(document)
+    if svg is not None:
+        from tula_cli.extras.report.svg import render_svg
+
+        drawn = {figure.key: figure for section in document.sections for figure in section.figures}
+        texts |= {svg / f"{key}.svg": render_svg(figure) for key, figure in drawn.items()}
+    if csv is not None and csv.suffix == ".csv":
+        texts[csv] = formats.render_csv(document)
+    elif csv is not None and csv != Path("-"):
+        texts |= {csv / f"{name}.csv": text for name, text in formats.render_csv_files(document).items()}
+    for path, text in texts.items():
+        write_atomic(path, text, mode=MODE_FOR_ALL)
+    given_paths = [path for path in (html, svg, csv) if path is not None and path != Path("-")]
+    return [words.make_relative_path(path.absolute()) for path in given_paths]

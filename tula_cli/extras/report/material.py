@@ -1,0 +1,297 @@
+"""The data of a report, collected once: the records of a run, its fitted models and the choice."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from tula_cli.cluster.launcher import Launcher
+from tula_cli.errors import BadMeasurements, Infeasible, Pending, SpecError, TulaError
+from tula_cli.extras.report.values import Row, get_metric_value, is_placed
+from tula_cli.models.choice.grid import Config
+from tula_cli.models.choice.objective import find_knee_batch
+from tula_cli.query import Query
+from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.jobfile import list_parts_with_data
+from tula_cli.run.records.jobs import Attempt
+from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
+from tula_cli.run.records.recommendations import Prediction, Recommendation
+from tula_cli.run.records.results import Summary
+from tula_cli.run.records.tasks import TrainTask
+from tula_cli.run.snapshot import Snapshot
+from tula_cli.run.training_run import TrainingRun
+from tula_cli.services import recommend as recommending
+from tula_cli.services import status
+from tula_cli.services.recommendation.answer import Answer
+from tula_cli.services.recommendation.measured import TypeMeasurements
+from tula_cli.services.status import ACTIVE, RunStatus
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.workload import get_workload
+
+MIN_RELATIVE_CHANGE = 0.005
+"""Largest relative difference at which two forecasts count as equal."""
+
+
+@dataclass(frozen=True)
+class PartMaterial:
+    """The records and status of one part of a run: one node type or one sequence length."""
+
+    part: Part
+    look: Snapshot
+    now: RunStatus
+
+    @property
+    def name(self) -> str:
+        """Node type or sequence length of the part; empty if the job names neither."""
+        return self.part.name or ""
+
+    @property
+    def measured(self) -> list[Measured]:
+        """The successful probes of the part."""
+        return [result for result in self.look.results if isinstance(result, Measured)]
+
+    @property
+    def ended_otherwise(self) -> list[OutOfMemory | Failed]:
+        return [result for result in self.look.results if not isinstance(result, Measured)]
+
+
+@dataclass(frozen=True)
+class Material:
+    """All data of a run that a report uses.
+
+    `kept` is the stored recommendation, which `tula train` uses. `answer` is the current recommendation over all
+    configurations, without the limits of the stored question so that no part of a curve is hidden; it is None if the
+    probes do not allow a recommendation, and `unanswered` explains why.
+    """
+
+    run: RunDir
+    spec: JobSpec
+    parts: tuple[PartMaterial, ...]
+    kept: Recommendation | None
+    answer: Answer | None
+    unanswered: str
+    at: float  # Unix time
+
+    @property
+    def own_parts(self) -> list[PartMaterial]:
+        """The parts that can train: those at the job's own sequence length."""
+        return [part_material for part_material in self.parts if part_material.part.length is None]
+
+    @property
+    def measured(self) -> list[Measured]:
+        return [probe for part_material in self.own_parts for probe in part_material.measured]
+
+    @cached_property
+    def choice(self) -> Prediction | None:
+        """The chosen configuration, with its current prediction if there is one; None without any recommendation."""
+        if self.kept is None:
+            return None if self.answer is None else self.answer.recommendation.choice
+        return self._current_prediction(self.kept.choice) or self.kept.choice
+
+    def _current_prediction(self, row: Prediction) -> Prediction | None:
+        if self.answer is None:
+            return None
+        matching = self.answer.candidates.select(type=row.type, nodes=row.nodes, batch=row.batch, market=row.market)
+        return matching.prediction(0) if len(matching) else None
+
+    @property
+    def has_other_question(self) -> bool:
+        """Whether the stored recommendation has limits or `--set` overrides that `answer` does not have."""
+        return self.kept is not None and bool(self.kept.options or self.kept.overrides)
+
+    @property
+    def shown_recommendation(self) -> Recommendation | None:
+        """The recommendation to show: the stored one, otherwise the current one."""
+        return self.kept or (None if self.answer is None else self.answer.recommendation)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the choice's current forecast differs from the stored one, as new measurements exist."""
+        if self.kept is None or self.choice is None:
+            return False
+        return abs(self.choice.hours / self.kept.choice.hours - 1) > MIN_RELATIVE_CHANGE
+
+    @property
+    def changed_choice(self) -> Prediction | None:
+        """The current choice for the stored question, if it is another configuration than the stored one."""
+        if self.kept is None or self.answer is None or self.has_other_question:
+            return None
+        current_choice = self.answer.recommendation.choice
+        return None if _get_configuration(current_choice) == _get_configuration(self.kept.choice) else current_choice
+
+    @cached_property
+    def rows(self) -> tuple[Prediction, ...]:
+        """The configurations to draw, on the market of the choice."""
+        if self.answer is None or self.choice is None:
+            return ()
+        return tuple(row for row in self.answer.with_drawn_rows().rows if row.market == self.choice.market)
+
+    @property
+    def choice_measurements(self) -> TypeMeasurements | None:
+        """The fitted models of the choice's node type."""
+        if self.answer is None or self.choice is None:
+            return None
+        return next(
+            (measurements for measurements in self.answer.all_measurements if measurements.type == self.choice.type),
+            None,
+        )
+
+    def forecast(self, places: Sequence[Config]) -> list[Prediction]:
+        """Predict configurations on the choice's node type and market; those without a prediction are left out."""
+        measurements, choice = self.choice_measurements, self.choice
+        if measurements is None or choice is None:
+            return []
+        estimator = measurements.estimator
+        rows = [
+            estimator.predict_if_known(configuration, choice.market)
+            for configuration in places
+            if not estimator.why_not_begun(configuration)
+        ]
+        return [row.model_copy(update={"type": measurements.type}) for row in rows if row is not None]
+
+    @cached_property
+    def knee(self) -> int | None:
+        """The batch at the knee of time against batch size, over the feasible configurations of the choice's node type.
+
+        If the forecast is held up by an effect outside the models, only measured configurations count. None if there is
+        no choice or no knee.
+        """
+        measurements, choice = self.choice_measurements, self.choice
+        if measurements is None or choice is None or self.answer is None:
+            return None
+        line = self.answer.candidates.select(type=measurements.type, market=choice.market)
+        measured_line = (
+            line.take(line["measured"]) if measurements.estimator.held_up and bool(line["measured"].any()) else line
+        )
+        return find_knee_batch(measured_line, "time")
+
+    @property
+    def currency(self) -> str:
+        return self.spec.pricing.currency
+
+
+def _get_configuration(row: Prediction) -> tuple[str, int, int, str]:
+    return row.type, row.nodes, row.batch, row.market
+
+
+def gather_material(run: RunDir, spec: JobSpec, launcher_for: Callable[[JobSpec], Launcher], *, now: float) -> Material:
+    """Read a run and fit its models.
+
+    Args:
+        run: the run.
+        spec: job of the run.
+        launcher_for: returns the launcher of a job, which knows whether jobs are active.
+        now: Unix time.
+
+    Raises:
+        TulaError: a record of the run cannot be read.
+    """
+    parts = [
+        PartMaterial(
+            part, part.run.read(skip_damaged=True), status.run_status(part.run, launcher_for(part.spec), now=now)
+        )
+        for part in list_parts_with_data(run, spec)
+    ]
+    stored = run.recommendation()
+    answer, why = _recommend_now(run, spec, parts, stored, now=now)
+    return Material(run, spec, tuple(parts), stored, answer, why, now)
+
+
+def _recommend_now(
+    run: RunDir, spec: JobSpec, parts: Sequence[PartMaterial], stored: Recommendation | None, *, now: float
+) -> tuple[Answer | None, str]:
+    """Recommend from the current probes by the stored objective, else by the knee; return the answer or the reason."""
+    pending = {
+        part_material.part.type: sum(
+            job.total - job.done for job in part_material.now.jobs if job.kind == "probe" and job.state in ACTIVE
+        )
+        for part_material in parts
+        if part_material.part.length is None
+    }
+    objective, curve = (stored.objective, stored.curve) if stored is not None else ("knee", "time")
+    for objective_tried in (objective, "knee"):
+        try:
+            query = Query(objective=objective_tried, curve=curve)
+            return recommending.recommend(run, spec, query, pending=pending, now=now), ""
+        except (Pending, BadMeasurements, Infeasible, SpecError) as error:
+            why = error
+    return None, describe_error(why)
+
+
+def describe_error(error: TulaError) -> str:
+    """Return the message and the hint of an error in one line."""
+    return f"{error.message}; {error.hint}" if error.hint else error.message
+
+
+# --- One training
+
+
+@dataclass(frozen=True)
+class TrainingMaterial:
+    """A training of a part; `count` trainings of the part exist outside its comparison, this one is the newest.
+
+    If all trainings belong to the comparison, `count` is their number.
+    """
+
+    part: PartMaterial
+    files: TrainingRun
+    task: TrainTask
+    count: int
+
+    @cached_property
+    def rows(self) -> Sequence[Row]:
+        """Rows of the training's metrics; the steps of a long training are subsampled."""
+        return [row for row in self.files.sampled_metrics() if is_placed(row)]
+
+    def rows_of_kind(self, *kinds: str) -> list[Row]:
+        return [row for row in self.rows if row["kind"] in kinds]
+
+    @cached_property
+    def summary(self) -> Summary | None:
+        return self.files.summary()
+
+    @cached_property
+    def attempts(self) -> list[Attempt]:
+        return self.files.attempts()
+
+    @property
+    def began_at(self) -> float | None:
+        """Unix time of the first row or attempt; None if there is neither."""
+        moments = [row["time"] for row in self.rows[:1]] + [attempt.started_at for attempt in self.attempts[:1]]
+        return min(moments, default=None)
+
+    @property
+    def state(self) -> str:
+        """State of the training's job, as in `tula status`; "done" if the training has a summary."""
+        if self.summary is not None:
+            return "done"
+        return next((job.state for job in self.part.now.jobs if job.id == self.task.job), "not submitted")
+
+    @property
+    def metric(self) -> str:
+        """The metric that judges the training; the loss on the evaluation set if no preferred metric was logged.
+
+        Preferred are `train.best_checkpoint`, top1 and perplexity, in this order, or the metrics of a script.
+        """
+        requested_metric = self.task.spec.train.best_checkpoint.metric
+        epochs = self.rows_of_kind("epoch")
+        names = get_workload(self.task.spec).own_metrics or (requested_metric, "top1", "perplexity")
+        return next(
+            (name for name in names if any(get_metric_value(row, name) is not None for row in epochs)), "eval_loss"
+        )
+
+
+def list_newest_trainings(material: Material) -> list[TrainingMaterial]:
+    """Return the newest training of each part; one that belongs to a comparison only if there is no other."""
+    return [training for part_material in material.own_parts for training in _find_newest_training(part_material)]
+
+
+def _find_newest_training(part_material: PartMaterial) -> Iterator[TrainingMaterial]:
+    comparison = part_material.part.run.comparison()
+    compared = {cell.signature for cell in comparison.cells} if comparison is not None else set()
+    tasks = part_material.look.train_tasks
+    own_tasks = [task for task in tasks if task.signature not in compared] or tasks
+    submitted = {job.id: job.submitted_at for job in part_material.look.jobs}
+    newest = max(own_tasks, key=lambda task: (submitted.get(task.job, 0.0), task.attempt), default=None)
+    if newest is not None:
+        count = len({task.signature for task in own_tasks})
+        yield TrainingMaterial(part_material, part_material.look.training(newest.signature), newest, count)

@@ -1,0 +1,281 @@
+"""A report as one self-contained HTML page, without scripts or external resources."""
+
+import html
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+from tula_cli.extras.report import formats, svg
+from tula_cli.extras.report.formats import list_figure_rows
+from tula_cli.extras.report.svg import remove_control_characters, render_svg, require_matplotlib
+from tula_cli.services.document import Cell, Column, Document, Fact, Figure, Section, Table
+from tula_cli.words import format_count
+
+# --- Style
+
+_SCREEN = """
+*{box-sizing:border-box}
+html{-webkit-text-size-adjust:100%}
+body{margin:0;background:var(--paper);color:var(--ink);font:16px/1.5 system-ui,-apple-system,'Segoe UI',Roboto,
+'DejaVu Sans',sans-serif;overflow-wrap:anywhere}
+.page{max-width:78rem;margin:0 auto;padding:1.25rem 1rem 3rem}
+h1{font-size:1.5rem;line-height:1.25;margin:0 0 1rem}
+h2{font-size:1.25rem;line-height:1.3;margin:2.75rem 0 .75rem;padding-top:.75rem;border-top:1px solid var(--grid)}
+h3{font-size:1rem;margin:0 0 .15rem}
+p{max-width:75ch;margin:.5rem 0}
+a{color:var(--link)}
+.question{font-size:1.05rem;color:var(--muted)}
+.answer{font-size:1.2rem;font-weight:600;max-width:60ch;border-left:.25rem solid var(--link);padding-left:.75rem}
+.made,.caption,.paper{color:var(--muted);font-size:.875rem}
+.facts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,19rem),1fr));gap:.4rem 2rem;margin:1.25rem 0}
+.facts div{display:grid;grid-template-columns:7.5rem 1fr;gap:.75rem}
+.facts .long{grid-column:1/-1}.facts .long dd{max-width:75ch}
+.facts dt{color:var(--muted)}.facts dd{margin:0}
+nav ul{display:flex;flex-wrap:wrap;gap:.25rem 1.25rem;list-style:none;padding:0;margin:.25rem 0 0}
+nav h2{position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%);margin:0;padding:0;border:0}
+.figures{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,26rem),1fr));gap:2rem 2.5rem;margin-top:1.25rem;
+align-items:start}
+figure{margin:0;min-width:0;max-width:38rem}
+svg.figure{display:block;width:100%;height:auto;margin-top:.35rem}
+figcaption p{margin:.15rem 0}
+.missing{border:1px dashed var(--muted);border-radius:.35rem;padding:.6rem .8rem;max-width:75ch}
+.scroll{overflow-x:auto;margin:1.25rem 0;max-width:100%;background:linear-gradient(to right,var(--paper) 1rem,transparent),
+linear-gradient(to left,var(--paper) 1rem,transparent) 100% 0,linear-gradient(to right,var(--shade),transparent),
+linear-gradient(to left,var(--shade),transparent) 100% 0;background-size:3rem 100%,3rem 100%,.8rem 100%,.8rem 100%;
+background-repeat:no-repeat;background-attachment:local,local,scroll,scroll}
+.scroll:focus-visible,summary:focus-visible,a:focus-visible{outline:2px solid var(--link);outline-offset:2px}
+table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums;overflow-wrap:normal}
+caption{text-align:left;padding-bottom:.4rem}
+caption div{overflow-wrap:anywhere;position:sticky;left:0;width:max-content;max-width:min(75ch,calc(100vw - 2rem))}
+caption strong{display:block;font-size:1rem}
+th,td{padding:.28rem .7rem;vertical-align:top;text-align:right;white-space:nowrap}
+th{border-bottom:1px solid var(--muted);vertical-align:bottom;font-weight:600}
+th .unit{font-weight:400;color:var(--muted)}
+td{border-bottom:1px solid var(--grid)}
+th:first-child,td:first-child{padding-left:.2rem}
+.left{text-align:left}
+td.words{white-space:normal;min-width:28ch;max-width:48ch}
+tr.chosen td{font-weight:600;background:var(--chosen)}
+td.mark{text-align:center;padding:.28rem .2rem}
+details{margin-top:.5rem;font-size:.9rem}
+summary{cursor:pointer;color:var(--muted);padding:.25rem 0}
+details .scroll{max-height:24rem;overflow:auto;margin:.5rem 0}
+.skip{position:absolute;left:-100vw}.skip:focus{left:1rem;top:.5rem;background:var(--paper);padding:.5rem}
+"""
+_PRINT = """
+@media(max-width:30rem){.page{padding:1rem .75rem 2rem}}
+@page{margin:15mm}
+@media print{
+body{font-size:10.5pt}.page{max-width:none;padding:0}
+nav,details,.skip{display:none}
+.figures{grid-template-columns:1fr 1fr;gap:6mm 8mm}
+figure,tr,.missing,.facts div{break-inside:avoid}
+h1,h2,h3,caption{break-after:avoid}
+.scroll{overflow:visible;background:none}
+table{font-size:7.5pt}thead{display:table-header-group}
+th{white-space:normal}th,td{padding:.1rem .3rem}td.words{min-width:20ch}
+h2{margin-top:1.5rem}footer{break-before:avoid}
+a{color:inherit;text-decoration:none}
+}
+"""
+# The shade at an edge of a table tells that it goes on there.
+_LIGHT_PAGE = {"link": "#0a58a8", "chosen": "#eaf3fb", "shade": "#1b1f2440"}
+_DARK_PAGE = {"link": "#7cbcf5", "chosen": "#1f3245", "shade": "#e6eaef40"}
+
+
+def make_page_style() -> str:
+    """Return the style sheet of the page; print always uses the light colours."""
+    light = svg.make_css_variables({**svg.LIGHT, **_LIGHT_PAGE})
+    dark = svg.make_css_variables({**svg.DARK, **_DARK_PAGE})
+    colors = f":root{{color-scheme:light dark;{light}}}@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}"
+    return colors + svg.make_css_rules() + _SCREEN + _PRINT
+
+
+# --- The page
+
+_MARKS = {"chosen": ("★", "chosen"), "front": ("◆", "marked")}
+"""Sign and name of a row's mark; the caption of a table explains marks other than the choice."""
+_MOST_ROWS = 1000  # of the numbers behind a figure
+_DIGITS = 6  # of them
+_WORDY = 90  # characters of a fact, from which on it has a line of its own
+_LONG = 28  # characters, from which on a cell is broken into lines
+
+
+@dataclass
+class DrawnFigures:
+    """The figures of a page so far: their number, and the style index of each series name."""
+
+    numbers: Iterator[int] = field(default_factory=lambda: count(1))
+    known: dict[str, int] = field(default_factory=dict)
+
+    def looks_of(self, figure: Figure) -> dict[str, int]:
+        """Return a unique style index for each series of a figure, if possible the earlier one of the same name."""
+        names = list(dict.fromkeys(series.name for series in figure.series))
+        looks: dict[str, int] = {}
+        for name in names:
+            if name in self.known and self.known[name] not in looks.values():
+                looks[name] = self.known[name]
+        for name in names:
+            if name not in looks:
+                looks[name] = next(place for place in count() if place not in looks.values())
+                self.known.setdefault(name, looks[name])
+        return looks
+
+
+def render_page(document: Document) -> str:
+    """Render the HTML page of a report.
+
+    Raises:
+        SpecError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    title, drawn = escape_text(document.title), DrawnFigures()
+    parts = [
+        *_render_head(document),
+        *_render_contents(document.sections),
+        *_render_facts(document.facts),
+        '<main id="main">',
+        *(part for place, section in enumerate(document.sections) for part in _render_section(section, place, drawn)),
+        "</main>",
+        f'<footer><p class="made">{escape_text(document.made)}</p></footer>',
+    ]
+    meta = (
+        '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
+        '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
+    )
+    head = f"<head>{meta}<title>{title}</title><style>{make_page_style()}</style></head>"
+    body = "\n".join(parts)
+    return f'<!doctype html>\n<html lang="en">{head}\n<body><div class="page">\n{body}\n</div></body></html>\n'
+
+
+def escape_text(words: str) -> str:
+    """Escape text for HTML."""
+    return html.escape(remove_control_characters(words))
+
+
+def _render_head(document: Document) -> Iterator[str]:
+    yield '<a class="skip" href="#main">To the report</a>'
+    yield f"<header><h1>{escape_text(document.title)}</h1>"
+    if document.question:
+        yield f'<p class="question">{escape_text(document.question)}</p>'
+    if document.answer:
+        yield f'<p class="answer">{escape_text(document.answer)}</p>'
+    yield "</header>"
+
+
+def _render_contents(sections: tuple[Section, ...]) -> Iterator[str]:
+    if len(sections) > 1:
+        yield '<nav aria-labelledby="contents"><h2 id="contents">Contents</h2><ul>'
+        for place, section in enumerate(sections):
+            yield f'<li><a href="#{_make_section_id(section, place)}">{escape_text(section.title)}</a></li>'
+        yield "</ul></nav>"
+
+
+def _make_section_id(section: Section, place: int) -> str:
+    """Return the id of a section, unique on the page."""
+    return f"section-{place + 1}-" + re.sub(r"[^a-z0-9]+", "-", section.key.lower()).strip("-")
+
+
+def _render_facts(facts: tuple[Fact, ...]) -> Iterator[str]:
+    if facts:
+        yield '<dl class="facts">'
+        for fact in facts:
+            long = ' class="long"' * (len(fact.value) > _WORDY)
+            yield f"<div{long}><dt>{escape_text(fact.name)}</dt><dd>{escape_text(fact.value)}</dd></div>"
+        yield "</dl>"
+
+
+def _render_section(section: Section, place: int, drawn: DrawnFigures) -> Iterator[str]:
+    anchor = _make_section_id(section, place)
+    yield f'<section id="{anchor}" aria-labelledby="{anchor}-head"><h2 id="{anchor}-head">{escape_text(section.title)}</h2>'
+    yield from (f"<p>{escape_text(words)}</p>" for words in section.text)
+    if section.missing:
+        yield f'<p class="missing"><strong>Missing:</strong> {escape_text(section.missing)}</p>'
+    yield from _render_facts(section.facts)
+    yield from (part for table in section.tables for part in _render_table(table))
+    if section.figures:
+        yield '<div class="figures">'
+        yield from (part for figure in section.figures for part in _render_figure(figure, drawn))
+        yield "</div>"
+    yield "</section>"
+
+
+def _render_figure(figure: Figure, drawn: DrawnFigures) -> Iterator[str]:
+    prefix = f"figure-{next(drawn.numbers)}"
+    yield f'<figure id="{prefix}"><h3>{escape_text(figure.title)}</h3>'
+    yield render_svg(figure, prefix=f"{prefix}-drawn", looks=drawn.looks_of(figure))
+    yield "<figcaption>"
+    if figure.caption:
+        yield f'<p class="caption">{escape_text(figure.caption)}</p>'
+    if figure.paper:
+        yield f'<p class="paper">{escape_text(figure.paper)} of the paper, for this job.</p>'
+    yield "</figcaption>"
+    table = make_figure_numbers(figure)
+    if table.rows:
+        yield f"<details><summary>The numbers of this figure ({format_count(len(table.rows), 'row')})</summary>"
+        yield from _render_table(table, most=_MOST_ROWS)
+        yield "</details>"
+    yield "</figure>"
+
+
+def make_figure_numbers(figure: Figure) -> Table:
+    """Return the data of a figure as a table, without empty columns."""
+    head, *rows = list_figure_rows(figure)
+    shown = [place for place in range(len(head)) if any(row[place] not in (None, "") for row in rows)]
+    columns = [
+        Column(
+            str(head[place]),
+            align="left" if any(isinstance(row[place], str) for row in rows) else "right",
+            digits=_DIGITS,
+        )
+        for place in shown
+    ]
+    shown_rows = tuple(tuple(row[place] for place in shown) for row in rows)
+    return Table(f"{figure.key}-numbers", f"{figure.title}: numbers", tuple(columns), shown_rows)
+
+
+# --- tables
+
+
+def _render_table(table: Table, *, most: int | None = None) -> Iterator[str]:
+    """Yield a table in a box that scrolls if the page is too narrow."""
+    marked = any(table.marks)
+    yield f'<div class="scroll" role="region" tabindex="0" aria-label="{escape_text(table.title)}"><table>'
+    yield _render_caption(table)
+    head = '<th scope="col" aria-label="mark"></th>' if marked else ""
+    yield f"<thead><tr>{head}{''.join(map(_render_head_cell, table.columns))}</tr></thead><tbody>"
+    for place, row in enumerate(table.rows[:most]):
+        yield _render_row(table, row, table.marks[place] if place < len(table.marks) else "", marked=marked)
+    yield "</tbody></table>"
+    if most is not None and len(table.rows) > most:
+        yield f"<p>The first {most} of {len(table.rows)} rows.</p>"
+    yield "</div>"
+
+
+def _render_caption(table: Table) -> str:
+    notes = [words for words in (table.caption, "★ chosen" * ("chosen" in table.marks)) if words]
+    captions = "".join(f'<span class="caption">{escape_text(words)} </span>' for words in notes)
+    return f"<caption><div><strong>{escape_text(table.title)}</strong>{captions}</div></caption>"
+
+
+def _render_head_cell(column: Column) -> str:
+    unit = f' <span class="unit">({escape_text(column.unit)})</span>' if column.unit else ""
+    return f'<th scope="col"{_get_cell_class(column, "")}>{escape_text(column.title)}{unit}</th>'
+
+
+def _render_row(table: Table, row: Iterable[Cell], mark: str, *, marked: bool) -> str:
+    sign, words = _MARKS.get(mark, ("", ""))
+    first = f'<td class="mark"><span role="img" aria-label="{words}">{sign}</span></td>' if sign else "<td></td>"
+    told_cells = [
+        f"<td{_get_cell_class(column, text)}>{escape_text(text)}</td>"
+        for column, text in (
+            (column, formats.format_cell(cell, column)) for column, cell in zip(table.columns, row, strict=True)
+        )
+    ]
+    return f"<tr{' class=chosen' * (mark == 'chosen')}>{first * marked}{''.join(told_cells)}</tr>"
+
+
+def _get_cell_class(column: Column, text: str) -> str:
+    names = ["left"] * (column.align == "left") + ["words"] * (len(text) > _LONG)
+    return f' class="{" ".join(names)}"' if names else ""

@@ -1,0 +1,184 @@
+"""Units, marks and series shared by the sections of a report and the paper's figures."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, Literal, Protocol, TypeVar, cast
+
+from tula_cli.entry_points import find_extra, load_extra
+from tula_cli.run.records.recommendations import CAVEATS, Prediction, get_caveat_kind
+from tula_cli.run.step_series import StepSeries
+from tula_cli.services.document import Annotation, Figure, Series
+from tula_cli.words import choose_size_unit, choose_time_unit, format_count, is_cost_in_node_hours
+
+# --- Units and marks
+
+MAX_CURVES = 8
+"""Largest number of curves that can be distinguished in one figure."""
+MAX_POINTS = 600
+"""Largest number of points drawn per curve; more would not be visible and would make the page large."""
+
+Scale = Literal["linear", "log"]
+T = TypeVar("T")
+
+
+def choose_hours_unit(hours: Iterable[float | None]) -> tuple[float, str]:
+    """Return the factor and name of the unit in which `hours` is displayed."""
+    divisor, unit = choose_time_unit(3600 * max((value for value in hours if value is not None), default=0.0))
+    return 3600 / divisor, unit
+
+
+def choose_bytes_unit(sizes: Iterable[float | None]) -> tuple[float, str]:
+    """Return the factor and name of the unit in which `sizes` are displayed."""
+    divisor, unit = choose_size_unit(max((value for value in sizes if value is not None), default=0.0))
+    return 1 / divisor, unit
+
+
+def convert(value: float | None, factor: float) -> float | None:
+    """Convert a value to another unit; None is returned unchanged."""
+    return None if value is None else value * factor
+
+
+def thin_out(items: Sequence[T]) -> list[T]:
+    """Return at most `MAX_POINTS` evenly spaced items, always including the last one."""
+    step = 1 + (len(items) - 1) // MAX_POINTS if items else 1
+    return [*items[: len(items) - 1 : step], *items[-1:]]
+
+
+def choose_scale(values: Iterable[float | None], *, span: float = 10) -> Scale:
+    """Return "log" if all finite values are positive and their ratio exceeds `span`, else "linear"."""
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    return "log" if finite and min(finite) > 0 and max(finite) > span * min(finite) else "linear"
+
+
+def is_priced(rows: Iterable[Prediction], currency: str) -> bool:
+    """Return whether costs are prices, rather than the node-hours that are already shown."""
+    return not all(is_cost_in_node_hours(row.cost, row.all_node_hours, currency) for row in rows)
+
+
+def describe_notes(names: Sequence[str]) -> str:
+    """Format the caveats of a configuration as the text of a table cell."""
+    return ", ".join(name.replace("_above_110", " above 110 %").replace("_", " ") for name in names)
+
+
+def explain_notes(rows: Iterable[Sequence[str]]) -> str:
+    """Explain the caveats of some rows as the end of a caption; empty if the rows have none."""
+    kinds = {get_caveat_kind(name) for names in rows for name in names}
+    return "".join(
+        f" {describe_notes([name]).capitalize()}: {explanation}."
+        for name, explanation in CAVEATS.items()
+        if name in kinds
+    )
+
+
+def as_sentence(text: str) -> str:
+    """Return `text` with a capital letter and a full stop; an empty text is returned unchanged."""
+    return f"{text[:1].upper()}{text[1:].rstrip('.')}." if text else ""
+
+
+def describe_nodes(row: Prediction) -> str:
+    """Return the number of nodes of a configuration, and their type if it has one."""
+    return f"{format_count(row.nodes)}{f' of type {row.type}' if row.type else ''}"
+
+
+def make_chosen_mark(row: Prediction, x: float, y: float | None) -> Annotation:
+    """Return the mark of the chosen configuration at a point of a figure."""
+    return Annotation(x, y, f"chosen: {describe_nodes(row)}, batch {row.batch}", "choice")
+
+
+def describe_software(environment: Mapping[str, Any]) -> str:
+    """Return the software versions recorded in a probe's environment; unknown ones are left out."""
+    names = {"torch": "torch", "cuda": "CUDA", "nccl": "NCCL", "driver": "driver", "python": "Python", "tula": "tula"}
+    if environment.get("device") == "cpu":
+        names = {key: name for key, name in names.items() if key in ("torch", "python", "tula")}
+    versions = [f"{name} {environment[key]}" for key, name in names.items() if environment.get(key)]
+    return ", ".join([*versions, *([str(environment["system"])] if environment.get("system") else [])])
+
+
+# --- Rows of a training's metrics
+
+Row = Mapping[str, Any]
+
+
+def is_placed(row: Row) -> bool:
+    """Return whether a row has a valid sample count and time; a damaged row may not."""
+    return isinstance(row.get("samples"), int | float) and isinstance(row.get("time", 0.0), int | float)
+
+
+def get_metric_value(row: Row, metric: str) -> float | None:
+    """Return a metric of an epoch's row, user-defined ones included; None if missing or not a finite number."""
+    user_metrics = row.get("metrics")
+    value = row.get(metric, user_metrics.get(metric) if isinstance(user_metrics, Mapping) else None)
+    return float(value) if isinstance(value, int | float) and abs(value) < float("inf") else None
+
+
+def get_value_at(row: Any, path: str) -> Any:
+    """Return the value of a row under a path such as "ags.mean", or None if there is none."""
+    for key in path.split("."):
+        if not isinstance(row, Mapping):
+            return None
+        row = row.get(key)
+    return row
+
+
+def as_number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+# --- Series
+
+
+@dataclass(frozen=True)
+class GradientCurve:
+    """The rows one training logged per epoch and for the Hessian; curves with the same name are averaged."""
+
+    name: str
+    epochs: Sequence[Row]
+    curvature: Sequence[Row] = ()
+
+
+def make_mean_series(
+    curves: Sequence[GradientCurve], rows: Callable[[GradientCurve], Sequence[Row]], path: str, *, name: str = ""
+) -> Iterator[Series]:
+    """Yield one series per curve name: the mean over trainings of the value under `path`, against samples seen.
+
+    At each sample count the mean covers the trainings that have reached it. `name`, if given, replaces the names of the
+    curves, so that all of them are averaged.
+    """
+    values_by_name: dict[str, dict[float, list[float]]] = {}
+    for curve in curves:
+        values_by_samples = values_by_name.setdefault(name or curve.name, {})
+        for row in rows(curve):
+            if is_placed(row) and (value := as_number(get_value_at(row, path))) is not None:
+                values_by_samples.setdefault(float(row["samples"]), []).append(value)
+    for series_name, values_by_samples in values_by_name.items():
+        points = thin_out(sorted(values_by_samples.items()))
+        if points:
+            yield Series(series_name, tuple(x for x, _ in points), tuple(fmean(ys) for _, ys in points))
+
+
+# --- The paper's figures
+
+WITHOUT_FIGURES = "drawn by tula's optional package figures, which is not installed: pip install 'tula-cli[figures]'"
+
+
+class PaperFigures(Protocol):
+    """The figures that the optional package `figures` adds to a report."""
+
+    def build_gradient_figures(self, curves: Sequence[GradientCurve], *, prefix: str = "") -> Iterator[Figure]:
+        """Yield a figure per logged quantity against samples seen; `prefix` is put before the figure keys."""
+        ...
+
+    def build_factor_density(self, curve: GradientCurve, *, key: str, title: str) -> Iterator[Figure]:
+        """Yield the distribution of the scaling factors by epoch; nothing if no factors are logged."""
+        ...
+
+    def build_step_figures(self, steps: StepSeries, *, name: str, prefix: str = "") -> Iterator[Figure]:
+        """Yield figures of the recorded steps of a training; nothing if no steps were recorded."""
+        ...
+
+
+def find_paper_figures() -> PaperFigures | None:
+    """Return the optional package `figures`, or None if it is not installed."""
+    return None if find_extra("figures") is None else cast(PaperFigures, load_extra("figures"))

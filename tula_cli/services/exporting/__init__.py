@@ -1,1 +1,0 @@
-"""Export of runs to experiment trackers: MLflow, Weights & Biases, TensorBoard, or a user-defined one."""

@@ -1,0 +1,104 @@
+"""Sending runs to trackers (MLflow, Weights & Biases, TensorBoard): the interface of the optional package that does it."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, cast
+
+from tula_cli.entry_points import find_extra, load_extra
+from tula_cli.errors import SpecError
+from tula_cli.run.directory import RunDir
+from tula_cli.run.files import list_names
+from tula_cli.services.events import Event, WarningEvent, Work
+
+FOLDER = "exports"
+"""Folder of a run with the records of what was sent, and the files of trackers that need no server."""
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """The values sent to one tracker."""
+
+    to: str
+    uri: str
+    project: str
+    runs: int  # there by now: the run itself, its probes and its trainings
+    new_runs: int
+    new_points: int
+    files: int  # sent in this call
+    problem: str = ""  # why it was given up; empty where all was sent
+    offline: bool = False  # the counts are of a folder that `wandb sync` uploads: W&B has nothing of them yet
+
+
+class TrackersPackage(Protocol):
+    """The optional package `trackers` (`extras/trackers`)."""
+
+    @property
+    def command(self) -> Callable[..., None]:
+        """The function of `tula export`."""
+        ...
+
+    def export(
+        self, run: RunDir, to: Sequence[str], *, uri: str | None, project: str | None, follow: bool, every: float | None
+    ) -> Work[tuple[ExportResult, ...]]:
+        """Send new values of a run, with its report as Markdown, to trackers.
+
+        Args:
+            run: the run.
+            to: trackers or import strings; empty for those of section export.
+            uri: address of the named tracker.
+            project: project at the named tracker.
+            follow: continue while jobs of the run are queued or running.
+            every: seconds between two polls; None for the default.
+
+        Raises:
+            SpecError: no tracker is named and the job has none, or the arguments are not compatible.
+            TrackerError: not all could be sent.
+        """
+        ...
+
+    def export_while_waiting(
+        self, run: RunDir, jobs: Sequence[str] | None, waiting: Iterable[Event]
+    ) -> Iterator[Event]:
+        """Yield the events of waiting for jobs (None: trainings), and the warnings of exporting the run meanwhile."""
+        ...
+
+    def describe_problems(self, folder: Path) -> list[str]:
+        """Return a message for each tracker to which the last export failed, from a run's folder of exports."""
+        ...
+
+
+def load_trackers_package() -> TrackersPackage:
+    """Return package `trackers`.
+
+    Raises:
+        SpecError: it is not installed.
+    """
+    return cast(TrackersPackage, load_extra("trackers"))
+
+
+def export_while_waiting(run: RunDir, jobs: Sequence[str] | None, waiting: Iterable[Event]) -> Iterator[Event]:
+    """Yield the events of waiting for jobs, and export the run meanwhile if its job file has a section export.
+
+    Args:
+        run: the run, or the part of it whose jobs are waited for.
+        jobs: ids of these jobs; None for trainings, of which some may not be submitted yet.
+        waiting: events of waiting for the jobs.
+    """
+    if all(section.by != "command" for section in run.spec().export):
+        yield from waiting
+        return
+    try:
+        package = load_trackers_package()
+    except SpecError as error:
+        yield WarningEvent(f"export: {error.message}; {error.hint}")
+        yield from waiting
+        return
+    yield from package.export_while_waiting(run, jobs, waiting)
+
+
+def describe_export_problems(run: RunDir) -> list[str]:
+    """Return a message for each tracker to which the last export of a run failed."""
+    folder = run.path / FOLDER
+    package = find_extra("trackers") if list_names(folder) else None
+    return [] if package is None else list(cast(TrackersPackage, package).describe_problems(folder))

@@ -1,1 +1,0 @@
-"""Report pages for a browser."""

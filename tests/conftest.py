@@ -8,9 +8,6 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
-from tree_metadata import provide_entry_points
-
-provide_entry_points()
 
 GROUPS = {
     "tests/slurm/test_recovery.py": "cluster 1",

@@ -6,19 +6,25 @@ point reads the metadata of all installed packages, which takes some millisecond
 package do it.
 """
 
-from typing import Any
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tula_cli.errors import SpecError
 from tula_cli.version import __version__
 
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
 GROUP = "tula.extras"
+PROJECT_FILE = Path(__file__).parents[1] / "pyproject.toml"
+"""The project file of a source tree; it does not exist beside an installed package."""
 
 
 def find_module_of_extra(name: str) -> str | None:
     """Return the dotted name of an optional package, without importing it; None if no installed package provides it."""
-    from importlib import metadata
-
-    return next((entry.module for entry in metadata.entry_points(group=GROUP, name=name)), None)
+    entry = _find_entry_points().get(name)
+    return entry.module if entry else None
 
 
 def load_extra(name: str) -> Any:
@@ -30,10 +36,9 @@ def load_extra(name: str) -> Any:
     Raises:
         SpecError: the package is not installed, or a library that it needs.
     """
-    from importlib import metadata
-
     hint = f"pip install 'tula-cli[{name}]' (from a clone: pip install '.[{name}]')"
-    for entry in metadata.entry_points(group=GROUP, name=name):
+    entry = _find_entry_points().get(name)
+    if entry is not None:
         try:
             return entry.load()
         except ModuleNotFoundError as error:
@@ -52,11 +57,28 @@ def find_extra(name: str) -> Any:
 
 def make_metadata_files() -> dict[str, bytes]:
     """Return the files, by path, that make this process's optional packages known where tula is only on the path."""
-    from importlib import metadata
-
     folder = f"tula_cli-{__version__}.dist-info"
-    entries = sorted(f"{entry.name} = {entry.value}" for entry in metadata.entry_points(group=GROUP))
+    entries = sorted(f"{entry.name} = {entry.value}" for entry in _find_entry_points().values())
     return {
         f"{folder}/METADATA": f"Metadata-Version: 2.1\nName: tula-cli\nVersion: {__version__}\n".encode(),
         f"{folder}/entry_points.txt": "\n".join([f"[{GROUP}]", *entries, ""]).encode(),
     }
+
+
+def _find_entry_points() -> "dict[str, EntryPoint]":
+    """Return the entry points by name: those of installed packages, and those of the source tree that code runs from.
+
+    A source tree may be installed with metadata older than its code, or only be on the path.
+    """
+    from importlib import metadata
+
+    installed = {entry.name: entry for entry in metadata.entry_points(group=GROUP)}
+    declared = {name: metadata.EntryPoint(name, value, GROUP) for name, value in _read_project_file().items()}
+    return installed | declared
+
+
+def _read_project_file() -> dict[str, str]:
+    """Return the entry points that a source tree declares, module and object by name; empty for an installed package."""
+    text = PROJECT_FILE.read_text() if PROJECT_FILE.is_file() else ""
+    table = re.search(rf'^\[project\.entry-points\."{GROUP}"\]\n((?:\w+ = ".+"\n)*)', text, re.MULTILINE)
+    return dict(re.findall(r'(\w+) = "(.+)"', table[1])) if table else {}  # Python 3.10 has no tomllib

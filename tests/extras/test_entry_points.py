@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import typer
-from tree_metadata import PROJECT
 
+from tula_cli import entry_points
 from tula_cli.cli import app
 from tula_cli.cli.options import ExtraCommand
 from tula_cli.entry_points import GROUP, find_extra, find_module_of_extra, load_extra
@@ -19,7 +19,13 @@ from tula_cli.errors import SpecError
 from tula_cli.run.package import keep_package
 from tula_cli.show.screen import Screen
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PACKAGES = tuple(PROJECT["entry-points"][GROUP])
 COMMANDS = [command for command in app.WORKFLOW if isinstance(command, ExtraCommand)]
 
@@ -33,6 +39,23 @@ def test_every_optional_package_has_a_folder_an_entry_point_and_a_pip_extra() ->
 def test_an_entry_point_names_the_object_of_its_package(name: str) -> None:
     assert find_module_of_extra(name) == f"tula_cli.extras.{name}"
     assert load_extra(name) is find_extra(name)
+
+
+def test_a_source_tree_that_is_only_on_the_path_has_the_packages_of_its_project_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(metadata, "entry_points", lambda **_: ())
+    assert {name: find_module_of_extra(name) for name in PACKAGES} == {n: f"tula_cli.extras.{n}" for n in PACKAGES}
+
+
+def test_an_installed_tree_has_the_packages_of_its_metadata(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A project file of another package may lie beside it."""
+    entry = metadata.EntryPoint("report", "tula_cli.extras.report:package", GROUP)
+    monkeypatch.setattr(metadata, "entry_points", lambda **_: (entry,))
+    monkeypatch.setattr(entry_points, "PROJECT_FILE", tmp_path / "pyproject.toml")
+    assert find_module_of_extra("report") and find_module_of_extra("trackers") is None
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "other"\n')
+    assert find_module_of_extra("report") and find_module_of_extra("trackers") is None
 
 
 def test_a_package_that_is_not_installed_is_named_with_its_extra() -> None:

@@ -16,11 +16,10 @@ import recorded_runs  # noqa: E402
 from cases import Case  # noqa: E402
 from fake_slurm import FakeSlurm  # noqa: E402
 from golden import Normaliser, Outcome  # noqa: E402
-from tree_metadata import make_python_path  # noqa: E402
 
 ENVIRONMENT = {
     "COLUMNS": "120", "LC_ALL": "C.UTF-8", "NO_COLOR": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TZ": "UTC", "USER": "golden",
-    "PYTHONPATH": make_python_path(), "PYTHONHASHSEED": "0",
+    "PYTHONPATH": str(HERE.parents[1]), "PYTHONHASHSEED": "0",
 }  # fmt: skip
 """Of every case; nothing else of the environment reaches it but OPENBLAS_CORETYPE and ATEN_CPU_CAPABILITY, for tests of other CPUs."""
 OF_OTHER_CPUS = ("OPENBLAS_CORETYPE", "NPY_DISABLE_CPU_FEATURES", "ATEN_CPU_CAPABILITY")

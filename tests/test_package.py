@@ -35,6 +35,7 @@ def test_wheels_hold_templates_and_configs_and_no_tests(wheels: list[Path]) -> N
         names = set(zipfile.ZipFile(wheel).namelist())
         assert {"tula_cli/templates/job.yaml", "tula_cli/configs/quickstart.yaml", "tula_cli/py.typed"} <= names
         assert {"tula_cli/templates/tula_hooks.py", "tula_cli/shim/sitecustomize.py"} <= names
+        assert [name for name in names if name.startswith("tula_cli/demo/") and name.endswith("/spec.yaml")]
         assert {"tula_cli/templates/slurm-setup.sh", "tula_cli/templates/slurm-wrapper.sh"} <= names
         assert not [name for name in names if name.startswith("tests/")]
 
@@ -60,6 +61,15 @@ def test_an_installed_wheel_finds_its_optional_packages(wheels: list[Path], tmp_
     assert done.stdout.split() == [
         f"{site}/tula_cli/extras/{name}/__init__.py" for name in ("report", "trackers", "figures")
     ]
+
+
+def test_an_installed_wheel_answers_from_its_demo_run(wheels: list[Path], tmp_path: Path) -> None:
+    zipfile.ZipFile(wheels[1]).extractall(tmp_path / "site")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); from tula_cli.cli.app import main; main()"
+    done = python("-I", "-c", code, "recommend", "--demo", "--quiet", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Demo: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["site"]
 
 
 OF_EXTRAS = "the arrows of the optional packages"

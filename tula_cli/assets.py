@@ -1,7 +1,7 @@
 """Files that are shipped with tula, and those with which a site or a user replaces them."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tula_cli.errors import TulaError
@@ -19,9 +19,21 @@ def find_asset(name: str) -> Path:
     Raises:
         TulaError: the file is missing from both folders.
     """
-    places = [_PACKAGE / name, _PACKAGE.parent / name]
-    for path in places:
-        if path.is_file():
+    return _find_shipped(name, Path.is_file)
+
+
+def find_folder(name: str) -> Path:
+    """Return the path of a folder that is shipped with tula, such as "demo".
+
+    Raises:
+        TulaError: the folder is missing.
+    """
+    return _find_shipped(name, Path.is_dir)
+
+
+def _find_shipped(name: str, exists: Callable[[Path], bool]) -> Path:
+    for path in (_PACKAGE / name, _PACKAGE.parent / name):
+        if exists(path):
             return path
     raise TulaError(f"this installation of tula has no {name}", "reinstall it, from a wheel or a whole checkout")
 

@@ -158,6 +158,7 @@ CASES = (
     Case("profile-no-sbatch", slow=True, words="profile queued.yaml --yes --json"),
     Case("status-no-run", words="status --json"),
     Case("recommend-no-run", words="recommend --json"),
+    Case("recommend-demo", words="recommend --demo --json"),
     Case("recommend-not-measured", words="recommend trained.yaml --json"),
     Case("train-not-measured", words="train trained.yaml --dry-run --json"),
     Case("list-no-run", words="list --json"),

@@ -2,14 +2,16 @@
 
 import functools
 import itertools
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tula_cli.assets import find_folder
 from tula_cli.cli.runs import JobOrRun
 from tula_cli.cli.waiting import warn_all
-from tula_cli.errors import BadMeasurements, CannotWrite, NotYours
+from tula_cli.errors import BadMeasurements, CannotWrite, NotYours, SpecError
 from tula_cli.options import Every
 from tula_cli.query import Query
 from tula_cli.show import recommend as show_recommend
@@ -42,6 +44,10 @@ def recommend(
         bool, typer.Option("--explain", help="Show how the fit was made too, with the summaries of its regressions.")
     ] = False,
     save: Annotated[bool, typer.Option("--save", help="Make this answer the one that tula train takes.")] = False,
+    demo: Annotated[
+        bool,
+        typer.Option("--demo", help="Answer from measurements that are shipped with tula, of ResNet-18 on 16 GPUs."),
+    ] = False,
 ) -> None:
     """Choose nodes and batch size from what was measured.
 
@@ -53,12 +59,18 @@ def recommend(
     from tula_cli.services import recommend as service
     from tula_cli.spec.job import describe_training_method
 
-    run, spec = _find_measured_run(screen, chosen)
-    make_launcher = functools.partial(launcher.make_launcher, submits=False)
-    answer = service.answer_query(run, spec, query, launcher_for=make_launcher, overrides=chosen.overrides)
+    if demo:
+        run, spec = _open_demo_run(screen, chosen, save=save)
+        answer = service.recommend(run, spec, query, overrides=chosen.overrides, now=time.time())
+    else:
+        run, spec = _find_measured_run(screen, chosen)
+        make_launcher = functools.partial(launcher.make_launcher, submits=False)
+        answer = service.answer_query(run, spec, query, launcher_for=make_launcher, overrides=chosen.overrides)
     recommendation = answer.recommendation
-    saved = (save or _replaces_kept_answer(screen, run, recommendation)) and _save_answer(
-        screen, run, spec, answer, chosen, is_required=save, every=every
+    saved = (
+        not demo
+        and (save or _replaces_kept_answer(screen, run, recommendation))
+        and _save_answer(screen, run, spec, answer, chosen, is_required=save, every=every)
     )
     judged = service.cross_validate(answer) if validate else {}
     rows = {"rows": Lines(answer.rows_as_json(every=every))}
@@ -68,10 +80,14 @@ def recommend(
         **({"validation": judged} if validate else {}),
         **({"explanation": explained} if explain else {}),
     }
-    data = {**dict(recommendation), **rows, "saved": saved, "method_line": line, **details_as_json}
+    source = {"demo": show_recommend.DEMO} if demo else {}
+    data = {**dict(recommendation), **rows, "saved": saved, "method_line": line, **details_as_json, **source}
     shown = _render_answer(screen, answer, pareto=pareto, every=every, kept=saved)
     details = show_recommend.render_explanation(recommendation, explained) if explain else [show_recommend.EXPLAIN]
-    screen.answer(data, itertools.chain(shown, ["", line], show_recommend.render_validation(judged), details))
+    first, last = show_recommend.render_demo_lines() if demo else ((), ())
+    screen.answer(
+        data, itertools.chain(first, shown, ["", line], show_recommend.render_validation(judged), details, last)
+    )
     warn_all(screen, recommendation.warnings)
 
 
@@ -126,6 +142,26 @@ def _replaces_kept_answer(screen: Screen, run: "RunDir", recommendation: "Recomm
         screen.note(show_recommend.describe_unsaved_answer(recommendation, stored))
         return False
     return True
+
+
+def _open_demo_run(screen: Screen, chosen: JobOrRun, *, save: bool) -> tuple["RunDir", "JobSpec"]:
+    """Return the run that is shipped with tula, with its settings.
+
+    Raises:
+        SpecError: another run is named, or the answer is to be saved.
+    """
+    from tula_cli.run.directory import RunDir
+    from tula_cli.run.jobfile import load_with_overrides
+
+    if chosen.is_named or save:
+        raise SpecError(
+            "--demo answers from its own run, and saves nothing",
+            "leave out the job, --run and --save, or leave out --demo",
+        )
+    run = RunDir.newest(find_folder("demo"))
+    screen.run_id = run.id
+    screen.overrides = tuple(chosen.overrides)
+    return run, load_with_overrides(run, chosen.overrides)
 
 
 def _find_measured_run(screen: Screen, chosen: JobOrRun) -> tuple["RunDir", "JobSpec"]:

@@ -104,6 +104,20 @@ def _describe_sources(recommendation: "Recommendation") -> Iterator[str]:
     yield from (f"{name}: {words}" for name, words in words_by_name.items() if words)
 
 
+DEMO = (
+    "ResNet-18 on CIFAR-10, with one T4 GPU of each node (AWS g4dn.12xlarge). Step times and gradient noise were measured by"
+    " the authors of Pollux (OSDI 2021); the memory is an estimate by tula; the start of jobs and evaluation were not"
+    " published, and count as no time."
+)
+"""The source of the numbers of `--demo`; benchmarks/replay/demo_run.py makes its run."""
+
+
+def render_demo_lines() -> tuple[list[str], list[str]]:
+    """Return the lines before and after the answer of `--demo`: the source of its numbers, and how to get one's own."""
+    own = "For your own job: tula init writes job.yaml; then tula profile job.yaml and tula recommend."
+    return [f"Demo: {DEMO}", ""], ["", own]
+
+
 EXPLAIN = "how the fit was made: --explain"
 
 

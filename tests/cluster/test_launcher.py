@@ -184,16 +184,6 @@ def test_fifty_links_wait_for_one_job_each(slurm, run):
     assert slurm.jobs()[-1]["dependency"].endswith("+30"), "the delay grows to half an hour"
 
 
-def test_links_of_an_older_tula_with_names_of_their_own_are_found_and_waited_for(slurm, run):
-    cut = SlurmLauncher().submit(run, training(run, hours=0.1))
-    slurm.set(cut.links[2], "CANCELLED")
-    for number, id_ in enumerate(cut.links[:2], 1):
-        slurm.set(id_, "PENDING", name=f"tula-{run.id}-train-{SIGNATURE}{'' if number == 1 else f'.{number}'}")
-    job = submitted(run, training(run, hours=0.1))
-    assert job.links[:2] == cut.links[:2] and len(job.links) == 3
-    assert slurm.jobs()[3]["dependency"] == f"afterany:{cut.links[0]}:{cut.links[1]},singleton,after:{cut.links[1]}+20"
-
-
 @pytest.mark.parametrize(
     ("hours", "links"),
     [(None, 3), (0.01, 3), (0.49, 3), (0.5, 3), (1.0, 4), (10.0, 17), (1000.0, chains.MAX_LINKS)],

@@ -123,7 +123,7 @@ def document() -> Document:
         Fact("model", "resnet50, 25.6M parameters"),
         Fact("data", "ImageNet, 1,281,167 samples"),
         Fact("hardware", "NVIDIA A100-SXM4-80GB; 8 GPUs a node"),
-        Fact("run", "/lustre/project/abc123/somebody/with/a/very/long/path/tula-runs/resnet50-imagenet-57a43751"),
+        Fact("run", "/lustre/project/abc123/somebody/with/a/very/long/path/tula-runs/resnet50-imagenet-e7dc068f"),
     )
     missing = "no probe tells the energy of its steps: pip install 'tula-cli[nvml]' and tula profile again"
     return Document(

@@ -12,7 +12,7 @@ from tula_cli.cluster.relaunch import carry_out, read_history
 from tula_cli.cluster.scheduler import SchedulerState
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import OutcomeClass
-from tula_cli.run.records.failures import Failure
+from tula_cli.run.records.failures import Failure, Fallback, Recovery, Relaunch
 from tula_cli.run.records.inspections import ClusterReport, NodeReport, Transfer
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.probes import Failed, OutOfMemory
@@ -249,12 +249,18 @@ def train_result(signature: str = "ab12cd34") -> TrainResult:
     )  # fmt: skip
 
 
+def out_of_memory_at(batch: int) -> Recovery:
+    """Return the relaunch at the next smaller batch."""
+    fallback = Fallback(rung=0, splits=1, batch=batch)
+    return Recovery(failure=Failure(outcome="device_oom"), decision=Relaunch(fallback=fallback))
+
+
 def summary(**changes: Any) -> Summary:
     fields: dict[str, Any] = {
         "signature": "ab12cd34", "nodes": 2, "start_batch": 128, "batch": 64, "attempts": 2, "predicted_hours": 0.08,
         "actual_hours": 0.1, "predicted_cost": 0.16, "actual_cost": 0.2, "predicted_step": 0.1, "actual_step": 0.105,
         "metrics": {"loss": 0.9, "top1": 81.0}, "best_top1": 83.0, "best_epoch": 3, "currency": "USD",
-        "causes": ("out of memory at batch 128",), **changes,
+        "recoveries": (out_of_memory_at(128),), **changes,
     }  # fmt: skip
     return Summary(**fields)
 

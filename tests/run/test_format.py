@@ -15,14 +15,14 @@ from tula_cli.cli import app
 from tula_cli.cluster import local
 from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.directory_watcher import ChangeWatcher
-from tula_cli.cluster.supervise import require_known_format, supervise
+from tula_cli.cluster.supervise import require_current_format, supervise
 from tula_cli.errors import BadMeasurements, OtherFormat
-from tula_cli.run import format as run_format
 from tula_cli.run.directory import RunDir
+from tula_cli.run.records.probes import Failed
 from tula_cli.run.records.tasks import ProbeTask
 from tula_cli.services import status as services_status
 from tula_cli.show.screen import Screen
-from tula_cli.version import __version__
+from tula_cli.version import RUN_FORMAT, __version__
 
 HOUR = 3600
 
@@ -35,20 +35,21 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 
 def newer(run: RunDir) -> None:
-    (run.path / "format").write_text(f"{run_format.FORMAT + 1} tula 9.1\n")
+    (run.path / "format").write_text(f"{RUN_FORMAT + 1} tula 9.1\n")
 
 
 def files(run: RunDir) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
 
 
-def test_a_new_run_has_the_format_of_its_tula_and_an_older_one_gets_none(run: RunDir) -> None:
+def test_a_new_run_has_the_format_of_its_tula(run: RunDir) -> None:
     told = run.path / "format"
-    assert told.read_text() == f"{run_format.FORMAT} tula {__version__}\n"
-    told.unlink()  # a run from before there were formats
-    run.save_job(run.spec())
-    assert not told.exists()
+    assert told.read_text() == f"{RUN_FORMAT} tula {__version__}\n"
+    told.unlink()  # a run from before there were formats is of the first
     assert run.spec().name == "toy"
+    with pytest.raises(OtherFormat, match="is in format 1"):
+        run.save_job(run.spec())
+    assert not told.exists()
 
 
 def test_what_is_measured_by_node_type_has_a_format_too(tmp_path: Path) -> None:
@@ -76,8 +77,8 @@ def test_every_command_refuses_a_run_of_a_newer_format_and_leaves_it(run: RunDir
     error = json.loads(screen.out.getvalue())["error"]
     assert error["code"] == "format"
     assert (
-        "made by tula 9.1, is in format 2" in error["message"]
-        and f"tula {__version__} reads format 1" in error["message"]
+        "made by tula 9.1, is in format 3" in error["message"]
+        and f"tula {__version__} reads format 1 to 2" in error["message"]
     )
     assert files(run) == before
 
@@ -90,14 +91,75 @@ def test_the_list_tells_a_run_of_a_newer_format_among_the_others(run: RunDir) ->
     assert f"{run.id} cannot be read:" in screen.out.getvalue() and "other-" in screen.out.getvalue()
 
 
-def test_an_older_format_that_is_still_read_goes_on(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_format, "FORMAT", 3)
-    run_format.require_known_format(run.path)
-    assert run.spec().name == "toy"
-    monkeypatch.setattr(run_format, "OLDEST", 2)
-    with pytest.raises(OtherFormat, match="reads format 2 to 3") as caught:
+def test_a_format_before_the_oldest_is_refused(run: RunDir) -> None:
+    (run.path / "format").write_text("0 tula 0.0.1\n")
+    with pytest.raises(OtherFormat, match="reads format 1 to 2") as caught:
         run.spec()
     assert "the older tula" in caught.value.hint
+
+
+# --- a run of the first format
+
+
+@pytest.fixture
+def older(run: RunDir) -> RunDir:
+    """A run of the first format: probes, one of which failed, and a training that an attempt of has failed."""
+    for nodes in (1, 2):
+        make.add_probes(run, nodes, (32, 64, 128, 256))
+        for local_batch in (32, 64, 128):
+            make.add_measured(run, nodes, local_batch)
+    failed = {"kind": "failed", "id": "probe-n002-l000256", "nodes": 2, "gpus_per_node": 1, "local_batch": 256}
+    (run.path / "results/probe-n002-l000256.json").write_text(json.dumps(failed | OLD_FAILURE))
+    name = make.add_training(run)
+    (run.path / "attempts").mkdir(exist_ok=True)
+    attempt = {"task": f"{name}-1", "number": 1, "started_at": make.START, "ended_at": make.START + 9}
+    (run.path / f"attempts/{name}-1.001.json").write_text(json.dumps(attempt | OLD_FAILURE))
+    (run.path / "format").write_text("1 tula 0.0.9\n")
+    return run
+
+
+OLD_FAILURE = {"outcome": "user", "message": "KeyError: 'label'", "rank": 0, "host": "n1"}
+
+
+@pytest.mark.promise(
+    "the run directory",
+    "a command meets a run of an older format",
+    "its results are read; a job of it is neither started nor continued: exit code 16, with the version to use",
+)
+@pytest.mark.parametrize("words", ["status", "recommend", "list", "logs", "report"])
+def test_the_results_of_an_older_format_are_read_and_nothing_is_written(older: RunDir, words: str) -> None:
+    before, screen = files(older), Screen(out=io.StringIO(), err=io.StringIO())
+    assert app.run([*words.split(), "--json"], screen=screen) == 0, screen.err.getvalue()
+    assert {path: content for path, content in files(older).items() if not path.endswith("report.html")} == before
+    if words == "recommend":
+        assert "the answer is not kept" in screen.err.getvalue() and "is in format 1" in screen.err.getvalue()
+
+
+@pytest.mark.parametrize(
+    "words", ["train --yes --nodes 1 --batch 32", "compare --batch 32 --yes", "recommend --save", "profile --yes"]
+)
+def test_no_job_of_an_older_format_is_started_or_continued(older: RunDir, words: str) -> None:
+    before, screen = files(older), Screen(out=io.StringIO(), err=io.StringIO())
+    command, *options = words.split()
+    assert app.run([command, "--run", str(older.path), *options, "--json"], screen=screen) == OtherFormat.exit_code
+    error = json.loads(screen.out.getvalue())["error"]
+    assert error["code"] == "format" and "made by tula 0.0.9, is in format 1" in error["message"]
+    assert "use the tula that made it" in error["hint"]
+    assert files(older) == before
+
+
+def test_a_job_of_a_newer_tula_does_not_continue_a_training_of_an_older_format(older: RunDir) -> None:
+    before = files(older)
+    with pytest.raises(SystemExit) as ended:
+        supervise(older.path, "train-x-1", environ={})
+    assert ended.value.code == OtherFormat.exit_code and files(older) == before
+
+
+def test_failures_of_an_older_format_are_read(older: RunDir) -> None:
+    (attempt,) = (one for one in older.attempts() if one.outcome == "user")
+    failed = older.result("probe-n002-l000256")
+    assert attempt.message == "KeyError: 'label'" and attempt.rank == 0
+    assert isinstance(failed, Failed) and failed.message == "KeyError: 'label'"
 
 
 @pytest.mark.parametrize("told", ["x", "1 2 3", "-1", "9" * 40, "1 tula " + "v" * 99])
@@ -148,7 +210,7 @@ def test_a_link_that_meets_a_newer_format_changes_nothing_and_the_chain_is_held(
     assert [job["reason"] for job in slurm.jobs()] == ["None", "JobHeldUser", "JobHeldUser"]
     told = capsys.readouterr().err
     assert f"scontrol release {chain[1]},{chain[2]}" in told
-    assert told.count("is in format 2") == 1
+    assert told.count("is in format 3") == 1
     assert files(run) == before
 
 
@@ -157,11 +219,11 @@ def test_one_supervisor_of_a_job_holds_the_chain_and_that_it_cannot_be_held_is_t
 ) -> None:
     newer(run)
     with pytest.raises(OtherFormat):
-        require_known_format(run.path, Allocation.from_environment(environ(chain[0], rank=1)))
+        require_current_format(run.path, Allocation.from_environment(environ(chain[0], rank=1)))
     assert slurm.calls("scontrol") == []
     slurm.fault(scontrol="unreachable")
     with pytest.raises(OtherFormat):
-        require_known_format(run.path, Allocation.from_environment(environ(chain[0])))
+        require_current_format(run.path, Allocation.from_environment(environ(chain[0])))
     assert "could not be held" in capsys.readouterr().err
 
 
@@ -222,7 +284,6 @@ def test_a_job_of_another_machine_that_is_silent_for_an_hour_is_lost(elsewhere: 
 
 def test_nothing_is_decided_of_jobs_that_give_no_signs(elsewhere: Callable[..., tuple[str, str]]) -> None:
     assert elsewhere(None) == ("running", "waits on far, or has ended there: only that machine knows")
-    assert elsewhere(99 * HOUR, tula="")[0] == "running"
     assert elsewhere(0, end=make.START + 5)[0] == "ended"
 
 

@@ -22,7 +22,7 @@ from tula_cli.worker.train.metrics import MetricsFile
 SECRET = "s3cr3tXYZ9"
 QUOTED = f"HTTPError: 403 of https://user:{SECRET}@host/x?sig={SECRET} (HF_TOKEN={SECRET}, --password {SECRET})"
 FIELDS: list[tuple[type[Record], str]] = [
-    (OutOfMemory, "message"), (ScriptObservation, "notes"), (Failure, "message"), (Failure, "detail"), (Recovery, "text"),
+    (OutOfMemory, "message"), (ScriptObservation, "notes"), (Failure, "message"), (Failure, "detail"),
     (Summary, "warnings"), (Inspection, "estimate_error"), (Inspection, "notes"), (Inspection, "warnings"),
     (Inspection, "script"), (Recommendation, "warnings"), (StartEstimate, "reason"), (NodeReport, "write_error"), (ClusterReport, "network_error"),
     (ScriptFailure, "text"), (RankResult, "notes"), (Rehearsed, "why"),

@@ -14,7 +14,6 @@ from rich.console import Console
 from tula_cli.errors import SchedulerError, SpecError
 from tula_cli.run import files
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.failures import Recovery
 from tula_cli.run.records.results import CountedEnergy
 from tula_cli.services import run_list, status
 from tula_cli.services import status as services_status
@@ -438,7 +437,7 @@ def test_the_story_of_a_training_names_batches_and_causes(run):
     name = make.add_training(run)
     first = run.task(f"{name}-1")
     relaunch = {"id": f"{name}-2", "attempt": 2, "ladder": first.ladder[1:]}
-    relaunch["recovery"] = Recovery(text="out of memory at batch 128")
+    relaunch["recovery"] = make.out_of_memory_at(128)
     run.write_task(first.model_copy(update=relaunch))
     run.write_attempt(make.attempt(f"{name}-1", end=START + 9, outcome="device_oom", samples=0))
     run.write_attempt(make.attempt(f"{name}-2", start=START + 10, samples=640, allocation="7.0", hosts="n[1-2]"))

@@ -18,7 +18,7 @@ from tula_cli.models.efficiency import Noise
 from tula_cli.models.time import changes
 from tula_cli.run.directory import RunDir
 from tula_cli.run.imports import Source
-from tula_cli.run.records.failures import Recovery
+from tula_cli.run.records.failures import Failure, Recovery, Requeue
 from tula_cli.run.records.probes import ScriptObservation
 from tula_cli.run.records.recommendations import Stage, StageSteps, StartEstimate, TimeParts
 from tula_cli.run.records.results import ScalingSummary, StageDecision
@@ -563,7 +563,15 @@ def test_the_status_tells_the_story_of_attempts(run):
     name = make.add_training(run)
     task = run.task(f"{name}-1")
     cause = "time limit of job 7 reached"
-    run.write_task(task.model_copy(update={"id": f"{name}-2", "attempt": 2, "recovery": Recovery(text=cause)}))
+    run.write_task(
+        task.model_copy(
+            update={
+                "id": f"{name}-2",
+                "attempt": 2,
+                "recovery": Recovery(failure=Failure(outcome="time_limit", message=cause), decision=Requeue()),
+            }
+        )
+    )
     fields = {"outcome": "time_limit", "message": cause, "samples": 0, "allocation": "7.0", "hosts": "n[1-2]"}
     run.write_attempt(make.attempt(f"{name}-1", end=START + 30, **fields))
     run.write_attempt(make.attempt(f"{name}-2", start=START + 35, samples=640, allocation="8.0", hosts="n[3-4]"))

@@ -11,7 +11,7 @@ import typer
 from tula_cli.assets import find_folder
 from tula_cli.cli.runs import JobOrRun
 from tula_cli.cli.waiting import warn_all
-from tula_cli.errors import BadMeasurements, CannotWrite, NotYours, SpecError
+from tula_cli.errors import BadMeasurements, CannotWrite, NotYours, OtherFormat, SpecError
 from tula_cli.options import Every
 from tula_cli.query import Query
 from tula_cli.show import recommend as show_recommend
@@ -122,7 +122,7 @@ def _save_answer(
 
     try:
         services_recommend.save_answer(run, spec, answer, overrides=chosen.overrides, job=chosen.job, every=every)
-    except (CannotWrite, NotYours) as error:
+    except (CannotWrite, NotYours, OtherFormat) as error:
         if is_required:
             raise
         screen.warn(f"the answer is not kept, and tula train will not find it: {error.message}")

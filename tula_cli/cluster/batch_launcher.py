@@ -79,9 +79,7 @@ class BatchLauncher:
             run.path, *([f"train/{task.signature}/checkpoints"] if isinstance(task, TrainTask) else [])
         )
         new = list(zip(list_chain_tasks(task), names, strict=True))[_count_submitted_links(names, queued) :]
-        ids += self._submit_links(
-            run, new, after=self.jobs_to_name(run, task, queued, ids), rehearsal=_resume_test_jobs(run, task)
-        )
+        ids += self._submit_links(run, new, after=self.jobs_to_name(ids), rehearsal=_resume_test_jobs(run, task))
         submissions = earlier.submissions if earlier else 0
         return Job(
             id=task.job,
@@ -176,7 +174,7 @@ class BatchLauncher:
         """Return the jobs of a task's chain that are in the queue, by the names that `_link_names` gives."""
         return find_queued(self.scheduler, run, names)
 
-    def jobs_to_name(self, run: RunDir, task: Task, there: Mapping[str, Queued], ids: Sequence[str]) -> Sequence[str]:
+    def jobs_to_name(self, ids: Sequence[str]) -> Sequence[str]:
         """Return the queued jobs that the next job of their chain has to name in its dependency."""
         return ids
 

@@ -150,7 +150,7 @@ def _get_state_on_other_machine(snapshot: Snapshot, job: Job) -> SchedulerState:
     if attempts[-1].ended_at is not None:
         return SchedulerState("ended", f"on {job.host}, as far as its files tell")
     heard = snapshot.last_sign_of_life(attempts[-1])
-    if job.tula and heard is not None and time.time() - heard > MAX_SILENCE:  # an older tula gave no sign
+    if heard is not None and time.time() - heard > MAX_SILENCE:
         return SchedulerState("ended", f"on {job.host}, of which nothing was heard after {format_moment(heard)}")
     return SchedulerState("running", f"on {job.host}, as far as its files tell")
 

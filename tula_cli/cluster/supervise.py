@@ -57,15 +57,15 @@ from tula_cli.run.records.tasks import Task, TrainTask
 # --- Runs of another format
 
 
-def require_known_format(run: Path, allocation: Allocation) -> None:
-    """Check that this tula reads a run's format; otherwise hold the chain's pending jobs and change nothing else.
+def require_current_format(run: Path, allocation: Allocation) -> None:
+    """Check that a run has the format of this tula; otherwise hold the chain's pending jobs and change nothing else.
 
     Raises:
         OtherFormat: the run has another format.
         TulaError: the file with the format cannot be read.
     """
     try:
-        run_format.require_known_format(run)
+        run_format.require_current_format(run)
     except OtherFormat:
         waiting = _list_later_jobs(run, allocation.job_id) if allocation.is_leader and not allocation.is_local else ()
         if waiting:  # each would end like this one, and the chain would be gone in a minute
@@ -168,7 +168,7 @@ def supervise(
     try:
         pin_run(path)
         allocation = Allocation.from_environment(environ, scheduler)
-        require_known_format(path, allocation)
+        require_current_format(path, allocation)
         allocation.environ = {**environ, MARK_VARIABLE: make_mark(path, task_id, allocation.id, allocation.index)}
         supervisor = Supervisor(RunDir(path), allocation)
         with (

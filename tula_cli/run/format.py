@@ -1,17 +1,18 @@
-"""The format of a run directory: an unknown format is reported, and the directory is not changed."""
+"""The format of a run directory.
+
+An unknown format is reported, and the directory is not changed. Results of an older format are read, but nothing is
+started or continued among them.
+"""
 
 import re
 from pathlib import Path
 
 from tula_cli.errors import OtherFormat
 from tula_cli.run import files
-from tula_cli.version import __version__
+from tula_cli.version import RUN_FORMAT, __version__
 
-FORMAT = 1
-"""Format of the runs that this version of tula creates; increased by a change that an older version would fail on or
-damage."""
 OLDEST = 1
-"""The oldest format that this version of tula can continue with."""
+"""The oldest format whose results this version of tula reads."""
 _NAME = "format"
 
 
@@ -21,29 +22,51 @@ def write_format(run: Path) -> None:
     Raises:
         TulaError: it cannot be written.
     """
-    files.write_atomic(run / _NAME, f"{FORMAT} tula {__version__}\n")
+    files.write_atomic(run / _NAME, f"{RUN_FORMAT} tula {__version__}\n")
 
 
 def require_known_format(run: Path) -> None:
-    """Check that a run is in a format that this version reads.
-
-    A run without a format file is of the first format, or does not exist yet.
+    """Check that a run is in a format that this version reads, or does not exist yet.
 
     Raises:
         OtherFormat: the format is not supported.
         BadMeasurements: the format file is damaged.
         TulaError: it cannot be read.
     """
+    number, creator = _read_format(run)
+    if OLDEST <= number <= RUN_FORMAT:
+        return
+    known = f"{OLDEST} to {RUN_FORMAT}"
+    raise OtherFormat(
+        f"the run {run}{creator} is in format {number}, and tula {__version__} reads format {known}; it was left as it is",
+        f"use {'a newer' if number > RUN_FORMAT else 'the older'} tula, in the environment of the jobs too",
+    )
+
+
+def require_current_format(run: Path) -> None:
+    """Check that this version may submit, run and continue jobs of a run: it has the current format, or does not exist yet.
+
+    Raises:
+        OtherFormat: the run has another format.
+        BadMeasurements: the format file is damaged.
+        TulaError: it cannot be read.
+    """
+    require_known_format(run)
+    number, creator = _read_format(run)
+    if number < RUN_FORMAT and (run / "spec.yaml").exists():
+        raise OtherFormat(
+            f"the run {run}{creator} is in format {number}: tula {__version__} reads its results, but starts and continues"
+            " no jobs in it",
+            f"use the tula that made it, or start a new run of format {RUN_FORMAT}: tula profile job.yaml, tula train job.yaml",
+        )
+
+
+def _read_format(run: Path) -> tuple[int, str]:
+    """Return the format of a run, and who made it, as part of a sentence; a run without a format file is of the first."""
     text = files.read_text(run / _NAME)
     match = re.fullmatch(r"([0-9]{1,9})(?: (tula [\w.+-]{1,40}))?", text)
     if text and match is None:
         raise files.make_damaged_error(run / _NAME, "it tells no format")
-    number = int(match[1]) if match is not None else 1
-    if OLDEST <= number <= FORMAT:
-        return
-    made = f", made by {match[2]}," if match is not None and match[2] else ""
-    known = str(FORMAT) if OLDEST == FORMAT else f"{OLDEST} to {FORMAT}"
-    raise OtherFormat(
-        f"the run {run}{made} is in format {number}, and tula {__version__} reads format {known}; it was left as it is",
-        f"use {'a newer' if number > FORMAT else 'the older'} tula, in the environment of the jobs too",
-    )
+    if match is None:
+        return 1, ""
+    return int(match[1]), f", made by {match[2]}," if match[2] else ""

@@ -41,7 +41,7 @@ def write_spec(run: Path, yaml: str, spec: Mapping[str, Any], parts: Mapping[str
         OtherFormat: the run exists in a format of another version of tula.
         TulaError: the files cannot be written.
     """
-    run_format.require_known_format(run)
+    run_format.require_current_format(run)
     if get_change_time(run) is None:
         run_format.write_format(run)
     files.write_atomic(run / _YAML, yaml)

@@ -14,6 +14,7 @@ from tula_cli.cluster.inspection import CachedInspection
 from tula_cli.errors import (
     BadMeasurements,
     CannotWrite,
+    OtherFormat,
     OverBudget,
     SpecError,
     require_callable,
@@ -415,11 +416,11 @@ def save_or_warn(write: Callable[[], object], *, is_required: bool) -> None:
     """Write what was asked for, or else where it can be: then it is a Python warning that it cannot.
 
     Raises:
-        CannotWrite: what was asked for cannot be written.
+        CannotWrite, OtherFormat: what was asked for cannot be written.
     """
     try:
         write()
-    except CannotWrite as error:
+    except (CannotWrite, OtherFormat) as error:
         if is_required:
             raise
         warnings.warn(f"not saved: {error.message}", stacklevel=3)

@@ -12,6 +12,7 @@ from tula_cli.plugins import is_import_string
 from tula_cli.run import imports
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.files import is_regular
+from tula_cli.run.format import require_current_format
 from tula_cli.run.jobfile import list_parts_with_data
 from tula_cli.run.records.results import EvaluationRecord
 from tula_cli.run.records.tasks import EvaluateTask, TrainTask
@@ -156,6 +157,7 @@ def run_evaluation(
         wait_policy: whether and how long to wait.
 
     Raises:
+        OtherFormat: the run has an older format.
         OverBudget: the submission was not confirmed.
         Pending: the timeout has passed.
         Interruption: Ctrl-C; the job continues to run, unless it is to be cancelled.
@@ -169,6 +171,7 @@ def run_evaluation(
         when = words.format_moment(evaluation.found.evaluated_at)
         yield Note(f"evaluated before, {when}; --fresh evaluates again, as where the samples have changed")
         return evaluation.found
+    require_current_format(part.run.path)
     launcher = dependencies.launcher_for(part.spec)
     going_on = list_unfinished_jobs(part.run, launcher, [task.job])
     if not going_on:

@@ -9,6 +9,7 @@ from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs
 from tula_cli.cluster.slurm import first_job
 from tula_cli.errors import BadMeasurements, Infeasible, Interruption, JobFailed, OutOfMemoryAtMinimum, TulaError
 from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.format import require_current_format
 from tula_cli.run.jobfile import list_all_parts, save_job
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.results import JobFile
@@ -132,6 +133,7 @@ def make_dry_run(run: RunDir, spec: JobSpec, dependencies: Dependencies) -> Work
     Raises:
         Infeasible: no configuration is feasible.
     """
+    require_current_format(run.path)
     parts = list_all_parts(run, with_site_billing(spec, run.path.parent))
     inspections = {part.name: inspect_part(part, dependencies) for part in parts}
     settled = {
@@ -164,6 +166,7 @@ def run_profile(
         file: the file that the spec comes from.
 
     Raises:
+        OtherFormat: the run has an older format.
         Infeasible: no configuration is feasible.
         OverBudget: the search exceeds search.max_node_hours, or was not confirmed.
         Pending: the timeout has passed.
@@ -171,6 +174,7 @@ def run_profile(
         JobFailed, OutOfMemoryAtMinimum, BadMeasurements: nothing was measured.
         SchedulerError: the scheduler refused a job.
     """
+    require_current_format(run.path)
     return (
         yield from _Profiling(run, with_site_billing(spec, run.path.parent), dependencies, wait_policy, file).work()
     )

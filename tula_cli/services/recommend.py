@@ -20,6 +20,7 @@ from tula_cli.models.ramp.stage_nodes import choose_stage_objective, describe_st
 from tula_cli.models.summaries import RegressionSummary, list_regression_summaries
 from tula_cli.query import Query
 from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.format import require_current_format
 from tula_cli.run.jobfile import find_settings_origin, list_parts_with_data, save_job
 from tula_cli.run.owner import require_own
 from tula_cli.run.records.recommendations import Prediction, Recommendation
@@ -283,9 +284,11 @@ def save_answer(
         every: whether results.csv lists all candidates, however many there are.
 
     Raises:
+        OtherFormat: the run has an older format.
         TulaError: the files cannot be written, or the run belongs to another user.
     """
     require_own(run.path)
+    require_current_format(run.path)
     assumed = bool(answer.recommendation.overrides)
     own_spec = run.spec() if assumed else spec
     store_answer(run, own_spec, answer, every=every)

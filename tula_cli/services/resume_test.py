@@ -11,6 +11,7 @@ from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import CannotResume, JobFailed, NotRehearsed, OverBudget, SpecError
 from tula_cli.run.code import choose_code, take_snapshot
 from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.format import require_current_format
 from tula_cli.run.imports import Source
 from tula_cli.run.jobfile import save_job
 from tula_cli.run.records.recommendations import Prediction
@@ -122,6 +123,7 @@ def run_resume_test(
 
     Raises:
         SpecError: the job has no script, or no resume to test; or names several node types and none is given.
+        OtherFormat: the run has an older format.
         OverBudget: the test may exceed the remainder of search.max_node_hours.
         Pending: the timeout has passed.
         Interruption: Ctrl-C; the job continues to run.
@@ -134,6 +136,7 @@ def run_resume_test(
     if not fresh and (earlier := load_finding(part.run, part.spec, code)) is not None:
         yield Note(f"already tested {words.format_moment(earlier.rehearsal.over_at)}; --fresh tests again")
         return earlier
+    require_current_format(run.path)
     if over := describe_cap_exceeded(run, spec):
         raise OverBudget(over, "raise it with --set search.max_node_hours=..., or lower search.max_minutes")
     save_job(run, spec, [part], file)

@@ -27,6 +27,7 @@ from tula_cli.models.ramp.stage_nodes import (
 from tula_cli.options import TrainRequest
 from tula_cli.run.code import choose_code, get_user_code, take_snapshot
 from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.format import require_current_format
 from tula_cli.run.imports import Source, with_weights
 from tula_cli.run.jobfile import save_job
 from tula_cli.run.records.base import Market
@@ -329,8 +330,10 @@ def prepare_training(
         inspect: returns the dataset's size if no probe has recorded it.
 
     Raises:
+        OtherFormat: the run has an older format.
         BadMeasurements, SpecError: as in `choose_part_to_train` and `plan_training`.
     """
+    require_current_format(run.path)
     spec = with_site_billing(spec, run.path.parent)
     part, recommendation = choose_part_to_train(run, spec, request.node_type)
     if part.type is not None:

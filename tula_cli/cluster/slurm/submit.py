@@ -3,7 +3,7 @@
 import hashlib
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tula_cli.cluster.batch_launcher import BatchLauncher
@@ -66,10 +66,8 @@ class SlurmLauncher(BatchLauncher):
         own_jobs = {path.stem: job for path, job in scripts.items() if path.parent.resolve() == folder}
         return {name: job for name, job in own_jobs.items() if name in names}
 
-    def jobs_to_name(self, run: RunDir, task: Task, there: Mapping[str, Queued], ids: Sequence[str]) -> Sequence[str]:
-        """Return the last job, and those without the name of the chain, which older versions of tula submitted."""
-        strangers = {job.id for job in there.values() if job.name != make_chain_name(run, task)}
-        return [id_ for id_ in ids if id_ in strangers or id_ == ids[-1]]
+    def jobs_to_name(self, ids: Sequence[str]) -> Sequence[str]:
+        return ids[-1:]  # it waits for the others, which have the same name
 
     def jobs_waited_for(self, after: Sequence[str], ids: Sequence[str]) -> Sequence[str]:
         return ids[-1:] or after

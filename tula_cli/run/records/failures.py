@@ -261,7 +261,6 @@ class Recovery(Record):
 
     failure: Failure | None = None  # None of a move
     decision: Relaunch | Requeue | Move | None = Field(default=None, discriminator="kind")
-    text: RecordedText = ""  # of an older version, which recorded a sentence only
 
     @property
     def description(self) -> str:
@@ -269,5 +268,5 @@ class Recovery(Record):
         if isinstance(self.decision, Move):
             return self.decision.description
         if self.failure is None or self.decision is None:
-            return self.text
+            return ""
         return self.decision.describe_cause(self.failure)

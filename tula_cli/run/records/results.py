@@ -1,9 +1,9 @@
 """Records of trainings: results, tuning, summaries, comparisons."""
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import computed_field, model_validator
+from pydantic import computed_field
 
 from tula_cli.run.records.base import Record, RecordedText
 from tula_cli.run.records.failures import Fallback, Recovery, Relaunch
@@ -230,14 +230,6 @@ class Summary(Record):
     scaled: ScalingSummary | None = None  # of a script, where the method scales
     changes: tuple[StepChange, ...] = ()  # of the step time, while it trained
     warnings: tuple[RecordedText, ...] = ()  # of a script: what was not as its section says, and that it cannot resume
-
-    @model_validator(mode="before")
-    @classmethod
-    def _lift_causes(cls, fields: Any) -> Any:
-        """An older version recorded sentences only."""
-        if isinstance(fields, dict) and fields.get("causes") and not fields.get("recoveries"):
-            return {**fields, "recoveries": [{"text": cause} for cause in fields["causes"]]}
-        return fields
 
     @computed_field  # type: ignore[prop-decorator]
     @property

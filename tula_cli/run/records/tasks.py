@@ -3,7 +3,7 @@
 import math
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, TypeAdapter, computed_field, model_validator
+from pydantic import Field, TypeAdapter, computed_field
 
 from tula_cli.run.records.base import Record, RecordedText
 from tula_cli.run.records.failures import Recovery
@@ -156,14 +156,6 @@ class TrainTask(BaseTask):
     max_lr_factor: float | None = None  # after a growing batch diverged, in place of the job's; None: the job's
     recovery: Recovery | None = None  # why this is a relaunch; None of the first
     after: str = ""  # the job of a rehearsal that comes first: what that finds may forbid this
-
-    @model_validator(mode="before")
-    @classmethod
-    def _lift_cause(cls, fields: Any) -> Any:
-        """An older version recorded a sentence only."""
-        if isinstance(fields, dict) and fields.get("cause") and fields.get("recovery") is None:
-            return {**fields, "recovery": {"text": fields["cause"]}}
-        return fields
 
     @computed_field  # type: ignore[prop-decorator]
     @property

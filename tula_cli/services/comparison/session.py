@@ -9,6 +9,7 @@ from tula_cli.cluster.launcher import Launcher
 from tula_cli.errors import BadMeasurements, JobFailed, SpecError, require_list
 from tula_cli.options import ComparisonRequest
 from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.format import require_current_format
 from tula_cli.run.jobfile import save_job
 from tula_cli.run.records.results import Comparison, JobFile
 from tula_cli.services import compare, status
@@ -101,9 +102,11 @@ def prepare(
         node_type: the node type; None for the recommended one.
 
     Raises:
+        OtherFormat: the run has an older format.
         BadMeasurements: no batch or node type is given, known or recommended.
         SpecError: a batch cannot be trained, or methods are not compatible with the job.
     """
+    require_current_format(run.path)
     spec = with_site_billing(spec, run.path.parent)
     part, _ = part_to_train(run, spec, node_type)
     if part.type is not None:

@@ -1,7 +1,7 @@
 """Optional packages, which the rest of tula reaches only through the entry points of group `tula.extras`.
 
 The entry point names the object with which the core uses a package; its interface is a protocol in the core:
-`ReportPackage` or `TrackersPackage`. (The package `figures` is used by `report`, which has the protocol.) Looking up an entry
+`ReportPackage`, `TrackersPackage` or `SiteBilling`. (The package `figures` is used by `report`, which has the protocol.) Looking up an entry
 point reads the metadata of all installed packages, which takes some milliseconds, so only commands that need an optional
 package do it.
 """

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from tula_cli.cluster.inspection import Inspect, NotInspectable, inspect
 from tula_cli.cluster.schedulers import make_scheduler
-from tula_cli.cluster.slurm.billing import warn_unknown_factors
 from tula_cli.cluster.slurm.first_job import inspect_with_stored
 from tula_cli.cluster.slurm.sbatch import warn_too_few_cpus
+from tula_cli.cluster.slurm.site_factors import warn_unknown_factors
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import Infeasible, OverBudget
 from tula_cli.models.choice.grid import Limit, get_highest_limit

@@ -1,58 +1,36 @@
-"""Charges as the site counts them (`pricing.kind: billing`): prices, balances of accounts, and charges of trainings."""
+"""Charges as the site counts them (`pricing.kind: billing`), and the interface of the optional package that reads them."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol, cast
 
-from tula_cli.cluster.slurm.billing import (
-    Ask,
-    Balance,
-    BilledJobs,
-    TresLimit,
-    ask_slurm,
-    compute_price_of_billed,
-    find_site_bill,
-    read_account_balance,
-    read_billed_jobs,
-)
+from tula_cli.cluster.slurm.sbatch import with_environment_defaults
+from tula_cli.cluster.slurm.site_factors import compute_charge_factor
 from tula_cli.diagnostics import Diagnostic
+from tula_cli.entry_points import find_extra, load_extra
 from tula_cli.errors import OverBudget, SpecError
-from tula_cli.models.cost import compute_hourly_charge
-from tula_cli.models.tres import truncate_billing
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import TrainTask
-from tula_cli.services import messages
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.resources import SiteBill
+from tula_cli.spec.slurm_options import Slurm
 from tula_cli.words import format_count, format_number
 
 
-def with_site_billing(spec: JobSpec, root: Path | None, *, ask: Ask | None = None) -> JobSpec:
-    """Return a job with SLURM's billing (`pricing.slurm_billing`) for each node type; other pricing is unchanged.
+@dataclass(frozen=True)
+class TresLimit:
+    """Limit and use of one TRES by an account, user or QOS, in TRES-minutes."""
 
-    Args:
-        spec: the job.
-        root: the folder of the runs, in which SLURM's answers are cached; None for no cache.
-        ask: returns the output of a SLURM command; None runs it.
+    where: str  # "account proj"
+    tres: str
+    limit: float
+    used: float
+    running: float = 0.0  # that running jobs may still use, by their time limits
 
-    Raises:
-        SpecError: SLURM does not report its billing.
-    """
-    if not spec.node_types:
-        if spec.pricing.kind != "billing":
-            return spec
-        pricing = spec.pricing.model_copy(update={"slurm_billing": find_site_bill(spec, root, ask=ask)})
-        return spec.model_copy(update={"pricing": pricing})
-    types = dict(spec.node_types)
-    for name, kind in types.items():
-        job_of_type = spec.of_node_type(name)
-        if job_of_type.pricing.kind == "billing":
-            bill = asdict(find_site_bill(job_of_type, root, ask=ask))
-            types[name] = kind.model_copy(update={"pricing": {**kind.pricing, "slurm_billing": bill}})
-    return spec.model_copy(update={"node_types": types})
-
-
-# --- The balance of the account
+    @property
+    def remaining(self) -> float:
+        return max(0.0, self.limit - self.used - self.running)
 
 
 @dataclass(frozen=True)
@@ -67,59 +45,144 @@ class BalanceCheck:
     unknown: str = ""  # why nothing can be promised; empty where it can
 
 
-def compute_needed_minutes(bill: SiteBill, *, nodes: int, hours: float) -> dict[str, float]:
-    """Return the minutes of each TRES that SLURM counts for a job, including its QOS's usage factor.
+@dataclass(frozen=True)
+class SiteCharge:
+    """The charge of a training so far, by SLURM's accounting."""
+
+    cost: float  # in the currency of the pricing
+    currency: str
+    predicted: float | None  # for the whole training
+    jobs: int
+    billing_hours: float  # before usage and charge factors
+    predicted_billing: float | None  # units of one hour, as predicted of its jobs
+    billings: tuple[int, ...]  # as AllocTRES has them
+    open: bool  # whether jobs still wait or run
+
+    @property
+    def description(self) -> str:
+        """Return the source of the charge, and how much the billing of a job differs from the prediction."""
+        billings_text = ", ".join(map(str, self.billings)) or "none yet"
+        expected = "" if self.predicted_billing is None else f", {self.predicted_billing:g} predicted"
+        so_far = ", so far" * self.open
+        return (
+            f"by sacct{so_far}: {format_count(self.jobs, 'job')}, billing {billings_text} an hour{expected};"
+            f" {format_number(self.billing_hours)} billing-hours, {format_number(self.cost)} {self.currency}"
+        )
+
+
+# --- The optional package `slurm_site`
+
+
+class SiteBilling(Protocol):
+    """The optional package `slurm_site` (`extras/slurm_site`)."""
+
+    def find_bill(self, spec: JobSpec, root: Path | None) -> SiteBill:
+        """Return SLURM's billing of a job on one type of nodes; `root` is the folder in which answers are cached.
+
+        Raises:
+            SpecError: SLURM does not report its billing.
+        """
+        ...
+
+    def check_balance(
+        self, spec: JobSpec, bill: SiteBill, *, nodes: int, hours: float | None, at_most: float | None
+    ) -> BalanceCheck:
+        """Return whether the balance of the job's account covers a training.
+
+        Args:
+            spec: the job.
+            bill: SLURM's billing of the job.
+            nodes: nodes of its jobs.
+            hours: expected total duration of its jobs; None if there is no prediction.
+            at_most: the upper end of the 90 % interval of that duration; None if unknown.
+        """
+        ...
+
+    def find_charge(self, task: TrainTask, jobs: Sequence[str]) -> SiteCharge | None:
+        """Return the charge of a training's jobs, by their ids; None if accounting reports nothing."""
+        ...
+
+
+def _load_site_billing() -> SiteBilling:
+    """Return package `slurm_site`.
+
+    Raises:
+        SpecError: it is not installed.
+    """
+    return cast(SiteBilling, load_extra("slurm_site"))
+
+
+# --- Prices
+
+
+def with_site_billing(spec: JobSpec, root: Path | None, *, billing: SiteBilling | None = None) -> JobSpec:
+    """Return a job with its billing (`pricing.slurm_billing`) for each node type; other pricing is unchanged.
 
     Args:
-        bill: the site's billing of the job.
-        nodes: number of nodes of the job.
-        hours: duration of the job.
+        spec: the job.
+        root: the folder of the runs, in which SLURM's answers are cached; None for no cache.
+        billing: asks SLURM; None for the optional package `slurm_site`.
+
+    Raises:
+        SpecError: SLURM does not report its billing, or the package is not installed.
     """
-    counts = {name: nodes * count for name, count in bill.tres.items()}
-    counts["billing"] = truncate_billing(nodes * bill.node + bill.job)
-    return {name: 60 * hours * bill.usage_factor * count for name, count in counts.items()}
+    if not spec.node_types:
+        if spec.pricing.kind != "billing":
+            return spec
+        pricing = spec.pricing.model_copy(update={"slurm_billing": _find_bill(spec, root, billing)})
+        return spec.model_copy(update={"pricing": pricing})
+    types = dict(spec.node_types)
+    for name, kind in types.items():
+        job_of_type = spec.of_node_type(name)
+        if job_of_type.pricing.kind == "billing":
+            bill = asdict(_find_bill(job_of_type, root, billing))
+            types[name] = kind.model_copy(update={"pricing": {**kind.pricing, "slurm_billing": bill}})
+    return spec.model_copy(update={"node_types": types})
+
+
+def _find_bill(spec: JobSpec, root: Path | None, billing: SiteBilling | None) -> SiteBill:
+    """Return the billing that the job file gives for a node, or else SLURM's."""
+    spec = with_environment_defaults(spec)
+    if spec.pricing.per_node is not None:
+        slurm = spec.cluster.slurm or Slurm()
+        factor = compute_charge_factor(spec, qos=slurm.qos or "", partition=slurm.partition or "")
+        return SiteBill(node=spec.pricing.per_node, charge_factor=factor, qos=slurm.qos or "", words="pricing.per_node")
+    if spec.cluster.kind != "slurm":
+        raise SpecError(
+            f"pricing.kind billing: SLURM tells what a job is billed, and cluster.kind is {spec.cluster.kind}",
+            "give what a whole node is billed: pricing.per_node",
+        )
+    return (billing or _load_site_billing()).find_bill(spec, root)
+
+
+# --- The balance of the account
 
 
 def check_balance(
-    spec: JobSpec, *, nodes: int, hours: float | None, at_most: float | None = None, ask: Ask = ask_slurm
+    spec: JobSpec,
+    *,
+    nodes: int,
+    hours: float | None,
+    at_most: float | None = None,
+    billing: SiteBilling | None = None,
 ) -> BalanceCheck | None:
     """Return whether the balance covers a training; None if the price is of another kind, or the job not for SLURM.
 
     Args:
-        spec: the job, with SLURM's billing filled in.
+        spec: the job, with its billing filled in.
         nodes: nodes of its jobs.
         hours: expected total duration of its jobs; None if there is no prediction.
         at_most: the upper end of the 90 % interval of that duration.
-        ask: returns the output of a SLURM command.
+        billing: asks SLURM; None for the optional package `slurm_site`.
+
+    Raises:
+        SpecError: the package is not installed.
     """
     bill = spec.pricing.slurm_billing
     if bill is None or spec.cluster.kind != "slurm":
         return None
-    balance = read_account_balance(spec, qos=bill.qos, ask=ask)
-    if hours is None:
-        return BalanceCheck(
-            balance.account,
-            balance.limits,
-            _describe_left(balance),
-            unknown="the duration is unknown because nothing was measured",
-        )
-    if uncounted := sorted({limit.tres for limit in balance.limits} - {"billing"}) if not bill.tres else []:
-        note = f"pricing.per_node covers only the billing, but there are limits on {', '.join(uncounted)}"
-        balance = replace(balance, unseen=balance.unseen or note)
-    need = compute_needed_minutes(bill, nodes=nodes, hours=hours)
-    most = compute_needed_minutes(bill, nodes=nodes, hours=max(hours, at_most or 0.0))
-    tight = [limit for limit in balance.limits if most.get(limit.tres, 0.0) > 0]
-    if not tight:
-        return BalanceCheck(balance.account, balance.limits, _describe_left(balance), unknown=balance.unseen)
-    worst = min(tight, key=lambda limit: limit.remaining / most[limit.tres])
-    return BalanceCheck(
-        account=balance.account,
-        limits=balance.limits,
-        words=f"{_describe_limit(worst, spec)}; it needs {_describe_need(worst, need, spec)}",
-        lacking=_warn_lacking(worst, need, spec),
-        lacking_at_most=_warn_lacking(worst, most, spec),
-        unknown=balance.unseen,
-    )
+    package = billing or _load_site_billing()
+    return package.check_balance(spec, bill, nodes=nodes, hours=hours, at_most=at_most)
 
 
 def check_balance_of_task(task: TrainTask, *, remaining_share: float) -> BalanceCheck | None:
@@ -161,76 +224,19 @@ def require_balance(balance_check: BalanceCheck | None) -> None:
         )
 
 
-def _describe_left(balance: Balance) -> str:
-    if balance.unseen:
-        return f"unknown: {balance.unseen}"
-    return f"account {balance.account} has no limit for this (GrpTRESMins)"
-
-
-def _warn_lacking(limit: TresLimit, need: Mapping[str, float], spec: JobSpec) -> Diagnostic | None:
-    if need[limit.tres] <= limit.remaining:
-        return None
-    return messages.balance_too_low(available=_describe_limit(limit, spec), needed=_describe_need(limit, need, spec))
-
-
-def _describe_limit(limit: TresLimit, spec: JobSpec) -> str:
-    whole, remaining = (_describe_minutes(minutes, limit.tres) for minutes in (limit.limit, limit.remaining))
-    runs = f" ({_describe_minutes(limit.running, limit.tres)} reserved for running jobs)" if limit.running else ""
-    return f"{limit.where} has {remaining} of {whole} {_get_unit_name(limit.tres, spec)} left{runs}"
-
-
-def _describe_need(limit: TresLimit, need: Mapping[str, float], spec: JobSpec) -> str:
-    return f"{_describe_minutes(need[limit.tres], limit.tres)} {_get_unit_name(limit.tres, spec)}"
-
-
-def _describe_minutes(minutes: float, tres: str) -> str:
-    return format_number(minutes / 60 / (1024 if tres == "mem" else 1))
-
-
-def _get_unit_name(tres: str, spec: JobSpec) -> str:
-    """Return the name of an hour of a TRES; for billing, the site's unit unless a charge factor is applied to it."""
-    bill = spec.pricing.slurm_billing
-    if tres == "billing" and bill is not None and bill.charge_factor == 1:
-        return spec.pricing.unit
-    return {"mem": "GB-hours of memory"}.get(tres, f"{tres}-hours")
-
-
-def warn_balance_for_probes(spec: JobSpec, node_hours: float, *, ask: Ask = ask_slurm) -> list[Diagnostic]:
+def warn_balance_for_probes(
+    spec: JobSpec, node_hours: float, *, billing: SiteBilling | None = None
+) -> list[Diagnostic]:
     """Return a warning if the balance may not cover profiling jobs of up to `node_hours`."""
-    balance_check = check_balance(spec, nodes=1, hours=node_hours, ask=ask) if node_hours else None
+    balance_check = check_balance(spec, nodes=1, hours=node_hours, billing=billing) if node_hours else None
     return [balance_check.lacking] if balance_check and balance_check.lacking else []
 
 
 # --- The charge of a training
 
 
-@dataclass(frozen=True)
-class SiteCharge:
-    """The charge of a training so far, by SLURM's accounting."""
-
-    cost: float  # in the currency of the pricing
-    currency: str
-    predicted: float | None  # for the whole training
-    jobs: int
-    billing_hours: float  # before usage and charge factors
-    predicted_billing: float | None  # units of one hour, as predicted of its jobs
-    billings: tuple[int, ...]  # as AllocTRES has them
-    open: bool  # whether jobs still wait or run
-
-    @property
-    def description(self) -> str:
-        """Return the source of the charge, and how much the billing of a job differs from the prediction."""
-        billings_text = ", ".join(map(str, self.billings)) or "none yet"
-        expected = "" if self.predicted_billing is None else f", {self.predicted_billing:g} predicted"
-        so_far = ", so far" * self.open
-        return (
-            f"by sacct{so_far}: {format_count(self.jobs, 'job')}, billing {billings_text} an hour{expected};"
-            f" {format_number(self.billing_hours)} billing-hours, {format_number(self.cost)} {self.currency}"
-        )
-
-
 def find_site_charge(run: RunDir, signature: str) -> SiteCharge | None:
-    """Return SLURM's charge for a training; None if the price is of another kind, or accounting reports nothing.
+    """Return SLURM's charge for a training; None if the price is of another kind, or nothing reports the charge.
 
     Args:
         run: the run with the training.
@@ -243,22 +249,5 @@ def find_site_charge(run: RunDir, signature: str) -> SiteCharge | None:
     if task is None or job is None or job.scheduler != "slurm" or task.spec.pricing.slurm_billing is None:
         return None
     earlier = {attempt.allocation.partition(".")[0] for attempt in training.attempts()} - {""}
-    billed = read_billed_jobs(sorted({*earlier, *job.ids}))
-    return None if billed is None else _compare_with_prediction(billed, task)
-
-
-def _compare_with_prediction(billed: BilledJobs, task: TrainTask) -> SiteCharge:
-    pricing, predicted = task.spec.pricing, task.prediction
-    billing = pricing.slurm_billing
-    assert billing is not None
-    factors = billing.usage_factor * billing.charge_factor
-    return SiteCharge(
-        cost=compute_price_of_billed(billed, pricing),
-        currency=pricing.currency,
-        predicted=None if predicted is None else predicted.cost,
-        jobs=billed.jobs,
-        billing_hours=billed.billing_hours,
-        predicted_billing=compute_hourly_charge(pricing, task.own_nodes) / factors if factors else None,
-        billings=billed.billings,
-        open=billed.open,
-    )
+    billing: SiteBilling | None = find_extra("slurm_site")
+    return None if billing is None else billing.find_charge(task, sorted({*earlier, *job.ids}))

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tula_cli.assets import SITE_FOLDER, config_files
-from tula_cli.cluster.slurm.billing import list_unknown_factors
 from tula_cli.cluster.slurm.queue import describe_window
 from tula_cli.cluster.slurm.sbatch import make_export_lines, read_setup_lines
 from tula_cli.cluster.slurm.site import Partition, SiteFacts, ask_site_facts, describe_partition
+from tula_cli.cluster.slurm.site_factors import list_unknown_factors
 from tula_cli.errors import JobFailed, SchedulerError, SpecError, TulaError
 from tula_cli.host.processes import run_command
 from tula_cli.plugins import suggest_nearest

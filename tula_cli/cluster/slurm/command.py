@@ -1,6 +1,7 @@
 """Calls of SLURM's commands, in a cleaned environment, with a timeout, and without raising errors."""
 
 import os
+import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import Literal
 
 from tula_cli.host.processes import run_command
 
+_KEY = re.compile(r"(?:^|\s)([A-Za-z][\w/:]*)=")
 COMMAND_TIMEOUT = 60.0
 """Timeout in seconds of a command of SLURM; a busy controller may take tens of seconds to answer."""
 
@@ -80,3 +82,15 @@ def make_command_environment(environ: Mapping[str, str]) -> dict[str, str]:
         for name, value in environ.items()
         if name in _KEPT_VARIABLES or not (name.startswith(_DROPPED_PREFIXES) or (inside and name in _SET_VARIABLES))
     }
+
+
+def parse_record(line: str) -> dict[str, str]:
+    """Return the fields of a one-line record of `scontrol --oneliner`; values may contain spaces and "="."""
+    keys = list(_KEY.finditer(line))
+    ends = [key.start() for key in keys[1:]] + [len(line)]
+    fields: dict[str, str] = {}
+    for key, end in zip(
+        keys, ends, strict=False
+    ):  # a line without any field ("No reservations in the system") has an end alone
+        fields.setdefault(key[1], line[key.end() : end].strip())  # "CfgTRES=cpu=2,..." has no space before "cpu"
+    return fields

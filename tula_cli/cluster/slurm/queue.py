@@ -18,8 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tula_cli.cluster.scheduler import Queued, SchedulerState
-from tula_cli.cluster.slurm.allocations import parse_record
-from tula_cli.cluster.slurm.command import COMMAND_TIMEOUT, call_slurm
+from tula_cli.cluster.slurm.command import COMMAND_TIMEOUT, call_slurm, parse_record
 from tula_cli.errors import SchedulerError, StorageFailed, TulaError
 from tula_cli.run.files import write_atomic
 from tula_cli.run.records.base import OutcomeClass

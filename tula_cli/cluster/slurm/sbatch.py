@@ -1,5 +1,6 @@
 """The options of sbatch and srun for a job."""
 
+import os
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -272,3 +273,17 @@ def _read_lines_of_file(name: str, given: str | None, *, setting: str, workdir: 
         reason = getattr(error, "strerror", None) or error
         hint = f"cluster.slurm.{setting} is a list, or the path of a file; [] is none"
         raise SpecError(f"cannot read {path}: {reason}", hint) from None
+
+
+def with_environment_defaults(spec: JobSpec) -> JobSpec:
+    """Return a job with its unset options filled from sbatch's environment variables (e.g. SBATCH_ACCOUNT)."""
+    if spec.cluster.kind != "slurm":
+        return spec
+    slurm = spec.cluster.slurm or Slurm()
+    values = {
+        name: value
+        for name in ("partition", "account", "qos", "constraint")
+        if not getattr(slurm, name) and (value := os.environ.get(f"SBATCH_{name.upper()}"))
+    }
+    cluster = spec.cluster.model_copy(update={"slurm": slurm.model_copy(update=values)})
+    return spec.model_copy(update={"cluster": cluster}) if values else spec

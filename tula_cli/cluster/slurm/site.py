@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from tula_cli.cluster.slurm.allocations import parse_record
-from tula_cli.cluster.slurm.command import CommandResult, call_slurm
+from tula_cli.cluster.slurm.command import CommandResult, call_slurm, parse_record
 from tula_cli.cluster.slurm.queue import RESERVATIONS, parse_maintenance_windows
 from tula_cli.spec.sections import FEWEST_WORKERS
 from tula_cli.spec.slurm_options import ROOM

@@ -3,8 +3,8 @@
 import make_runs
 from read_diagnostics import codes
 
-from tula_cli.cluster.slurm.billing import warn_unknown_factors
 from tula_cli.cluster.slurm.command import CommandResult
+from tula_cli.cluster.slurm.site_factors import warn_unknown_factors
 
 FACTORS = {"qos_factors": {"DEAR": 3, "premum": 2}, "partition_factors": {"gpu": 2, "GPU": 2, "x": 0.5}}
 

@@ -4,10 +4,12 @@ import pytest
 from accounting_recorded import CONFIG, NODE, NODE_24_11, PARTITION_24_11, Slurm
 from make_runs import spec
 
-from tula_cli.cluster.slurm.allocations import parse_record
-from tula_cli.cluster.slurm.billing import FOLDER, KEPT_SECONDS, find_site_bill, get_user_name
+from tula_cli.cluster.slurm.command import parse_record
 from tula_cli.errors import SpecError
+from tula_cli.extras.slurm_site import SlurmSite
+from tula_cli.extras.slurm_site.bill import FOLDER, KEPT_SECONDS, find_site_bill, get_user_name
 from tula_cli.models.cost import compute_cost, compute_hourly_charge, compute_max_price, describe_price
+from tula_cli.services.site_charges import with_site_billing
 
 
 def job(*, gpus=1, device="cpu", pricing=None, **slurm):
@@ -16,9 +18,7 @@ def job(*, gpus=1, device="cpu", pricing=None, **slurm):
 
 
 def billed(asked, ask=None, root=None):
-    return asked.pricing.model_copy(
-        update={"slurm_billing": find_site_bill(asked, root, ask=ask or Slurm(get_user_name()))}
-    )
+    return with_site_billing(asked, root, billing=SlurmSite(ask or Slurm(get_user_name()))).pricing
 
 
 # What `sacct` showed of real jobs that asked for the same (AllocTRES billing=).
@@ -189,7 +189,7 @@ def test_a_number_of_the_users_own_asks_nobody():
     assert not silent.asked
     local = spec(pricing={"kind": "billing"})
     with pytest.raises(SpecError, match=r"cluster\.kind is local"):
-        find_site_bill(local, None, ask=silent)
+        billed(local, silent)
 
 
 def test_a_record_whose_values_have_words_and_equals_signs():

@@ -13,20 +13,7 @@ from tula_cli.models.tres import parse_count, parse_tres
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.slurm_options import Slurm, normalize_option_name
 
-_KEY = re.compile(r"(?:^|\s)([A-Za-z][\w/:]*)=")
 _BARE = re.compile(r"^\d+$")
-
-
-def parse_record(line: str) -> dict[str, str]:
-    """Return the fields of a one-line record of `scontrol --oneliner`; values may contain spaces and "="."""
-    keys = list(_KEY.finditer(line))
-    ends = [key.start() for key in keys[1:]] + [len(line)]
-    fields: dict[str, str] = {}
-    for key, end in zip(
-        keys, ends, strict=False
-    ):  # a line without any field ("No reservations in the system") has an end alone
-        fields.setdefault(key[1], line[key.end() : end].strip())  # "CfgTRES=cpu=2,..." has no space before "cpu"
-    return fields
 
 
 def parse_config(text: str) -> dict[str, str]:

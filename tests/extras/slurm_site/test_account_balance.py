@@ -4,29 +4,30 @@ import pytest
 from accounting_recorded import Slurm
 from make_runs import spec
 
-from tula_cli.cluster.slurm.billing import get_user_name
 from tula_cli.errors import OverBudget, SpecError
+from tula_cli.extras.slurm_site import SlurmSite
+from tula_cli.extras.slurm_site.balance_check import compute_needed_minutes
+from tula_cli.extras.slurm_site.bill import get_user_name
 from tula_cli.services.site_charges import (
     check_balance,
-    compute_needed_minutes,
     require_balance,
     warn_balance_for_probes,
     with_site_billing,
 )
 from tula_cli.spec.resources import SiteBill
 
-ASK = Slurm(get_user_name())
+SITE = SlurmSite(Slurm(get_user_name()))
 
 
 def job(*, pricing=None, **slurm):
     cluster = {"kind": "slurm", "device": "cpu", "slurm": {"partition": "billed", "account": "proj", **slurm}}
-    return with_site_billing(spec(cluster=cluster, pricing={"kind": "billing", **(pricing or {})}), None, ask=ASK)
+    return with_site_billing(spec(cluster=cluster, pricing={"kind": "billing", **(pricing or {})}), None, billing=SITE)
 
 
 def test_a_bill_of_the_users_own_does_not_tell_whether_other_limits_hold():
     asked = spec(cluster={"kind": "slurm", "slurm": {"account": "big"}}, pricing={"kind": "billing", "per_node": 1})
     asked = asked.model_copy(update={"pricing": asked.pricing.model_copy(update={"slurm_billing": SiteBill(node=1)})})
-    found = check_balance(asked, nodes=1, hours=0.1, ask=Slurm(get_user_name()))
+    found = check_balance(asked, nodes=1, hours=0.1, billing=SlurmSite(Slurm(get_user_name())))
     assert "there are limits on cpu" in found.unknown
 
 
@@ -41,11 +42,11 @@ def test_a_job_takes_minutes_of_each_tres_times_its_usage_factor():
 
 def test_the_tightest_limit_of_all_above_decides():
     """41 minutes of billing are left of account big: at 5 an hour that is 8.2 minutes of one node."""
-    fits = check_balance(job(), nodes=1, hours=8 / 60, ask=ASK)
+    fits = check_balance(job(), nodes=1, hours=8 / 60, billing=SITE)
     assert fits is not None and not fits.lacking and not fits.lacking_at_most
     assert fits.words.startswith("account big has 0.683 of 1.67 SU left (0.667 reserved for running jobs); it needs")
     require_balance(fits)
-    beyond = check_balance(job(), nodes=1, hours=9 / 60, ask=ASK)
+    beyond = check_balance(job(), nodes=1, hours=9 / 60, billing=SITE)
     assert beyond is not None and "account big" in beyond.lacking.values["available"]
     with pytest.raises(
         OverBudget, match=r"nothing was submitted.*account big has 0\.683 of 1\.67 SU left .* 0\.750 SU"
@@ -54,12 +55,12 @@ def test_the_tightest_limit_of_all_above_decides():
 
 
 def test_a_dear_qos_takes_twice_as_much_and_has_a_limit_of_its_own():
-    assert check_balance(job(qos="dear"), nodes=1, hours=4 / 60, ask=ASK).lacking is None
-    assert "account big" in check_balance(job(qos="dear"), nodes=1, hours=5 / 60, ask=ASK).lacking.text
+    assert check_balance(job(qos="dear"), nodes=1, hours=4 / 60, billing=SITE).lacking is None
+    assert "account big" in check_balance(job(qos="dear"), nodes=1, hours=5 / 60, billing=SITE).lacking.text
 
 
 def test_the_upper_end_of_the_interval_is_held_to_it_too():
-    found = check_balance(job(), nodes=1, hours=8 / 60, at_most=9 / 60, ask=ASK)
+    found = check_balance(job(), nodes=1, hours=8 / 60, at_most=9 / 60, billing=SITE)
     assert found.lacking is None and found.lacking_at_most
     with pytest.raises(OverBudget, match="upper end of the 90 % interval"):
         require_balance(found)
@@ -68,12 +69,14 @@ def test_the_upper_end_of_the_interval_is_held_to_it_too():
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (check_balance(job(), nodes=1, hours=None, ask=ASK), "nothing was measured"),
+        (check_balance(job(), nodes=1, hours=None, billing=SITE), "nothing was measured"),
         (
-            check_balance(job(), nodes=1, hours=0.01, ask=Slurm(get_user_name(), without=["assoc_mgr", "sshare"])),
+            check_balance(
+                job(), nodes=1, hours=0.01, billing=SlurmSite(Slurm(get_user_name(), without=["assoc_mgr", "sshare"]))
+            ),
             "access denied",
         ),
-        (check_balance(job(account="hidden"), nodes=1, hours=0.01, ask=ASK), "account hidden is not shown"),
+        (check_balance(job(account="hidden"), nodes=1, hours=0.01, billing=SITE), "account hidden is not shown"),
     ],
 )
 def test_what_cannot_be_known_is_told_and_not_promised(found, words):
@@ -83,7 +86,7 @@ def test_what_cannot_be_known_is_told_and_not_promised(found, words):
 
 
 def test_a_price_of_another_kind_has_no_balance():
-    found = check_balance(spec(pricing={"price": 2.0}), nodes=1, hours=1.0, ask=ASK)
+    found = check_balance(spec(pricing={"price": 2.0}), nodes=1, hours=1.0, billing=SITE)
     assert found is None
     with pytest.raises(SpecError, match=r"pricing.kind: billing"):
         require_balance(found)
@@ -93,27 +96,29 @@ def test_no_limit_is_as_much_as_one_likes():
     free = Slurm(get_user_name())
     unlimited = job(account="lab")
     texts = "ClusterName=t Account=lab UserName= Partition=\n    ParentAccount=root(1)\n    GrpTRESMins=cpu=N(3),billing=N(4)\n"
-    found = check_balance(unlimited, nodes=8, hours=1e6, ask=lambda *c: texts if "accounts=lab" in c else free(*c))
+    found = check_balance(
+        unlimited, nodes=8, hours=1e6, billing=SlurmSite(lambda *c: texts if "accounts=lab" in c else free(*c))
+    )
     require_balance(found)
     assert "account lab has no limit" in found.words
 
 
 def test_own_charge_factors_are_not_in_the_balance_of_slurm():
-    found = check_balance(job(pricing={"partition_factors": {"billed": 3}}), nodes=1, hours=8 / 60, ask=ASK)
+    found = check_balance(job(pricing={"partition_factors": {"billed": 3}}), nodes=1, hours=8 / 60, billing=SITE)
     assert found.lacking is None and "billing-hours left" in found.words
 
 
 def test_probes_are_told_when_the_balance_may_not_carry_them():
-    (warning,) = warn_balance_for_probes(job(), 1.0, ask=ASK)
+    (warning,) = warn_balance_for_probes(job(), 1.0, billing=SITE)
     assert warning.code == "balance-too-low" and "account big has 0.683 of 1.67 SU" in warning.values["available"]
-    assert warn_balance_for_probes(job(), 0.05, ask=ASK) == []
-    assert warn_balance_for_probes(spec(), 100.0, ask=ASK) == []
+    assert warn_balance_for_probes(job(), 0.05, billing=SITE) == []
+    assert warn_balance_for_probes(spec(), 100.0, billing=SITE) == []
 
 
 def test_each_type_of_node_has_its_own_bill():
     types = {"a": {"cluster": {"slurm": {"partition": "half"}}}, "b": {"cluster": {"slurm": {"partition": "billed"}}}}
     cluster = {"kind": "slurm", "device": "cpu", "slurm": {}}
-    found = with_site_billing(spec(cluster=cluster, pricing={"kind": "billing"}, node_types=types), None, ask=ASK)
+    found = with_site_billing(spec(cluster=cluster, pricing={"kind": "billing"}, node_types=types), None, billing=SITE)
     assert {name: own.pricing.slurm_billing.node for name, own in found.by_type().items()} == {
         "a": pytest.approx(0.6),
         "b": 5.0,

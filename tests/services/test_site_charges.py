@@ -1,0 +1,82 @@
+"""Jobs that a site bills, without the optional package that reads a site's billing."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from make_runs import add_training, spec
+from make_runs import job as make_job
+
+from tula_cli.errors import SpecError
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.tasks import TrainTask
+from tula_cli.services import site_charges
+from tula_cli.services.site_charges import SiteCharge, check_balance, find_site_charge, with_site_billing
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.resources import SiteBill
+
+
+@pytest.fixture(autouse=True)
+def without_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tula_cli.extras.slurm_site", None)
+
+
+def job(**pricing: object) -> JobSpec:
+    return spec(cluster={"kind": "slurm", "slurm": {"qos": "dear"}}, pricing=pricing)
+
+
+def test_a_price_that_only_the_site_knows_names_the_extra_to_install() -> None:
+    with pytest.raises(SpecError, match="optional package slurm_site is not installed") as error:
+        with_site_billing(job(kind="billing"), None)
+    assert "pip install 'tula-cli[slurm_site]'" in error.value.hint
+
+
+def test_prices_of_the_job_file_need_no_package() -> None:
+    by_hour = job(price=2.0)
+    assert with_site_billing(by_hour, None) == by_hour
+    own_bill = with_site_billing(job(kind="billing", per_node=64, qos_factors={"dear": 3}), None).pricing.slurm_billing
+    assert own_bill is not None and (own_bill.node, own_bill.charge_factor, own_bill.qos) == (64, 3, "dear")
+
+
+CHARGE = SiteCharge(
+    cost=4.0,
+    currency="SU",
+    predicted=None,
+    jobs=1,
+    billing_hours=4.0,
+    predicted_billing=None,
+    billings=(4,),
+    open=False,
+)
+
+
+class Accounting:
+    """A package that finds the jobs of a training in the accounting."""
+
+    def find_charge(self, task: TrainTask, jobs: Sequence[str]) -> SiteCharge | None:
+        return CHARGE if (task.signature, list(jobs)) == ("ab12cd34", ["4711"]) else None
+
+
+def billed() -> JobSpec:
+    own = job(kind="billing", per_node=64)
+    return own.model_copy(update={"pricing": own.pricing.model_copy(update={"slurm_billing": SiteBill(node=1)})})
+
+
+def test_a_balance_is_checked_by_the_package_alone() -> None:
+    assert check_balance(job(price=2.0), nodes=1, hours=1.0) is None
+    with pytest.raises(SpecError, match="slurm_site is not installed"):
+        check_balance(billed(), nodes=1, hours=1.0)
+
+
+def test_the_charge_of_a_training_is_unknown_without_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir.create(tmp_path / "tula-runs", job(kind="billing", per_node=64))
+    name = add_training(run)
+    (task,) = run.training("ab12cd34").tasks()
+    run.write_task(task.model_copy(update={"spec": billed()}))
+    run.write_job(make_job(name, scheduler="slurm"))
+    assert find_site_charge(run, "ab12cd34") is None
+    monkeypatch.setattr(site_charges, "find_extra", lambda _: Accounting())
+    assert find_site_charge(run, "ab12cd34") == CHARGE

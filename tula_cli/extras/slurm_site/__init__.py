@@ -1,0 +1,44 @@
+"""Prices, balances and charges of a SLURM site (`pricing.kind: billing`), as SLURM's accounting reports them."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tula_cli.run.records.tasks import TrainTask
+    from tula_cli.services.site_charges import BalanceCheck, SiteCharge
+    from tula_cli.spec.job import JobSpec
+    from tula_cli.spec.resources import SiteBill
+
+
+class SlurmSite:
+    """This package as the core uses it: a `SiteBilling`.
+
+    Args:
+        ask: runs a command of SLURM and returns its output; None runs it on this machine.
+    """
+
+    def __init__(self, ask: Callable[..., str] | None = None) -> None:
+        self._ask = ask
+
+    def find_bill(self, spec: "JobSpec", root: Path | None) -> "SiteBill":
+        from tula_cli.extras.slurm_site.bill import ask_slurm, find_site_bill
+
+        return find_site_bill(spec, root, ask=self._ask or ask_slurm)
+
+    def check_balance(
+        self, spec: "JobSpec", bill: "SiteBill", *, nodes: int, hours: float | None, at_most: float | None
+    ) -> "BalanceCheck":
+        from tula_cli.extras.slurm_site.balance_check import check_balance
+        from tula_cli.extras.slurm_site.bill import ask_slurm
+
+        return check_balance(spec, bill, nodes=nodes, hours=hours, at_most=at_most, ask=self._ask or ask_slurm)
+
+    def find_charge(self, task: "TrainTask", jobs: Sequence[str]) -> "SiteCharge | None":
+        from tula_cli.extras.slurm_site.charges import compare_with_prediction, read_billed_jobs
+
+        billed = read_billed_jobs(jobs)
+        return None if billed is None else compare_with_prediction(billed, task)
+
+
+package = SlurmSite()

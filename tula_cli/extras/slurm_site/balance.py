@@ -1,0 +1,152 @@
+"""The balance of an account at a SLURM site: its limits, and what is used of them.
+
+`scontrol show assoc_mgr` reports them as the controller holds them. Where a site shows that to no users, `sshare` does,
+without the QOS. Counts are minutes of each TRES (of memory MB-minutes).
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from tula_cli.cluster.slurm.sbatch import with_environment_defaults
+from tula_cli.errors import SchedulerError
+from tula_cli.extras.slurm_site.bill import Ask, find_account, get_user_name
+from tula_cli.models.tres import parse_tres
+from tula_cli.services.site_charges import TresLimit
+from tula_cli.spec.job import JobSpec
+
+_MAX_PARENT_ACCOUNTS = 20  # accounts above each other
+
+
+@dataclass(frozen=True)
+class Balance:
+    """The balance of an account; unlimited if it has no limits and all limits could be read."""
+
+    account: str
+    limits: tuple[TresLimit, ...]
+    unseen: str = ""  # why not all limits are known; empty where they are
+
+
+def read_account_balance(spec: JobSpec, *, qos: str, ask: Ask) -> Balance:
+    """Return the balance of the account of a job; errors are reported in the result, not raised.
+
+    Args:
+        spec: the job, of which account and partition are used.
+        qos: QOS of the job.
+        ask: runs a command of SLURM and returns its output.
+    """
+    spec = with_environment_defaults(spec)
+    try:
+        account = find_account(spec, ask)
+    except SchedulerError as error:
+        return Balance("", (), f"the accounting does not tell the account: {error.message}")
+    if not account:
+        return Balance("", (), "the accounting knows no default account of yours; set cluster.slurm.account")
+    partition = (spec.cluster.slurm and spec.cluster.slurm.partition) or ""
+    qos = qos.lower()
+    limits, missing = _read_limits_of_controller(account, partition, ask)
+    if missing and (shared := _read_limits_of_sshare(account, ask)) is not None:
+        return Balance(account, tuple(shared), "" if not qos else f"of QOS {qos} nothing is shown")
+    by_qos, hidden = ([], "") if missing else _read_limits_of_qos(qos, ask)
+    return Balance(account, (*limits, *by_qos), missing or hidden)
+
+
+# --- scontrol show assoc_mgr
+
+
+def _read_limits_of_controller(account: str, partition: str, ask: Ask) -> tuple[list[TresLimit], str]:
+    """Return the limits that the controller shows, and why some are missing (empty if none is)."""
+    limits: list[TresLimit] = []
+    above, name = [account], account
+    while name and name != "root":
+        try:
+            blocks = list(parse_blocks(ask("scontrol", "show", "assoc_mgr", "flags=assoc", f"accounts={name}")))
+        except SchedulerError as error:
+            return limits, f"scontrol show assoc_mgr: {error.message}"
+        blocks_of_account = [block for block in blocks if block.get("Account") == name]
+        shared = next((block for block in blocks_of_account if not block.get("UserName")), None)
+        if shared is None:
+            return limits, f"account {name} is not shown (PrivateData?)"
+        if name == account:
+            for block in blocks_of_account:
+                of_user = block.get("UserName", "").partition("(")[0] == get_user_name()
+                if of_user and block.get("Partition", "") in ("", partition):
+                    limits += parse_limits(block, f"{get_user_name()} in account {name}")
+        limits += parse_limits(shared, f"account {name}")
+        name = shared.get("ParentAccount", "").partition("(")[0]
+        if name in above or len(above) > _MAX_PARENT_ACCOUNTS:
+            break
+        above.append(name)
+    return limits, ""
+
+
+def _read_limits_of_qos(qos: str, ask: Ask) -> tuple[list[TresLimit], str]:
+    """Return the limits of a QOS, and why they are unknown (empty if they are known)."""
+    if not qos:
+        return [], ""
+    try:
+        output = ask("scontrol", "show", "assoc_mgr", "flags=qos", f"qos={qos}")
+    except SchedulerError as error:
+        return [], f"of QOS {qos} nothing is shown ({error.message})"
+    blocks = [block for block in parse_blocks(output) if block.get("QOS", "").partition("(")[0] == qos]
+    return (parse_limits(blocks[0], f"QOS {qos}"), "") if blocks else ([], f"of QOS {qos} nothing is shown")
+
+
+def parse_blocks(text: str) -> Iterator[dict[str, str]]:
+    """Yield the records of `scontrol show assoc_mgr`; each starts with a line of `ClusterName=` or `QOS=`."""
+    block: dict[str, str] = {}
+    for line in text.splitlines():
+        if re.match(r"(ClusterName|QOS)=", line):
+            if block:
+                yield block
+            block = {}
+        if block or re.match(r"(ClusterName|QOS)=", line):
+            for field_text in line.split():
+                name, equals, value = field_text.partition("=")
+                if equals:
+                    block.setdefault(name, value)
+    if block:
+        yield block
+
+
+def parse_limits(block: Mapping[str, str], where: str) -> list[TresLimit]:
+    """Return the limits of a record: "GrpTRESMins=cpu=N(12),billing=600(34)" means 600 billing-minutes, 34 used."""
+    running = {name: used for name, _, used in _parse_entries(block.get("GrpTRESRunMins", ""))}
+    return [
+        TresLimit(where, name, limit, used, running.get(name, 0.0))
+        for name, limit, used in _parse_entries(block.get("GrpTRESMins", ""))
+        if limit is not None
+    ]
+
+
+def _parse_entries(text: str) -> Iterator[tuple[str, float | None, float]]:
+    """Yield name, limit (None if unlimited) and use of each TRES."""
+    for name, limit, used in re.findall(r"([^,=()]+)=(N|\d+)\((\d+(?:\.\d+)?)\)", text):
+        yield name.lower(), None if limit == "N" else float(limit), float(used)
+
+
+# --- sshare
+
+
+def _read_limits_of_sshare(account: str, ask: Ask) -> list[TresLimit] | None:
+    """Return the limits that `sshare` shows for a user's association and its parents; None if it does not show them."""
+    try:
+        output = ask("sshare", "--noheader", "--parsable2", "--format=Account,User,GrpTRESMins,GrpTRESRaw,TRESRunMins")
+    except SchedulerError:
+        return None
+    path: list[list[str]] = []  # from the root on
+    for line in output.splitlines():
+        fields = line.split("|")
+        depth = len(line) - len(line.lstrip(" "))
+        path = [*path[:depth], [field.strip() for field in fields]]
+        if len(fields) == 5 and path[-1][:2] == [account, get_user_name()]:
+            return [limit for fields in path for limit in _parse_limits_of_row(fields)]
+    return None
+
+
+def _parse_limits_of_row(fields: list[str]) -> Iterator[TresLimit]:
+    account, name, limits, used, running = fields
+    where = f"{name} in account {account}" if name else f"account {account}"
+    spent, open_ = parse_tres(used), parse_tres(running)
+    for tres, limit in parse_tres(limits).items():
+        yield TresLimit(where, tres, limit, spent.get(tres, 0.0), open_.get(tres, 0.0))

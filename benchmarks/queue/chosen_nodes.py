@@ -10,7 +10,7 @@ from lublin_feitelson import ModelJob
 from size_classes import PastWait, WaitBound, wait_bound
 from workload_format import LoggedJob
 
-from tula_cli.services.recommendation.listed import count_chain_links
+from tula_cli.services.wall_times import count_chain_links
 
 NODES = (1, 2, 4, 8, 16, 32, 64)
 MINUTES = (60, 240, 720, 1440)

@@ -26,8 +26,8 @@ from tula_cli.run.records.results import Save, ScriptSaves
 from tula_cli.run.records.tasks import ProbeTask
 from tula_cli.services.api import Run
 from tula_cli.services.recommend import count_pending_probes, recommend, should_replace, store_answer
-from tula_cli.services.recommendation import doubts as services_recommendation_doubts
-from tula_cli.services.recommendation.measured import describe_epochs
+from tula_cli.services.recommendation import warnings as recommendation_warnings
+from tula_cli.services.recommendation.measurements import describe_epochs
 from tula_cli.show import recommend as show_recommend
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import load_spec, validate
@@ -665,14 +665,11 @@ def test_a_second_opinion_that_sees_the_choice_quite_differently_is_told(tmp_pat
     other = forecast.steps.second_opinion(row.nodes, gpus, row.local_batch)
     assert other is not None
     far = row.model_copy(update={"step_time": 2 * other, "step_low": 1.9 * other, "step_high": 2.1 * other})
-    assert (
-        "a plain additive fit of the same probes"
-        in services_recommendation_doubts._warn_second_opinion(forecast, far)[0]
-    )
+    assert "a plain additive fit of the same probes" in recommendation_warnings._warn_second_opinion(forecast, far)[0]
     wide = far.model_copy(update={"step_low": 0.9 * other})
     near = far.model_copy(update={"step_time": 1.1 * other, "step_low": 1.05 * other, "step_high": 1.15 * other})
     measured = far.model_copy(update={"measured": True})
-    assert not any(services_recommendation_doubts._warn_second_opinion(forecast, row) for row in (wide, near, measured))
+    assert not any(recommendation_warnings._warn_second_opinion(forecast, row) for row in (wide, near, measured))
 
 
 # --- a script of the user's own, which does not tell everything

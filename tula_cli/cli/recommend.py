@@ -1,6 +1,5 @@
 """`tula recommend`."""
 
-import functools
 import itertools
 import time
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
     from tula_cli.run.directory import RunDir
     from tula_cli.run.records.recommendations import Recommendation
-    from tula_cli.services.recommendation.answer import Answer
+    from tula_cli.services.recommend import Answer
     from tula_cli.spec.job import JobSpec
 
 
@@ -55,7 +54,6 @@ def recommend(
     (objective, curve, limits, type), or with --set, is only shown, unless --save. What --set says is never kept for later
     commands.
     """
-    from tula_cli.cluster import launcher
     from tula_cli.services import recommend as service
     from tula_cli.spec.job import describe_training_method
 
@@ -64,8 +62,7 @@ def recommend(
         answer = service.recommend(run, spec, query, overrides=chosen.overrides, now=time.time())
     else:
         run, spec = _find_measured_run(screen, chosen)
-        make_launcher = functools.partial(launcher.make_launcher, submits=False)
-        answer = service.answer_query(run, spec, query, launcher_for=make_launcher, overrides=chosen.overrides)
+        answer = service.answer_query(run, spec, query, overrides=chosen.overrides)
     recommendation = answer.recommendation
     saved = (
         not demo

@@ -8,11 +8,8 @@ from dataclasses import replace
 from tula_cli.cluster.scheduler import SchedulerState
 from tula_cli.run.records.jobs import Job
 from tula_cli.run.records.tasks import Task, TrainTask
+from tula_cli.spec.slurm_options import MAX_LINKS, SPARE_LINKS
 
-SPARE_LINKS = 2
-"""Jobs of a chain beyond the predicted number, for preemptions, lost nodes and slow hardware."""
-MAX_LINKS = 50
-"""Maximum jobs of one chain, as queues limit the jobs of a user; the same command resumes after the last one."""
 FIRST_DELAY, LONGEST_DELAY = 10, 30
 """Minimum and maximum minutes by which a job is delayed after one that did not start tula."""
 YOUNG_SECONDS = 30.0

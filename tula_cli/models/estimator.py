@@ -99,6 +99,8 @@ class Estimator:
         trained: Sequence[TrainedSteps] = (),
         other_sizes: OtherSizes = NO_OTHER_SIZES,
         noise: NoisePath | None = None,
+        queue: float = 0.0,
+        stages_by: Worth = "time",
     ) -> "Estimator":
         """Fit all models to the observations of a run.
 
@@ -111,6 +113,8 @@ class Estimator:
             trained: step times of trainings, also used in the fit.
             other_sizes: results with other numbers of GPUs per node, used for the step time only.
             noise: of the gradients, which determines the stages of `train.ramp: noise`.
+            queue: seconds that a job waits for nodes.
+            stages_by: what the nodes of the stages are chosen by.
 
         Raises:
             Infeasible: every probe was out of memory.
@@ -148,6 +152,8 @@ class Estimator:
                 *warn_limits(spec, measured, noise),
             ),
             noise=noise,
+            queue=queue,
+            stages_by=stages_by,
             trained=stretches.group_trainings_by_configuration(trained),
         )
 

@@ -31,7 +31,7 @@ from tula_cli.run.records.inspections import ClusterReport
 from tula_cli.run.records.jobs import Attempt, Job, LeaderCommand
 from tula_cli.run.records.probes import RESULT
 from tula_cli.run.records.recommendations import Recommendation
-from tula_cli.run.records.results import Comparison, CountedEnergy, JobFile, Summary, TrainResult, Tuning
+from tula_cli.run.records.results import Comparison, CountedEnergy, JobFile, Save, Summary, TrainResult, Tuning
 from tula_cli.run.records.tasks import (
     TASK,
     CheckTask,
@@ -434,6 +434,11 @@ class RunDir:
         """Return the signatures of existing trainings, most recently changed first."""
         folders = [path for path in (self.path / "train").glob("*") if path.is_dir()]
         return [path.name for path in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)]
+
+    def newest_script_saves(self) -> tuple[Save, ...]:
+        """Return the checkpoints of the script's training that saved most recently; empty if none has saved."""
+        saves_by_training = [self.training(signature).script_saves().saves for signature in self.train_signatures()]
+        return max(filter(None, saves_by_training), key=lambda saves: saves[-1].saved_at, default=())
 
     def write_train_result(self, result: TrainResult) -> None:
         write_record(self.path / f"train/{result.signature}/result.json", result)

@@ -522,10 +522,7 @@ def recommend(arguments: RecommendArguments) -> Recommendation:
         >>> tula.recommend(run, objective="cost", deadline_hours=24).choice.nodes
     """
     call = arguments.resolve(arguments.run).measured()
-    make_launcher = partial(launcher.make_launcher, submits=False)
-    answer = recommending.answer_query(
-        call.run, call.spec, arguments, launcher_for=make_launcher, overrides=arguments.overrides
-    )
+    answer = recommending.answer_query(call.run, call.spec, arguments, overrides=arguments.overrides)
     recommendation = answer.recommendation
     renews = recommending.should_replace(recommendation, call.run.recommendation()) and not find_other_owner(
         call.run.path

@@ -17,7 +17,6 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Measured
 from tula_cli.services import messages
-from tula_cli.services.allowed_nodes import list_allowed_nodes, warn_too_short
 from tula_cli.services.job_warnings import (
     NodeMemory,
     check_memory,
@@ -33,12 +32,13 @@ from tula_cli.services.planned_lengths import (
     warn_lengths_left_out,
 )
 from tula_cli.services.profile import UpperBoundPlan, compute_max_node_hours, plan_upper_bound
-from tula_cli.services.recommendation.saves import describe_interruption_cost
+from tula_cli.services.resume_test import describe_interruption_cost
 from tula_cli.services.search import ON_ALL_NODES, choose_probes, find_largest_local_batch
 from tula_cli.services.search_cost import Expectation, SearchCost, choose_strategy, estimate_search_cost, expect_search
 from tula_cli.services.site_charges import with_site_billing
 from tula_cli.services.status import count_notes
 from tula_cli.services.waiting import require_within_cap
+from tula_cli.services.wall_times import list_allowed_nodes, warn_too_short
 from tula_cli.spec.job import JobSpec, describe_training_method
 
 

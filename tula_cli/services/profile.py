@@ -17,7 +17,6 @@ from tula_cli.run.imports import Source
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.tasks import MeasuringTask, ProbeTask, make_probe_id
-from tula_cli.services.allowed_nodes import warn_too_short
 from tula_cli.services.search import (
     Round,
     choose_next_round,
@@ -28,6 +27,7 @@ from tula_cli.services.search import (
 )
 from tula_cli.services.search_cost import choose_strategy
 from tula_cli.services.status import count_notes
+from tula_cli.services.wall_times import warn_too_short
 from tula_cli.spec.job import JobSpec
 
 
@@ -171,7 +171,7 @@ def _collect_adaptive_inputs(
     """Return the inputs of an adaptive search other than probes, as arguments of `choose_next_round`."""
     if run is None or not run.exists:
         return {}
-    from tula_cli.services.recommendation.measured import (
+    from tula_cli.services.recommendation.measurements import (
         CachedTrainings,
         list_observations_from_trainings,
         read_measurements_of_other_sizes,

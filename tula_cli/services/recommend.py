@@ -1,60 +1,156 @@
 """`tula recommend`: choose a configuration from the measurements, and store the answer for `tula train`."""
 
+import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tula_cli.cluster.launcher import Launcher
-from tula_cli.models import cost
-from tula_cli.models.choice.candidates import Candidates
+from tula_cli.errors import Infeasible
+from tula_cli.models import cost, efficiency
+from tula_cli.models.choice.candidates import Candidates, Limit, list_limits
+from tula_cli.models.choice.columns import Flags
 from tula_cli.models.choice.grid import Config
-from tula_cli.models.choice.objective import choose, describe_open_knees
+from tula_cli.models.choice.objective import (
+    Choice,
+    Quantity,
+    choose,
+    describe_open_knees,
+    find_best_of_each_batch,
+)
 from tula_cli.models.efficiency import Noise
-from tula_cli.models.overheads import compute_median_queue_wait
-from tula_cli.models.ramp.by_noise import describe_stages, with_epochs
-from tula_cli.models.ramp.stage_nodes import choose_stage_objective, describe_stage_nodes
-from tula_cli.models.summaries import RegressionSummary, list_regression_summaries
+from tula_cli.models.estimator import Estimator
+from tula_cli.models.ramp.by_noise import with_epochs
 from tula_cli.query import Query
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.format import require_current_format
 from tula_cli.run.jobfile import find_settings_origin, list_parts_with_data, save_job
 from tula_cli.run.owner import require_own
-from tula_cli.run.records.recommendations import Prediction, Recommendation
-from tula_cli.services import status
-from tula_cli.services.comparison.accuracy import find_accuracy_evidence
+from tula_cli.run.records.recommendations import Caveats, Prediction, Recommendation, SequenceLength
 from tula_cli.services.recommendation.alternatives import (
-    describe_alternatives,
-    describe_decay_savings,
+    describe_ramp,
     predict_first_fallback,
     predict_ramp_alternatives,
 )
-from tula_cli.services.recommendation.answer import Answer, write_answer
-from tula_cli.services.recommendation.doubts import list_choice_warnings, list_probe_warnings, warn_disturbed_probes
-from tula_cli.services.recommendation.from_training import (
-    UnfinishedTraining,
-    find_unfinished_training,
-    list_results_by_type,
-    with_continuation,
-)
-from tula_cli.services.recommendation.lengths import predict_lengths
-from tula_cli.services.recommendation.listed import describe_chain, select_offers_within_limits, select_rows
-from tula_cli.services.recommendation.measured import (
+from tula_cli.services.recommendation.files import MAX_ROWS_LISTED, describe_configuration, write_answer
+from tula_cli.services.recommendation.measurements import (
     TypeMeasurements,
     describe_epochs,
     describe_noise_basis,
     find_gradient_noise_of_job,
     gather_measurements,
+    get_measurements_of_type,
     require_energy,
     warn_no_gradients,
 )
-from tula_cli.services.recommendation.validation import Validation
-from tula_cli.services.site_charges import with_site_billing
-from tula_cli.services.status import ACTIVE
+from tula_cli.services.recommendation.warnings import (
+    list_choice_warnings,
+    list_probe_warnings,
+    warn_disturbed_probes,
+)
+from tula_cli.services.wall_times import describe_chain, select_within_bins
 from tula_cli.spec.job import JobSpec
+from tula_cli.spec.workload import get_workload
+from tula_cli.words import format_count, format_duration
+
+if TYPE_CHECKING:
+    from tula_cli.cluster.launcher import Launcher
+    from tula_cli.models.summaries import RegressionSummary
+    from tula_cli.services.recommendation.validation import Validation
+
+_BLOCK = 1000
+"""Number of rows that are created at a time."""
+_MAX_ROWS_DRAWN = 400
+"""Maximum number of candidates that are all drawn in plots."""
+_MAX_FRONT_ROWS = 200
+"""Maximum number of rows of the Pareto front that are listed if there are many candidates."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The recommendation and the estimates that it is based on."""
+
+    recommendation: Recommendation
+    by_type: Mapping[str, Recommendation]  # of each node type alone, where the job names any
+    all_measurements: Sequence[TypeMeasurements]
+    candidates: Candidates  # every feasible configuration on each market, fastest first
+
+    def with_all_rows(self) -> Recommendation:
+        """Return the recommendation with all feasible configurations as its rows, of which there may be 100,000."""
+        return self.recommendation.model_copy(update={"rows": self.candidates.predictions()})
+
+    def rows_as_json(self, *, every: bool = True) -> Iterator[str]:
+        """Yield rows with their caveats as JSON texts: the listed rows, or all, which are created in blocks."""
+        if not every:
+            caveats = self.recommendation.caveats
+            yield from (_convert_row_to_json(row, caveats) for row in self.recommendation.rows)
+            return
+        steps = (self.candidates[name].tolist() for name in ("type", "nodes", "batch", "local_batch", "step_time"))
+        caveats = Caveats(self.recommendation.choice, zip(*steps, strict=True))
+        for at in range(0, len(self.candidates), _BLOCK):
+            block = self.candidates.take(np.arange(at, min(at + _BLOCK, len(self.candidates))))
+            yield from (_convert_row_to_json(row, caveats) for row in block.predictions())
+
+    def with_drawn_rows(self) -> Recommendation:
+        """Return the recommendation with the rows of its plots: all if there are few, else the listed ones."""
+        return self.with_all_rows() if len(self.candidates) <= _MAX_ROWS_DRAWN else self.recommendation
+
+
+def _convert_row_to_json(row: Prediction, caveats: Caveats) -> str:
+    return f'{row.model_dump_json()[:-1]}, "caveats": {json.dumps(caveats.caveats_of(row))}}}'
+
+
+def answer_query(run: RunDir, spec: JobSpec, query: Query, *, overrides: Sequence[str] = ()) -> Answer:
+    """Choose a configuration from the current measurements; nothing is written.
+
+    On SLURM, the scheduler is asked when a training with the choice would start.
+
+    Args:
+        run: the run with the results.
+        spec: the job.
+        query: objective and limits.
+        overrides: settings that override those of the job; the answer records them as assumptions.
+
+    Raises:
+        Pending, BadMeasurements, Infeasible, SpecError: as in `recommend`.
+    """
+    now = time.time()
+    overrides = tuple(overrides) if overrides and spec != run.spec() else ()
+    pending = count_pending_probes(run, spec, _make_launcher)
+    answer = recommend(run, spec, query, overrides=overrides, pending=pending, now=now)
+    choice = answer.recommendation.choice
+    part = get_measurements_of_type(answer.all_measurements, choice.type).part
+    if part.spec.cluster.kind != "slurm":
+        return answer
+    from tula_cli.cluster.slurm.start_estimate import estimate_start  # submitit, which only jobs of SLURM need
+
+    estimate = estimate_start(part.run, part.spec, nodes=choice.nodes, batch=choice.batch, now=now)
+    return replace(answer, recommendation=answer.recommendation.model_copy(update={"start_estimate": estimate}))
+
+
+def _make_launcher(spec: JobSpec) -> "Launcher":
+    from tula_cli.cluster import launcher  # only needed while jobs of the run may be active
+
+    return launcher.make_launcher(spec, submits=False)
+
+
+def count_pending_probes(
+    run: RunDir, spec: JobSpec, launcher_for: "Callable[[JobSpec], Launcher]"
+) -> dict[str | None, int]:
+    """Return the number of probes of each node type that are queued or running."""
+    return {part.type: _count_pending_of_part(part, launcher_for) for part in run.parts(spec)}
+
+
+def _count_pending_of_part(part: Part, launcher_for: "Callable[[JobSpec], Launcher]") -> int:
+    if not part.run.jobs():
+        return 0
+    from tula_cli.services import status  # and with it the schedulers
+
+    run_status = status.run_status(part.run, launcher_for(part.spec), now=time.time())
+    return sum(job.total - job.done for job in run_status.jobs if job.kind == "probe" and job.state in status.ACTIVE)
 
 
 def recommend(
@@ -85,149 +181,288 @@ def recommend(
             the closest configuration.
         SpecError: the job names no such node type.
     """
-    training, parts = _select_parts_of_query(
-        run.parts(with_site_billing(spec, run.path.parent), query.node_type), query
-    )
-    all_measurements, all_warnings = _gather_by_type(parts, query, pending, training)
-    if query.objective == "energy":
-        all_measurements, all_warnings = require_energy(all_measurements, all_warnings)
-    noise = find_gradient_noise_of_job(all_measurements, needed=query.objective == "accuracy-time")
-    allowed, untold = select_offers_within_limits(all_measurements, query, noise), warn_no_gradients(all_measurements)
-
-    def answer(
-        all_measurements: Sequence[TypeMeasurements], rows: Candidates, warnings: Sequence[str]
-    ) -> Recommendation:
-        recommendation = _build_recommendation(all_measurements, rows, query, warnings, noise, now=now)
-        query_fields = {"options": tuple(query.options), "overrides": tuple(overrides)}
-        return recommendation.model_copy(update={**query_fields, **_list_training_fields(all_measurements)})
-
-    by_type = {
-        measurements.part.type: answer([measurements], allowed.take(rows_of_type).with_pareto_front(), untold)
-        for measurements in all_measurements
-        if measurements.part.type is not None and (rows_of_type := allowed["type"] == measurements.type).any()
-    }
-    allowed, spoken = allowed.with_pareto_front(), [*all_warnings, *untold]
-    final_answer = with_continuation(training, answer(all_measurements, allowed, spoken), allowed)
-    return Answer(final_answer, by_type, all_measurements, allowed)
-
-
-def _list_training_fields(all_measurements: Sequence[TypeMeasurements]) -> dict[str, Any]:
-    """Return the trainings used in the fit, and those left out, as fields of a recommendation."""
-    trained = [steps for measurements in all_measurements for steps in measurements.trained]
-    left_out = [f"{measurements.prefix}{why}" for measurements in all_measurements for why in measurements.left_out]
-    return {"trainings": tuple(trained), "trainings_left_out": tuple(left_out)}
-
-
-def _gather_by_type(
-    parts: Sequence[Part],
-    query: Query,
-    pending: int | Mapping[str | None, int],
-    training: UnfinishedTraining | None,
-) -> tuple[list[TypeMeasurements], list[str]]:
-    """Return the measurements of each node type, and explanations and warnings about them."""
+    parts = _list_parts_with_prices(run, spec, query)
     waiting = pending if isinstance(pending, Mapping) else {part.type: pending for part in parts}
-    results, explanations = list_results_by_type(parts, training)
-    at_a_pace = training is not None
-    measurements_found, left_out = gather_measurements(parts, query, waiting, results, at_a_pace=at_a_pace)
-    waits = [
-        compute_median_queue_wait(measurements.part.run.jobs(), measurements.part.run.attempts())
-        for measurements in measurements_found
-    ]
-    stage_objective = choose_stage_objective(query.objective, query.curve)
-    forecasts = [
-        replace(measurements.estimator, stages_by=stage_objective, queue=wait)
-        for measurements, wait in zip(measurements_found, waits, strict=True)
-    ]
-    return [
-        replace(measurements, estimator=estimator)
-        for measurements, estimator in zip(measurements_found, forecasts, strict=True)
-    ], [*explanations, *left_out]
+    training = None
+    warnings: list[str] = []
+    if query.from_training:
+        from tula_cli.services.recommendation import from_training
+
+        training = from_training.find_unfinished_training(parts)
+        results, warnings = from_training.scale_results_now(training)
+        all_measurements, left_out = gather_measurements([training.part], query, waiting, results)
+    else:
+        all_measurements, left_out = gather_measurements(parts, query, waiting)
+    warnings += left_out
+    if query.objective == "energy":
+        all_measurements, warnings = require_energy(all_measurements, warnings)
+    noise = find_gradient_noise_of_job(all_measurements, needed=query.objective == "accuracy-time")
+    candidates, no_gradients = _select_candidates(all_measurements, query, noise), warn_no_gradients(all_measurements)
+    by_type = {
+        measurements.type: _build_recommendation(
+            [measurements], of_type.with_pareto_front(), query, no_gradients, noise, overrides=overrides, now=now
+        )
+        for measurements in all_measurements
+        if measurements.type and len(of_type := candidates.select(type=measurements.type))
+    }
+    candidates = candidates.with_pareto_front()
+    recommendation = _build_recommendation(
+        all_measurements, candidates, query, [*warnings, *no_gradients], noise, overrides=overrides, now=now
+    )
+    if training is not None:
+        continuation = from_training.predict_continuation(training, recommendation.choice, candidates)
+        recommendation = recommendation.model_copy(update={"continuation": continuation})
+    return Answer(recommendation, by_type, all_measurements, candidates)
 
 
-def _select_parts_of_query(parts: Sequence[Part], query: Query) -> tuple[UnfinishedTraining | None, Sequence[Part]]:
-    """Return the unfinished training and its part if the query is `from_training`, else None and all parts.
+def _list_parts_with_prices(run: RunDir, spec: JobSpec, query: Query) -> tuple[Part, ...]:
+    """Return the parts of a query, with the billing of SLURM if a price is taken from there."""
+    parts = run.parts(spec, query.node_type)
+    if all(part.spec.pricing.kind != "billing" for part in parts):
+        return parts
+    from tula_cli.services.site_charges import with_site_billing  # asks SLURM
 
-    A training stays on its node type.
-    """
-    training = find_unfinished_training(parts) if query.from_training else None
-    return training, parts if training is None else (training.part,)
-
-
-def count_pending_probes(
-    run: RunDir, spec: JobSpec, launcher_for: Callable[[JobSpec], Launcher]
-) -> dict[str | None, int]:
-    """Return the number of probes of each node type that are queued or running."""
-    return {part.type: _count_pending_of_part(part, launcher_for) for part in run.parts(spec)}
+    return run.parts(with_site_billing(spec, run.path.parent), query.node_type)
 
 
-def _count_pending_of_part(part: Part, launcher_for: Callable[[JobSpec], Launcher]) -> int:
-    if not part.run.jobs():
-        return 0
-    run_status = status.run_status(part.run, launcher_for(part.spec), now=time.time())
-    return sum(job.total - job.done for job in run_status.jobs if job.kind == "probe" and job.state in ACTIVE)
+# --- Candidates
 
 
-def answer_query(
-    run: RunDir,
-    spec: JobSpec,
-    query: Query,
-    *,
-    launcher_for: Callable[[JobSpec], Launcher],
-    overrides: Sequence[str] = (),
-) -> Answer:
-    """Choose a configuration from the current measurements, as `recommend` does; nothing is written.
-
-    On SLURM, the scheduler is asked when a training with the choice would start.
-
-    Args:
-        run: the run with the results.
-        spec: the job.
-        query: objective and limits.
-        launcher_for: returns the launcher that reports whether probes are running.
-        overrides: settings that override those of the job; the answer records them as assumptions.
+def _select_candidates(all_measurements: Sequence[TypeMeasurements], query: Query, noise: Noise | None) -> Candidates:
+    """Return the candidates of all node types that are within the limits and can be trained there, fastest first.
 
     Raises:
-        Pending, BadMeasurements, Infeasible, SpecError: as in `recommend`.
+        Infeasible: there is none; the message names the first limit that excludes all, and the configuration closest to
+            it.
     """
-    now = time.time()
-    answer = recommend(
-        run,
-        spec,
-        query,
-        overrides=tuple(overrides) if overrides and spec != run.spec() else (),
-        pending=count_pending_probes(run, spec, launcher_for),
-        now=now,
+    tables = []
+    for measurements in all_measurements:
+        estimator, spec = measurements.estimator, measurements.part.spec
+        table = estimator.candidates(query.node_counts).with_columns({"type": measurements.type})
+        if noise is not None:
+            epochs = get_workload(spec).count_epochs(estimator.dataset_size)
+            table = efficiency.with_same_progress(
+                table, epochs=epochs, reference=spec.train.reference_batch, noise=noise
+            )
+        tables.append(table)
+    candidates = Candidates.concatenate(tables)
+    if not len(candidates):
+        raise _make_nothing_fits_error(all_measurements[0].estimator, query)
+    candidates = select_within_bins(candidates, all_measurements)
+    satisfying = candidates.satisfying(query)
+    if not len(satisfying):
+        raise _make_binding_limit_error(candidates, query, all_measurements[0].part.spec.pricing.currency)
+    return satisfying.ordered()
+
+
+def _make_nothing_fits_error(estimator: Estimator, query: Query) -> Infeasible:
+    """Return an error with the reason why the first candidate on the requested nodes cannot run, or is not known."""
+    on = f" on {format_count(query.nodes)}" if query.nodes is not None else ""
+    tried = estimator.configurations(query.node_counts)
+    whys = (estimator.why_not_begun(config) or estimator.why_unknown(config) for config in tried)
+    why = next(filter(None, whys), "no batch divides among its GPUs")
+    hint = (
+        "tula recommend without --nodes shows those that are" if on else "tula check tells what is searched, and where"
     )
-    return _with_start_estimate(answer, now=now)
+    return Infeasible(f"no configuration is feasible{on}: {why}", hint)
 
 
-def _with_start_estimate(answer: Answer, *, now: float) -> Answer:
-    """Return an answer with SLURM's estimate of when a training of its choice would start; without SLURM, unchanged."""
-    choice = answer.recommendation.choice
-    part = next(measurements.part for measurements in answer.all_measurements if measurements.type == choice.type)
-    if part.spec.cluster.kind != "slurm":
-        return answer
-    from tula_cli.cluster.slurm.start_estimate import estimate_start  # submitit: of use to jobs of SLURM alone
+def _make_binding_limit_error(candidates: Candidates, query: Query, currency: str) -> Infeasible:
+    """Return an error with the first limit that excludes all candidates that are left, and the closest of these."""
+    limits = list_limits(query)
+    for limit in limits:
+        within = candidates[limit.column] <= limit.maximum
+        if not within.any():
+            break
+        candidates = candidates.take(within)
+    closest = candidates.prediction(int(np.lexsort((candidates["hours"], candidates[limit.column]))[0]))
+    if query.same_progress and closest.same_progress is not None:
+        progress = closest.same_progress
+        closest = closest.model_copy(update={"hours": progress.hours, "cost": progress.cost})
+    return Infeasible(
+        f"no configuration is within {_describe_limit(limit, query)}; the closest is {describe_configuration(closest, currency)}",
+        "relax that limit, or search other numbers of nodes and batches",
+    )
 
-    estimate = estimate_start(part.run, part.spec, nodes=choice.nodes, batch=choice.batch, now=now)
-    return replace(answer, recommendation=answer.recommendation.model_copy(update={"start_estimate": estimate}))
+
+def _describe_limit(limit: Limit, query: Query) -> str:
+    progress = " to the same progress" if query.same_progress else ""
+    if limit.option == "max_nodes":
+        return f"at most {limit.maximum:g} nodes"
+    if limit.option == "max_batch":
+        return f"a batch of at most {limit.maximum:g}"
+    if limit.option == "budget":
+        return f"a budget of {limit.maximum:g}{progress}"
+    duration = format_duration(
+        3600 * limit.maximum
+    )  # as it was given, and in the unit in which durations are displayed
+    deadline = f"{limit.maximum:g} h" if duration.endswith(" h") else f"{limit.maximum:g} h ({duration})"
+    return f"a deadline of {deadline}{progress}"
 
 
-def cross_validate(answer: Answer) -> dict[str, tuple[Validation, ...]]:
+# --- The recommendation
+
+
+def _build_recommendation(
+    all_measurements: Sequence[TypeMeasurements],
+    candidates: Candidates,
+    query: Query,
+    warnings: Sequence[str],
+    noise: Noise | None,
+    *,
+    overrides: Sequence[str],
+    now: float,
+) -> Recommendation:
+    """Choose among candidates, and describe the choice with its basis, warnings and alternatives."""
+    choosable = _select_choosable(candidates, all_measurements)
+    among = "feasible" if choosable is candidates else "measured"
+    choice = choose(choosable, objective=query.objective, curve=query.curve, among=among)
+    prediction = choice.prediction
+    measurements = get_measurements_of_type(all_measurements, prediction.type)
+    part, estimator = measurements.part, measurements.estimator
+    knees = _describe_knees(measurements, candidates, query) if query.objective == "knee" else ""
+    epochs = describe_epochs(prediction, measurements, query.objective)
+    stages = with_epochs(
+        estimator.stages.stage_positions(Config(prediction.nodes, prediction.batch)), estimator.dataset_size
+    )
+    alternatives = predict_ramp_alternatives(estimator, prediction)
+    lengths: tuple[SequenceLength, ...] = ()
+    growth, accuracy = "", None
+    if part.spec.length is not None:
+        from tula_cli.services.recommendation.lengths import predict_lengths
+
+        lengths, growth = predict_lengths(measurements)
+    if part.run.comparison() is not None:
+        from tula_cli.services.comparison.accuracy import find_accuracy_evidence
+
+        accuracy = find_accuracy_evidence(part.run, part.spec, batch=prediction.batch)
+    quantity: Quantity = "accuracy-time" if query.objective == "accuracy-time" else "time"
+    return Recommendation(
+        objective=query.objective,
+        curve=query.curve,
+        options=tuple(query.options),
+        overrides=tuple(overrides),
+        choice=prediction,
+        reason=f"{choice.reason}{knees}; {epochs}{describe_chain(prediction, part.spec, measurements.results)}",
+        rows=candidates.take(select_rows(candidates, choice, quantity)).predictions(),
+        candidates=int(candidates.number_configurations().max()) + 1,
+        beaten_by_none=int(candidates["pareto"].sum()),
+        runners_up=choice.runners_up,
+        warnings=(
+            *warnings,
+            *(
+                f"{of_type.prefix}{text}"
+                for of_type in all_measurements
+                for text in _list_measurement_warnings(of_type)
+            ),
+            *list_choice_warnings(estimator, choice, query),
+        ),
+        currency=part.spec.pricing.currency,
+        price=_join_by_type(all_measurements, lambda of_type: cost.describe_price(of_type.part.spec.pricing)),
+        fit_error=estimator.steps.error,
+        fit=_join_by_type(all_measurements, lambda of_type: of_type.estimator.steps.words),
+        power=_join_by_type(
+            all_measurements, lambda of_type: of_type.estimator.power.words if of_type.estimator.power else ""
+        ),
+        efficiency="" if noise is None else describe_noise_basis(noise, measurements),
+        interruption=estimator.describe_interruption(prediction),
+        fallback=predict_first_fallback(estimator, prediction),
+        lengths=lengths,
+        growth=growth,
+        stages=stages,
+        ramp=describe_ramp(part.spec, prediction, stages, alternatives) if stages else "",
+        beside=alternatives,
+        accuracy=accuracy,
+        other_market=measurements.other_market(prediction),
+        trainings=tuple(steps for of_type in all_measurements for steps in of_type.trained),
+        trainings_left_out=tuple(f"{of_type.prefix}{why}" for of_type in all_measurements for why in of_type.left_out),
+        created_at=now,
+    )
+
+
+def _select_choosable(candidates: Candidates, all_measurements: Sequence[TypeMeasurements]) -> Candidates:
+    """Return the configurations to choose among: on node types with delayed ranks only measured ones, if any."""
+    delayed = [measurements.type for measurements in all_measurements if measurements.estimator.held_up]
+    is_known = candidates["measured"] | ~np.isin(candidates["type"], delayed)
+    return candidates.take(is_known) if delayed and is_known.any() else candidates
+
+
+def _describe_knees(measurements: TypeMeasurements, candidates: Candidates, query: Query) -> str:
+    return describe_open_knees(
+        measurements.estimator.steps,
+        candidates.select(type=measurements.type, market="on_demand"),
+        gpus_per_node=measurements.estimator.spec.cluster.gpus_per_node,
+        curve=query.curve,
+    )
+
+
+def _join_by_type(all_measurements: Sequence[TypeMeasurements], describe: Callable[[TypeMeasurements], str]) -> str:
+    """Describe each node type on a line; node types with an empty description are left out."""
+    return "\n".join(
+        f"{measurements.prefix}{text}" for measurements in all_measurements if (text := describe(measurements))
+    )
+
+
+def _list_measurement_warnings(measurements: TypeMeasurements) -> list[str]:
+    missing = list_probe_warnings(measurements.results, measurements.unknown, pending=measurements.pending)
+    snapshot = measurements.part.run.read()
+    return [
+        *missing,
+        *warn_disturbed_probes(snapshot.attempts),
+        *map(str, measurements.estimator.warnings),
+        *map(str, snapshot.job_warnings),
+        *map(str, snapshot.training_warnings),
+    ]
+
+
+def select_rows(rows: Candidates, choice: Choice, quantity: Quantity) -> Flags:
+    """Return which rows are listed, shape (n,); of each configuration, all markets or none.
+
+    If there are many, these are the choice and the runners-up, the Pareto front (thinned out from the fastest to the
+    cheapest if it is large), measured configurations, and the best of each batch.
+
+    Args:
+        rows: at least one row, fastest first, with the Pareto front marked.
+        choice: the choice among them.
+        quantity: the quantity that the best of a batch minimises.
+    """
+    numbers = rows.number_configurations()
+    if numbers.max() < MAX_ROWS_LISTED:
+        return np.ones(len(rows), dtype=bool)
+    worth = rows["measured"].copy()
+    (front,) = np.nonzero(rows["pareto"])
+    worth[front[np.unique(np.linspace(0, len(front) - 1, _MAX_FRONT_ROWS).round().astype(int))]] = True
+    worth[find_best_of_each_batch(rows, quantity)] = True
+    for row in (choice.prediction, *choice.runners_up):
+        worth |= (rows["nodes"] == row.nodes) & (rows["batch"] == row.batch) & (rows["type"] == row.type)
+    return np.isin(numbers, numbers[worth])
+
+
+# --- The basis of an answer, on request
+
+
+def cross_validate(answer: Answer) -> "dict[str, tuple[Validation, ...]]":
     """Return how well each search strategy would have predicted the probes, by node type ("" if the job names none).
 
     Raises:
         BadMeasurements: there are too few probes.
     """
-    return {measurements.type: measurements.cross_validate() for measurements in answer.all_measurements}
+    from tula_cli.services.recommendation.validation import cross_validate_measurements
+
+    return {measurements.type: cross_validate_measurements(measurements) for measurements in answer.all_measurements}
 
 
-def explain_fits(answer: Answer) -> dict[str, tuple[RegressionSummary, ...]]:
+def explain_fits(answer: Answer) -> "dict[str, tuple[RegressionSummary, ...]]":
     """Return the regressions that an answer is based on, by node type ("" if the job names none)."""
+    from tula_cli.models.summaries import list_regression_summaries
+
     return {
         measurements.type: tuple(list_regression_summaries(measurements.estimator))
         for measurements in answer.all_measurements
     }
+
+
+# --- Storing an answer
 
 
 def should_replace(recommendation: Recommendation, stored: Recommendation | None) -> bool:
@@ -294,108 +529,3 @@ def save_answer(
     store_answer(run, own_spec, answer, every=every)
     file = find_settings_origin(run, None, ()) if assumed else find_settings_origin(run, job, overrides)
     save_job(run, own_spec, list_parts_with_data(run, own_spec), file)
-
-
-def _build_recommendation(
-    all_measurements: Sequence[TypeMeasurements],
-    rows: Candidates,
-    query: Query,
-    warnings: Sequence[str],
-    noise: Noise | None,
-    *,
-    now: float,
-) -> Recommendation:
-    choosable = _select_choosable_offers(rows, all_measurements)
-    among = "feasible" if choosable is rows else "measured"
-    choice = choose(choosable, objective=query.objective, curve=query.curve, among=among)
-    choice_measurements = next(
-        measurements for measurements in all_measurements if measurements.type == choice.prediction.type
-    )
-    spec = choice_measurements.part.spec
-    warnings_told = [
-        f"{measurements.prefix}{text}"
-        for measurements in all_measurements
-        for text in _list_measurement_warnings(measurements)
-    ]
-    return Recommendation(
-        objective=query.objective,
-        curve=query.curve,
-        choice=choice.prediction,
-        reason=f"{choice.reason}{_describe_knees(choice_measurements, rows, query)}; {describe_epochs(choice.prediction, choice_measurements, query.objective)}"
-        f"{describe_chain(choice.prediction, choice_measurements)}",
-        rows=rows.take(
-            select_rows(rows, choice, "accuracy-time" if query.objective == "accuracy-time" else "time")
-        ).predictions(),
-        candidates=int(rows.number_configurations().max()) + 1,
-        beaten_by_none=int(rows["pareto"].sum()),
-        runners_up=choice.runners_up,
-        warnings=(*warnings, *warnings_told, *list_choice_warnings(choice_measurements.estimator, choice, query)),
-        currency=spec.pricing.currency,
-        price=_join_by_type(all_measurements, lambda measurements: cost.describe_price(measurements.part.spec.pricing)),
-        fit_error=choice_measurements.estimator.steps.error,
-        fit=_join_by_type(all_measurements, lambda measurements: measurements.estimator.steps.words),
-        power=_join_by_type(
-            all_measurements,
-            lambda measurements: measurements.estimator.power.words if measurements.estimator.power else "",
-        ),
-        efficiency="" if noise is None else describe_noise_basis(noise, choice_measurements),
-        interruption=choice_measurements.estimator.describe_interruption(choice.prediction),
-        fallback=predict_first_fallback(choice_measurements.estimator, choice.prediction),
-        **_list_growth_fields(choice_measurements, choice.prediction),
-        other_market=choice_measurements.other_market(choice.prediction),
-        created_at=now,
-    )
-
-
-def _list_growth_fields(measurements: TypeMeasurements, choice: Prediction) -> dict[str, Any]:
-    """Return the fields of a recommendation on sequence lengths, the batch ramp with its alternatives, and accuracy."""
-    lengths, growth = predict_lengths(measurements)
-    stages = measurements.estimator.stages.stage_positions(Config(choice.nodes, choice.batch))
-    written = with_epochs(stages, measurements.estimator.dataset_size)
-    alternatives = predict_ramp_alternatives(measurements.estimator, choice)
-    sentences = [
-        describe_stages(written),
-        describe_stage_nodes(choice),
-        describe_decay_savings(measurements.estimator.spec, alternatives),
-        describe_alternatives(alternatives),
-    ]
-    ramp = ". ".join(filter(None, sentences))
-    accuracy = find_accuracy_evidence(measurements.part.run, measurements.part.spec, batch=choice.batch)
-    fields = {"lengths": lengths, "growth": growth, "stages": written, "ramp": ramp, "beside": alternatives}
-    return {**fields, "accuracy": accuracy}
-
-
-def _describe_knees(measurements: TypeMeasurements, rows: Candidates, query: Query) -> str:
-    line = rows.select(type=measurements.type, market="on_demand")
-    gpus = measurements.estimator.spec.cluster.gpus_per_node
-    return (
-        describe_open_knees(measurements.estimator.steps, line, gpus_per_node=gpus, curve=query.curve)
-        if query.objective == "knee"
-        else ""
-    )
-
-
-def _join_by_type(all_measurements: Sequence[TypeMeasurements], describe: Callable[[TypeMeasurements], str]) -> str:
-    """Describe each node type on a line; node types with an empty description are left out."""
-    return "\n".join(
-        f"{measurements.prefix}{text}" for measurements in all_measurements if (text := describe(measurements))
-    )
-
-
-def _select_choosable_offers(rows: Candidates, all_measurements: Sequence[TypeMeasurements]) -> Candidates:
-    """Return the configurations to choose among: on node types with delayed ranks only measured ones, if any."""
-    doubtful = [measurements.type for measurements in all_measurements if measurements.estimator.held_up]
-    is_known = rows["measured"] | ~np.isin(rows["type"], doubtful)
-    return rows.take(is_known) if doubtful and is_known.any() else rows
-
-
-def _list_measurement_warnings(measurements: TypeMeasurements) -> list[str]:
-    missing = list_probe_warnings(measurements.results, measurements.unknown, pending=measurements.pending)
-    snapshot = measurements.part.run.read()
-    return [
-        *missing,
-        *warn_disturbed_probes(snapshot.attempts),
-        *map(str, measurements.estimator.warnings),
-        *map(str, snapshot.job_warnings),
-        *map(str, snapshot.training_warnings),
-    ]

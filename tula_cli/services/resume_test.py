@@ -9,11 +9,13 @@ from tula_cli import words
 from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submission
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import CannotResume, JobFailed, NotRehearsed, OverBudget, SpecError
+from tula_cli.models.interruptions import find_checkpoint_schedule
 from tula_cli.run.code import choose_code, take_snapshot
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.format import require_current_format
 from tula_cli.run.imports import Source
 from tula_cli.run.jobfile import save_job
+from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.run.records.results import JobFile
 from tula_cli.run.records.scripts import Rehearsal, Verdict
@@ -361,3 +363,28 @@ def _list_finding_events(finding: ResumeFinding) -> Iterator[Event]:
         yield WarningEvent(finding.contradiction)
     elif not finding.kept:
         yield Note(f"resume test of the script: {verdict}; {finding.why}")
+
+
+# --- The cost of an interruption
+
+
+def describe_interruption_cost(
+    run: RunDir | None, spec: JobSpec, *, batch: int | None = None, step_time: float | None = None
+) -> str:
+    """Describe the cost of an interruption; empty for tula's training loop, which saves before it exits.
+
+    Args:
+        run: the run, which need not exist yet; None for no run.
+        spec: the job.
+        batch: global batch of the training; None if it is not chosen yet.
+        step_time: seconds per step at that batch; None if it is not known.
+    """
+    if spec.script is None:
+        return ""
+    results = () if run is None else run.results()
+    measured = next((result.dataset_size for result in results if isinstance(result, Measured)), None)
+    size = spec.script.known_dataset_size or measured
+    schedule = find_checkpoint_schedule(
+        spec.script, () if run is None else run.newest_script_saves(), dataset_size=size
+    )
+    return schedule.describe_loss(step_time, epoch_steps=size // batch if size and batch else None)

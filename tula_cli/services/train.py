@@ -11,12 +11,12 @@ from tula_cli.cluster.chains import list_nodes_of_links
 from tula_cli.cluster.full_disk import release_held_jobs
 from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submission
 from tula_cli.cluster.slurm import first_job
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, Infeasible, SchedulerError, SpecError, require_positive
 from tula_cli.models import halving
 from tula_cli.models.choice.grid import check_divides, list_batches
 from tula_cli.models.cost import describe_price
 from tula_cli.models.observations import NO_OTHER_SIZES, OtherSizes
-from tula_cli.models.overheads import compute_median_queue_wait
 from tula_cli.models.ramp.by_noise import apply_decisions, continue_stages
 from tula_cli.models.ramp.stage_nodes import (
     check_stages,
@@ -29,30 +29,24 @@ from tula_cli.run.code import choose_code, get_user_code, take_snapshot
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.format import require_current_format
 from tula_cli.run.imports import Source, with_weights
-from tula_cli.run.jobfile import save_job
+from tula_cli.run.jobfile import compare_jobs, save_job
 from tula_cli.run.records.base import Market
+from tula_cli.run.records.failures import Move, Recovery
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.run.records.results import JobFile, Summary
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.services import messages, resume_test
-from tula_cli.services.allowed_nodes import require_allowed_nodes
 from tula_cli.services.events import Note, TrainPlanned, WarningEvent, Work
 from tula_cli.services.planned_lengths import ExpectedEnd, predict_end
-from tula_cli.services.recommendation.from_training import (
-    continue_training,
-    require_stopped,
-    warn_interrupted_training,
-)
-from tula_cli.services.recommendation.measured import (
+from tula_cli.services.recommendation.measurements import (
     CachedTrainings,
     fit_estimator_of_recommendation,
     plan_stages,
     read_measurements_of_other_sizes,
 )
-from tula_cli.services.recommendation.saves import describe_interruption_cost
-from tula_cli.services.resume_test import describe_cap_exceeded
+from tula_cli.services.resume_test import describe_cap_exceeded, describe_interruption_cost
 from tula_cli.services.site_charges import BalanceCheck, check_balance_of_task, require_balance, with_site_billing
 from tula_cli.services.status import load_summary, require_known_job
 from tula_cli.services.waiting import (
@@ -64,8 +58,10 @@ from tula_cli.services.waiting import (
     wait_for_jobs,
     warn_new_jobs,
 )
+from tula_cli.services.wall_times import require_allowed_nodes
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import compute_train_signature
+from tula_cli.words import format_count, make_relative_path
 
 
 @dataclass(frozen=True)
@@ -256,10 +252,7 @@ def _list_fallback_rungs(
     chosen, by = recommended and recommended.choice, choose_stage_objective_of(recommended)
     market: Market = chosen.market if chosen and (chosen.nodes, chosen.batch) == (nodes, batch) else "on_demand"
     with contextlib.suppress(BadMeasurements, Infeasible):  # given without a profile: train without a prediction
-        queue = compute_median_queue_wait(run.jobs(), run.attempts())
-        estimator = dataclasses.replace(
-            fit_estimator_of_recommendation(run, spec, other_sizes), stages_by=by, queue=queue
-        )
+        estimator = fit_estimator_of_recommendation(run, spec, other_sizes, stages_by=by)
         if rungs := estimator.fallback_rungs(nodes, batch, market=market):
             return rungs
     divisor = nodes * spec.cluster.gpus_per_node * spec.train.accumulate
@@ -414,3 +407,91 @@ def run_training(
         raise make_interruption_of_jobs(part.run, [(part, launcher)], wait_policy) from None
     require_known_job(run_status, plan.task.job)
     return load_summary(part.run, plan.task.signature)
+
+
+# --- A training that resumes at another configuration, or with other settings
+
+
+def continue_training(run: RunDir, task: TrainTask, recommendation: Recommendation | None, *, code: str) -> TrainTask:
+    """Return the task at the recommended configuration as the next attempt of the training behind the recommendation.
+
+    Progress is counted in samples, so the newest checkpoint can be resumed at any nodes and batch, as after an
+    out-of-memory error. The task is returned unchanged if the recommendation is not based on a training, or that
+    training has ended.
+
+    Args:
+        run: the run.
+        task: a separate training at the recommended nodes and batch.
+        recommendation: the recommendation.
+        code: digest of the current code.
+
+    Raises:
+        SpecError: settings or code differ from those of that training.
+    """
+    continuation = recommendation.continuation if recommendation is not None else None
+    training = run.training(continuation.signature) if continuation is not None else None
+    tasks = training.tasks() if training is not None and training.result() is None else []
+    if recommendation is None or continuation is None or not tasks:
+        return task
+    if (
+        compute_train_signature(task.spec, nodes=tasks[0].own_nodes, batch=tasks[0].batch, code=code)
+        != continuation.signature
+    ):
+        raise SpecError(
+            f"training {continuation.signature}, by which this was recommended, has other settings or code",
+            "undo what was changed, or let tula recommend choose without --from-training",
+        )
+    newest_task, target = tasks[-1], (task.own_nodes, task.batch)
+    update = {"job": newest_task.job, "signature": continuation.signature, "max_lr_factor": newest_task.max_lr_factor}
+    if any(later.attempt > continuation.attempt and (later.own_nodes, later.batch) == target for later in tasks):
+        return task.model_copy(update={**update, "id": newest_task.id, "attempt": newest_task.attempt})
+    first_batch, *smaller = task.ladder
+    rungs = (first_batch.model_copy(update={"prediction": recommendation.choice}), *smaller)
+    attempt = newest_task.attempt + 1
+    move = Move(nodes=task.own_nodes, batch=task.batch, nodes_before=newest_task.nodes, batch_before=newest_task.batch)
+    return task.model_copy(
+        update={
+            **update,
+            "id": f"{newest_task.job}-{attempt}",
+            "attempt": attempt,
+            "ladder": rungs,
+            "recovery": Recovery(decision=move),
+        }
+    )
+
+
+def warn_interrupted_training(run: RunDir, task: TrainTask) -> list[Diagnostic]:
+    """Return a warning if an interrupted training differs from this new one only in settings."""
+    if run.training(task.signature).newest_task() is not None:
+        return []
+    for signature in run.train_signatures():
+        training = run.training(signature)
+        newest, samples = training.newest_task(), training.newest_samples()
+        if (
+            newest is None
+            or not samples
+            or training.summary()
+            or (newest.own_nodes, newest.batch) != (task.own_nodes, task.batch)
+        ):
+            continue
+        keys = [key for key in compare_jobs(newest.spec, task.spec) if key.split(".")[0] not in _NOT_TRAINED_BY]
+        if keys:
+            return [messages.earlier_training_other_settings(training=signature, samples=samples, keys=keys)]
+    return []
+
+
+_NOT_TRAINED_BY = ("name", "search", "pricing", "cluster", "node_types")
+
+
+def require_stopped(run: RunDir, task: TrainTask) -> None:
+    """Raise an error if a training is to resume on other nodes while it is still running.
+
+    Raises:
+        SchedulerError: the task is not the one that is running.
+    """
+    newest = run.training(task.signature).newest_task()
+    if newest is not None and task.attempt > newest.attempt:
+        raise SchedulerError(
+            f"training {task.signature} is under way on {format_count(newest.nodes)} at batch {newest.batch}",
+            f"tula cancel {make_relative_path(run.path)} has it save and end; then the same command goes on from there",
+        )

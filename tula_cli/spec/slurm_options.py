@@ -126,6 +126,10 @@ _NOTHING: tuple[object, ...] = (False, None, "", [])
 
 ROOM = 2
 """Additional minutes requested from SLURM, so that the supervisor can stop the job first and record the reason."""
+MAX_LINKS = 50
+"""Maximum jobs of one chain, as queues limit the jobs of a user; the same command resumes after the last one."""
+SPARE_LINKS = 2
+"""Jobs of a chain beyond the predicted number, for preemptions, lost nodes and slow hardware."""
 
 
 class WallTime(Section):

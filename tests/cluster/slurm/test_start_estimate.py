@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import make_runs
 import pytest
 from fake_slurm import FakeSlurm, local
 from make_results import Truth, probe_all, spec
@@ -77,9 +76,7 @@ def test_without_sbatch_there_is_no_estimate(slurm, run):
 
 def test_a_recommendation_has_the_estimate_of_its_choice_which_has_no_part_in_it(slurm, run):
     slurm.fault(starts=local(NOW + 1800))
-    answer = services_recommend.answer_query(
-        run, run.spec(), Query(objective="time", max_nodes=2), launcher_for=lambda _: make_runs.FakeLauncher({})
-    )
+    answer = services_recommend.answer_query(run, run.spec(), Query(objective="time", max_nodes=2))
     found = answer.recommendation
     plain = services_recommend.recommend(run, run.spec(), Query(objective="time", max_nodes=2), now=NOW).recommendation
     assert plain.start_estimate is None and plain.choice == found.choice

@@ -14,7 +14,7 @@ from tula_cli.run.files import write_atomic
 from tula_cli.run.records.recommendations import Continuation, Recommendation
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.services import messages, train
-from tula_cli.services.recommendation.from_training import warn_interrupted_training
+from tula_cli.services.train import warn_interrupted_training
 from tula_cli.spec.job import JobSpec
 
 

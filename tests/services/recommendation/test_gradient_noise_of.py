@@ -16,7 +16,11 @@ from tula_cli.run.files import read_json_lines
 from tula_cli.run.records.probes import GradientStats
 from tula_cli.run.records.results import StageDecision
 from tula_cli.services import recommend, train
-from tula_cli.services.recommendation.measured import find_noise_near_tenth, list_trainings_with_noise, make_noise_path
+from tula_cli.services.recommendation.measurements import (
+    find_noise_near_tenth,
+    list_trainings_with_noise,
+    make_noise_path,
+)
 from tula_cli.show.recommend import _describe_sources
 
 NOISES = {1: 100.0, 2: 300.0, 10: 900.0}

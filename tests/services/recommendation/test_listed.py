@@ -18,9 +18,8 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.frames import read_records
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.services import search
-from tula_cli.services.recommend import recommend, store_answer
-from tula_cli.services.recommendation.answer import Answer
-from tula_cli.services.recommendation.listed import MAX_ROWS_LISTED
+from tula_cli.services.recommend import Answer, recommend, store_answer
+from tula_cli.services.recommendation.files import MAX_ROWS_LISTED
 from tula_cli.show import recommend as show_recommend
 from tula_cli.show.screen import Screen
 

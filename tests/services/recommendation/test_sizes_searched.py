@@ -13,8 +13,7 @@ from tula_cli.options import TrainRequest
 from tula_cli.query import Query
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.services import train
-from tula_cli.services.recommend import recommend, store_answer
-from tula_cli.services.recommendation.answer import Answer
+from tula_cli.services.recommend import Answer, recommend, store_answer
 from tula_cli.services.search import choose_probes
 from tula_cli.spec.job import JobSpec
 

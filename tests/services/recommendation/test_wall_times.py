@@ -13,7 +13,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.services import profile, train
 from tula_cli.services.check import check
 from tula_cli.services.recommend import recommend
-from tula_cli.services.recommendation.listed import count_chain_links
+from tula_cli.services.wall_times import count_chain_links
 from tula_cli.spec.slurm_options import Slurm
 
 NOW = 1_700_000_000.0

@@ -21,8 +21,8 @@ from tula_cli.run.snapshot import Snapshot
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.services import recommend as recommending
 from tula_cli.services import status
-from tula_cli.services.recommendation.answer import Answer
-from tula_cli.services.recommendation.measured import TypeMeasurements
+from tula_cli.services.recommend import Answer
+from tula_cli.services.recommendation.measurements import TypeMeasurements
 from tula_cli.services.status import ACTIVE, RunStatus
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.workload import get_workload

@@ -46,8 +46,8 @@ from tula_cli.run.records.recommendations import HIGHEST_EFFICIENCY, Caveats, Pr
 from tula_cli.run.records.results import EvaluationRecord, Summary
 from tula_cli.services.comparison import accuracy
 from tula_cli.services.document import Annotation, Cell, Column, Fact, Figure, Section, Series, Table
-from tula_cli.services.recommendation.measured import TypeMeasurements, find_gradient_noise_of_job
-from tula_cli.services.recommendation.validation import Validation
+from tula_cli.services.recommendation.measurements import TypeMeasurements, find_gradient_noise_of_job
+from tula_cli.services.recommendation.validation import Validation, cross_validate_measurements
 from tula_cli.services.search import STRATEGIES, group_probes_by_nodes
 from tula_cli.spec.sections import MEMORY_MARGIN
 from tula_cli.words import (
@@ -854,7 +854,7 @@ def build_cross_validation_section(material: Material) -> Section:
     if measurements is None:
         return Section(VALIDATION_KEY, VALIDATION_TITLE, missing=f"nothing is predicted: {material.unanswered}")
     try:
-        validations = measurements.cross_validate()
+        validations = cross_validate_measurements(measurements)
     except BadMeasurements as error:
         return Section(VALIDATION_KEY, VALIDATION_TITLE, missing=f"nothing tells how well: {describe_error(error)}")
     return Section(

@@ -8,9 +8,10 @@ from tula_cli.models import refresh
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.estimator import Estimator
 from tula_cli.models.out_of_memory import MIN_NORMALISED, cannot_accumulate, list_splits
-from tula_cli.models.ramp.stage_nodes import list_nodes_named_by_stages
+from tula_cli.models.ramp.by_noise import describe_stages
+from tula_cli.models.ramp.stage_nodes import describe_stage_nodes, list_nodes_named_by_stages
 from tula_cli.models.ramp.stages import Ramp
-from tula_cli.run.records.recommendations import Fallback, Prediction, RampAlternative
+from tula_cli.run.records.recommendations import Fallback, Prediction, RampAlternative, Stage
 from tula_cli.spec.job import JobSpec
 from tula_cli.words import format_count, format_duration, format_number
 
@@ -79,6 +80,19 @@ def _with_train_settings(estimator: Estimator, **train: Any) -> Estimator:
         estimator,
         spec=estimator.spec.model_copy(update={"train": estimator.spec.train.model_copy(update=dict(settings))}),
     )
+
+
+def describe_ramp(
+    spec: JobSpec, choice: Prediction, stages: tuple[Stage, ...], alternatives: tuple[RampAlternative, ...]
+) -> str:
+    """Describe the stages of a growing batch, their nodes, what `decay` saves, and the alternatives without a ramp."""
+    sentences = [
+        describe_stages(stages),
+        describe_stage_nodes(choice),
+        describe_decay_savings(spec, alternatives),
+        describe_alternatives(alternatives),
+    ]
+    return ". ".join(filter(None, sentences))
 
 
 def describe_alternatives(alternatives: tuple[RampAlternative, ...]) -> str:

@@ -17,8 +17,8 @@ from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.run.records.base import Components
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import SequenceLength
-from tula_cli.services.recommendation.doubts import list_probe_warnings
-from tula_cli.services.recommendation.measured import TypeMeasurements
+from tula_cli.services.recommendation.measurements import TypeMeasurements
+from tula_cli.services.recommendation.warnings import list_probe_warnings
 
 
 def predict_lengths(measurements: TypeMeasurements) -> tuple[tuple[SequenceLength, ...], str]:

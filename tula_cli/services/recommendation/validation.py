@@ -18,6 +18,7 @@ from tula_cli.models.time.steptime import Estimate, Observation
 from tula_cli.models.time.stretches import as_observation, estimate_from_measurements, group_trainings_by_configuration
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import TrainedSteps
+from tula_cli.services.recommendation.measurements import TypeMeasurements
 from tula_cli.services.search import STRATEGIES, group_probes_by_nodes
 from tula_cli.spec.job import JobSpec
 from tula_cli.words import format_count
@@ -73,6 +74,22 @@ class _Measurements:
         )
         assert estimate is not None
         return estimate.seconds
+
+
+def cross_validate_measurements(measurements: TypeMeasurements) -> tuple[Validation, ...]:
+    """Return how well each strategy would have predicted the measurements of a node type.
+
+    Raises:
+        BadMeasurements: too little was measured.
+    """
+    estimator = measurements.estimator
+    return validate_strategies(
+        estimator.spec,
+        estimator.probes.values(),
+        trained=[steps for steps_here in estimator.trained.values() for steps in steps_here],
+        others=measurements.others,
+        priors=estimator.steps.priors,
+    )
 
 
 def validate_strategies(

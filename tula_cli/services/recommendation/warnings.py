@@ -1,35 +1,19 @@
 """Warnings about a recommendation: missing probes, and reasons why the choice may not hold."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from tula_cli.models.choice.objective import Choice
 from tula_cli.models.estimator import Estimator
 from tula_cli.query import Query
 from tula_cli.run.records.jobs import Attempt
-from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
+from tula_cli.run.records.probes import Failed
 from tula_cli.run.records.recommendations import Prediction
+from tula_cli.services.recommendation.measurements import Results, UnknownConfigurations, describe_pending
 from tula_cli.spec.sections import MEMORY_MARGIN
 from tula_cli.words import format_count, format_duration, is_too_wide
 
 _MAX_REASONS = 5  # for which configurations are left out that are told one by one
 _MAX_DISAGREEMENT = 0.15  # a second opinion that is further off than this share, and outside the interval, is told
-
-Results = Sequence[Measured | OutOfMemory | Failed]
-
-
-@dataclass(frozen=True)
-class UnknownConfigurations:
-    """Configurations within the limits whose step time does not follow from the probes, all for the same reason."""
-
-    why: str
-    count: int
-    nodes: tuple[int, ...]  # the numbers of nodes among them, ascending
-
-
-def describe_pending(pending: int) -> str:
-    """Return the number of queued or running probes in words."""
-    return "1 probe is still under way" if pending == 1 else f"{pending} probes are still under way"
 
 
 def list_probe_warnings(results: Results, unknown: Sequence[UnknownConfigurations], *, pending: int) -> list[str]:

@@ -3,65 +3,35 @@
 import csv
 import io
 import itertools
-import json
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from tula_cli.models.choice.candidates import Candidates
 from tula_cli.models.choice.columns import to_columns
 from tula_cli.models.choice.grid import Config
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
-from tula_cli.run.records.recommendations import Caveats, Prediction, Recommendation
+from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.run.records.tasks import ProbeTask
-from tula_cli.services.recommendation.listed import MAX_ROWS_LISTED, describe_configuration
-from tula_cli.services.recommendation.measured import TypeMeasurements
+from tula_cli.services.recommendation.measurements import TypeMeasurements
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import dump_yaml
-from tula_cli.words import escape_spreadsheet_cell
+from tula_cli.words import escape_spreadsheet_cell, format_count, format_duration
 
 _BLOCK = 1000
 """Number of rows that are created at a time."""
-_MAX_ROWS_DRAWN = 400
-"""Maximum number of offers that are all drawn in plots."""
+MAX_ROWS_LISTED = 40
+"""Maximum number of configurations that are all listed by default."""
 
 
-@dataclass(frozen=True)
-class Answer:
-    """The recommendation and the estimates that it is based on."""
-
-    recommendation: Recommendation
-    by_type: Mapping[str, Recommendation]  # of each node type alone, where the job names any
-    all_measurements: Sequence[TypeMeasurements]
-    candidates: Candidates  # every feasible configuration on each market, fastest first
-
-    def with_all_rows(self) -> Recommendation:
-        """Return the recommendation with all feasible configurations as its rows, of which there may be 100,000."""
-        return self.recommendation.model_copy(update={"rows": self.candidates.predictions()})
-
-    def rows_as_json(self, *, every: bool = True) -> Iterator[str]:
-        """Yield rows with their caveats as JSON texts: the listed rows, or all, which are created in blocks."""
-        if not every:
-            caveats = self.recommendation.caveats
-            yield from (_convert_row_to_json(row, caveats) for row in self.recommendation.rows)
-            return
-        steps = (self.candidates[name].tolist() for name in ("type", "nodes", "batch", "local_batch", "step_time"))
-        caveats = Caveats(self.recommendation.choice, zip(*steps, strict=True))
-        for at in range(0, len(self.candidates), _BLOCK):
-            block = self.candidates.take(np.arange(at, min(at + _BLOCK, len(self.candidates))))
-            yield from (_convert_row_to_json(row, caveats) for row in block.predictions())
-
-    def with_drawn_rows(self) -> Recommendation:
-        """Return the recommendation with the rows of its plots: all if there are few, else the listed ones."""
-        return self.with_all_rows() if len(self.candidates) <= _MAX_ROWS_DRAWN else self.recommendation
-
-
-def _convert_row_to_json(row: Prediction, caveats: Caveats) -> str:
-    return f'{row.model_dump_json()[:-1]}, "caveats": {json.dumps(caveats.caveats_of(row))}}}'
+def describe_configuration(row: Prediction, currency: str) -> str:
+    """Return nodes, batch, duration and cost of a configuration in words."""
+    kind = f" of type {row.type}" * bool(row.type) + " on spot" * (row.market == "spot")
+    return (
+        f"{format_count(row.nodes)}{kind}, batch {row.batch} (local batch {row.local_batch}): {format_duration(3600 * row.hours)},"
+        f" {row.cost:.4g} {currency}"
+    )
 
 
 def make_training_command(run: RunDir, spec: JobSpec, choice: Prediction) -> str:

@@ -12,13 +12,13 @@ import numpy as np
 
 from tula_cli.errors import BadMeasurements, Infeasible, Pending
 from tula_cli.models import efficiency
-from tula_cli.models.choice.candidates import Candidates
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.efficiency import EARLY_SHARE, Noise, estimate_noise_scale
 from tula_cli.models.estimator import Estimator
 from tula_cli.models.observations import NO_OTHER_SIZES, OtherSizes, TooFew
+from tula_cli.models.overheads import compute_median_queue_wait
 from tula_cli.models.ramp.by_noise import HOW_TO_MEASURE, NOISE_NOT_MEASURED, NoisePath, with_epochs
-from tula_cli.models.ramp.stage_nodes import build_ramp_on_nodes
+from tula_cli.models.ramp.stage_nodes import Worth, build_ramp_on_nodes, choose_stage_objective
 from tula_cli.models.time import stretches
 from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.models.time.stretches import TrainingObservations
@@ -29,12 +29,20 @@ from tula_cli.run.records.probes import Failed, GradientStats, Measured, OutOfMe
 from tula_cli.run.records.recommendations import Prediction, Recommendation, Stage, TrainedSteps
 from tula_cli.run.records.tasks import ProbeTask, TrainTask
 from tula_cli.run.training_run import TrainingRun
-from tula_cli.services.recommendation.doubts import Results, UnknownConfigurations, describe_pending
-from tula_cli.services.recommendation.saves import find_newest_saves
-from tula_cli.services.recommendation.validation import Validation, validate_strategies
 from tula_cli.spec.job import JobSpec, describe_train_length
 from tula_cli.spec.signature import compute_measurement_signature
 from tula_cli.spec.workload import get_workload
+
+Results = Sequence[Measured | OutOfMemory | Failed]
+
+
+@dataclass(frozen=True)
+class UnknownConfigurations:
+    """Configurations within the limits whose step time does not follow from the probes, all for the same reason."""
+
+    why: str
+    count: int
+    nodes: tuple[int, ...]  # the numbers of nodes among them, ascending
 
 
 @dataclass(frozen=True)
@@ -58,10 +66,6 @@ class TypeMeasurements:
     def prefix(self) -> str:
         return f"{self.type}: " * bool(self.type)
 
-    def candidates(self, query: Query) -> Candidates:
-        """Return the candidates of this node type, on each market."""
-        return self.estimator.candidates(query.node_counts).with_columns({"type": self.type})
-
     @property
     def trained(self) -> tuple[TrainedSteps, ...]:
         """The trainings whose steps are used in the fit, each with the step time of the probe of its configuration."""
@@ -78,17 +82,6 @@ class TypeMeasurements:
             for steps in steps_here
         )
 
-    def cross_validate(self) -> tuple[Validation, ...]:
-        """Return how well each strategy would have predicted the measurements.
-
-        Raises:
-            BadMeasurements: too little was measured.
-        """
-        trained = [steps for steps_here in self.estimator.trained.values() for steps in steps_here]
-        probes = self.estimator.probes.values()
-        priors = self.estimator.steps.priors
-        return validate_strategies(self.part.spec, probes, trained=trained, others=self.others, priors=priors)
-
     def other_market(self, row: Prediction) -> Prediction | None:
         """Return the forecast of the same configuration on the other market."""
         on_demand = self.estimator.predict(Config(row.nodes, row.batch))
@@ -96,13 +89,16 @@ class TypeMeasurements:
         return other_prediction and other_prediction.model_copy(update={"type": row.type})
 
 
+def get_measurements_of_type(all_measurements: Iterable[TypeMeasurements], type_: str) -> TypeMeasurements:
+    """Return the measurements of a node type, given as in records."""
+    return next(measurements for measurements in all_measurements if measurements.type == type_)
+
+
 def gather_measurements(
     parts: Sequence[Part],
     query: Query,
     pending: Mapping[str | None, int],
-    results_of: Mapping[str | None, Results],
-    *,
-    at_a_pace: bool = False,
+    paced_results: Results | None = None,
 ) -> tuple[list[TypeMeasurements], list[str]]:
     """Return the measurements of each node type, and warnings about types that are left out.
 
@@ -110,45 +106,46 @@ def gather_measurements(
         parts: parts of the job, one per node type.
         query: objective and limits of the user.
         pending: number of queued or running probes by node type.
-        results_of: results to use for each node type.
-        at_a_pace: whether the results have been scaled to the pace of a training; no trainings are used in addition
-            then.
+        paced_results: results scaled to the pace of a training, of the only part; no trainings are used in addition
+            then. None for the results of the probes.
 
     Raises:
         Pending, BadMeasurements, Infeasible: no node type is left.
     """
     all_measurements, errors = [], []
+    results_of = {part.type: part.run.results() if paced_results is None else paced_results for part in parts}
     all_results = [result for results in results_of.values() for result in results]
-    noise, trainings = make_noise_path([part.run for part in parts], parts[0].spec, all_results), CachedTrainings()
+    noise = make_noise_path([part.run for part in parts], parts[0].spec, all_results)
+    trainings, stage_objective = CachedTrainings(), choose_stage_objective(query.objective, query.curve)
     for part in parts:
+        results, pending_here = results_of[part.type], pending.get(part.type, 0)
+        observations, sizes = TrainingObservations(), NO_OTHER_SIZES
+        if paced_results is None:
+            observations, sizes = trainings(part), read_measurements_of_other_sizes(part, trainings)
         try:
-            results, pending_here = results_of[part.type], pending.get(part.type, 0)
-            observations = TrainingObservations() if at_a_pace else trainings(part)
-            sizes = NO_OTHER_SIZES if at_a_pace else read_measurements_of_other_sizes(part, trainings)
-            estimator = _fit_estimator(
-                part, results, observations.found, others=sizes, noise=noise, pending=pending_here
+            estimator = Estimator.fit(
+                part.spec,
+                results,
+                attempts=part.run.attempts(),
+                saves=part.run.newest_script_saves(),
+                trained=observations.found,
+                other_sizes=sizes,
+                noise=noise,
+                queue=compute_median_queue_wait(part.run.jobs(), part.run.attempts()),
+                stages_by=stage_objective,
             )
-            measurements = _make_type_measurements(part, results, estimator, query, observations, pending=pending_here)
-            all_measurements.append(replace(measurements, others=sizes))
+            unknown = _list_unknown_configurations(estimator, query)
+            _require_enough(estimator, unknown, pending=pending_here)
         except (Pending, BadMeasurements, Infeasible) as error:
-            errors.append((part, error))
+            is_early = pending_here and isinstance(error, TooFew | Infeasible)
+            errors.append((part, _make_pending_error(pending_here, error.message) if is_early else error))
+        else:
+            all_measurements.append(
+                TypeMeasurements(part, results, estimator, unknown, pending_here, observations.left_out, sizes)
+            )
     if not all_measurements:
         raise next((error for _, error in errors if isinstance(error, Pending)), errors[0][1])
     return all_measurements, [f"node type {part.type} is left out: {error.message}" for part, error in errors]
-
-
-def _make_type_measurements(
-    part: Part,
-    results: Results,
-    estimator: Estimator,
-    query: Query,
-    observations: TrainingObservations,
-    *,
-    pending: int,
-) -> TypeMeasurements:
-    unknown = _list_unknown_configurations(estimator, query)
-    _require_enough(estimator, unknown, pending=pending)
-    return TypeMeasurements(part, results, estimator, unknown, pending, observations.left_out)
 
 
 def find_gradient_noise_of_job(all_measurements: Sequence[TypeMeasurements], *, needed: bool) -> Noise | None:
@@ -240,46 +237,43 @@ def describe_noise_basis(noise: Noise, measurements: TypeMeasurements) -> str:
     return efficiency.describe_noise(noise, epochs=epochs, reference=spec.train.reference_batch)
 
 
-def fit_estimator_of_recommendation(run: RunDir, spec: JobSpec, others: OtherSizes = NO_OTHER_SIZES) -> Estimator:
+def fit_estimator_of_recommendation(
+    run: RunDir, spec: JobSpec, others: OtherSizes = NO_OTHER_SIZES, *, stages_by: Worth = "time"
+) -> Estimator:
     """Return the forecast that a recommendation is made from.
 
     Args:
         run: the run, measured on one node type.
         spec: the job; in a comparison, with another method.
         others: measurements with other numbers of GPUs per node, on which the recommendation is also based.
+        stages_by: what the nodes of the stages of `train.ramp` are chosen by.
 
     Raises:
         BadMeasurements, Infeasible: as in `Estimator.fit`.
     """
-    results = run.results()
-    observations = list_observations_from_trainings(run, spec, results)
-    noise = make_noise_path([run], spec, results)
-    return _fit_estimator(Part(None, run, spec), results, observations.found, others=others, noise=noise, pending=0)
-
-
-def _fit_estimator(
-    part: Part,
-    results: Results,
-    trained: Sequence[TrainedSteps],
-    *,
-    others: OtherSizes,
-    noise: NoisePath | None,
-    pending: int,
-) -> Estimator:
-    attempts, saves = part.run.attempts(), find_newest_saves(part.run)
-    fit_with = functools.partial(Estimator.fit, attempts=attempts, saves=saves, trained=trained)
-    try:
-        return fit_with(part.spec, results, other_sizes=others, noise=noise)
-    except (TooFew, Infeasible) as error:
-        if pending:
-            raise _make_pending_error(pending, error.message) from error
-        raise
+    results, attempts = run.results(), run.attempts()
+    return Estimator.fit(
+        spec,
+        results,
+        attempts=attempts,
+        saves=run.newest_script_saves(),
+        trained=list_observations_from_trainings(run, spec, results).found,
+        other_sizes=others,
+        noise=make_noise_path([run], spec, results),
+        queue=compute_median_queue_wait(run.jobs(), attempts),
+        stages_by=stages_by,
+    )
 
 
 def _make_unknown_error(all_measurements: Sequence[TypeMeasurements], why: str, hint: str) -> Pending | BadMeasurements:
     """Return the error if no probe has measured a quantity: Pending if pending probes may still do so."""
     pending = sum(measurements.pending for measurements in all_measurements)
     return _make_pending_error(pending, why) if pending else BadMeasurements(why, hint)
+
+
+def describe_pending(pending: int) -> str:
+    """Return the number of queued or running probes in words."""
+    return "1 probe is still under way" if pending == 1 else f"{pending} probes are still under way"
 
 
 def _make_pending_error(pending: int, why: str) -> Pending:

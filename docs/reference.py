@@ -19,7 +19,7 @@ from typer.models import ArgumentInfo, CommandInfo, ParameterInfo
 
 from tula_cli import errors
 from tula_cli.cli import options
-from tula_cli.cli.app import READER_IS_GONE, WORKFLOW, app
+from tula_cli.cli.app import EXAMPLES, READER_IS_GONE, app
 from tula_cli.cluster.decisions import TRAINING
 from tula_cli.errors import TulaError
 from tula_cli.host.failures import FAILURE_KINDS
@@ -176,14 +176,15 @@ def _cell(text: str) -> str:
 # --- the commands
 
 
-COMMANDS_HEAD = """Commands write their answer to stdout and progress to stderr. In the order of use:"""
+COMMANDS_HEAD = """Commands write their answer to stdout and progress to stderr. The six commands of the workflow come first, in the order of use:"""
 
 
 def commands() -> str:
     """Return the page of every command and of the exit codes."""
     loaded = {
-        command.name: command.build_app(example=example).registered_commands[0]
-        for command, example in WORKFLOW.items()
+        command.name: command.build_app(example=example, panel=panel).registered_commands[0]
+        for panel, commands in EXAMPLES.items()
+        for command, example in commands.items()
         if isinstance(command, options.ExtraCommand)
     }
     found = {info.name or "": loaded.get(info.name or "", info) for info in app.registered_commands}

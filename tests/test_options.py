@@ -44,7 +44,7 @@ class CommandLine:
     def __init__(self) -> None:
         self.asked: list[WithNewOption] = []
         self.app = typer.Typer()
-        register(self.app, self.ask(), example="tula ask")
+        register(self.app, self.ask(), example="tula ask", panel="More commands")
 
     def ask(self):  # type: ignore[no-untyped-def]
         def ask(screen: Screen, query: WithNewOption) -> None:

@@ -31,6 +31,7 @@ class Option:
     minimum: float | None = None
     type: Any = None  # on the command line, if it differs from the type in Python
     parse: Callable[[str], object] | None = None  # makes the field's value from the text on the command line
+    advanced: bool = False  # shown under "Advanced" in --help
 
     def make_flag(self, name: str) -> str:
         """Return the option of the command line for the field `name`."""
@@ -85,31 +86,56 @@ def _describe_fields(options: Callable[..., object]) -> list[str]:
 # --- options of several commands
 
 ROOT = "tula-runs"
-Root = Annotated[str | Path, Option("Where runs are kept.", "--run-dir", metavar="ROOT", type=Path)]
+Root = Annotated[
+    str | Path, Option("Folder that contains the runs.", "--run-dir", metavar="FOLDER", type=Path, advanced=True)
+]
 Overrides = Annotated[
     Sequence[str],
-    Option("Override a key of the spec; may be repeated.", "--set", metavar="A.B=C", type=list[str] | None),
+    Option(
+        "Override a key of the job file, for example train.epochs=5; may be repeated.",
+        "--set",
+        metavar="KEY=VALUE",
+        type=list[str] | None,
+    ),
 ]
 NodeType = Annotated[
     str | None,
-    Option("Only this type of node, of those in node_types; gpus-4 of search.gpus_per_node.", "--type", metavar="NAME"),
+    Option(
+        "Use only this node type: a name in node_types, or gpus-4 for 4 of search.gpus_per_node.",
+        "--type",
+        metavar="NAME",
+        advanced=True,
+    ),
 ]
-Fresh = Annotated[bool, Option("Build the model and the dataset anew, although nothing has changed.")]
+Fresh = Annotated[bool, Option("Build the model and the dataset again, even if nothing has changed.", advanced=True)]
 Wait = Annotated[
-    bool | None, Option("Wait for the jobs (default: yes on this machine, no on SLURM).", "--wait/--no-wait")
+    bool | None,
+    Option(
+        "Wait until the jobs have finished (default: yes on this machine, no on SLURM).",
+        "--wait/--no-wait",
+        advanced=True,
+    ),
 ]
 Timeout = Annotated[
     float | None,
-    Option("Wait no longer; exit code 75 when jobs still run.", metavar="SECONDS", minimum=0),
+    Option(
+        "Stop waiting after this time; exit code 75 if jobs are still running.",
+        metavar="SECONDS",
+        minimum=0,
+        advanced=True,
+    ),
 ]
 Every = Annotated[
-    bool, Option("Show every configuration, however many there are, and write all into results.csv.", "--all")
+    bool,
+    Option("Show all configurations, not only the best ones, and write all of them to results.csv.", "--all"),
 ]
-CheckedNodes = Annotated[int | None, Option("With --on-cluster: how many nodes (default: 2).", "--nodes", minimum=1)]
+CheckedNodes = Annotated[
+    int | None, Option("Number of nodes for --on-cluster (default: 2).", "--nodes", minimum=1, advanced=True)
+]
 Trackers = Annotated[
     str | Sequence[str],
     Option(
-        "mlflow, wandb, tensorboard, or package.module:callable; else those of section export. May be repeated.",
+        "mlflow, wandb, tensorboard, or package.module:callable; may be repeated (default: those in section export).",
         "--to",
         metavar="TRACKER",
         type=list[str] | None,
@@ -124,19 +150,25 @@ Trackers = Annotated[
 class TrainRequest:
     """The training to run: `tula train` and `tula.train`."""
 
-    nodes: Annotated[int | None, Option("Nodes; else the recommended ones.", minimum=1)] = None
-    batch: Annotated[int | None, Option("Global batch; else the recommended one.", minimum=1)] = None
+    nodes: Annotated[int | None, Option("Number of nodes (default: as recommended).", minimum=1)] = None
+    batch: Annotated[int | None, Option("Global batch size (default: as recommended).", minimum=1)] = None
     node_type: NodeType = None
     rehearse: Annotated[
         bool,
         Option(
-            "Try a script's resume first, once, where training takes more than an hour (default: yes).",
+            "For a script that trains for more than an hour: first test once that it resumes from its checkpoint"
+            " (default: yes).",
             "--rehearse/--no-rehearse",
+            advanced=True,
         ),
     ] = True
     within_balance: Annotated[
         bool,
-        Option("Refuse where the account's balance (GrpTRESMins) does not carry it; needs pricing.kind billing."),
+        Option(
+            "Refuse to start if the training exceeds the SLURM account's balance (GrpTRESMins); needs pricing.kind:"
+            " billing.",
+            advanced=True,
+        ),
     ] = False
 
 
@@ -147,15 +179,22 @@ class EvaluationRequest:
     weights: Annotated[
         str | Path | None,
         Option(
-            "Which weights (default: best where there is one, else last).", metavar="best|last|FILE", type=str | None
+            "Weights to evaluate (default: best if there are any, otherwise last).",
+            metavar="best|last|FILE",
+            type=str | None,
         ),
     ] = None
     training: Annotated[
-        str | None, Option("Of which training; else of the one that was started last.", metavar="SIGNATURE")
+        str | None,
+        Option(
+            "Training whose weights to evaluate (default: the one that was started last).",
+            metavar="SIGNATURE",
+            advanced=True,
+        ),
     ] = None
-    nodes: Annotated[int, Option("How many nodes share the samples.", minimum=1)] = 1
+    nodes: Annotated[int, Option("Number of nodes that share the samples.", minimum=1, advanced=True)] = 1
     node_type: NodeType = None
-    fresh: Annotated[bool, Option("Evaluate although it is known what they come to.")] = False
+    fresh: Annotated[bool, Option("Evaluate again, even if the result is known.", advanced=True)] = False
 
 
 def split_methods(text: str) -> tuple[str, ...] | None:
@@ -167,7 +206,9 @@ def _split_batches(text: str) -> tuple[int, ...] | None:
     try:
         return tuple(int(word) for word in text.split(",") if word.strip()) or None
     except ValueError:
-        raise SpecError(f"--batch {text}: must be numbers, with commas between them") from None
+        raise SpecError(
+            f"--batch {text}: expected whole numbers separated by commas", "for example --batch 512,1024"
+        ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,9 +221,9 @@ class ComparisonRequest:
     methods: Annotated[
         Sequence[str] | None,
         Option(
-            "Values of train.method, or lbt-x2, lbt-x4, sqrt, sqrt-beta2, robust, with settings behind colons"
-            " (ags:delta=0.1,lbt:optimizer.lr=0.2); without it rows that fit the job's optimizer, with"
-            " its own method and one control.",
+            "Methods to compare, separated by commas: values of train.method, or lbt-x2, lbt-x4, sqrt, sqrt-beta2,"
+            " robust. Settings follow after colons (ags:delta=0.1,lbt:optimizer.lr=0.2). Default: the job's method,"
+            " methods that suit its optimizer, and one control.",
             metavar="A,B",
             type=str | None,
             parse=split_methods,
@@ -191,7 +232,7 @@ class ComparisonRequest:
     batches: Annotated[
         Sequence[int] | None,
         Option(
-            "Global batches; else the recommended one.",
+            "Global batch sizes, separated by commas (default: as recommended).",
             "--batch",
             metavar="N,M",
             type=str | None,
@@ -199,14 +240,22 @@ class ComparisonRequest:
         ),
     ] = None
     seeds: Annotated[
-        int | None, Option("How many seeds, from train.seed on (default: 3; 1 where a script takes none).", minimum=1)
+        int | None,
+        Option("Number of seeds, starting at train.seed (default: 3, or 1 if a script takes no seed).", minimum=1),
     ] = None
     nodes: Annotated[
-        int | None, Option("Nodes; else the recommended ones, else the fewest of search.nodes.", minimum=1)
+        int | None,
+        Option(
+            "Number of nodes (default: as recommended, otherwise the fewest in search.nodes).", minimum=1, advanced=True
+        ),
     ] = None
     controls: Annotated[
         bool | None,
-        Option("lbt at twice and four times the learning rate (default: yes).", "--controls/--no-controls"),
+        Option(
+            "Also train lbt at 2 and 4 times the learning rate (default: yes).",
+            "--controls/--no-controls",
+            advanced=True,
+        ),
     ] = None
 
 
@@ -216,10 +265,16 @@ class ExportRequest:
 
     uri: Annotated[
         str | None,
-        Option("A tracking URI, an address, or a folder; else the tracker's own, or the run.", metavar="PLACE"),
+        Option(
+            "Tracking URI, server address or folder (default: that of the tracker, otherwise inside the run).",
+            metavar="PLACE",
+        ),
     ] = None
     project: Annotated[
-        str | None, Option("MLflow's experiment, W&B's project; else the job's name.", metavar="NAME")
+        str | None, Option("MLflow experiment or W&B project (default: the job's name).", metavar="NAME")
     ] = None
-    follow: Annotated[bool, Option("Go on while jobs run.", short="-f")] = False
-    every: Annotated[float | None, Option("Between two looks (default: 30).", metavar="SECONDS", minimum=1)] = None
+    follow: Annotated[bool, Option("Keep sending new results while jobs are running.", short="-f")] = False
+    every: Annotated[
+        float | None,
+        Option("Interval between updates with --follow (default: 30).", metavar="SECONDS", minimum=1, advanced=True),
+    ] = None

@@ -25,23 +25,32 @@ class Query:
     objective: Annotated[
         Objective,
         Option(
-            "What to choose by; accuracy-time: the least time to the same progress; energy: the least kWh.",
+            "time, cost, energy: the lowest; knee: beyond it a larger batch saves little time; accuracy-time: the"
+            " fastest to equal training progress.",
         ),
     ] = "knee"
-    curve: Annotated[Curve, Option("The curve whose knee is looked for.")] = "time"
-    nodes: Annotated[int | None, Option("Consider this number of nodes only.", minimum=1)] = None
-    max_nodes: Annotated[int | None, Option("At most so many nodes.", minimum=1)] = None
-    max_batch: Annotated[int | None, Option("A global batch of at most this.", minimum=1)] = None
-    deadline_hours: Annotated[float | None, Option("Train within.", "--deadline", metavar="HOURS", minimum=0)] = None
-    budget: Annotated[float | None, Option("Spend at most.", metavar="PRICE", minimum=0)] = None
+    curve: Annotated[
+        Curve, Option("For --objective knee: whether the knee is that of the time or of the cost.", advanced=True)
+    ] = "time"
+    nodes: Annotated[int | None, Option("Only this number of nodes.", minimum=1)] = None
+    max_nodes: Annotated[int | None, Option("Maximum number of nodes.", minimum=1)] = None
+    max_batch: Annotated[int | None, Option("Maximum global batch size.", minimum=1)] = None
+    deadline_hours: Annotated[
+        float | None, Option("Maximum training time in hours.", "--deadline", metavar="HOURS", minimum=0)
+    ] = None
+    budget: Annotated[
+        float | None, Option("Maximum cost of the training, in the job's currency.", metavar="PRICE", minimum=0)
+    ] = None
     node_type: NodeType = None
-    from_training: Annotated[bool, Option("Go by what the steps of the training under way take now.")] = False
+    from_training: Annotated[
+        bool, Option("Use the current step times of the running training, not those of the probes.", advanced=True)
+    ] = False
 
     def __post_init__(self) -> None:
         for name, value, allowed in (("objective", self.objective, Objective), ("curve", self.curve, Curve)):
             if value not in get_args(allowed):
                 raise SpecError(
-                    f"{name} {value!r} is none of {', '.join(get_args(allowed))}",
+                    f"unknown {name} {value!r}; it is one of {', '.join(get_args(allowed))}",
                     suggest_nearest(str(value), get_args(allowed)),
                 )
         require_positive(nodes=self.nodes, max_nodes=self.max_nodes, max_batch=self.max_batch)

@@ -292,7 +292,11 @@ def test_a_run_is_found_by_flag_variable_and_name(cluster, monkeypatch):
     shutil.copytree(first.path, first.path.with_name("first-00000000"))
     for command in ("status", "cancel", "train"):
         refused = tula(command, "first")
-        assert refused.code == 2 and f"2 runs of the name first: first-00000000, {first.id}" in refused.err
+        assert (
+            refused.code == 2
+            and "2 runs have the name first" in refused.err
+            and f"first-00000000, {first.id}" in refused.err
+        )
         assert "nor tula-runs/third" in tula("status", "third").err
     monkeypatch.setenv("TULA_RUN", str(first.path))
     named = tula("status")
@@ -506,7 +510,7 @@ def test_where_a_run_cannot_be_written_the_answer_is_shown_all_the_same(cluster)
     (newest().path / "results.csv").mkdir()
     shown = tula("recommend", "--json")
     assert shown.code == 0 and shown.json["data"]["saved"] is False
-    assert "the answer is not kept" in shown.err and "results.csv" in shown.err
+    assert "could not be stored" in shown.err and "results.csv" in shown.err
     asked = tula("recommend", "--save")
     assert asked.code == 1 and "cannot write" in asked.err
 
@@ -796,11 +800,23 @@ def test_warnings_come_below_the_answer(cluster):
 
 def test_a_folder_of_runs_that_is_not_there_is_told(cluster):
     failed = tula("list", "--run-dir", "nowhere")
-    assert failed.code == 2 and "--run-dir nowhere: there is no such folder" in failed.err
+    assert failed.code == 2 and "--run-dir nowhere: this folder does not exist" in failed.err
+
+
+def test_check_takes_the_name_of_a_run(here):
+    run = RunDir.create(here / "tula-runs", make.spec())
+    make.add_probes(run, 1, (32,))
+    before = tula("check", "--offline", str(run.path), "--json").json
+    assert before["error"] is None and before["run_id"] == run.id
+    by_name = tula(
+        "check", "--offline", run.id.rpartition("-")[0], "--json", "--set", "train.epochs=7", "--show-origin"
+    )
+    assert by_name.json["error"] is None and by_name.json["run_id"] == run.id
+    assert by_name.json["overrides"] == ["train.epochs=7"]
 
 
 def test_list(cluster):
-    assert tula("list").out == "no run under tula-runs\n"
+    assert tula("list").out == "there are no runs in tula-runs; tula profile creates one\n"
     tula("profile", "job.yaml")
     assert newest().id in tula("list").out
     listed = tula("list", "--json").json["data"]
@@ -824,8 +840,8 @@ def test_a_removed_option_names_what_replaces_it(cluster, words, replacement):
 
 def test_logs(cluster):
     tula("profile", "job.yaml")
-    assert tula("logs").err.endswith("no job has written anything yet\n")
-    assert tula("logs", "--job", "probe-n002").err.endswith("job probe-n002 has written nothing yet\n")
+    assert tula("logs").err.endswith("the jobs have not written a log yet\n")
+    assert tula("logs", "--job", "probe-n002").err.endswith("job probe-n002 has not written a log yet\n")
     path = newest().log_path("probe-n002", 1)
     path.parent.mkdir()
     path.write_text("one\ntwo [bold]\n")
@@ -840,7 +856,7 @@ def test_logs(cluster):
     assert [(row["task"], row["attempt"], row["rank"]) for row in rows] == [("probe-n002", 1, 0)] * 2
     assert tula("logs", "--rank", "7").code == 2
     assert tula("logs", "--since", "1h").out == shown.out and tula("logs", "--all").out == shown.out
-    assert tula("logs", "--since", "2100-01-01").err.endswith("no job has written such a line yet\n")
+    assert tula("logs", "--since", "2100-01-01").err.endswith("the jobs have not written such lines yet\n")
     refused = tula("logs", "--since", "soon")
     assert refused.code == 2 and "--since soon: not a time" in refused.err
 
@@ -852,7 +868,7 @@ def test_cancel(cluster):
     assert ended.code == 0
     assert ended.out == "cancelled probe-n001, probe-n002\n"
     assert cluster.launcher.cancelled == ["probe-n001", "probe-n002"]
-    assert "nothing was queued" in tula("cancel").out
+    assert "no job was queued" in tula("cancel").out
     assert {job["state"] for job in tula("status", "--json").json["data"]["jobs"]} == {"cancelled"}
 
 
@@ -866,7 +882,7 @@ def test_init_writes_a_spec_that_can_be_checked_but_not_over_another(cluster, ki
     Path("new.yaml").write_text("mine")
     refused = tula("init", kind, "-o", "new.yaml")
     assert refused.code == 2
-    assert "there already" in refused.err
+    assert "exists already" in refused.err
     assert Path("new.yaml").read_text() == "mine"
     assert tula("init", kind, "-o", "new.yaml", "--force").code == 0
     assert Path("new.yaml").read_text() != "mine"
@@ -896,7 +912,7 @@ def test_init_writes_the_hooks_of_a_script_once(here):
     compile((here / "tula_hooks.py").read_text(), "tula_hooks.py", "exec")
     assert (here / "job.yaml").read_text() == before
     refused = tula("init", "--hooks")
-    assert refused.code == 2 and "tula_hooks.py is there already" in refused.err
+    assert refused.code == 2 and "tula_hooks.py exists already" in refused.err
     assert tula("init", "--hooks", "--force").code == 0
     assert tula("init", "--hooks", "--from-command", "x").code == 2
     assert tula("init", "--hooks", "--from-sbatch", "x").code == 2
@@ -1342,7 +1358,7 @@ def test_a_folder_that_is_gone_is_told(here):
         text=True,
     )
     assert done.returncode == SpecError.exit_code and "Traceback" not in done.stderr
-    assert "error: the current folder is no longer there" in done.stderr
+    assert "error: the current folder was deleted" in done.stderr
 
 
 def test_ctrl_c_as_a_process(here):

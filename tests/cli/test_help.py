@@ -1,6 +1,7 @@
 """What `--help` shows, and what a shell completes."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -14,8 +15,10 @@ from tula_cli.cli import app
 from tula_cli.cli.options import ExtraCommand
 
 COMMANDS = typer.main.get_command(app.app).commands  # type: ignore[attr-defined]
-OF_PACKAGES = {command.name for command in app.WORKFLOW if isinstance(command, ExtraCommand)}
-each_command = pytest.mark.parametrize("name", COMMANDS)
+OF_PACKAGES = {
+    command.name for commands in app.EXAMPLES.values() for command in commands if isinstance(command, ExtraCommand)
+}
+each_command = pytest.mark.parametrize("name", [name for name in COMMANDS if name not in OF_PACKAGES])
 
 
 def shown(*words: str) -> str:
@@ -34,14 +37,65 @@ def test_help_has_a_short_name() -> None:
     assert shown("train", "-h") == shown("train", "--help")
 
 
-def test_commands_stand_in_the_order_of_the_work() -> None:
-    places = [
-        shown("--help").index(f"\n  {name} ") for name in ("init", "check", "profile", "recommend", "train", "status")
-    ]
-    assert places == sorted(places)
+def test_the_commands_of_the_workflow_are_listed_first_in_the_order_of_use() -> None:
+    before, _, after = shown("--help").partition("\nMore commands:\n")
+    listed = [line.split()[0] for line in before.partition("\nWorkflow:\n")[2].splitlines() if line]
+    assert listed == ["init", "check", "profile", "recommend", "train", "status"]
+    assert {line.split()[0] for line in after.splitlines() if line} == set(COMMANDS) - set(listed)
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in OF_PACKAGES])
+def test_no_description_in_the_list_of_commands_is_cut() -> None:
+    assert "..." not in shown("--help").partition("\nWorkflow:\n")[2]
+
+
+@each_command
+def test_help_shows_every_option_once_and_the_ordinary_ones_fit_a_screen(name: str) -> None:
+    text = shown(name, "--help")
+    panels = re.split(r"^(?:Arguments|Options|Advanced):$", text, maxsplit=1, flags=re.MULTILINE)[1]
+    for param in COMMANDS[name].params:
+        if param.param_type_name == "option":
+            name_of_option = max(param.opts, key=len)
+            assert len(re.findall(rf"^  (?:-\w, )?{name_of_option}(?![\w-])", panels, re.MULTILINE)) == 1, param.opts
+    ordinary = re.split(r"^(?:Advanced|Output):$", text, flags=re.MULTILINE)[0]
+    assert len(ordinary.partition("\nOptions:\n")[2].splitlines()) <= 30
+
+
+@each_command
+def test_a_command_takes_the_name_of_a_run_or_a_job_file_as_its_argument(name: str) -> None:
+    if name not in ("init", "list"):
+        assert "run" in shown(name, "--help").partition("\nArguments:\n")[2].split("\n\n")[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        ("run job.yaml", "tula train job.yaml"),
+        ("job.yaml", "tula train job.yaml"),
+        ("start job.yaml", "tula profile job.yaml"),
+        ("ls", "tula list"),
+        ("kill digits", "tula cancel digits"),
+        ("help train", "tula train --help"),
+        ("version", "tula --version"),
+        ("trian job.yaml", "train"),
+        ("status --run", "tula status --help"),
+    ],
+)
+def test_a_wrong_first_word_suggests_the_right_command(
+    words: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert app.run(words.split()) == 2
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: ") and hint.startswith("HINT: ") and command in hint
+
+
+def test_each_other_name_suggests_a_command_that_exists() -> None:
+    for word, hint in app.OTHER_NAMES.items():
+        assert word not in COMMANDS
+        commands = set(re.findall(r"tula (\w+)", hint))
+        assert commands <= set(COMMANDS) and (commands or word in ("version", "help"))
+
+
+@each_command
 def test_help_ends_with_an_example_that_is_understood(name: str) -> None:
     *_, last = shown(name, "--help").strip().splitlines()
     tula, command, *arguments = shlex.split(last.removeprefix("  Example: "))

@@ -27,7 +27,8 @@ else:
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PACKAGES = tuple(PROJECT["entry-points"][GROUP])
-COMMANDS = [command for command in app.WORKFLOW if isinstance(command, ExtraCommand)]
+EXAMPLES = {command: example for commands in app.EXAMPLES.values() for command, example in commands.items()}
+COMMANDS = [command for command in EXAMPLES if isinstance(command, ExtraCommand)]
 
 
 def test_every_optional_package_has_a_folder_an_entry_point_and_a_pip_extra() -> None:
@@ -113,7 +114,7 @@ def test_help_ends_with_an_example_that_is_understood(
     command: ExtraCommand, capsys: pytest.CaptureFixture[str]
 ) -> None:
     app.run([command.name, "--help"])
-    example = app.WORKFLOW[command]
+    example = EXAMPLES[command]
     assert capsys.readouterr().out.strip().endswith(f"Example: {example}")
     tula, name, *arguments = shlex.split(example)
     assert (tula, name) == ("tula", command.name)

@@ -183,9 +183,9 @@ def test_no_run_at_all(tmp_path):
 
 
 def test_a_folder_that_is_no_run(tmp_path):
-    with pytest.raises(SpecError, match="not a run directory"):
+    with pytest.raises(SpecError, match="is not a run"):
         RunDir.open(tmp_path)
-    with pytest.raises(SpecError, match="no such run directory"):
+    with pytest.raises(SpecError, match="there is no run"):
         RunDir.open(tmp_path / "nothing")
 
 

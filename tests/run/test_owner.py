@@ -126,7 +126,7 @@ def test_one_that_is_open_is_read_and_nothing_is_written(
     assert "Traceback" not in told and content(theirs) == before
     assert code == (4 if "--show" in arguments else 0), told  # nothing was compared yet
     if arguments[0] == "recommend":
-        assert "the answer is not kept" in told and "belongs to nobody: you may not change it" in told
+        assert "could not be stored" in told and "belongs to nobody: you may not change it" in told
 
 
 @pytest.mark.promise(

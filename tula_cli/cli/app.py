@@ -5,54 +5,81 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, TextIO, get_args
 
 import typer
+from typer.core import TyperGroup
 
 from tula_cli.cli import check, clean, compare, diff, evaluate, profile, recommend, status, train
 from tula_cli.cli.options import COMMON, USAGE_ERROR, ExtraCommand, Interrupted, register, register_extra
 from tula_cli.errors import DiskFull, SpecError, TulaError
+from tula_cli.options import ROOT
 from tula_cli.run.disk_space import FULL_DISK_ERRNOS
 from tula_cli.show.screen import Screen, replace_missing_letters
 from tula_cli.spec.old_keys import OldKeyWarning
 from tula_cli.version import __version__
 
+WORKFLOW = "Workflow"
+MORE = "More commands"
+FULLER_WIDTH = 100
+"""Maximum number of columns of --help."""
+
+
+class Commands(TyperGroup):
+    """The commands of tula, listed in two panels: those of the workflow first."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
+        """Write the commands, each under the name of its panel."""
+        for panel in (WORKFLOW, MORE):
+            commands = {
+                name: command
+                for name, command in self.commands.items()
+                if vars(command).get("rich_help_panel") == panel
+            }
+            limit = formatter.width - 6 - max(map(len, self.commands))
+            with formatter.section(panel):
+                formatter.write_dl([(name, command.get_short_help_str(limit)) for name, command in commands.items()])
+
+
 app = typer.Typer(
     name="tula",
-    help="How many nodes, what batch size, how long, how much: measure a training job, then run it there.",
-    context_settings={"help_option_names": ["-h", "--help"]},
+    cls=Commands,
+    help="Measure a PyTorch training job, choose its number of nodes and batch size, and train.",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": FULLER_WIDTH},
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
 
-WORKFLOW: Mapping[Callable[..., None] | ExtraCommand, str] = {
-    check.init: "tula init slurm",
-    check.check: "tula check job.yaml --on-cluster",
-    profile.profile: "tula profile job.yaml --set search.nodes=[1,2,4]",
-    recommend.recommend: "tula recommend --objective cost --deadline 24",
-    train.train: "tula train --nodes 4 --batch 1024",
-    evaluate.evaluate: "tula evaluate --weights best",
-    compare.compare: "tula compare job.yaml --methods lbt,lrs,ortho --batch 1024",
-    ExtraCommand(
-        "report", "report", "Tell all that a run has found: what was asked and answered, measured, predicted, trained."
-    ): "tula report --html report.html",
-    status.status: "tula status --run digits-1f0c5b7e",
-    status.list_: "tula list --run-dir /scratch/tula-runs",
-    status.logs: "tula logs --follow",
-    status.cancel: "tula cancel digits-1f0c5b7e",
-    diff.diff: "tula diff digits-1f0c5b7e digits-9a4e02cd",
-    ExtraCommand(
-        "export",
-        "trackers",
-        "Send a run's parameters, probes, recommendation and trainings to MLflow, Weights & Biases or TensorBoard.",
-    ): "tula export --to mlflow --follow",
-    clean.clean: "tula clean --older 30d --dry-run",
+EXAMPLES: Mapping[str, Mapping[Callable[..., None] | ExtraCommand, str]] = {
+    WORKFLOW: {
+        check.init: "tula init slurm",
+        check.check: "tula check job.yaml --on-cluster",
+        profile.profile: "tula profile job.yaml --set search.nodes=[1,2,4]",
+        recommend.recommend: "tula recommend --objective cost --deadline 24",
+        train.train: "tula train --nodes 4 --batch 1024",
+        status.status: "tula status digits",
+    },
+    MORE: {
+        status.logs: "tula logs digits --follow",
+        status.cancel: "tula cancel digits-1f0c5b7e",
+        compare.compare: "tula compare job.yaml --methods lbt,lrs,ortho --batch 1024",
+        evaluate.evaluate: "tula evaluate --weights best",
+        ExtraCommand(
+            "report", "report", "Write a report of a run as HTML, Markdown, LaTeX or CSV."
+        ): "tula report --html report.html",
+        ExtraCommand(
+            "export", "trackers", "Send results to MLflow, Weights & Biases or TensorBoard."
+        ): "tula export --to mlflow --follow",
+        status.list_: "tula list --run-dir /scratch/tula-runs",
+        diff.diff: "tula diff digits-1f0c5b7e digits-9a4e02cd",
+        clean.clean: "tula clean --older 30d --dry-run",
+    },
 }
-"""The commands in order of use, as in `tula --help`, with an example of each."""
+"""The commands by panel of `tula --help`, in order of use, with an example of each."""
 REPLACED: Mapping[str, str] = {
     "estimate": "type tula check job.yaml --memory 32GiB",
     "schema": "tula init writes .tula/job.schema.json and .tula/site.schema.json beside the job file",
@@ -78,11 +105,32 @@ REMOVED_VALUES: Mapping[tuple[str, str, str], str] = {
     ),
 }
 """Values of options that were removed, by command and option, and what to use instead."""
-for _command, _example in WORKFLOW.items():
-    if isinstance(_command, ExtraCommand):
-        register_extra(app, _command, example=_example)
-    else:
-        register(app, _command, example=_example)
+for _panel, _commands in EXAMPLES.items():
+    for _command, _example in _commands.items():
+        if isinstance(_command, ExtraCommand):
+            register_extra(app, _command, example=_example, panel=_panel)
+        else:
+            register(app, _command, example=_example, panel=_panel)
+
+_TRAIN = "tula train {} trains, tula profile {} measures first where to train"
+OTHER_NAMES: Mapping[str, str] = {
+    **dict.fromkeys(("run", "start", "launch", "submit", "sbatch", "execute"), _TRAIN),
+    **dict.fromkeys(("fit", "resume", "continue", "restart"), "tula train {}"),
+    **dict.fromkeys(("measure", "probe", "bench", "benchmark", "sweep", "search", "scan", "tune"), "tula profile {}"),
+    **dict.fromkeys(("choose", "predict", "suggest", "optimize", "optimise", "plan", "answer"), "tula recommend {}"),
+    **dict.fromkeys(("validate", "verify", "lint", "test", "doctor"), "tula check {}"),
+    **dict.fromkeys(("new", "create", "setup", "config", "configure", "template"), "tula init"),
+    **dict.fromkeys(("ps", "queue", "watch", "info", "progress", "jobs"), "tula status {}"),
+    **dict.fromkeys(("ls", "runs"), "tula list"),
+    **dict.fromkeys(("log", "tail", "output"), "tula logs {}"),
+    **dict.fromkeys(("stop", "kill", "abort", "scancel"), "tula cancel {}"),
+    **dict.fromkeys(("rm", "remove", "delete", "gc", "prune"), "tula clean {}"),
+    **dict.fromkeys(("eval", "score"), "tula evaluate {}"),
+    **dict.fromkeys(("show", "plot", "html", "results"), "tula report {}"),
+    "version": "tula --version",
+    "help": "tula {} --help",
+}
+"""Words that users of other tools type in place of a command, with the command to use; {} is the argument after them."""
 
 
 _SHARED = {
@@ -106,7 +154,7 @@ def _show_help(
 ) -> None:
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help(), err=True)
-        raise SpecError("no command given")
+        raise SpecError("no command given", "tula init writes a job file to begin with")
 
 
 # --- the error boundary
@@ -176,11 +224,11 @@ def _report_error(screen: Screen, error: TulaError) -> int:
 def _describe_machine_error(error: OSError) -> TulaError | None:
     """Return the error for a full disk or a removed working directory; None for other errors."""
     if error.errno in FULL_DISK_ERRNOS:
-        hint = "free some space there, or send the answer elsewhere, and run the same command again"
+        hint = "free some disk space, and run the same command again"
         return DiskFull(f"cannot write {error.filename or 'the answer'}: {error.strerror}", hint)
     if isinstance(error, FileNotFoundError) and _has_lost_working_directory():
-        hint = "cd to another folder, or once more into this one where it was made anew, and run the same command again"
-        return SpecError("the current folder is no longer there: it was removed", hint)
+        hint = "change to an existing folder (cd) and run the same command again"
+        return SpecError("the current folder was deleted", hint)
     return None
 
 
@@ -209,18 +257,39 @@ def _discard_unwritable() -> None:
 
 def _convert_usage_error(error: Any, arguments: Sequence[str]) -> SpecError:
     """Convert click's usage error to a SpecError."""
-    path = error.ctx.command_path if getattr(error, "ctx", None) is not None else "tula"
+    known = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "tula"
+    if path == "tula" and arguments and arguments[0] in known:
+        path = f"tula {arguments[0]}"  # an option without its value is reported without a context
     message = error.format_message().replace("Value error, ", "")  # pydantic's, which checks typer's literals
     option = getattr(error, "option_name", None)
     if path == "tula" and option in _SHARED:
         return SpecError(f"{option} comes after the command", f"for example tula status {option}")
+    if path == "tula" and option is None:
+        return _make_unknown_command_error(arguments, known)
     if hint := REMOVED_OPTIONS.get((path, str(option))):
         return SpecError(f"{path} has no option {option} any more", hint)
     names = getattr(getattr(error, "param", None), "opts", ())
     for (command, name, value), hint in REMOVED_VALUES.items():
         if command == path and name in names and {value, f"{name}={value}"} & set(arguments):
             return SpecError(f"{path} {name} has no value {value} any more", hint)
-    return SpecError(message, f"{path} --help shows what it takes")
+    return SpecError(message, f"{path} --help lists arguments and options")
+
+
+def _make_unknown_command_error(arguments: Sequence[str], commands: Iterable[str]) -> SpecError:
+    """Return the error for a first word that is not a command, with the command that was probably meant."""
+    from tula_cli.plugins import suggest_nearest
+
+    word, *rest = [argument for argument in arguments if not argument.startswith("-")]
+    argument = rest[0] if rest else ""
+    if word in OTHER_NAMES:
+        return SpecError(f"there is no command {word}", " ".join(OTHER_NAMES[word].format(argument, argument).split()))
+    run_folders = (os.path.join(folder, word, "spec.yaml") for folder in ("", ROOT))  # noqa: PTH118
+    if word.endswith((".yaml", ".yml")) or any(map(os.path.exists, run_folders)):  # raises nothing, unlike Path
+        return SpecError(f"{word} is not a command", f"{_TRAIN.format(word, word)}, tula status {word} shows its run")
+    hint = suggest_nearest(word, commands)
+    return SpecError(f"there is no command {word}", hint or "tula --help lists the commands")
 
 
 def _exit_on_broken_pipe() -> int:
@@ -229,14 +298,14 @@ def _exit_on_broken_pipe() -> int:
     return READER_IS_GONE
 
 
-_REPORT = "this is a defect of tula; please report it with the lines above"
+_REPORT = "this is a defect in tula; please report it with the lines above"
 
 
 def _report_defect(screen: Screen, kind: type[BaseException], error: BaseException, trace: Any) -> None:
     """Show an unexpected error of tula or of user code with its traceback, also in the envelope."""
     screen.print_traceback(error.with_traceback(trace))
     theirs = _find_user_line(trace)
-    hint = f"raised by {theirs}, which is no part of tula" if theirs else _REPORT
+    hint = f"raised in {theirs}, which is not part of tula" if theirs else _REPORT
     _report_error(screen, TulaError(f"{kind.__name__}: {error}", hint))
 
 

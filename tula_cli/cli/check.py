@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tula_cli.cli.runs import JobOrRun, load
+from tula_cli.cli.options import ADVANCED
+from tula_cli.cli.runs import JobOrRun, find_run, load, resolve_job_or_run
 from tula_cli.cli.waiting import follow_work, make_inspector, refuse, warn_all
 from tula_cli.errors import SpecError
 from tula_cli.options import ROOT, CheckedNodes, Fresh, NodeType, Overrides, Root, Timeout
@@ -19,6 +20,7 @@ from tula_cli.show import tables
 from tula_cli.show.screen import Screen
 
 if TYPE_CHECKING:
+    from tula_cli.run.directory import RunDir
     from tula_cli.services.init import FromCommand
     from tula_cli.spec.job import JobSpec
 
@@ -28,30 +30,36 @@ if TYPE_CHECKING:
 def init(
     screen: Screen,
     kind: Annotated[Literal["local", "slurm"], typer.Argument(help="Where the job will run.")] = "local",
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write.")] = Path("job.yaml"),
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Job file to write.")] = Path(
+        "job.yaml"
+    ),
     command: Annotated[
         str | None,
         typer.Option(
-            "--from-command", metavar="COMMAND", help="Around a script of your own: the command that you type today."
+            "--from-command", metavar="COMMAND", help="Make a job of your own script: the command that starts it today."
         ),
     ] = None,
     script: Annotated[
         Path | None,
         typer.Option(
-            "--from-sbatch", metavar="FILE", help="As --from-command, from the sbatch script you submit today."
+            "--from-sbatch", metavar="FILE", help="Make a job of your own script: the sbatch file that starts it today."
         ),
     ] = None,
     hooks: Annotated[
         bool,
-        typer.Option("--hooks", help="Write tula_hooks.py alone: three lines for a loop without a torch optimizer."),
+        typer.Option(
+            "--hooks",
+            help="Write only tula_hooks.py, for a script whose loop has no torch optimizer.",
+            rich_help_panel=ADVANCED,
+        ),
     ] = False,
-    full: Annotated[bool, typer.Option("--full", help="Write every key, with its default and explanation.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Write all keys, with defaults and explanations.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
-    """Write a job.yaml that runs as it is, with the keys that matter.
+    """Write a job file that runs as it is, with the keys that matter.
 
-    With --from-command or --from-sbatch it is one around the command that starts a script of your own: what that does not
-    tell is asked on a terminal, and refused without one.
+    With --from-command or --from-sbatch the job runs your own script. If the command does not contain all that is
+    needed, you are asked on a terminal; without a terminal it is an error.
     """
     if hooks:
         return _write_hooks(screen, command or script, force=force)
@@ -73,7 +81,7 @@ def init(
     from tula_cli.spec.yaml_text import parse_yaml
 
     if output.exists() and not force:
-        raise SpecError(f"{output} is there already", "choose another name with -o, or --force to replace it")
+        raise SpecError(f"{output} exists already", "choose another name with -o, or overwrite it with --force")
     if script is not None:
         kind = "slurm"
     offered = site.ask_site() if kind == "slurm" else None
@@ -110,9 +118,9 @@ def _read_script(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text"
+        reason = getattr(error, "strerror", None) or "it is not a text file"
         raise SpecError(
-            f"cannot read {path}: {reason}", "--from-sbatch takes the script that you give sbatch"
+            f"cannot read {path}: {reason}", "--from-sbatch needs the file that you pass to sbatch"
         ) from None
 
 
@@ -134,18 +142,20 @@ def _ask_missing(screen: Screen, make: "Callable[[dict[str, str]], FromCommand]"
         if made.complete or not asks or LENGTH_QUESTION in answers or "length" in made.recognised.script:
             return made
         answers[LENGTH_QUESTION] = (
-            screen.ask("", "how many epochs does it train? (Enter: write it into the file later)") or ""
+            screen.ask("", "how many epochs does it train? (Enter: add it to the file later)") or ""
         )
 
 
 def _write_hooks(screen: Screen, given: object, *, force: bool) -> None:
-    refuse(given is not None, "--from-command", "writes a job, --hooks a file for the script; call them one by one")
+    refuse(
+        given is not None, "--from-command", "writes a job file and --hooks a file for the script; run them separately"
+    )
     from tula_cli.assets import find_asset
     from tula_cli.run.files import MODE_FOR_ALL, write_atomic
 
     path = Path("tula_hooks.py")
     if path.exists() and not force:
-        raise SpecError(f"{path} is there already", "--force replaces it")
+        raise SpecError(f"{path} exists already", "overwrite it with --force")
     write_atomic(path, find_asset(f"templates/{path}").read_text(encoding="utf-8"), mode=MODE_FOR_ALL)
     screen.answer({"path": path}, show_check.render_hooks(path))
 
@@ -157,38 +167,48 @@ class CheckOptions:
     job: Annotated[
         Path | None,
         typer.Argument(
-            metavar="JOB.YAML", help="The job spec; tula init writes one. With --site a site.yaml, or nothing."
+            metavar="JOB_OR_RUN",
+            help="A job file (tula init writes one), or the name or folder of a run. With --site: a site.yaml.",
         ),
     ] = None
     overrides: Overrides = ()
-    show_origin: Annotated[bool, typer.Option("--show-origin", help="Show where each value comes from.")] = False
-    offline: Annotated[bool, typer.Option("--offline", help="Do not build the model and the dataset.")] = False
+    show_origin: Annotated[
+        bool, typer.Option("--show-origin", help="Show for each value which file, variable or option sets it.")
+    ] = False
+    offline: Annotated[
+        bool,
+        typer.Option("--offline", help="Do not build the model and the dataset.", rich_help_panel=ADVANCED),
+    ] = False
     on_cluster: Annotated[
-        bool, typer.Option("--on-cluster", help="Look at the nodes instead, in a job of a minute or so.")
+        bool, typer.Option("--on-cluster", help="Check the nodes of the cluster, in a job of about one minute.")
     ] = False
     rehearse: Annotated[
         bool,
-        typer.Option(
-            "--rehearse", help="Try how a script goes on from its own checkpoint instead, in a job of one node."
-        ),
+        typer.Option("--rehearse", help="Test that your script resumes from its own checkpoint, in a job on one node."),
     ] = False
     memory: Annotated[
         str | None,
         typer.Option(
             "--memory",
             metavar="SIZE",
-            help="Estimate instead which batches fit a GPU of this memory, for example 16GiB; needs no GPU. Probes correct it.",
+            help="Estimate which batch sizes fit into a GPU with this memory, for example 16GiB; needs no GPU.",
         ),
     ] = None
     site: Annotated[
         bool,
         typer.Option(
             "--site",
-            help="Check the settings for all jobs of a site instead: the file named, else those that jobs read.",
+            help="Check a site.yaml, which has settings for all jobs (default: the files that jobs here read).",
+            rich_help_panel=ADVANCED,
         ),
     ] = False
     run_setup: Annotated[
-        bool, typer.Option("--run-setup", help="With --site: run the set-up lines of jobs on this machine too.")
+        bool,
+        typer.Option(
+            "--run-setup",
+            help="With --site: also run the setup lines of jobs, on this machine.",
+            rich_help_panel=ADVANCED,
+        ),
     ] = False
     nodes: CheckedNodes = None
     root: Root = ROOT
@@ -198,10 +218,9 @@ class CheckOptions:
 
 
 def check(screen: Screen, options: CheckOptions) -> None:
-    """Check a job spec; show what it would search and cost.
+    """Check a job file, and show what profiling it would cost.
 
-    --on-cluster checks the nodes of the cluster, --rehearse a script's resume: with either the same command again attaches to a job that is under way.
-    --site checks the settings for all jobs, and submits nothing. --memory tells parameters, gradients, activations and the like by batch size.
+    --on-cluster and --rehearse submit a job; run the same command again to follow it. The other forms submit nothing.
     """
     foreign = {"--show-origin": options.show_origin, "--offline": options.offline}
     elsewhere = {"--nodes": options.nodes is not None, "--timeout": options.timeout is not None}
@@ -210,10 +229,12 @@ def check(screen: Screen, options: CheckOptions) -> None:
         other = {**modes, "--set": bool(options.overrides), "--fresh": options.fresh}
         _refuse_all({**other, **foreign, **elsewhere, "--type": options.node_type is not None}, to="--site")
         return _check_site(screen, options.job, run_setup=options.run_setup)
-    refuse(options.run_setup, "--run-setup", "is for --site")
+    refuse(options.run_setup, "--run-setup", "needs --site")
     job = options.job
     if job is None:
-        raise SpecError("no job is named", "tula check job.yaml, or tula check --site for the settings of a site")
+        raise SpecError(
+            "no job file was named", "for example tula check job.yaml; tula check --site checks the settings of a site"
+        )
     if options.memory is not None:
         _refuse_all(
             {"--on-cluster": options.on_cluster, "--rehearse": options.rehearse, **foreign, **elsewhere}, to="--memory"
@@ -227,8 +248,8 @@ def check(screen: Screen, options: CheckOptions) -> None:
     if options.on_cluster:
         _refuse_all({**foreign, "--fresh": options.fresh}, to="--on-cluster")
         return _check_on_cluster(screen, job, options)
-    refuse(options.nodes is not None, "--nodes", "is for --on-cluster; search.nodes says what is measured")
-    refuse(options.timeout is not None, "--timeout", "is for --on-cluster and --rehearse")
+    refuse(options.nodes is not None, "--nodes", "needs --on-cluster; search.nodes sets the nodes of the probes")
+    refuse(options.timeout is not None, "--timeout", "needs --on-cluster or --rehearse")
     return _check_job(screen, job, options)
 
 
@@ -236,11 +257,12 @@ def _check_job(screen: Screen, job: Path, options: CheckOptions) -> None:
     from tula_cli.run.code import run_of_job
     from tula_cli.services import check as services_check
 
-    spec, root, online = load(job, options.overrides), Path(options.root), not options.offline
-    origins = _list_value_origins(job, spec, options.overrides) if options.show_origin else {}
-    refuse(options.fresh and options.offline, "--fresh", "means nothing to --offline")
+    root, online = Path(options.root), not options.offline
+    file, spec, run = _load_job_or_run(screen, job, options)
+    origins = _list_value_origins(file, spec, options.overrides) if options.show_origin else {}
+    refuse(options.fresh and options.offline, "--fresh", "has no effect with --offline")
     inspect = make_inspector(screen, root, fresh=options.fresh)
-    run = run_of_job(root, spec) if online else None
+    run = (run or run_of_job(root, spec)) if online else None
     checked = services_check.check_all(spec, node_type=options.node_type, online=online, inspector=inspect, run=run)
     screen.answer(*show_check.render_checks(checked.reports, origins))
     for report in checked.reports.values():
@@ -249,9 +271,21 @@ def _check_job(screen: Screen, job: Path, options: CheckOptions) -> None:
     checked.require_sound(str(job))
 
 
+def _load_job_or_run(screen: Screen, job: Path, options: CheckOptions) -> "tuple[Path, JobSpec, RunDir | None]":
+    """Return a job's file and spec, and its run if a run was named in place of a job file."""
+    from tula_cli.run.jobfile import load_with_overrides
+
+    job_file, named = resolve_job_or_run(job, None, Path(options.root))
+    if job_file is not None:
+        return job_file, load(job_file, options.overrides), None
+    run = find_run(screen, named, options.root)
+    screen.overrides = (*screen.overrides, *options.overrides)
+    return run.path / "spec.yaml", load_with_overrides(run, options.overrides), run
+
+
 def _refuse_all(given: dict[str, bool], *, to: str) -> None:
     for option, was in given.items():
-        refuse(was, option, f"means nothing to {to}")
+        refuse(was, option, f"has no effect with {to}")
 
 
 def _check_site(screen: Screen, file: Path | None, *, run_setup: bool) -> None:
@@ -304,7 +338,7 @@ def _rehearse_resume(screen: Screen, job: Path, options: CheckOptions) -> None:
         screen.warn(finding.contradiction)
     screen.answer(show_check.resume_test_data(finding), show_check.render_resume_test(finding))
     finding.require_found(str(job))
-    finding.require_resumable(str(job), "mend its resume, and rehearse again")
+    finding.require_resumable(str(job), f"correct how the script resumes, and run tula check --rehearse {job} again")
 
 
 def _list_value_origins(job: Path, spec: "JobSpec", overrides: Sequence[str]) -> dict[str, show_screen.Origin]:
@@ -329,10 +363,10 @@ def _check_memory(screen: Screen, job: Path, options: CheckOptions, *, capacity:
     from tula_cli.services import estimate as service
 
     root = Path(options.root)
-    spec = load(job, options.overrides)
+    _, spec, run = _load_job_or_run(screen, job, options)
     size = _parse_memory_size(capacity)
     inspect = make_inspector(screen, root, fresh=options.fresh)
-    run = run_of_job(root, spec)
+    run = run or run_of_job(root, spec)
     reports = service.estimate_all(run, spec, capacity=size, node_type=options.node_type, inspector=inspect)
     screen.answer(tables.list_data_by_type(reports), tables.render_by_type(reports, show_estimate.render_estimate))
 
@@ -345,5 +379,5 @@ def _parse_memory_size(text: str) -> int:
     except ValueError as error:
         raise SpecError(f"--memory: {error}") from None
     if size <= 0:
-        raise SpecError(f"--memory: {text!r} is no memory at all", "write it like 16GiB")
+        raise SpecError(f"--memory: {text!r} must be greater than 0", "for example --memory 16GiB")
     return size

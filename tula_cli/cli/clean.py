@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 def clean(
     screen: Screen,
     named: Annotated[
-        list[Path] | None, typer.Argument(metavar="RUN", help="These runs; else all under --run-dir.")
+        list[Path] | None,
+        typer.Argument(metavar="RUN", help="Names, folders or job files of runs (default: all runs)."),
     ] = None,
     root: Root = ROOT,
     older: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Only runs in which nothing was written for 30d, 12h, 8w.")
+        str | None,
+        typer.Option(metavar="TIME", help="Only runs in which no file has changed for this time (12h, 30d, 8w)."),
     ] = None,
     keep: Annotated[
         Literal["best"] | None,
@@ -35,14 +37,19 @@ def clean(
         ),
     ] = None,
     compared: Annotated[
-        bool, typer.Option("--compared", help="Free the weights of tula compare's finished trainings too, all of them.")
+        bool,
+        typer.Option("--compared", help="Also delete all weights of finished trainings of tula compare."),
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be freed, and touch nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would be deleted, without deleting it.")
+    ] = False,
     yes: Yes = False,
 ) -> None:
-    """Free what runs no longer need: older checkpoints, damaged and unfinished ones, files of scripts under probes.
+    """Delete files that runs no longer need.
 
-    Results, metrics and recommendations stay, and so does what a training goes on from. A run with a live job is left as it is.
+    Deletes older, damaged and unfinished checkpoints, and files that scripts wrote while they were probed. Results,
+    metrics, recommendations and the checkpoint from which a training resumes are kept. A run with an active job is not
+    changed.
     """
     from tula_cli.services import clean as service
 
@@ -51,9 +58,9 @@ def clean(
         _find_runs(screen, named, Path(root)), keep_best=keep == "best", compared=compared, older=long
     )
     if named and (kept_run := next((run_space for run_space in run_spaces if run_space.kept), None)):
-        kept_words = f"{kept_run.id}: {kept_run.kept}; nothing was freed"
+        kept_words = f"{kept_run.id}: {kept_run.kept}; nothing was deleted"
         raise (
-            Pending(kept_words, "tula cancel ends its jobs; or leave it out")
+            Pending(kept_words, f"cancel its jobs with tula cancel {kept_run.id}, or do not name this run")
             if kept_run.lives
             else BadMeasurements(kept_words)
         )
@@ -61,15 +68,15 @@ def clean(
         shown = (
             show_clean.render_spaces(run_spaces, width=screen.width)
             if run_spaces
-            else [f"no run {'is that old' if older else 'is here'}"]
+            else ["all runs have changed since then" if older else f"there are no runs in {root}"]
         )
         return screen.answer(show_clean.clean_data(run_spaces, None), shown)
     screen.aside(show_clean.render_spaces(run_spaces, width=screen.width))
     if not _confirm_deletion(screen, yes=yes):
-        return screen.answer(show_clean.clean_data(run_spaces, None), ["nothing was freed"])
+        return screen.answer(show_clean.clean_data(run_spaces, None), ["nothing was deleted"])
     done = service.remove_files(run_spaces)
     for problem in done.problems:
-        screen.warn(f"not all was freed of {problem}")
+        screen.warn(f"could not delete all files of {problem}")
     return screen.answer(show_clean.clean_data(run_spaces, done), show_clean.describe_cleaned(done))
 
 
@@ -87,11 +94,11 @@ def _find_runs(screen: Screen, named: Sequence[Path] | None, root: Path) -> "lis
 
     if not named:
         if root != Path(ROOT) and not root.is_dir():
-            raise SpecError(f"--run-dir {root}: there is no such folder", "name the one that holds the runs")
+            raise SpecError(f"--run-dir {root}: this folder does not exist", "name the folder that contains the runs")
         every = RunDir.all(root.absolute())
         owned_runs = [run for run in every if not owner.find_other_owner(run.path)]
         if len(owned_runs) < len(every):
-            screen.note(f"{len(every) - len(owned_runs)} of {len(every)} runs are other users', and left out")
+            screen.note(f"{len(every) - len(owned_runs)} of {len(every)} runs belong to other users and are not shown")
         return owned_runs
     runs = {(run := find_run(screen, name, root)).path.resolve(): run for name in named}
     for run in runs.values():
@@ -105,7 +112,7 @@ def _confirm_deletion(screen: Screen, *, yes: bool) -> bool:
         return True
     if not sys.stdin.isatty():
         raise SpecError(
-            "not confirmed, so nothing was freed: there is no terminal to ask on",
-            "add --yes, or --dry-run to see what would go",
+            "nothing was deleted: confirmation is needed, but there is no terminal",
+            "add --yes, or --dry-run to see what would be deleted",
         )
-    return screen.confirm("free it?")
+    return screen.confirm("delete these files?")

@@ -27,7 +27,9 @@ def compare(
     screen: Screen,
     chosen: JobOrRun,
     request: ComparisonRequest,
-    only_show: Annotated[bool, typer.Option("--show", help="Show what there is; start nothing.")] = False,
+    only_show: Annotated[
+        bool, typer.Option("--show", help="Show the results so far, without starting anything.")
+    ] = False,
     html: Html = None,
     node_type: NodeType = None,
     yes: Yes = False,
@@ -35,12 +37,12 @@ def compare(
     wait: Wait = None,
     cancel_on_interrupt: CancelOnInterrupt = False,
 ) -> None:
-    """Train with several methods and batches; compare the accuracy.
+    """Compare the accuracy of several methods and batch sizes.
 
-    The small batch (train.reference_batch, lbt) is always part of it. More than two rows beside lbt are trained in
-    rounds: all of them for a quarter of the epochs, then the best two, lbt and the job's own method in full. The same
-    command again attaches to what is under way, trains what is missing, and stops; without --methods, --batch ...
-    those of the last time.
+    The small batch (train.reference_batch with method lbt) is always included. If there are more than two other rows,
+    all of them are trained for a quarter of the epochs, and then the best two, lbt and the job's method for all epochs.
+    Run the same command again to follow trainings that are running and to start missing ones; without --methods and
+    --batch it continues the last comparison.
     """
     from tula_cli.services.comparison import session
     from tula_cli.services.waiting import WaitPolicy
@@ -79,7 +81,10 @@ def _show(
     from tula_cli.services.comparison import session
 
     if request != ComparisonRequest():
-        raise SpecError("--show shows the whole comparison", "leave --methods, --batch and the like out, or --show")
+        raise SpecError(
+            "--show always shows the whole comparison",
+            "remove --show, or remove --methods, --batch and similar options",
+        )
     part, comparison = session.load_comparison(run, spec, node_type=node_type)
     say_type(screen, part)
     looks = launcher.make_launcher(part.spec, submits=False)

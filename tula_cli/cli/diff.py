@@ -13,13 +13,18 @@ from tula_cli.show.screen import Screen
 
 def diff(
     screen: Screen,
-    a: Annotated[Path, typer.Argument(metavar="A", readable=False, help="A run: its folder, or its name.")],
-    b: Annotated[Path, typer.Argument(metavar="B", readable=False, help="The run to hold against it.")],
+    a: Annotated[
+        Path, typer.Argument(metavar="RUN_A", readable=False, help="Name, folder or job file of the first run.")
+    ],
+    b: Annotated[
+        Path, typer.Argument(metavar="RUN_B", readable=False, help="Name, folder or job file of the second run.")
+    ],
     root: Root = ROOT,
 ) -> None:
-    """Tell what is different between two runs: job, code, environment, step times beyond noise, trainings.
+    """Show the differences between two runs.
 
-    Whatever differs, the exit code is 0; --json has it in `data`.
+    Compares job, code, environment, step times and trainings; differences of step times within the measurement noise
+    are not shown. The exit code is 0 even if the runs differ.
     """
     from tula_cli.services.diff import compare_runs
     from tula_cli.show.diff import render_difference

@@ -18,9 +18,10 @@ def evaluate(
     timeout: Timeout = None,
     cancel_on_interrupt: CancelOnInterrupt = False,
 ) -> None:
-    """Evaluate the weights of a training on dataset.test; without one on the samples that training is evaluated on.
+    """Evaluate the weights of a training on the test set.
 
-    What is known already is told again; tula status tells it too.
+    The test set is dataset.test, or the validation set if there is none. A known result is shown again without a new
+    evaluation; `tula status` shows it too.
     """
     from tula_cli.services import evaluate as service
     from tula_cli.services.waiting import DetachedJobs, WaitPolicy

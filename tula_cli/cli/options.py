@@ -27,18 +27,58 @@ class Interrupted(TulaError):
     code = "interrupted"
 
 
+# --- the panels of --help
+
+ADVANCED = "Advanced"
+OUTPUT = "Output"
+
+
+class CommandWithPanels(TyperCommand):
+    """A command whose --help shows its options in panels: Options, Advanced, and Output, which all commands share."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments and options, each under the name of its panel."""
+        panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": [], ADVANCED: [], OUTPUT: []}
+        for param in self.get_params(ctx):
+            if (record := param.get_help_record(ctx)) is not None:
+                default = "Arguments" if param.param_type_name == "argument" else "Options"
+                panel = OUTPUT if "--help" in param.opts else getattr(param, "rich_help_panel", None)
+                panels[panel or default].append(record)
+        for name, records in panels.items():
+            if records:
+                with formatter.section(name):
+                    formatter.write_dl(records)
+
+
 # --- what commands have in common
 
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be submitted, and touch nothing.")]
-Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with the table and its plots.")]
-CancelOnInterrupt = Annotated[bool, typer.Option("--cancel-on-interrupt", help="Ctrl-C ends the jobs as well.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be submitted, without submitting it.")]
+Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page with tables and figures.")]
+CancelOnInterrupt = Annotated[
+    bool, typer.Option("--cancel-on-interrupt", help="Cancel the jobs on Ctrl-C.", rich_help_panel=ADVANCED)
+]
 
 COMMON: dict[str, Any] = {
-    "as_json": Annotated[bool, typer.Option("--json", help="One JSON object on stdout, also on failure.")],
-    "quiet": Annotated[bool, typer.Option("--quiet", "-q", help="Only warnings and errors beside the answer.")],
-    "verbose": Annotated[bool, typer.Option("--verbose", "-v", help="Tracebacks of errors.")],
-    "no_color": Annotated[bool, typer.Option("--no-color", help="No colour (as NO_COLOR=1).")],
+    "as_json": Annotated[
+        bool,
+        typer.Option("--json", help="Print one JSON object to stdout, also after an error.", rich_help_panel=OUTPUT),
+    ],
+    "quiet": Annotated[
+        bool,
+        typer.Option(
+            "--quiet",
+            "-q",
+            help="Print only the answer, warnings and errors, not the progress.",
+            rich_help_panel=OUTPUT,
+        ),
+    ],
+    "verbose": Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print the traceback of an error.", rich_help_panel=OUTPUT)
+    ],
+    "no_color": Annotated[
+        bool, typer.Option("--no-color", help="Print without colours (as with NO_COLOR=1).", rich_help_panel=OUTPUT)
+    ],
 }
 
 
@@ -57,16 +97,18 @@ def check_page(html: Path | None, example: str) -> None:
     if html is None:
         return
     if html.is_dir():
-        raise SpecError(f"--html {html}: is a folder", f"name a file in it: --html {html / example}")
+        raise SpecError(f"--html {html} is a folder", f"name a file, for example --html {html / example}")
     if not html.absolute().parent.is_dir():
-        raise SpecError(f"--html {html}: there is no folder {html.absolute().parent}", "make it, or name another")
+        raise SpecError(
+            f"--html {html}: the folder {html.absolute().parent} does not exist", "create it, or name another folder"
+        )
     if html == Path("-") or html.absolute().parent == Path("/dev") or (html.exists() and not html.is_file()):
         raise SpecError(
-            f"--html {html}: a page is written to a file, and to nothing else", f"name one: --html {example}"
+            f"--html {html}: the page can only be written to a regular file", f"for example --html {example}"
         )
 
 
-def register(app: typer.Typer, function: Callable[..., None], *, example: str) -> None:
+def register(app: typer.Typer, function: Callable[..., None], *, example: str, panel: str) -> None:
     """Register a function as a command of `app`.
 
     The function's first parameter is the screen, which is set up by the options common to all commands. A parameter whose
@@ -76,6 +118,7 @@ def register(app: typer.Typer, function: Callable[..., None], *, example: str) -
         app: application of the command.
         function: implementation of the command; its docstring is the help text.
         example: example of a command line, shown at the end of the help text.
+        panel: panel of `tula --help` that lists the command.
     """
     parameters = list(inspect.signature(function).parameters.values())[1:]
 
@@ -101,7 +144,8 @@ def register(app: typer.Typer, function: Callable[..., None], *, example: str) -
     context = inspect.Parameter("ctx", keyword, annotation=typer.Context)
     wrapper.__signature__ = inspect.Signature([context, *command_options, *common])  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in [context, *command_options, *common]}
-    app.command(name=function.__name__.rstrip("_"), epilog=f"Example: {example}")(wrapper)
+    name = function.__name__.rstrip("_")
+    app.command(name, cls=CommandWithPanels, epilog=f"Example: {example}", rich_help_panel=panel)(wrapper)
 
 
 def _list_fields(parameter: inspect.Parameter) -> list[tuple[inspect.Parameter, Option | None]]:
@@ -133,9 +177,13 @@ def _make_typer_parameter(field: inspect.Parameter, option: Option | None) -> in
     field = field.replace(kind=inspect.Parameter.KEYWORD_ONLY)
     if option is None:
         return field
-    # With `readable`, typer's own words would come before whose an unreadable run is.
+    # With `readable`, typer would report an unreadable run before tula can name its owner.
     flags = [flag for flag in (option.make_flag(field.name), option.short) if flag]
-    info = typer.Option(*flags, help=option.help, metavar=option.metavar, min=option.minimum, readable=False)
+    panel = ADVANCED if option.advanced else None
+    metavar = option.metavar or (None if option.minimum is None else "N")
+    info = typer.Option(
+        *flags, help=option.help, metavar=metavar, min=option.minimum, readable=False, rich_help_panel=panel
+    )
     kind = option.type or get_args(field.annotation)[0]
     default = None if field.default == () else field.default
     return field.replace(annotation=Annotated[kind, info], default=default)
@@ -164,23 +212,23 @@ class ExtraCommand:
         command: Callable[..., None] = load_extra(self.package).command
         return command
 
-    def build_app(self, *, example: str) -> typer.Typer:
+    def build_app(self, *, example: str, panel: str) -> typer.Typer:
         """Return an application that has only this command.
 
         Raises:
             SpecError: the package is not installed.
         """
         app = typer.Typer(rich_markup_mode=None, add_completion=False)
-        register(app, self.load(), example=example)
+        register(app, self.load(), example=example, panel=panel)
         return app
 
 
-def register_extra(app: typer.Typer, command: ExtraCommand, *, example: str) -> None:
+def register_extra(app: typer.Typer, command: ExtraCommand, *, example: str, panel: str) -> None:
     """Register a command of an optional package, which is loaded when the command runs or its help is shown."""
 
     class Unloaded(TyperCommand):
         def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-            loaded = typer.main.get_command(command.build_app(example=example))
+            loaded = typer.main.get_command(command.build_app(example=example, panel=panel))
             return loaded.make_context(info_name, args, parent, **extra)
 
-    app.command(name=command.name, cls=Unloaded, help=command.summary)(command.load)
+    app.command(command.name, cls=Unloaded, help=command.summary, rich_help_panel=panel)(command.load)

@@ -21,7 +21,7 @@ def profile(
 ) -> None:
     """Measure short training runs over nodes and batch sizes.
 
-    The same command again attaches to what is under way, does what is missing, and stops.
+    Run the same command again to follow jobs that are running and to measure what is missing.
     """
     from tula_cli.run.owner import require_own
     from tula_cli.services import profiling_rounds

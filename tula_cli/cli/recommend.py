@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tula_cli.assets import find_folder
+from tula_cli.cli.options import ADVANCED
 from tula_cli.cli.runs import JobOrRun
 from tula_cli.cli.waiting import warn_all
 from tula_cli.errors import BadMeasurements, CannotWrite, NotYours, OtherFormat, SpecError
@@ -31,28 +32,31 @@ def recommend(
     query: Query,
     pareto: Annotated[
         bool,
-        typer.Option(
-            "--pareto", help="Show only what nothing else beats in time, cost and energy, where that is known."
-        ),
+        typer.Option("--pareto", help="Show only configurations that no other beats in time, cost and energy."),
     ] = False,
     every: Every = False,
     validate: Annotated[
-        bool, typer.Option("--validate", help="Tell too how well each strategy would have foreseen the other probes.")
+        bool,
+        typer.Option(
+            "--validate",
+            help="Also show how well the probes of each search strategy predict the other probes.",
+            rich_help_panel=ADVANCED,
+        ),
     ] = False,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Show how the fit was made too, with the summaries of its regressions.")
+        bool, typer.Option("--explain", help="Also show the fitted models, with the summaries of their regressions.")
     ] = False,
-    save: Annotated[bool, typer.Option("--save", help="Make this answer the one that tula train takes.")] = False,
+    save: Annotated[bool, typer.Option("--save", help="Store this recommendation for tula train.")] = False,
     demo: Annotated[
         bool,
-        typer.Option("--demo", help="Answer from measurements that are shipped with tula, of ResNet-18 on 16 GPUs."),
+        typer.Option("--demo", help="Show a recommendation for an example that comes with tula: ResNet-18 on 16 GPUs."),
     ] = False,
 ) -> None:
-    """Choose nodes and batch size from what was measured.
+    """Choose nodes and batch size from the measurements.
 
-    A run's first answer is what tula train takes; the same question again renews it. An answer to another question
-    (objective, curve, limits, type), or with --set, is only shown, unless --save. What --set says is never kept for later
-    commands.
+    The first recommendation of a run is stored for tula train, and the same command later renews it. A recommendation
+    with another objective, other limits or --set is only shown; --save stores it. Later commands do not use the values
+    of --set.
     """
     from tula_cli.services import recommend as service
     from tula_cli.spec.job import describe_training_method
@@ -122,11 +126,11 @@ def _save_answer(
     except (CannotWrite, NotYours, OtherFormat) as error:
         if is_required:
             raise
-        screen.warn(f"the answer is not kept, and tula train will not find it: {error.message}")
+        screen.warn(f"the recommendation could not be stored for tula train: {error.message}")
         return False
     rest = answer.recommendation.continuation
     if rest is not None and rest.is_worse:
-        screen.warn("kept as asked: tula train moves the training there, although that saves neither time nor cost")
+        screen.warn("stored as requested: tula train will move the training, although that saves neither time nor cost")
     return True
 
 
@@ -169,5 +173,5 @@ def _find_measured_run(screen: Screen, chosen: JobOrRun) -> tuple["RunDir", "Job
     """
     run, spec = chosen.open(screen)
     if not run.exists:
-        raise BadMeasurements(f"nothing was measured for {chosen.job} yet", f"run tula profile {chosen.job} first")
+        raise BadMeasurements(f"{chosen.job} has no measurements yet", f"run tula profile {chosen.job} first")
     return run, spec

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tula_cli import words
+from tula_cli.cli.options import ADVANCED
 from tula_cli.errors import SpecError
 from tula_cli.options import ROOT, Overrides, Root
 from tula_cli.show import check
@@ -26,7 +27,13 @@ if TYPE_CHECKING:
 
 MaybeRun = Annotated[
     Path | None,
-    typer.Option("--run", metavar="DIR", readable=False, help="The run; else $TULA_RUN, else the newest one."),
+    typer.Option(
+        "--run",
+        metavar="RUN",
+        readable=False,
+        help="The run, as an option (default: $TULA_RUN, otherwise the newest run).",
+        rich_help_panel=ADVANCED,
+    ),
 ]
 
 
@@ -36,9 +43,7 @@ class JobOrRun:
 
     job: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="[JOB.YAML]", help="The job spec, or a run by its name or folder; else the run as by --run."
-        ),
+        typer.Argument(metavar="JOB_OR_RUN", help="A job file, or the name or folder of a run (default: newest run)."),
     ] = None
     named: MaybeRun = None
     root: Root = ROOT
@@ -86,9 +91,7 @@ class ExistingRun:
 
     target: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="[RUN]", readable=False, help="The run: its name, folder or job file; else as by --run."
-        ),
+        typer.Argument(metavar="RUN", readable=False, help="Name, folder or job file of a run (default: newest run)."),
     ] = None
     named: MaybeRun = None
     root: Root = ROOT
@@ -138,11 +141,12 @@ def _find_named_run(named: Path, root: Path) -> "RunDir":
         return RunDir.open(root / ids[0])
     if ids:
         raise SpecError(
-            f"{words.format_count(len(ids), 'run')} of the name {named}: {', '.join(ids)}", "name one of them"
+            f"{words.format_count(len(ids), 'run')} have the name {named}",
+            f"name one of them in full: {', '.join(ids)}",
         )
     raise SpecError(
-        f"no such run directory: {named.absolute()}, nor {words.make_relative_path(root / named.name)}",
-        suggest_nearest(named.name, files.list_names(root)) or "tula list shows the runs there are",
+        f"there is no run {named} (neither {named.absolute()} nor {words.make_relative_path(root / named.name)} exists)",
+        suggest_nearest(named.name, files.list_names(root)) or "tula list shows all runs",
     )
 
 
@@ -185,7 +189,7 @@ def resolve_job_or_run(job: Path | None, named: Path | None, root: Path) -> tupl
     if job is None:
         return None, named
     if named is not None:
-        raise SpecError(f"both {job} and --run {named} given", "name one of them")
+        raise SpecError(f"{job} and --run {named} name two runs", "name only one of them")
     if os.path.exists(job):  # noqa: PTH110
         is_run = os.path.isfile(job / "spec.yaml")  # noqa: PTH113
         return (None, job) if is_run else (job, None)

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from tula_cli.cli.options import ADVANCED
 from tula_cli.cli.runs import ExistingRun, parse_since
 from tula_cli.cli.waiting import warn_all
 from tula_cli.errors import SpecError
@@ -15,7 +16,7 @@ from tula_cli.show.screen import Screen
 
 
 def status(screen: Screen, chosen: ExistingRun) -> None:
-    """Show a run's jobs, training and recommendation."""
+    """Show the jobs, the training and the recommendation of a run."""
     import time
 
     from tula_cli.cluster import launcher
@@ -52,41 +53,50 @@ def status(screen: Screen, chosen: ExistingRun) -> None:
 
 
 def list_(screen: Screen, root: Root = ROOT) -> None:
-    """List the runs, last changed first."""
+    """List all runs, the last changed one first."""
     from tula_cli.run import files, owner
     from tula_cli.services import run_list
 
     root = Path(root)
     if root != Path(ROOT) and not root.is_dir():
-        raise SpecError(f"--run-dir {root}: there is no such folder", "name the one that holds the runs")
+        raise SpecError(f"--run-dir {root}: this folder does not exist", "name the folder that contains the runs")
     if left_out := owner.describe_left_out_runs(root.absolute() / name for name in files.list_names(root.absolute())):
         screen.note(left_out)
     run_summaries = run_list.list_runs(root.absolute())
     screen.answer(
         run_summaries,
-        show_status.render_runs(run_summaries, width=screen.width) if run_summaries else [f"no run under {root}"],
+        show_status.render_runs(run_summaries, width=screen.width)
+        if run_summaries
+        else [f"there are no runs in {root}; tula profile creates one"],
     )
 
 
 def logs(
     screen: Screen,
     chosen: ExistingRun,
-    job: Annotated[str | None, typer.Option(help="Only this job's; tula status names them.")] = None,
-    rank: Annotated[
-        int | None, typer.Option(min=0, help="Only this rank's lines (default: the log of rank 0).")
+    job: Annotated[
+        str | None, typer.Option(metavar="JOB", help="Only this job; tula status lists the jobs (default: newest job).")
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="Every attempt, one after the other; else the newest.")] = False,
+    rank: Annotated[int | None, typer.Option(metavar="N", min=0, help="Only this rank (default: rank 0).")] = None,
+    every: Annotated[bool, typer.Option("--all", help="All attempts, not only the newest.")] = False,
     since: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="What was written since (30m, 2h, '2026-01-31 09:30'), of every attempt."),
+        typer.Option(
+            metavar="TIME", help="Only lines written since then (30m, 2h, '2026-01-31 09:30'), of all attempts."
+        ),
     ] = None,
-    last: Annotated[int | None, typer.Option("--lines", "-n", min=0, help="Only the last so many lines.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on while jobs run.")] = False,
+    last: Annotated[
+        int | None, typer.Option("--lines", "-n", metavar="N", min=0, help="Only the last N lines.")
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Keep printing new lines while jobs are running.")
+    ] = False,
     node_type: NodeType = None,
 ) -> None:
-    """Show what the newest job (or --job) wrote: rank 0's progress; of an attempt that failed, first why, as a whole.
+    """Show the log of a job.
 
-    With --json each line is one JSON object.
+    Shows the log of rank 0 of the newest attempt. If an attempt failed, its error is shown first, with the log of the
+    rank that failed. With --json, each line is one JSON object.
     """
     import time
 
@@ -116,18 +126,18 @@ def logs(
         screen.line(line.text, line)
     if place is None and last != 0:
         asked = (moment, rank) != (None, None)
-        of_job = f"job {job} has written {'no such line' if asked else 'nothing'} yet"
-        screen.note(of_job if job else f"no job has written {'such a line' if asked else 'anything'} yet")
+        subject = f"job {job} has" if job else "the jobs have"
+        screen.note(f"{subject} not written {'such lines' if asked else 'a log'} yet")
 
 
 def cancel(
     screen: Screen,
     chosen: ExistingRun,
     yes: Annotated[  # noqa: ARG001
-        bool, typer.Option("--yes", "-y", help="Accepted as elsewhere; cancel never asks.")
+        bool, typer.Option("--yes", "-y", help="Has no effect: cancel never asks.", rich_help_panel=ADVANCED)
     ] = False,
 ) -> None:
-    """End a run's jobs; what was measured or saved stays."""
+    """Cancel the jobs of a run; its results are kept."""
     from tula_cli.cluster import launcher
     from tula_cli.run.jobfile import list_parts_with_data
     from tula_cli.services import status as services_status
@@ -137,4 +147,4 @@ def cancel(
     for part in parts:
         warn_all(screen, part.run.read().job_warnings)
     ended = services_status.cancel_jobs(parts, lambda part: launcher.make_launcher(part.spec, submits=False))
-    screen.answer({"cancelled": ended}, [f"cancelled {', '.join(ended)}" if ended else "nothing was queued or running"])
+    screen.answer({"cancelled": ended}, [f"cancelled {', '.join(ended)}" if ended else "no job was queued or running"])

@@ -27,7 +27,7 @@ def train(
 ) -> None:
     """Train at the recommended nodes and batch size.
 
-    The same command again attaches to what is under way, or goes on from the newest checkpoint.
+    Run the same command again to follow a training that is running, or to resume it from its newest checkpoint.
     """
     from tula_cli.services import train as service
     from tula_cli.services.waiting import DetachedJobs, WaitPolicy

@@ -57,9 +57,9 @@ def require_run(path: Path) -> None:
     if refused:
         raise make_ownership_error(path / _RUN) or SpecError(f"no permission to read {path}", f"chmod -R u+rwX {path}")
     if not path.exists():
-        raise SpecError(f"no such run directory: {path}", "tula list shows the runs there are")
+        raise SpecError(f"there is no run {path}", "tula list shows all runs")
     if not is_run:
-        raise SpecError(f"not a run directory: {path} (no {_RUN})", "tula list shows the runs there are")
+        raise SpecError(f"{path} is not a run: it contains no {_RUN}", "tula list shows all runs")
 
 
 def make_ownership_error(path: Path, *, change: bool = False) -> NotYours | None:

@@ -325,7 +325,7 @@ class Call:
             BadMeasurements: it is not.
         """
         if not self.run.exists:
-            raise BadMeasurements(f"nothing was measured for {self.spec.name} yet", "call profile first")
+            raise BadMeasurements(f"{self.spec.name} has no measurements yet", "call profile first")
         return self
 
 
@@ -927,6 +927,7 @@ def report_text(run: Target, *, form: TextForm = "markdown", root: str | Path = 
     """
     if form not in get_args(TextForm):
         raise SpecError(
-            f"form {form!r} is none of {', '.join(get_args(TextForm))}", suggest_nearest(str(form), get_args(TextForm))
+            f"unknown form {form!r}; it is one of {', '.join(get_args(TextForm))}",
+            suggest_nearest(str(form), get_args(TextForm)),
         )
     return load_report_package().render_text(report(run, root=root), form)

@@ -63,7 +63,7 @@ def test_a_run_is_named_or_given(trained: str) -> None:
     name = Path(trained).name
     assert tula(trained)[1] == tula("--run", name, "--run-dir", str(Path(trained).parent))[1]
     code, _, err = tula(trained, "--run", trained)
-    assert code == 2 and "name one of them" in err
+    assert code == 2 and "name two runs" in err
     assert tula("nowhere")[0] == 2
 
 
@@ -89,14 +89,14 @@ def test_csv_is_a_folder_of_files_or_one_file(trained: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("--markdown", "--latex"), "--markdown and --latex: both go to stdout"),
-        (("--csv", "-", "--latex"), "--latex and --csv -: both go to stdout"),
-        (("--html", "."), "--html .: is a folder"),
-        (("--html", "no/where.html"), "there is no folder"),
-        (("--html", "/dev/tula-test.html"), "a page is written to a file"),
-        (("--html", "-"), "a page is written to a file"),
-        (("--svg", "a/b/c"), "there is no folder"),
-        (("--csv", "tula-runs/latest"), "is a file, and not a folder"),
+        (("--markdown", "--latex"), "--markdown and --latex both print to stdout"),
+        (("--csv", "-", "--latex"), "--latex and --csv - both print to stdout"),
+        (("--html", "."), "--html . is a folder"),
+        (("--html", "no/where.html"), "does not exist"),
+        (("--html", "/dev/tula-test.html"), "only be written to a regular file"),
+        (("--html", "-"), "only be written to a regular file"),
+        (("--svg", "a/b/c"), "does not exist"),
+        (("--csv", "tula-runs/latest"), "is a file"),
         (("--for", "lcrc"), "tula report has no option --for any more\nHINT: tula report --markdown, --latex"),
         (("--runs", "5"), "tula report has no option --runs any more\nHINT: tula report --markdown, --latex"),
     ],
@@ -139,7 +139,7 @@ def test_a_report_changes_nothing_in_the_run(folder: Path) -> None:
 def test_a_page_takes_the_place_of_no_device(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     code, _, err = tula("--html", str(tmp_path / "pipe"))
-    assert code == 2 and "a page is written to a file" in err and (tmp_path / "pipe").is_fifo()
+    assert code == 2 and "only be written to a regular file" in err and (tmp_path / "pipe").is_fifo()
 
 
 def test_a_report_without_figures_loads_neither_matplotlib_nor_statsmodels(folder: Path) -> None:

@@ -416,7 +416,7 @@ def test_the_api_returns_text_too(tmp_path: Path) -> None:
     run = Run.of(reports.trained(RunDir.create(tmp_path, reports.JOB)))
     assert report_text(run).startswith("# test\n") and report_text(run, form="latex").startswith("\\documentclass")
     assert "table_predicted_actual" in report_text(run, form="csv")
-    with pytest.raises(SpecError, match="'markdwn' is none of"):
+    with pytest.raises(SpecError, match="unknown form 'markdwn'"):
         report_text(run, form="markdwn")  # type: ignore[arg-type]
 
 

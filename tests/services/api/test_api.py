@@ -171,9 +171,9 @@ def test_events_come_by_iterating_or_to_a_function(cluster: AtOnce) -> None:
 
 
 def test_what_is_not_there_is_one_error(cluster: AtOnce, tmp_path: Path) -> None:
-    with pytest.raises(tula.TulaError, match="nothing was measured for toy yet"):
+    with pytest.raises(tula.TulaError, match="toy has no measurements yet"):
         tula.recommend(make.SPEC)
-    with pytest.raises(tula.TulaError, match="not a run directory"):
+    with pytest.raises(tula.TulaError, match="is not a run"):
         tula.status(tmp_path)
 
 
@@ -280,8 +280,8 @@ def test_a_second_ctrl_c_is_not_held_back() -> None:
 def test_values_that_the_command_line_would_refuse_are_one_error(cluster: AtOnce) -> None:
     run = tula.profile(make.SPEC)
     calls: list[tuple[str, Any]] = [
-        ("objective 'tme' is none of time, cost", lambda: tula.recommend(run, objective="tme")),  # type: ignore[arg-type]
-        ("curve 'both' is none of time, cost", lambda: tula.recommend(run, curve="both")),  # type: ignore[arg-type]
+        ("unknown objective 'tme'; it is one of time, cost", lambda: tula.recommend(run, objective="tme")),  # type: ignore[arg-type]
+        ("unknown curve 'both'; it is one of time, cost", lambda: tula.recommend(run, curve="both")),  # type: ignore[arg-type]
         ("nodes 0: must be 1 or more", lambda: tula.recommend(run, nodes=0)),
         ("max_batch -1: must be 1 or more", lambda: tula.recommend(run, max_batch=-1)),
         ("overrides 'pricing.price=3': give a list", lambda: tula.recommend(run, overrides="pricing.price=3")),

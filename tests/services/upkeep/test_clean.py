@@ -367,18 +367,18 @@ def test_it_asks_on_a_terminal_and_is_refused_without_one(run: RunDir, monkeypat
     folder = trained(run, 100, 200, 300, best=200)
     code, _, err = tula()
     assert (code, len(names(folder))) == (SpecError.exit_code, 3)
-    assert "nothing was freed" in err and "--yes" in err
+    assert "nothing was deleted" in err and "--yes" in err
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
 
     monkeypatch.setattr("sys.stdin", Terminal("n\n"))
-    assert tula()[:2] == (0, "nothing was freed\n")
+    assert tula()[:2] == (0, "nothing was deleted\n")
     assert len(names(folder)) == 3
     monkeypatch.setattr("sys.stdin", Terminal("y\n"))
     code, out, err = tula()
-    assert "free it? [y/N]" in err and out.startswith("freed 0.00781 MiB in 1 file or folder")
+    assert "delete these files? [y/N]" in err and out.startswith("freed 0.00781 MiB in 1 file or folder")
     assert names(folder) == ["200.pt", "300.pt"]
 
 
@@ -393,7 +393,7 @@ def test_json_tells_what_was_freed(run: RunDir) -> None:
 
 def test_older_runs_alone(run: RunDir) -> None:
     trained(run, 100, 200, 300)
-    assert "no run is that old" in tula("--older", "30d", "--dry-run")[1]
+    assert "all runs have changed since then" in tula("--older", "30d", "--dry-run")[1]
     for path in (run.path, *run.path.rglob("*")):
         os.utime(path, (time.time() - 31 * DAY,) * 2, follow_symlinks=False)
     assert "older checkpoints" in tula("--older", "30d", "--dry-run")[1]
@@ -405,7 +405,7 @@ def test_a_run_that_is_named_and_must_stay_is_an_error(run: RunDir, monkeypatch:
     slurm_job(run)
     monkeypatch.setenv("PATH", str(run.path))  # without squeue
     code, _, err = tula(run.id, "--yes")
-    assert code == Pending.exit_code and "SLURM does not tell" in err and "nothing was freed" in err
+    assert code == Pending.exit_code and "SLURM does not tell" in err and "nothing was deleted" in err
     assert tula("--yes")[0] == 0, "of all runs it is left out"
     assert tula("nowhere")[0] == SpecError.exit_code
     (run.path / "format").write_text("9 tula 9.0\n")
@@ -419,5 +419,5 @@ def test_another_users_run_is_refused(run: RunDir, monkeypatch: pytest.MonkeyPat
     code, _, err = tula(run.id, "--yes")
     assert code == NotYours.exit_code == 15 and "belongs to ada: you may not change it" in err
     code, out, err = tula("--yes")
-    assert (code, out) == (0, "no run is here\n") and "1 of 1 runs are other users'" in err
+    assert (code, out) == (0, "there are no runs in tula-runs\n") and "1 of 1 runs belong to other users" in err
     assert len(names(folder)) == 3

@@ -17,18 +17,19 @@ from tula_cli.show.screen import Screen
 if TYPE_CHECKING:
     from tula_cli.services.document import Document
 
-Markdown = Annotated[bool, typer.Option("--markdown", help="The report as Markdown, on stdout.")]
-Latex = Annotated[bool, typer.Option("--latex", help="The report as LaTeX, on stdout: class article, no packages.")]
+Markdown = Annotated[bool, typer.Option("--markdown", help="Print the report as Markdown.")]
+Latex = Annotated[bool, typer.Option("--latex", help="Print the report as LaTeX (class article, without packages).")]
 Csv = Annotated[
     Path | None,
     typer.Option(
         "--csv",
         metavar="DIR_OR_FILE",
         readable=False,
-        help="Write each table, and the data of each figure, as CSV: a file each into a folder, all into one file (.csv), or - for stdout.",
+        help="Write tables and data of figures as CSV: one file each into a folder, all into one .csv file, or - to"
+        " print them.",
     ),
 ]
-Svg = Annotated[Path | None, typer.Option("--svg", metavar="DIR", readable=False, help="Write each figure as SVG.")]
+Svg = Annotated[Path | None, typer.Option("--svg", metavar="FOLDER", readable=False, help="Write each figure as SVG.")]
 
 
 def report(
@@ -40,9 +41,10 @@ def report(
     markdown: Markdown = False,
     latex: Latex = False,
 ) -> None:
-    """Tell all that a run has found: what was asked and answered, measured, predicted, trained.
+    """Write a report of a run as HTML, Markdown, LaTeX or CSV.
 
-    Without an option that names a form, what there is and what is missing. Files may be written in the same call.
+    The report contains settings, measurements, predictions, the recommendation and trainings. Without an option for a
+    format, the command lists what the report contains and what is missing.
     """
     import time
 
@@ -51,7 +53,7 @@ def report(
     from tula_cli.extras.report.material import gather_material
 
     if chosen.target is not None and chosen.named is not None:
-        raise SpecError(f"both {chosen.target} and --run {chosen.named} given", "name one of them")
+        raise SpecError(f"{chosen.target} and --run {chosen.named} name two runs", "name only one of them")
     to_stdout = _choose_form_for_stdout(csv, markdown=markdown, latex=latex)
     _check_places(html, svg, csv)
     run = chosen.find(screen)
@@ -82,7 +84,7 @@ def _choose_form_for_stdout(csv: Path | None, *, markdown: bool, latex: bool) ->
     text_forms = {"--markdown": markdown, "--latex": latex, "--csv -": csv == Path("-")}
     forms = [name for name, wanted in text_forms.items() if wanted]
     if len(forms) > 1:
-        raise SpecError(f"{' and '.join(forms)}: both go to stdout", "ask for one of them a call")
+        raise SpecError(f"{' and '.join(forms)} both print to stdout", "choose one of them")
     return forms[0] if forms else None
 
 
@@ -91,10 +93,13 @@ def _check_places(html: Path | None, svg: Path | None, csv: Path | None) -> None
     check_page(html, "report.html")
     for option, path in (("--svg", svg), ("--csv", csv)):
         if path is not None and path != Path("-") and not path.absolute().parent.is_dir():
-            raise SpecError(f"{option} {path}: there is no folder {path.absolute().parent}", "make it, or name another")
+            raise SpecError(
+                f"{option} {path}: the folder {path.absolute().parent} does not exist",
+                "create it, or name another folder",
+            )
     for option, path in (("--svg", svg), ("--csv", csv)):
         if path is not None and path.is_file() and path.suffix != ".csv":
-            raise SpecError(f"{option} {path}: is a file, and not a folder", "name a folder, or for --csv a file .csv")
+            raise SpecError(f"{option} {path} is a file", "name a folder; --csv can also write a single .csv file")
 
 
 def _render_text_for_stdout(document: "Document", form: str | None) -> str | None:

@@ -22,9 +22,9 @@ def export(
     *,
     request: ExportRequest,
 ) -> None:
-    """Send a run's parameters, probes, recommendation and trainings to MLflow, Weights & Biases or TensorBoard.
+    """Send results to MLflow, Weights & Biases or TensorBoard.
 
-    What was sent before is not sent again.
+    Sends parameters, probes, the recommendation and trainings; results that were sent before are not sent again.
     """
     from tula_cli.extras.trackers import export as service
     from tula_cli.extras.trackers import view

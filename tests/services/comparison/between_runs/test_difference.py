@@ -241,5 +241,5 @@ def test_python_takes_names_folders_and_runs(runs, tmp_path):
     assert by_name.same and by_name.before.path == one.path
     with pytest.raises(SpecError, match="are one run"):
         tula.diff(one.path, str(one.path) + "/")
-    with pytest.raises(SpecError, match="no such run directory"):
+    with pytest.raises(SpecError, match="there is no run"):
         tula.diff(one.path, Path("nowhere"))

@@ -3,7 +3,7 @@
     python benchmarks/startup/commands.py [--folder .] [--repeat 5] [--json]
 
 The folder is one in which `tula profile` has measured something; `make quickstart` leaves this one so. Beside the commands
-stand python itself, the imports of numpy and kneed (without matplotlib), which a recommendation by its knee cannot do without, and that
+stand python itself, the import of numpy, which a recommendation cannot do without, and that
 of statsmodels, which `--explain` alone imports.
 The least of some repetitions counts: files are in the cache then, and CPU time too grows on a busy machine.
 """
@@ -21,11 +21,12 @@ PYTHON = [sys.executable, "-c"]
 TULA = [sys.executable, "-m", "tula_cli"]
 COMMANDS = {
     "python": [*PYTHON, ""],
-    "imports of a recommendation": [*PYTHON, "import sys; sys.modules['matplotlib'] = None; import numpy, kneed"],
+    "import of numpy": [*PYTHON, "import numpy"],
     "import of statsmodels": [*PYTHON, "from statsmodels.regression.linear_model import OLS"],
     "tula --help": [*TULA, "--help"],
     "tula status": [*TULA, "status"],
     "tula recommend": [*TULA, "recommend", "--objective", "knee"],
+    "tula recommend --demo": [*TULA, "recommend", "--demo"],
     "tula recommend --explain": [*TULA, "recommend", "--objective", "knee", "--explain"],
 }  # fmt: skip
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,9 +1,13 @@
 """Where a curve over the batch bends (models/choice/objective.py)."""
 
+import json
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
-from tula_cli.models.choice.objective import count_knee_shares, find_knee, run_kneedle
+from tula_cli.models.choice.objective import count_knee_shares, find_knee, find_relative_extrema, run_kneedle
 
 BATCHES = [32, 64, 128, 256, 512, 1024, 2048]
 
@@ -38,3 +42,41 @@ def test_shares_tell_how_often_each_batch_is_the_knee() -> None:
 
 def test_where_every_doubling_halves_the_time_no_batch_is_the_knee() -> None:
     assert count_knee_shares(np.array(BATCHES), np.log([[1.0 / batch for batch in BATCHES]])) == {}
+
+
+@pytest.mark.parametrize("comparator", [np.greater_equal, np.less_equal, np.greater])
+def test_relative_extrema_are_those_of_scipy(comparator: np.ufunc) -> None:
+    from scipy.signal import argrelextrema
+
+    random = np.random.default_rng(0)
+    for size in (1, 2, 3, 10, 200):
+        values = random.integers(0, 4, size).astype(float)
+        np.testing.assert_array_equal(
+            find_relative_extrema(values, comparator), argrelextrema(values, comparator), strict=True
+        )
+
+
+def test_the_knee_is_that_of_kneed_with_all_its_imports() -> None:
+    code = """
+import sys
+import subprocess
+import sys
+
+import numpy as np
+from tula_cli.models.choice.objective import run_kneedle
+random = np.random.default_rng(0)
+batches = [32 * 2**k for k in range(8)]
+curves = [np.cumprod(np.r_[1.0, random.uniform(0.5, 1.0, 7)]).tolist() for _ in range(50)]
+if len(sys.argv) > 1:
+    import kneed
+else:
+    run_kneedle(batches, curves[0])
+    assert not {"kneed", "matplotlib", "scipy.signal"} & sys.modules.keys()
+print([run_kneedle(batches, curve) for curve in curves])
+"""
+    answers = [
+        subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True).stdout
+        for words in ((), ("complete",))
+    ]
+    assert answers[0] == answers[1]
+    assert any(knee is not None for knee in json.loads(answers[0].replace("None", "null")))

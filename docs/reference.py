@@ -24,8 +24,11 @@ from tula_cli.cluster.decisions import TRAINING
 from tula_cli.errors import TulaError
 from tula_cli.host.failures import FAILURE_KINDS
 from tula_cli.presets import AGS_PRESETS
+from tula_cli.run.frames import list_columns
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.failures import NODE_FAILURES
+from tula_cli.run.records.recommendations import ADDED_COLUMNS, CAVEATS, Prediction
+from tula_cli.services.api import RESULT_COLUMNS
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.json_schema import describe_keys, list_inner_sections, walk_sections
 from tula_cli.spec.kinds import Section, parse_minutes, parse_size, require_known_method
@@ -323,7 +326,44 @@ def _link(test: str) -> str:
     return f"`{module}`: {name.removeprefix('test_').replace('_', ' ')}"
 
 
-PAGES = {"job-file.md": job_spec, "commands.md": commands, "what-happens-when.md": faults}
+# --- tables of the Python API
+
+TABLES_HEAD = """The functions of [the Python API](../how-to/python.md) return results with a pandas DataFrame. `batch` is always global. An
+integer column is of type `Int64` if values may be missing."""
+ANSWER_HEAD = """`frame()` of the result of `tula.recommend`: one row per configuration, fastest first. `low` and `high` are the ends of a
+90 % interval. Columns of `parts` are a breakdown of the time, those of `same_progress` are for the progress that the job's epochs
+make at its reference batch."""
+
+
+def tables() -> str:
+    """Return the page of the columns of the tables that the Python API returns."""
+    answer = {column.name: column.description for column in list_columns(Prediction)} | ADDED_COLUMNS
+    return (
+        "\n\n".join(
+            [
+                NOTE,
+                "# Tables of the Python API",
+                TABLES_HEAD,
+                "## recommendation.frame()",
+                ANSWER_HEAD,
+                _list_columns(answer),
+                "The names in `caveats`; those ending in `_within_noise` begin with the quantity (`time_within_noise`):",
+                "\n".join(f"- `{name}`: {text}" for name, text in CAVEATS.items()),
+                "## run.results()",
+                "One row per probe of a run.",
+                _list_columns(RESULT_COLUMNS),
+            ]
+        )
+        + "\n"
+    )
+
+
+def _list_columns(columns: Mapping[str, str]) -> str:
+    rows = [f"| `{name}` | {_cell(description)} |" for name, description in columns.items()]
+    return "\n".join(["| column | content |", "|---|---|", *rows])
+
+
+PAGES = {"job-file.md": job_spec, "commands.md": commands, "what-happens-when.md": faults, "tables.md": tables}
 
 
 if __name__ == "__main__":

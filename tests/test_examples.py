@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import run_notebook
 
 ROOT = Path(__file__).parents[1]
+NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
 OWN_LOOP = str(ROOT / "examples" / "own_loop.py")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2")
 pytestmark = pytest.mark.torch
@@ -99,13 +101,17 @@ def test_files_of_a_slurm_site_are_bash(name: str) -> None:
 
 @pytest.mark.e2e
 def test_the_notebook_goes_from_a_job_to_a_trained_network(tmp_path: Path) -> None:
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "notebook.py")],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    checked, chosen, trained = done.stdout.splitlines()
-    assert checked.startswith("3 probes in 2 jobs") and "nodes, batch" in chosen and trained.startswith("top-1")
-    (run,) = (tmp_path / "tula-runs").glob("notebook-*")
-    assert (run / "recommended.yaml").exists() and list((run / "train").glob("*/summary.json"))
+    runner = Path(run_notebook.__file__)
+    output = run(str(runner), str(NOTEBOOK), folder=tmp_path, TMPDIR=str(tmp_path))
+    trained, _, shown = output.rpartition("\n")
+    types, texts = zip(*json.loads(shown), strict=True)
+    assert types == ("CheckResult", "Run", "DataFrame", "Recommendation", "Figure", "DataFrame")
+    assert "3 probes in 2 jobs" in texts[0] and "Chosen by time" in texts[3] and trained.startswith("top-1")
+    assert all(text.startswith("<div>") and "<table" in text for text in texts if text)
+    (folder,) = (tmp_path / "tula-runs").glob("notebook-*")
+    assert (folder / "recommended.yaml").exists() and list((folder / "train").glob("*/summary.json"))
+
+
+def test_the_notebook_is_stored_without_outputs() -> None:
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)

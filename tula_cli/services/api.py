@@ -43,6 +43,7 @@ from tula_cli.query import Query
 from tula_cli.run.code import run_of_job
 from tula_cli.run.directory import RunDir
 from tula_cli.run.frames import make_frame
+from tula_cli.run.html_table import render_html
 from tula_cli.run.jobfile import find_settings_origin, list_parts_with_data, load_with_overrides
 from tula_cli.run.owner import find_other_owner
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
@@ -74,6 +75,7 @@ from tula_cli.spec.kinds import parse_size
 from tula_cli.spec.load import load_spec, validate
 from tula_cli.spec.merge import apply_overrides
 from tula_cli.spec.old_keys import replace_old_keys
+from tula_cli.words import format_bytes, format_count, format_number
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -130,6 +132,35 @@ class Run:
         """Return the handle of a run directory."""
         return cls(directory.path, directory)
 
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+    def _repr_html_(self) -> str:
+        """Return the recommendation, if any, and a row per probe, for a notebook."""
+        rows = [_make_result_row(name, result) for name, results in self.probes().items() for result in results]
+        is_typed = any(row["node_type"] for row in rows)
+        cells = [
+            (
+                *([row["node_type"]] if is_typed else []),
+                str(row["nodes"]),
+                str(row["batch"]),
+                str(row["local_batch"]),
+                row["outcome"],
+                format_number(row["step_time_s"] and 1000 * row["step_time_s"]),
+                format_number(row["samples_per_s"]),
+                "-" if row["peak_memory_bytes"] is None else format_bytes(row["peak_memory_bytes"]),
+            )
+            for row in rows
+        ]
+        columns = ["nodes", "batch", "batch/GPU", "outcome", "step (ms)", "samples/s", "peak memory/GPU"]
+        recommendation = self.recommendation()
+        return render_html(
+            f"Run {self.id}: {format_count(len(rows), 'probe')}",
+            ["node type", *columns] if is_typed else columns,
+            cells,
+            notes=["No recommendation yet." if recommendation is None else f"Recommended: {recommendation.summary}"],
+        )
+
     @property
     def id(self) -> str:
         """The folder's name: that of the job and a signature of what its measurements depend on."""
@@ -149,9 +180,9 @@ class Run:
         return {part.name: part.run.results() for part in list_parts_with_data(self.directory, self.spec())}
 
     def results(self) -> "pd.DataFrame":
-        """Return one row a probe: its configuration, outcome, times (seconds) and peak memory (bytes of one GPU).
+        """Return one row per probe; `RESULT_COLUMNS` and docs/reference/tables.md have the columns with their units.
 
-        `batch` is global, `local_batch` one GPU's; columns of whole numbers are Int64, also where some are missing.
+        Columns of integers are Int64, even if values are missing.
 
         Raises:
             BadMeasurements: a result is damaged.
@@ -206,6 +237,26 @@ class Run:
                 for part in parts
             }
         )
+
+
+RESULT_COLUMNS = {
+    "node_type": "node type; empty if the job names none",
+    "nodes": "number of nodes",
+    "gpus_per_node": "GPUs (or processes on CPUs) per node",
+    "batch": "global batch: samples per optimizer step over all GPUs",
+    "local_batch": "samples per optimizer step on one GPU",
+    "outcome": "measured, out_of_memory or failed",
+    "step_time_s": "seconds per optimizer step; this and all columns up to peak_memory_bytes are missing without a measurement",
+    "sync_time_s": "seconds per step of gradient synchronisation that does not overlap with computing",
+    "compute_time_s": "seconds per step without synchronisation",
+    "data_wait_s": "seconds per step of waiting for the data loader",
+    "cached_time_s": "seconds per step on a batch that is already on the device",
+    "loader_time_s": "seconds that the data loader needs for one step, if nothing else runs",
+    "samples_per_s": "samples per second of all GPUs",
+    "peak_memory_bytes": "reserved memory of one GPU, bytes",
+    "message": "why nothing was measured; empty for a measurement",
+}
+"""Columns of `Run.results()`, with units."""
 
 
 def _make_result_row(node_type: str | None, result: Result) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from tula_cli.models.choice.grid import Limit, get_highest_limit
 from tula_cli.models.cost import compute_max_price, describe_price
 from tula_cli.models.ramp.stage_nodes import describe_unusable_stages
 from tula_cli.run.directory import RunDir
+from tula_cli.run.html_table import render_html
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Measured
 from tula_cli.services import messages
@@ -40,6 +41,7 @@ from tula_cli.services.status import count_notes
 from tula_cli.services.waiting import require_within_cap
 from tula_cli.services.wall_times import list_allowed_nodes, warn_too_short
 from tula_cli.spec.job import JobSpec, describe_training_method
+from tula_cli.words import format_count, format_number, join_words
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,18 @@ class CheckReport:
     expected: Expectation | None = None
     worth: SearchCost | None = None  # what the search takes beside the training; None before the first probe
 
+    def __repr__(self) -> str:
+        return f"<CheckReport: {self.summary}>"
+
+    @property
+    def summary(self) -> str:
+        """The problems, or else the extent of the search and its maximum cost, in one line."""
+        if self.problems:
+            return f"cannot run: {' '.join(problem.text for problem in self.problems)}"
+        extent = f"{format_count(self.probes, 'probe')} in {format_count(len(self.jobs), 'job')}"
+        cost = "" if self.price_at_most is None else f", {format_number(self.price_at_most)} {self.currency}"
+        return f"{extent}, at most {format_number(self.node_hours_at_most)} node-h{cost * (self.currency != 'node-h')}"
+
     @property
     def node_hours_to_allow(self) -> float:
         """Node-hours that must be within the cap before anything starts: those of the first job, if any, else all.
@@ -94,6 +108,33 @@ class CheckResult:
 
     reports: Mapping[str | None, CheckReport]
     cap: float | None  # node-hours of search.max_node_hours
+
+    def __repr__(self) -> str:
+        return f"<CheckResult: {'; '.join(self._summaries())}>"
+
+    def _repr_html_(self) -> str:
+        """Return the profiling jobs, their maximum cost and the warnings, for a notebook."""
+        rows = [
+            (
+                *([] if name is None else [name]),
+                str(job.nodes),
+                str(len(job.local_batches)),
+                join_words(job.batches),
+                join_words(job.local_batches),
+            )
+            for name, report in self.reports.items()
+            for job in report.jobs
+        ]
+        columns = ["nodes", "probes", "batches", "batches/GPU"]
+        warnings = [warning.text for report in self.reports.values() for warning in report.warnings]
+        title, *others = self._summaries()
+        return render_html(
+            title, columns if None in self.reports else ["node type", *columns], rows, notes=[*others, *warnings]
+        )
+
+    def _summaries(self) -> list[str]:
+        """Return one line per node type."""
+        return [f"{name}: {report.summary}" if name else report.summary for name, report in self.reports.items()]
 
     @property
     def problems(self) -> dict[str | None, tuple[Diagnostic, ...]]:

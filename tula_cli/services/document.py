@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 from tula_cli.entry_points import load_extra
 from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.records.recommendations import Recommendation, TradeOff
 from tula_cli.run.records.results import Comparison
 from tula_cli.services.comparison.accuracy import CompareReport
 from tula_cli.spec.job import JobSpec
@@ -165,6 +166,14 @@ class ReportPackage(Protocol):
 
     def render_page(self, document: Document) -> str:
         """Return a document as one HTML page."""
+        ...
+
+    def plot(self, recommendation: Recommendation, against: TradeOff) -> Any:
+        """Return a `matplotlib.figure.Figure` of the configurations: `Recommendation.plot`.
+
+        Raises:
+            SpecError: matplotlib is not installed.
+        """
         ...
 
 

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tula_cli.run.directory import Part, RunDir
+    from tula_cli.run.records.recommendations import Recommendation, TradeOff
     from tula_cli.run.records.results import Comparison
     from tula_cli.services.comparison.accuracy import CompareReport
     from tula_cli.services.document import Document, TextForm
@@ -49,6 +50,14 @@ class Report:
         from tula_cli.extras.report.page import render_page
 
         return render_page(document)
+
+    def plot(self, recommendation: "Recommendation", against: "TradeOff") -> Any:
+        from tula_cli.extras.report.sections import build_tradeoff_figure
+        from tula_cli.extras.report.svg import draw_figure
+
+        return draw_figure(
+            build_tradeoff_figure(recommendation.rows, recommendation.choice, recommendation.currency, against=against)
+        )
 
 
 package = Report()

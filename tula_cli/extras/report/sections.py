@@ -42,10 +42,17 @@ from tula_cli.models.observations import as_observation
 from tula_cli.models.time import steptime
 from tula_cli.models.time.noise import Z90, compute_standard_error, compute_trimmed_mean
 from tula_cli.run.records.probes import Measured
-from tula_cli.run.records.recommendations import HIGHEST_EFFICIENCY, Caveats, Prediction, Recommendation, SameProgress
+from tula_cli.run.records.recommendations import (
+    HIGHEST_EFFICIENCY,
+    Caveats,
+    Prediction,
+    Recommendation,
+    SameProgress,
+    TradeOff,
+)
 from tula_cli.run.records.results import EvaluationRecord, Summary
 from tula_cli.services.comparison import accuracy
-from tula_cli.services.document import Annotation, Cell, Column, Fact, Figure, Section, Series, Table
+from tula_cli.services.document import Annotation, Cell, Column, Fact, Figure, Section, Series, Style, Table
 from tula_cli.services.recommendation.measurements import TypeMeasurements, find_gradient_noise_of_job
 from tula_cli.services.recommendation.validation import Validation, cross_validate_measurements
 from tula_cli.services.search import STRATEGIES, group_probes_by_nodes
@@ -455,7 +462,7 @@ def build_time_and_cost_section(material: Material) -> Section:
         _build_time_figure(material, choice),
         *_build_epoch_figure(material, choice),
         _build_cost_figure(material, choice),
-        *_build_front_figure(material, choice),
+        *([build_tradeoff_figure(material.rows, choice, material.currency)] if len(material.rows) > 1 else []),
     ]
     return Section(TIME_AND_COST_KEY, TIME_AND_COST_TITLE, tuple(text), figures=tuple(figures))
 
@@ -571,26 +578,51 @@ def _build_cost_figure(material: Material, choice: Prediction) -> Figure:
     )
 
 
-def _build_front_figure(material: Material, choice: Prediction) -> Iterator[Figure]:
-    rows = sorted(material.rows, key=lambda row: (row.hours, row.cost))
-    if len(rows) < 2:
-        return
+def build_tradeoff_figure(
+    rows: Sequence[Prediction], choice: Prediction, currency: str, *, against: TradeOff = "cost"
+) -> Figure:
+    """Build the figure of the time of every configuration against its cost or its number of nodes.
+
+    Args:
+        rows: the configurations, at least one.
+        choice: the chosen one, which is marked.
+        currency: currency of the costs.
+        against: the quantity of the horizontal axis.
+    """
     factor, unit = choose_hours_unit(row.hours for row in rows)
-    best = [row for row in rows if row.pareto]
 
-    def series(name: str, rows: Sequence[Prediction], style: str) -> Series:
-        xs, ys = tuple(row.hours * factor for row in rows), tuple(row.cost for row in rows)
-        return Series(name, xs, ys, style=style, measured=tuple(row.measured for row in rows))  # type: ignore[arg-type]
+    def make_series(name: str, rows: Sequence[Prediction], style: Style) -> Series:
+        return Series(
+            name,
+            tuple(get_x(row) for row in rows),
+            tuple(row.hours * factor for row in rows),
+            style=style,
+            measured=tuple(row.measured or bool(row.trained) for row in rows),
+        )
 
-    yield Figure(
-        "front",
-        "Cost against time",
-        "Every configuration that is drawn above. Nothing is faster and as cheap, or as fast and cheaper, than what is on the"
-        " front. Filled markers are measured, open ones predicted.",
+    def get_x(row: Prediction) -> float:
+        return row.cost if against == "cost" else float(row.nodes)
+
+    ordered = sorted(rows, key=lambda row: (get_x(row), row.hours))
+    if against == "cost":
+        best = [row for row in ordered if row.pareto]
+        name, label, quantity = "Pareto front", f"cost ({currency})", "cost"
+        meaning = "No configuration is both faster and cheaper than one on the Pareto front."
+    else:
+        fastest = {row.nodes: row for row in reversed(ordered)}
+        best = [fastest[nodes] for nodes in sorted(fastest)]
+        name, label, quantity = "fastest per number of nodes", "nodes", "number of nodes"
+        meaning = "The line connects the fastest configuration of each number of nodes."
+    return Figure(
+        "front" if against == "cost" else "time_by_nodes",
+        f"Time against {against}",
+        f"Time of the training against its {quantity}. {meaning} Filled markers are measured, open ones predicted.",
+        label,
         f"time ({unit})",
-        f"cost ({material.currency})",
-        (series("configurations", rows, "points"), *([series("front", best, "line+points")] if best else [])),
-        marks=(make_chosen_mark(choice, choice.hours * factor, choice.cost),),
+        (make_series("configurations", ordered, "points"), *([make_series(name, best, "line+points")] if best else [])),
+        marks=(make_chosen_mark(choice, get_x(choice), choice.hours * factor),),
+        x_scale="linear" if against == "cost" else "log2",
+        y_scale=choose_scale([row.hours for row in rows]),
     )
 
 

@@ -921,8 +921,8 @@ def require_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ImportError:
         raise SpecError(
-            "a page with figures needs the package matplotlib, which is not installed",
-            "pip install 'tula-cli[report]' (from a clone: pip install '.[report]'); the same answer without figures has --json",
+            "Figures need the package matplotlib, which is not installed.",
+            "pip install 'tula-cli[report]' (from a clone: pip install '.[report]')",
         ) from None
 
 
@@ -939,10 +939,7 @@ def render_svg(figure: Figure, *, prefix: str = "", looks: Mapping[str, int] | N
     """
     require_matplotlib()
     with _use_plot_defaults():
-        from matplotlib.figure import Figure as Canvas
-
-        canvas = Canvas(figsize=(WIDTH / 72, PLOT / 72), layout="constrained")
-        _draw_figure(canvas, figure, looks or {})
+        canvas = _draw_figure(figure, looks or {})
         written = io.StringIO()
         canvas.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", prefix or figure.key) or "figure"
@@ -952,6 +949,22 @@ def render_svg(figure: Figure, *, prefix: str = "", looks: Mapping[str, int] | N
         title=remove_control_characters(figure.title),
         description=describe_figure(figure),
     )
+
+
+def draw_figure(figure: Figure) -> "Canvas":
+    """Return a figure as one of matplotlib, on a white background, for a notebook or a file.
+
+    Raises:
+        SpecError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    with _use_plot_defaults():
+        canvas = _draw_figure(figure, {}, dpi=_NOTEBOOK_DPI)
+    canvas.set_facecolor(LIGHT["paper"])
+    return canvas
+
+
+_NOTEBOOK_DPI = 144
 
 
 def describe_figure(figure: Figure) -> str:
@@ -981,7 +994,10 @@ def _use_plot_defaults() -> Iterator[None]:
         log.setLevel(level)
 
 
-def _draw_figure(canvas: "Canvas", figure: Figure, looks: Mapping[str, int]) -> None:
+def _draw_figure(figure: Figure, looks: Mapping[str, int], *, dpi: int = 72) -> "Canvas":
+    from matplotlib.figure import Figure as Canvas
+
+    canvas = Canvas(figsize=(WIDTH / 72, PLOT / 72), dpi=dpi, layout="constrained")
     axes, places = canvas.add_subplot(), Positions.of(figure)
     shown = list_drawn_series(figure, places, looks)
     axes.set_xscale("linear" if places.scale == "linear" else "log")
@@ -989,7 +1005,7 @@ def _draw_figure(canvas: "Canvas", figure: Figure, looks: Mapping[str, int]) -> 
     entries = _draw_series(axes, figure, shown)
     if not shown and not entries:
         _draw_no_data(axes)
-        return
+        return canvas
     entries = [*entries, *_list_basis_entries(shown)]
     marks = draw_marks(axes, figure.marks, places)
     extra = set_x_scale(axes, figure, places)
@@ -998,6 +1014,7 @@ def _draw_figure(canvas: "Canvas", figure: Figure, looks: Mapping[str, int]) -> 
     only = len(entries) == 1 and not marks and entries[0].text in ("", figure.title, figure.y_label)
     high = 0.0 if only else _draw_legend(canvas, [*entries, *marks])
     canvas.set_size_inches(WIDTH / 72, (PLOT + extra + high) / 72)
+    return canvas
 
 
 def _draw_series(axes: "Axes", figure: Figure, shown: Sequence[DrawnSeries]) -> list[Entry]:
@@ -1061,8 +1078,8 @@ def _draw_legend(canvas: "Canvas", entries: Sequence[Entry]) -> float:
     hoped = 1 if unknown else min(max(round(1.4 * WIDTH / (6.2 * widest + 35)), 1), 4)
     for columns in range(hoped, 0, -1):
         legend = canvas.legend(*zip(*named, strict=True), loc="outside lower left", ncols=min(columns, len(named)))
-        box = legend.get_window_extent()
-        if box.width <= WIDTH - 4 or columns == 1:
-            return float(box.height)
+        box, units = legend.get_window_extent(), 72 / canvas.dpi
+        if box.width * units <= WIDTH - 4 or columns == 1:
+            return float(box.height * units)
         legend.remove()
     raise AssertionError("one column is the last")

@@ -1,14 +1,25 @@
 """A recommendation and its predictions."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import Field, field_validator
 
+from tula_cli.entry_points import load_extra
+from tula_cli.errors import SpecError
 from tula_cli.query import Curve, Objective
 from tula_cli.run.frames import make_record_frame
+from tula_cli.run.html_table import render_html
 from tula_cli.run.records.base import Market, Record, RecordedText
-from tula_cli.words import is_too_wide
+from tula_cli.words import (
+    choose_time_unit,
+    describe_configuration,
+    format_count,
+    format_duration,
+    format_number,
+    is_too_wide,
+    join_words,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -117,6 +128,13 @@ class Prediction(Record):
         default=False,
         description="whether no other row is better in time, cost or (if all have it) kWh and equal in the others",
     )
+
+    @property
+    def source(self) -> str:
+        """Where the step time comes from, in a word."""
+        if self.trained:
+            return "training"
+        return "measured" if self.measured else "extrapolated" if self.further else "predicted"
 
     @property
     def all_node_hours(self) -> float:
@@ -339,6 +357,24 @@ class Accuracy(Record):
     words: str
 
 
+TradeOff = Literal["cost", "nodes"]
+"""A quantity against which `Recommendation.plot` shows the time."""
+
+ADDED_COLUMNS = {
+    "chosen": "whether the row is the choice",
+    "caveats": "reasons not to trust a figure of the row, as names; empty if there are none",
+}
+"""Columns of `Recommendation.frame()` that are not fields of `Prediction`, with their descriptions."""
+
+
+def _format_interval(low: float | None, high: float | None, divisor: float) -> str:
+    """Return an interval of hours in a unit of `divisor` seconds."""
+    if low is None or high is None:
+        return "unknown"
+    ends = f"{format_number(3600 * low / divisor)} to {format_number(3600 * high / divisor)}"
+    return f"{ends} (too wide to decide by)" if is_too_wide(low, high) else ends
+
+
 class Recommendation(Record):
     """The answer of `tula recommend`."""
 
@@ -384,18 +420,76 @@ class Recommendation(Record):
         """Convert the objective `result-time` of an older version, which included the queue, to `time`."""
         return "time" if objective == "result-time" else objective
 
+    def __repr__(self) -> str:
+        return f"<Recommendation: {self.summary}; objective {self.objective}, {format_count(len(self.rows), 'row')}>"
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        """Return the choice and the configurations, the chosen one first, for a notebook."""
+        divisor, unit = choose_time_unit(3600 * max(row.hours for row in self.rows))
+        is_typed = any(row.type for row in self.rows)
+        rows = [row for row in self.rows if row != self.choice]
+        cells = [
+            (
+                *([row.type] if is_typed else []),
+                str(row.nodes),
+                str(row.batch),
+                str(row.local_batch),
+                format_number(3600 * row.hours / divisor),
+                _format_interval(row.hours_low, row.hours_high, divisor),
+                format_number(row.cost),
+                row.source,
+            )
+            for row in (self.choice, *rows)
+        ]
+        columns = [
+            *(["node type"] if is_typed else []),
+            "nodes",
+            "batch",
+            "batch/GPU",
+            f"time ({unit})",
+            f"90 % interval ({unit})",
+            f"cost ({self.currency})",
+            "source",
+        ]
+        title = f"Chosen by {self.objective}: {self.summary}"
+        return render_html(title, columns, cells, notes=[self.reason, *self.warnings], bold_rows=1)
+
+    @property
+    def summary(self) -> str:
+        """The chosen configuration with its time and cost, in one line."""
+        choice = self.choice
+        kind = f" of type {choice.type}" * bool(choice.type)
+        configuration = describe_configuration(choice.nodes, choice.batch, choice.local_batch)
+        return f"{configuration}{kind}: {format_duration(3600 * choice.hours)}, {format_number(choice.cost)} {self.currency}"
+
     def frame(self) -> "pd.DataFrame":
         """Return the table of candidates with the rows of this answer, fastest first.
 
         The columns are the fields of `Prediction`, those of its time parts and of the same progress (`parts_steps`,
-        `same_progress_hours`), `chosen` and `caveats`.
+        `same_progress_hours`), and those of `ADDED_COLUMNS`; docs/reference/tables.md lists them with their units.
         """
         caveats = self.caveats
-        additions: dict[str, Any] = {
+        values = {
             "chosen": [row == self.choice for row in self.rows],
             "caveats": [caveats.caveats_of(row) for row in self.rows],
         }
+        additions: dict[str, Any] = {name: values[name] for name in ADDED_COLUMNS}
         return make_record_frame(self.rows, Prediction).assign(**additions)
+
+    def plot(self, against: TradeOff = "cost") -> Any:
+        """Plot the time of every configuration against its cost or its number of nodes, with the choice marked.
+
+        Returns:
+            A `matplotlib.figure.Figure`. Its axes name quantity and unit; filled markers are measured configurations.
+
+        Raises:
+            SpecError: tula's optional package report or matplotlib is not installed, or `against` has another value.
+        """
+        if against not in get_args(TradeOff):
+            raise SpecError(f"against={against!r} is not one of {join_words(get_args(TradeOff))}.")
+        return load_extra("report").plot(self, against)
 
     @property
     def caveats(self) -> Caveats:

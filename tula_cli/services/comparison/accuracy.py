@@ -12,6 +12,7 @@ from tula_cli.diagnostics import Diagnostic
 from tula_cli.models.time.noise import Z90
 from tula_cli.run.directory import RunDir
 from tula_cli.run.frames import make_frame
+from tula_cli.run.html_table import render_html
 from tula_cli.run.records.recommendations import Accuracy
 from tula_cli.run.records.results import Cell, Comparison
 from tula_cli.run.training_run import TrainingRun
@@ -21,7 +22,7 @@ from tula_cli.services.comparison import rounds
 from tula_cli.services.comparison.rows import REFERENCE
 from tula_cli.services.status import JobStatus
 from tula_cli.spec.job import JobSpec
-from tula_cli.words import format_count, format_number
+from tula_cli.words import describe_method_label, format_count, format_duration, format_number
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -132,6 +133,33 @@ class CompareReport:
     epochs: tuple[int, int] | None = None  # of the first round, and of the job
     answer: str = ""  # the best row of the largest batch, and what cannot be distinguished from it
 
+    def __repr__(self) -> str:
+        return f"<CompareReport: {self._describe_progress()}{f'; {self.answer}' * bool(self.answer)}>"
+
+    def _repr_html_(self) -> str:
+        """Return the answer and a row per method and batch, for a notebook."""
+        rows = [
+            (
+                describe_method_label(row.method, reference=row.reference),
+                str(row.batch),
+                str(row.seeds),
+                *(_format_statistics(row.stat(name)) for name in self.columns),
+                format_number(row.gap),
+                format_duration(None if row.hours is None else 3600 * row.hours),
+            )
+            for row in self.rows
+        ]
+        columns = ["method", "batch", "seeds", *self.columns, f"gap in {self.metric}", "time"]
+        notes = [
+            self._describe_progress(),
+            f"mean ± standard deviation over seeds; gap: how much worse than lbt at batch {self.reference_batch}",
+            *(warning.text for warning in self.warnings),
+        ]
+        return render_html(self.answer or "No training has finished", columns, rows, notes=notes)
+
+    def _describe_progress(self) -> str:
+        return f"{self.finished} of {format_count(self.total, 'training')} finished"
+
     def frame(self) -> "pd.DataFrame":
         """Return one row per method and batch: seeds, mean and standard deviation of each metric, gap, hours."""
         columns = ("method", "batch", "reference", "seeds", "gap", "recovered", "samples", "hours")
@@ -155,6 +183,12 @@ class CompareReport:
     @property
     def complete(self) -> bool:
         return self.finished == self.total
+
+
+def _format_statistics(stat: SeedStatistics | None) -> str:
+    if stat is None:
+        return "-"
+    return format_number(stat.mean, 4) + ("" if stat.sd is None else f" ± {format_number(stat.sd, 2)}")
 
 
 def _list_metric_columns(row: ComparisonRow, metrics: Iterable[str]) -> dict[str, float | None]:

@@ -1,5 +1,6 @@
 """The query of a recommendation: an objective, and the limits that the choice must satisfy."""
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
@@ -9,6 +10,20 @@ from tula_cli.plugins import suggest_nearest
 
 Objective = Literal["time", "cost", "knee", "accuracy-time", "energy"]
 Curve = Literal["time", "cost"]
+
+
+def _parse_hours(text: str) -> float:
+    """Return the hours of a duration such as 36, 90m, 36h, 3d or 2w.
+
+    Raises:
+        SpecError: the text is not a duration.
+    """
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([mhdw]?)", text.strip())
+    if match is None:
+        raise SpecError(
+            f"--deadline {text}: not a time", "a number of hours, or a number and its unit: 90m, 36h, 3d or 2w"
+        )
+    return float(match[1]) * {"m": 1 / 60, "": 1.0, "h": 1.0, "d": 24.0, "w": 168.0}[match[2]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +51,14 @@ class Query:
     max_nodes: Annotated[int | None, Option("Maximum number of nodes.", minimum=1)] = None
     max_batch: Annotated[int | None, Option("Maximum global batch size.", minimum=1)] = None
     deadline_hours: Annotated[
-        float | None, Option("Maximum training time in hours.", "--deadline", metavar="HOURS", minimum=0)
+        float | None,
+        Option(
+            "Maximum training time: hours, or a time with its unit (90m, 36h, 3d).",
+            "--deadline",
+            metavar="TIME",
+            type=str | None,
+            parse=_parse_hours,
+        ),
     ] = None
     budget: Annotated[
         float | None, Option("Maximum cost of the training, in the job's currency.", metavar="PRICE", minimum=0)

@@ -51,6 +51,14 @@ def recommend(
         bool,
         typer.Option("--demo", help="Show a recommendation for an example that comes with tula: ResNet-18 on 16 GPUs."),
     ] = False,
+    trainings: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Plan this many trainings on --max-nodes in all: nodes per training, and how many at a time.",
+        ),
+    ] = None,
 ) -> None:
     """Choose nodes and batch size from the measurements.
 
@@ -61,12 +69,18 @@ def recommend(
     from tula_cli.services import recommend as service
     from tula_cli.spec.job import describe_training_method
 
+    flags = {"--pareto": pareto, "--all": every, "--validate": validate, "--explain": explain, "--save": save}
+    if trainings is not None and (unused := [name for name, given in flags.items() if given]):
+        raise SpecError(f"{', '.join(unused)} has no effect with --trainings", "remove it")
     if demo:
         run, spec = _open_demo_run(screen, chosen, save=save)
         answer = service.recommend(run, spec, query, overrides=chosen.overrides, now=time.time())
     else:
         run, spec = _find_measured_run(screen, chosen)
         answer = service.answer_query(run, spec, query, overrides=chosen.overrides)
+    if trainings is not None:
+        _show_campaign(screen, answer, spec, query, trainings, demo=demo)
+        return
     recommendation = answer.recommendation
     saved = (
         not demo
@@ -90,6 +104,20 @@ def recommend(
         data, itertools.chain(first, shown, ["", line], show_recommend.render_validation(judged), details, last)
     )
     warn_all(screen, recommendation.warnings)
+
+
+def _show_campaign(
+    screen: Screen, answer: "Answer", spec: "JobSpec", query: Query, trainings: int, *, demo: bool
+) -> None:
+    """Show a plan for many trainings."""
+    from tula_cli.services import campaign as service
+    from tula_cli.show import campaign as show_campaign
+
+    plan = service.plan_campaign(answer, spec, query, trainings)
+    first, last = show_recommend.render_demo_lines() if demo else ((), ())
+    data = {**vars(plan), **({"demo": show_recommend.DEMO} if demo else {})}
+    screen.answer(data, itertools.chain(first, show_campaign.render_campaign(plan), last))
+    warn_all(screen, plan.warnings)
 
 
 def _render_answer(

@@ -20,6 +20,7 @@ from tula_cli.errors import (
     require_callable,
     require_number,
 )
+from tula_cli.models.choice.campaign import Campaign
 from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.options import (
     ROOT,
@@ -50,6 +51,7 @@ from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import EvaluationRecord, JobFile, Summary
 from tula_cli.run.step_series import StepSeries
+from tula_cli.services import campaign as campaigns
 from tula_cli.services import check as checking
 from tula_cli.services import estimate as estimating
 from tula_cli.services import events, profiling_rounds
@@ -582,6 +584,37 @@ def recommend(arguments: RecommendArguments) -> Recommendation:
         write = partial(recommending.save_answer, overrides=arguments.overrides, job=call.job, every=arguments.every)
         save_or_warn(partial(write, call.run, call.spec, answer), is_required=bool(arguments.save))
     return answer.with_all_rows() if arguments.every else recommendation
+
+
+@dataclass(frozen=True)
+class CampaignArguments(Settings, Query):
+    """Arguments of `plan_trainings`."""
+
+    run: RunArgument
+    trainings: Annotated[int, "how many equal trainings to plan."]
+
+
+@with_arguments(CampaignArguments)
+def plan_trainings(arguments: CampaignArguments) -> Campaign:
+    """Plan many trainings on a limited number of nodes: nodes of each, and how many run side by side.
+
+    `max_nodes` limits the nodes in use at a time; `deadline_hours` and `budget` are those of all trainings together.
+
+    Returns:
+        The plan: `campaign.frame()` is a table of its waves.
+
+    Raises:
+        SpecError: the job or an override cannot be used, or there are no or too many trainings.
+        BadMeasurements: nothing, or too little, was measured.
+        Pending: probes are under way, and those done do not determine the answer yet.
+        Infeasible: no configuration or no plan is within the limits.
+
+    Example:
+        >>> tula.plan_trainings(run, 30, max_nodes=16, deadline_hours=72).hours
+    """
+    call = arguments.resolve(arguments.run).measured()
+    answer = recommending.answer_query(call.run, call.spec, arguments, overrides=arguments.overrides)
+    return campaigns.plan_campaign(answer, call.spec, arguments, arguments.trainings)
 
 
 def status(run: Target, *, root: str | Path = ROOT) -> Status:

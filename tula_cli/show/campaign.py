@@ -1,0 +1,79 @@
+"""Output of `tula recommend --trainings`: a plan for many trainings."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from tula_cli.show.tables import describe_cost, make_table
+from tula_cli.words import (
+    choose_time_unit,
+    format_count,
+    format_duration,
+    format_interval_of_hours,
+    format_number,
+)
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from tula_cli.models.choice.campaign import Campaign
+
+_MINIMISED = {"time": "the shortest plan", "cost": "the plan of lowest cost", "energy": "the plan of lowest energy"}
+
+
+def render_campaign(plan: "Campaign") -> Iterator["RenderableType"]:
+    """Yield the duration and cost of the plan, the comparison with each training at its fastest, and the table."""
+    from rich.text import Text
+
+    cost = describe_cost(plan.node_hours, plan.cost, plan.currency)
+    energy = "" if plan.kwh is None else f", {format_number(plan.kwh)} kWh"
+    interval = format_interval_of_hours(plan.hours_low, plan.hours_high)
+    yield Text.assemble(
+        (
+            f"PLAN  {format_count(plan.trainings, 'training')} on at most {format_count(plan.max_nodes)}, batch {plan.batch}:"
+            f" {format_duration(3600 * plan.hours)}{interval}, {cost}{energy}",
+            "bold green",
+        )
+    )
+    yield _describe_choice(plan)
+    yield _compare_with_fastest(plan)
+    yield ""
+    yield _make_waves_table(plan)
+
+
+def _describe_choice(plan: "Campaign") -> str:
+    deadline = (
+        ""
+        if plan.deadline_hours is None
+        else f" within {format_duration(3600 * plan.deadline_hours)} for all trainings"
+    )
+    batch = "" if plan.max_batch is None else f", at most {plan.max_batch}"
+    bound = f"No plan with this batch finishes before {format_duration(3600 * plan.bound_hours)}."
+    return f"This is {_MINIMISED[plan.minimises]}{deadline}; all trainings have the same batch{batch}. {bound}"
+
+
+def _compare_with_fastest(plan: "Campaign") -> str:
+    fastest = plan.at_fastest
+    together = "one after the other" if fastest.side_by_side == 1 else f"{fastest.side_by_side} side by side"
+    cost = describe_cost(fastest.node_hours, fastest.cost, plan.currency)
+    return (
+        f"Each at its fastest ({format_count(fastest.nodes)}, batch {fastest.batch}, {together}):"
+        f" {format_duration(3600 * fastest.hours)}, {cost}. The plan is {format_number(plan.speedup)} times as fast,"
+        f" for {format_number(plan.node_hours / fastest.node_hours, 2)} of the node-hours."
+    )
+
+
+def _make_waves_table(plan: "Campaign") -> "RenderableType":
+    names = [wave.node_type + " spot" * (wave.market == "spot") for wave in plan.waves]
+    divisor, unit = choose_time_unit(3600 * plan.hours)
+    hours = [f"start\n({unit})", f"end\n({unit})"]
+    each = [f"each\n({unit})", f"each\n({plan.currency})"]
+    kinds = ["node\ntype"] if any(names) else []
+    table = make_table(["trainings", "side by\nside", "nodes\neach", *kinds, "local\nbatch", *each, *hours], left=())
+    for wave, name in zip(plan.waves, names, strict=True):
+        times = [wave.training_hours, wave.start, wave.end]
+        each_time, start, end = (format_number(3600 * value / divisor) for value in times)
+        table.add_row(
+            str(wave.trainings), str(wave.side_by_side), str(wave.nodes), *([name] if kinds else []),
+            str(wave.local_batch), each_time, format_number(wave.training_cost), start, end,
+        )  # fmt: skip
+    return table

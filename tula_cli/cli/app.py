@@ -13,7 +13,7 @@ from typing import Annotated, Any, TextIO, get_args
 import typer
 from typer.core import TyperGroup
 
-from tula_cli.cli import check, clean, compare, diff, evaluate, profile, recommend, status, train
+from tula_cli.cli import check, clean, compare, diff, evaluate, observe, profile, recommend, status, train
 from tula_cli.cli.options import COMMON, USAGE_ERROR, ExtraCommand, Interrupted, register, register_extra
 from tula_cli.errors import DiskFull, SpecError, TulaError
 from tula_cli.options import ROOT
@@ -76,6 +76,7 @@ EXAMPLES: Mapping[str, Mapping[Callable[..., None] | ExtraCommand, str]] = {
         ): "tula export --to mlflow --follow",
         status.list_: "tula list --run-dir /scratch/tula-runs",
         diff.diff: "tula diff digits-1f0c5b7e digits-9a4e02cd",
+        observe.observe: "tula observe -- python train.py --epochs 3",
         clean.clean: "tula clean --older 30d --dry-run",
     },
 }

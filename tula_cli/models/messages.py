@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from tula_cli.diagnostics import diagnostic
-from tula_cli.words import format_count, join_words
+from tula_cli.words import format_count, join_words, start_sentence
 
 # --- Stages of a growing batch
 
@@ -266,3 +266,36 @@ def step_time_not_as_predicted(
 @diagnostic
 def step_time_as_predicted(*, epoch: int, step_ms: float, predicted_ms: float) -> str:
     return f"Epoch {epoch}: step time {step_ms:.1f} ms is within the interval again (predicted {predicted_ms:.1f} ms)."
+
+
+# --- Observed jobs
+
+
+@diagnostic
+def fewer_nodes_are_cheaper(
+    *,
+    nodes: int,
+    efficiency: float | None,
+    fewer: int,
+    time_ratio: float,
+    node_hours_ratio: float,
+    low: float,
+    high: float,
+) -> str:
+    now = "" if efficiency is None else f"{format_count(nodes)}: {efficiency:.0%} efficient. "
+    return (
+        f"{now}{start_sentence(format_count(fewer))}: {time_ratio:.1f}x the time, {node_hours_ratio:.1f}x the node-hours"
+        f" (90 %: {low:.1f} to {high:.1f})."
+    )
+
+
+@diagnostic
+def data_waits_are_long(*, share: float, workers: int | None) -> str:
+    now = "" if workers is None else f" (now {workers})"
+    return f"{share:.0%} of the training time waits for data. Use more data-loader workers{now} or faster storage."
+
+
+@diagnostic
+def larger_batch_fits(*, growth: float, local_batch: int | None) -> str:
+    now = "" if local_batch is None else f" (now {local_batch} per GPU)"
+    return f"{growth:.1f}x the batch per GPU fits into the memory{now}. A larger batch usually needs another learning rate."

@@ -15,7 +15,9 @@ The plan (optional keys with their defaults):
     version      1
     task         name of the task;  attempt: number of its start, from 1. Both are only copied to the output
     folder       folder of the results, of this attempt alone, created by the launcher or the shim
-    mode         "probe": measure and stop; "train": count steps and samples, never stop by itself
+    mode         "probe": measure and stop; "train": count steps and samples, never stop by itself; "observe": measure
+                 the first steps of a job that runs anyway, change nothing, never stop it. The results are then in a
+                 folder of the job, <folder>/<script>/<job>: $TULA_OBSERVED_JOB, the SLURM step, or host and process
     expected     {"world", "batch", "accumulate", "lr", "dataset"}, null or left out if nothing is claimed: copied to
                  the result and compared on tula's side (`models/claims.py`)
     warmup       steps that are not timed (5)
@@ -46,7 +48,8 @@ Each rank writes these files, every JSON file completely or not at all:
     result-<rank>.json     when the probe is over ("why": "stopped"), the script exited by itself ("ended") or after a
                            requested save ("saved"): the measurements, a list per step. Seconds and bytes.
     begun-<rank>.json      mode train, after its first warmup + min_steps steps ("why": "begun"): the same measurements
-                           of these steps, those after the warm-up as "timed"; the result of a training repeats them
+                           of these steps, those after the warm-up as "timed"; the result of a training repeats them.
+                           Mode observe: once all that a probe measures without changes is measured
     failure-<rank>.json    an uncaught exception: class ("error"), "message", traceback ("text"), rank (null if unknown; the file
                            name then has host and process id), "where": script, shim, or method if this script does not
                            support a method that the plan requests; "batch_norm": "batch", "sync" (all of them over the
@@ -54,7 +57,8 @@ Each rank writes these files, every JSON file completely or not at all:
     heartbeat-<rank>.json  from the first step on: "step", "samples", "stepped_at" (Unix time of the last step),
                            "seconds" (median of the last 100 steps), "step_samples" (median of the last 20 on this
                            rank, null if unknown), "alive_at" (of the last step or batch), "lost" (why the shim gave
-                           up, else null: the training continues without it)
+                           up, else null: the training continues without it), "totals" (mode observe: seconds since the
+                           first step: all, waits for data, and what an evaluation, a new epoch or a save added)
     steps-<rank>.jsonl     mode train: rows {"kind": "row"}: step, samples (of this rank), lr, loss, time, and "ags"
                            (factors and shares since the last row, "so_far" of all steps); {"kind": "gap"}: a step that
                            included an evaluation, a save or a new epoch: step, samples, "before" it, time, seconds,

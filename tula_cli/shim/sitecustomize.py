@@ -1,4 +1,7 @@
-"""Imported by every Python process of the job through PYTHONPATH; hooks torch at its import if TULA_PLAN is set."""
+"""Imported by every Python process of the job through PYTHONPATH; hooks torch at its import if TULA_PLAN is set.
+
+A folder with this module and observe.json watches all trainings of a shell or site, unless TULA_OBSERVE is 0.
+"""
 
 from __future__ import annotations
 
@@ -59,6 +62,10 @@ def run_hidden() -> None:
     spec.loader.exec_module(module_from_spec(spec))
 
 
+if not os.environ.get("TULA_PLAN") and os.environ.get("TULA_OBSERVE") != "0":
+    observe = os.path.join(HERE, "observe.json")  # noqa: PTH118
+    if os.path.exists(observe):  # noqa: PTH110
+        os.environ["TULA_PLAN"] = observe
 if os.environ.get("TULA_PLAN"):
     if os.environ.get("TULA_CODE"):
         sys.meta_path.insert(sys.meta_path.index(PathFinder), Submitted)

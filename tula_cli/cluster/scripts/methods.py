@@ -30,7 +30,7 @@ def copy_shim(run: Path) -> Path:
     Raises:
         OSError: the copy cannot be written.
     """
-    return _copy(run, "shim", _read_module_sources("shim"))
+    return _copy(run, "shim", read_module_sources("shim"))
 
 
 def copy_optim(run: Path) -> Path:
@@ -40,11 +40,11 @@ def copy_optim(run: Path) -> Path:
         OSError: the copy cannot be written.
     """
     presets = {Path("presets.py"): files("tula_cli").joinpath("presets.py").read_bytes()}
-    sources = _read_module_sources("optim") | presets
+    sources = read_module_sources("optim") | presets
     return _copy(run, "ags", {LIBRARY / name: _rename_import(content) for name, content in sources.items()})
 
 
-def _read_module_sources(folder: str) -> dict[Path, bytes]:
+def read_module_sources(folder: str) -> dict[Path, bytes]:
     """Return the modules in a folder of tula by their relative paths, even if tula is imported from an archive."""
     sources, pending = {}, [(Path(), files("tula_cli").joinpath(folder))]
     for path, resource in pending:

@@ -134,7 +134,7 @@ class ShimPlan(Record):
     task: str
     attempt: Positive = 1
     folder: str
-    mode: Literal["probe", "train"] = "probe"
+    mode: Literal["probe", "train", "observe"] = "probe"
     expected: ExpectedValues = ExpectedValues()
     warmup: Positive = 5
     min_steps: Positive = 15
@@ -279,6 +279,9 @@ class Heartbeat(Record):
     stepped_at: float
     seconds: float  # median of the last 100 steps
     step_samples: float | None = None  # median of the last 20 steps, on this rank
+    totals: dict[Literal["training", "data", "eval", "epoch", "save"], float] | None = (
+        None  # of an observed job: seconds
+    )
     alive_at: float
     lost: str | None
     host: str

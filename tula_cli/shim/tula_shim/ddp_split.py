@@ -78,6 +78,11 @@ class DdpSplit:
         self._watching = "local"
         self._handles = [module.register_forward_pre_hook(self._before_forward) for module in self.alive()]
 
+    def watch_nothing(self) -> None:
+        """End the measurements, and remove all hooks of modules and parameters."""
+        self._unhook()
+        self._watching = ""
+
     def _unhook(self) -> None:
         for handle in self._handles:
             handle.remove()

@@ -32,7 +32,8 @@ def listen(plan: Plan, step: Callable[[], int]) -> None:
     before = sys.excepthook
 
     def excepthook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> Any:
-        if issubclass(kind, Exception) and not (is_launcher_error(plan.folder, kind) or is_told(value)):
+        unknown = issubclass(kind, Exception) and not (is_launcher_error(plan.folder, kind) or is_told(value))
+        if unknown and not plan.observing:
             write_failure(plan, value, step=step(), where="script")
         return before(kind, value, trace)
 

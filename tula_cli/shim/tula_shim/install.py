@@ -14,7 +14,7 @@ from . import batches, ddp_split, failing
 from .ags import AgsSteps, hook_steps
 from .batches import DeliveredBatches
 from .optimizers import get_learning_rate
-from .plan import PlanError, read_plan
+from .plan import OBSERVE_FILE, VARIABLE, PlanError, read_plan
 from .recorder import EPOCH, EVAL, SAVE, Recorder
 from .stopping import enforce_stop, stop, write_begun, write_result
 
@@ -52,6 +52,9 @@ def install() -> None:
     try:
         mine = get_recorder()
     except PlanError as error:
+        if os.path.basename(os.environ[VARIABLE]) == OBSERVE_FILE:  # noqa: PTH119 - a job that runs anyway goes on
+            sys.stderr.write(f"{error}\n")
+            return
         sys.exit(str(error))
     mine.hooked = True
     if mine.files is not None:
@@ -119,7 +122,7 @@ def count_step(mine: Recorder, *, lr: Any, samples: float | None = None, loss: A
         if mine.begun:
             write_begun(mine)
     except Exception as error:
-        if mine.plan.training:
+        if mine.plan.mode != "probe":
             give_up(mine, error)
             return
         failing.write_failure(mine.plan, error, step=mine.step, where="shim")
@@ -190,5 +193,11 @@ def _hook_gaps(mine: Recorder) -> None:
 
 def write_at_exit(mine: Recorder) -> None:
     """Write the result if the script exits before the plan is complete."""
-    if mine.step and not mine.over:
+    if not mine.step or mine.over:
+        return
+    try:
         write_result(mine, "ended")
+    except OSError as error:
+        if not mine.plan.observing:
+            raise
+        sys.stderr.write(f"tula: the observation of this job was not written: {error}\n")

@@ -6,11 +6,15 @@ import json
 import math
 import os
 import socket
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 VARIABLE = "TULA_PLAN"
+OBSERVE_FILE = "observe.json"  # a plan beside sitecustomize, for jobs that run anyway
+JOB = "TULA_OBSERVED_JOB"
+"""Names the folder of an observed job, in place of the SLURM step or the process."""
 VERSION = 1
 STEPS = 15
 AGS = {"code", "settings", "apply_to", "b_large", "b_small", "available", "steps_per_epoch", "seed", "resumed"}
@@ -51,6 +55,10 @@ class Plan:
     def training(self) -> bool:
         return self.mode == "train"
 
+    @property
+    def observing(self) -> bool:
+        return self.mode == "observe"
+
 
 def read_plan(path: str | None = None) -> Plan:
     """Return the plan in `path`, or in the file that TULA_PLAN names.
@@ -81,6 +89,8 @@ def _check_plan(path: str, given: dict[str, Any]) -> Plan:
             raise PlanError(f"tula: {name} is {value!r} in the plan {path}; it is one of {', '.join(values)}")
         return str(value)
 
+    if given.get("mode") == "observe" and isinstance(given.get("folder"), str):
+        given = {**given, "folder": str(name_observed_folder(given["folder"]))}
     for name in ("folder", "task"):
         if not isinstance(given.get(name), str):
             raise PlanError(f"tula: the plan {path} lacks {name}")
@@ -93,7 +103,7 @@ def _check_plan(path: str, given: dict[str, Any]) -> Plan:
         folder=Path(given["folder"]),
         task=given["task"],
         attempt=int(number("attempt", 1, 1)),
-        mode=one_of("mode", "probe", "train"),
+        mode=one_of("mode", "probe", "train", "observe"),
         expected={name: (expected or {}).get(name) for name in ("world", "batch", "accumulate", "lr", "dataset")},
         warmup=int(number("warmup", 5, 1)),
         min_steps=low,
@@ -124,6 +134,19 @@ def _read_part_of_plan(path: str, given: dict[str, Any], name: str, needed: set[
         names = ", ".join(sorted(needed))
         raise PlanError(f"tula: {name} is {part!r} in the plan {path}; null or all of {names} are needed")
     return part
+
+
+def name_observed_folder(root: str) -> Path:
+    """Return the folder of an observed job, root/<script>/<job>, the same on all of its ranks."""
+    environ, program = os.environ, Path(sys.argv[0] or "python")
+    script = program.parent.name if program.name == "__main__.py" else program.stem
+    if JOB in environ:
+        job = environ[JOB]
+    elif "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" in environ:
+        job = f"slurm-{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
+    else:  # a launcher on this machine is the parent of all ranks
+        job = f"{socket.gethostname()}-{os.getppid() if 'RANK' in environ else os.getpid()}"
+    return Path(root).expanduser() / (script or "python") / job
 
 
 # --- Files that are written

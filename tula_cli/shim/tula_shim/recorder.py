@@ -7,6 +7,7 @@ import os
 import platform
 import socket
 import sys
+import time
 from typing import Any, NamedTuple
 
 from . import clocks
@@ -21,7 +22,7 @@ from .plan import Plan
 from .ranks import NoStoreError, count_ranks, get_backend_name, get_rank, share_decision
 from .supervision import Pulse, Requests, StepKiller
 
-WARMUP, TIMED, SYNC, NORMS, LOCAL = "warmup", "timed", "sync", "norms", "local"
+WARMUP, TIMED, SYNC, NORMS, LOCAL, OBSERVED = "warmup", "timed", "sync", "norms", "local", "observed"
 
 EVAL, EPOCH, SAVE = 1, 2, 4
 CAUSES = {EVAL: "eval", EPOCH: "epoch", SAVE: "save"}
@@ -86,6 +87,7 @@ class Recorder:
         self._clock: HostClock = HostClock()
         self._begin: Mark | None = None
         self._timed: int | None = None
+        self._stepped: float | None = None  # perf_counter at the end of the last step of an observed job
 
     # between steps
 
@@ -153,12 +155,14 @@ class Recorder:
             self.killing.after_step(self.step, self.pulse.before, self.rank, self.delivered.size())
             self.asked_to = self.requests.look(self.step, self.pulse, self.world)
             self._begin_training(counts, samples)
+        elif self.plan.observing:
+            self._observe(counts, samples)
         else:
             self.lrs.append(lr)
             self._keep(counts, samples)
         self.split.after_step()
         self.gap, self.backwards = 0, 0
-        return not self.plan.training and self._next_phase()
+        return self.plan.mode == "probe" and self._next_phase()
 
     def _row_extras(self) -> dict[str, Any]:
         scaled = self.ags.report() if self.ags is not None else {}
@@ -189,6 +193,52 @@ class Recorder:
         if remaining >= 0:
             self.phase = WARMUP if self.step <= self.plan.warmup else TIMED
             self._keep(counts, samples)
+
+    def _observe(self, counts: dict[int, list[float]], samples: float | None) -> None:
+        """Measure the first steps as a probe does, with nothing changed, then only add up.
+
+        Each rank decides when to go on by itself: no rank does anything that another would have to wait for.
+        """
+        self._add_up(counts)
+        self.begun = False
+        if self.phase == OBSERVED:
+            return
+        self._keep(counts, samples)
+        timed = self.step - self.plan.warmup
+        if self.phase == WARMUP and timed == 0:
+            self.phase = TIMED
+        elif self.phase == TIMED and timed >= self.plan.min_steps and self._observed_long_enough(timed):
+            if self._splits():
+                self.phase = SYNC
+                self.split.watch_sync(self.mark)
+            else:
+                self._end_observation()
+        elif self.phase == SYNC and self._enough():
+            self.split.watch_nothing()
+            self._end_observation()
+        self._begin = self.mark()
+
+    def _observed_long_enough(self, timed: int) -> bool:
+        return timed >= self.plan.max_steps or timed * self.pulse.median >= self.plan.seconds
+
+    def _end_observation(self) -> None:
+        self.phase, self.begun = OBSERVED, True
+        self.optimizers.count_bytes()
+        self.peaks[TIMED] = read_peak_memory()
+
+    def _add_up(self, counts: dict[int, list[float]]) -> None:
+        """Add the step to the seconds of the job: all of it, the waits for data, and what disturbed steps took longer."""
+        totals, now = self.pulse.totals, time.perf_counter()
+        if self._stepped is None:
+            totals.update(dict.fromkeys(("training", "data", *CAUSES.values()), 0.0))
+        else:
+            seconds = now - self._stepped
+            totals["training"] += seconds
+            totals["data"] += sum(waited for _, _, waited in counts.values())
+            cause = next((name for cause, name in CAUSES.items() if self.gap & cause), None)
+            if cause is not None:
+                totals[cause] += max(0.0, seconds - self.pulse.median)
+        self._stepped = now
 
     def _keep(self, counts: dict[int, list[float]], samples: float | None) -> None:
         end = self.mark()

@@ -12,8 +12,9 @@ import time
 from pathlib import Path
 from typing import Callable
 
+from .clocks import read_peak_memory
 from .plan import write_json
-from .recorder import Recorder, make_report
+from .recorder import TIMED, Recorder, make_report
 
 PATIENCE = 20.0
 """Seconds to wait for the other ranks to write: a rank still in a collective would fail if this one exited."""
@@ -34,6 +35,8 @@ def write_begun(recorder: Recorder) -> None:
 def write_result(recorder: Recorder, why: str) -> None:
     """Write this rank's result and its last heartbeat and row."""
     recorder.over = True
+    if recorder.plan.observing:
+        recorder.peaks[TIMED] = read_peak_memory()
     recorder.pulse.write()
     if recorder.plan.training:
         recorder.pulse.close()

@@ -39,6 +39,7 @@ class Pulse:
         self._newest: dict[str, Any] = {}
         self.more: Callable[[], dict[str, Any]] = dict
         """Returns further fields of a row."""
+        self.totals: dict[str, float] = {}  # seconds of an observed job by kind, since its first step
 
     @property
     def median(self) -> float:
@@ -76,6 +77,7 @@ class Pulse:
             "step_samples": statistics.median(self._recent_samples) if self._recent_samples else None,
             "alive_at": time.time(),
             "lost": self.lost,
+            "totals": self.totals or None,
             "host": socket.gethostname(),
             "pid": os.getpid(),
         }

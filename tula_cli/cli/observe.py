@@ -1,0 +1,84 @@
+"""`tula observe`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tula_cli.errors import BadMeasurements, SpecError
+from tula_cli.show.screen import Screen
+
+OBSERVED = "tula-observed"
+
+
+def observe(
+    screen: Screen,
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[-- COMMAND ...]", help="The command that trains, as in the shell; or with --report a job."
+        ),
+    ] = None,
+    report: Annotated[
+        bool, typer.Option("--report", help="Report on the newest job, or on SCRIPT or SCRIPT/JOB; run nothing.")
+    ] = False,
+    install: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Copy the hooks to FOLDER, for PYTHONPATH of a module or shell; run nothing."
+        ),
+    ] = None,
+    folder: Annotated[Path, typer.Option(metavar="ROOT", help="Where observations are kept.", readable=False)] = Path(
+        OBSERVED
+    ),
+) -> None:
+    """Watch a training that runs anyway, and report what else to request.
+
+    The command runs unchanged, with its own exit code; nothing is submitted, stopped or slowed down. The first steps show
+    the step time by part, and the report compares other numbers of nodes with it.
+    """
+    from tula_cli.services import observe as service
+    from tula_cli.show.observe import render_installation, render_observations
+
+    words = command or []
+    if install is not None:
+        if words or report:
+            raise SpecError("--install runs and reports nothing", "give --install FOLDER alone, or leave it out")
+        root = folder if folder != Path(OBSERVED) else Path("~") / OBSERVED
+        service.install_observer(install, root)
+        installed = {"folder": install.absolute(), "root": str(root)}
+        screen.answer(installed, render_installation(install.absolute(), root))
+    elif report:
+        if len(words) > 1:
+            raise SpecError(f"--report takes one name, not {len(words)}", "tula observe --report SCRIPT")
+        reports = service.report_observed(folder.expanduser(), words[0] if words else None)
+        screen.answer({"jobs": reports}, render_observations(reports))
+    elif words:
+        code, job = service.run_observed(words, folder.expanduser(), quiet_stdout=screen.as_json)
+        if service.is_reporting_process():
+            _show_report(screen, folder.expanduser(), job, code)
+        if code:
+            raise typer.Exit(code)
+    else:
+        raise SpecError("no command to observe", "put it behind --: tula observe -- python train.py --epochs 3")
+
+
+def _show_report(screen: Screen, folder: Path, job: str, code: int) -> None:
+    """Show what was observed on stderr, because stdout is the command's; its exit code stays the command's."""
+    from tula_cli.services import observe as service
+    from tula_cli.show.observe import render_observations
+
+    try:
+        reports = service.report_job(folder, job)
+    except BadMeasurements as error:
+        screen.warn(f"no report: {error.message}; {error.hint}")
+        reports = []
+    except Exception as error:  # noqa: BLE001 - the job's exit code counts, whatever is wrong with its report
+        screen.warn(f"no report: {error!r}; this is a defect of tula, please report it")
+        reports = []
+    if screen.as_json:
+        screen.answer({"exit_code": code, "jobs": reports}, ())
+        screen.finish()
+        return
+    if reports:
+        screen.aside(["", *render_observations(reports)])

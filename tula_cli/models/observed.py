@@ -1,0 +1,361 @@
+"""What a job that ran anyway says about other requests: step time by part, memory, and other numbers of GPUs.
+
+From one configuration the step-time model rests on its priors (`formulas.PRIORS`); `benchmarks/observe` holds it against
+published measurements. Further jobs of the same script are fitted together with it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+from tula_cli.diagnostics import Diagnostic
+from tula_cli.errors import BadMeasurements
+from tula_cli.models import messages
+from tula_cli.models.claims import clean_steps
+from tula_cli.models.time.noise import Z90
+from tula_cli.models.time.steptime import Observation, StepTimeFit, fit_step_time
+from tula_cli.run.records.scripts import Heartbeat, RankResult
+from tula_cli.spec.sections import LEAST_STEPS, MEMORY_MARGIN
+
+CHEAPER = 0.8
+"""Share of the node-hours at which a smaller request is recommended."""
+DATA_WAIT = 0.1
+"""Share of the training time above which the wait for data is pointed out."""
+LARGER_BATCH = 1.5
+"""Factor on the local batch from which free memory is pointed out."""
+
+
+@dataclass(frozen=True)
+class OtherRequest:
+    """The same training at the same batch per GPU on another number of GPUs, relative to the observed job.
+
+    Ratios are of the time and the node-hours for the same number of samples, each with a 90 % interval.
+    """
+
+    nodes: int
+    gpus_per_node: int
+    batch: int | None  # global
+    step_seconds: float
+    time_ratio: float
+    time_low: float
+    time_high: float
+    node_hours_ratio: float
+    node_hours_low: float
+    node_hours_high: float
+
+
+@dataclass(frozen=True)
+class ObservedReport:
+    """The measurements of one observed job. Seconds and bytes; None for what the job does not show."""
+
+    script: str
+    job: str
+    nodes: int
+    gpus_per_node: int  # or processes, on the CPU
+    hardware: str
+    local_batch: int | None  # samples of an optimizer step on one GPU
+    batch: int | None
+    steps: int  # so far
+    step_seconds: float
+    compute_seconds: float | None  # of a step, without synchronisation and waits for data
+    sync_seconds: float | None  # of a step, not hidden behind the backward pass
+    data_seconds: float | None  # of a step
+    samples_per_second: float | None
+    efficiency: float | None  # share of a step that is not synchronisation
+    training_seconds: float | None  # since the first step
+    shares: dict[str, float]  # of that time: data, eval, epoch, save
+    peak_bytes: int
+    capacity_bytes: int | None
+    batch_growth: float | None  # factor by which the local batch can grow within the memory of the GPU
+    jobs_fitted: int  # observed jobs of this script behind the other requests
+    other_requests: tuple[OtherRequest, ...]
+    observed_at: float  # Unix time of the last sign of the job
+    notes: tuple[str, ...]  # of the measurement: what is absent, and why
+    warnings: tuple[Diagnostic, ...]
+
+
+@dataclass(frozen=True)
+class MeasuredJob:
+    """The steps of one observed job, of all its ranks."""
+
+    script: str
+    job: str
+    ranks: tuple[RankResult, ...]
+    heartbeats: tuple[Heartbeat, ...]
+    step_times: tuple[float, ...]
+    data_seconds: float | None
+    sync_seconds: float | None
+    samples: float | None  # of a step, over all ranks
+    observed_at: float
+
+    @classmethod
+    def from_records(
+        cls, script: str, job: str, ranks: Sequence[RankResult], heartbeats: Sequence[Heartbeat], observed_at: float
+    ) -> "MeasuredJob":
+        """Return the measurements in the records of a job's ranks.
+
+        Raises:
+            BadMeasurements: there are too few steps, or not all ranks have written.
+        """
+        if not ranks:
+            steps = max((beat.step for beat in heartbeats), default=0)
+            raise BadMeasurements(
+                f"{script}/{job} has not been measured yet ({steps} steps so far)",
+                "ask again when it has trained for half a minute",
+            )
+        if len(ranks) < ranks[0].world:
+            raise BadMeasurements(
+                f"{script}/{job}: only {len(ranks)} of {ranks[0].world} ranks have written their measurements",
+                "all ranks need the same folder: use a shared file system, or start them through srun or one torchrun",
+            )
+        steps = clean_steps(ranks)
+        if len(steps) < LEAST_STEPS:
+            raise BadMeasurements(
+                f"{script}/{job} has {len(steps)} steps without an evaluation or checkpoint; {LEAST_STEPS} are needed",
+                "observe a longer part of the training",
+            )
+        waits = [step.wait for step in steps if step.wait is not None]
+        samples = [step.samples for step in steps if step.samples is not None]
+        return cls(
+            script=script,
+            job=job,
+            ranks=tuple(ranks),
+            heartbeats=tuple(heartbeats),
+            step_times=tuple(step.seconds for step in steps),
+            data_seconds=median(waits) if len(waits) == len(steps) else None,
+            sync_seconds=_find_synchronisation(ranks),
+            samples=median(samples) if len(samples) == len(steps) else None,
+            observed_at=observed_at,
+        )
+
+    @property
+    def world(self) -> int:
+        return self.ranks[0].world
+
+    @property
+    def nodes(self) -> int:
+        return len({rank.host for rank in self.ranks})
+
+    @property
+    def gpus_per_node(self) -> int:
+        return max(1, self.world // self.nodes)
+
+    @property
+    def local_batch(self) -> int | None:
+        return None if self.samples is None else max(1, round(self.samples / self.world))
+
+    @property
+    def step_seconds(self) -> float:
+        return median(self.step_times)
+
+    @property
+    def kind(self) -> tuple[str, int | None]:
+        """Jobs of the same script are fitted together if they train as many parameters on the same hardware."""
+        return self.ranks[0].hardware, self.ranks[0].parameters
+
+    def as_observation(self) -> Observation:
+        """Return the job as an observation of the step-time model."""
+        apart = None if self.sync_seconds is None else self.step_seconds - self.sync_seconds
+        return Observation(
+            nodes=self.nodes,
+            gpus_per_node=self.gpus_per_node,
+            local_batch=self.local_batch or 1,
+            step_times=self.step_times,
+            compute_time=math.nan if apart is None or apart <= 0 else apart,
+        )
+
+
+def _find_synchronisation(ranks: Sequence[RankResult]) -> float | None:
+    """Return the seconds per step that the slowest rank spends on synchronisation: the others also wait for that rank."""
+    if ranks[0].world == 1:
+        return 0.0
+    medians = [median(rank.split.sync) for rank in ranks if rank.split is not None and rank.split.sync]
+    return min(medians) if len(medians) == len(ranks) else None
+
+
+def report_observed_job(job: MeasuredJob, others: Sequence[MeasuredJob] = ()) -> ObservedReport:
+    """Return the report on a job.
+
+    Args:
+        job: to report on.
+        others: further jobs of the same script, of which those on the same hardware are fitted together with it.
+    """
+    together = [job, *(other for other in others if other.kind == job.kind)]
+    seconds, sync = job.step_seconds, job.sync_seconds
+    compute = None if sync is None else max(0.0, seconds - sync - (job.data_seconds or 0.0))
+    peak, growth = _compute_memory(job)
+    totals = [beat.totals for beat in job.heartbeats if beat.totals is not None]
+    training = max((total["training"] for total in totals), default=None)
+    shares = {
+        kind: max(total.get(kind, 0.0) for total in totals) / training  # type: ignore[call-overload]
+        for kind in ("data", "eval", "epoch", "save")
+        if training
+    }
+    efficiency = None if sync is None else max(0.0, 1 - sync / seconds)
+    requests = predict_other_requests(job, together)
+    return ObservedReport(
+        script=job.script,
+        job=job.job,
+        nodes=job.nodes,
+        gpus_per_node=job.gpus_per_node,
+        hardware=job.ranks[0].hardware,
+        local_batch=job.local_batch,
+        batch=None if job.samples is None else round(job.samples),
+        steps=max([job.ranks[0].steps, *(beat.step for beat in job.heartbeats)]),
+        step_seconds=seconds,
+        compute_seconds=compute,
+        sync_seconds=sync,
+        data_seconds=job.data_seconds,
+        samples_per_second=None if job.samples is None else job.samples / seconds,
+        efficiency=efficiency,
+        training_seconds=training,
+        shares=shares,
+        peak_bytes=peak,
+        capacity_bytes=min((rank.capacity or 0 for rank in job.ranks), default=0) or None,
+        batch_growth=growth,
+        jobs_fitted=len(together),
+        other_requests=requests,
+        observed_at=job.observed_at,
+        notes=tuple(dict.fromkeys(note for rank in job.ranks[:1] for note in rank.notes)),
+        warnings=tuple(_list_advice(job, efficiency, requests, shares, growth)),
+    )
+
+
+def _compute_memory(job: MeasuredJob) -> tuple[int, float | None]:
+    """Return the peak memory in bytes, and the factor by which the local batch can grow; None if that is unknown.
+
+    Parameters, gradients and optimizer state stay as they are, and all other memory grows with the batch.
+    """
+    peak = max(peak.allocated for rank in job.ranks for peak in rank.peak.values())
+    capacities = [rank.capacity for rank in job.ranks if rank.capacity]
+    states = [sum(rank.bytes.values()) for rank in job.ranks if rank.bytes]
+    if not capacities or not states or peak <= max(states):
+        return peak, None
+    return peak, max(0.0, (1 - MEMORY_MARGIN) * min(capacities) - max(states)) / (peak - max(states))
+
+
+def list_other_requests(nodes: int, gpus_per_node: int) -> list[tuple[int, int]]:
+    """Return the nodes and GPUs per node to compare with: a quarter, half and twice as many."""
+    if nodes > 1:
+        return [(count, gpus_per_node) for count in sorted({max(1, nodes // 4), nodes // 2, 2 * nodes})]
+    return [(1, count) for count in sorted({max(1, gpus_per_node // 4), max(1, gpus_per_node // 2)} - {gpus_per_node})]
+
+
+def predict_other_requests(job: MeasuredJob, together: Sequence[MeasuredJob]) -> tuple[OtherRequest, ...]:
+    """Return what the job would need on other numbers of GPUs, with the same batch per GPU."""
+    requests = list_other_requests(job.nodes, job.gpus_per_node)
+    if not requests:
+        return ()
+    observations = [other.as_observation() for other in together]
+    return tuple(
+        predict_request(observations, job.as_observation(), nodes, gpus, samples=job.samples)
+        for nodes, gpus in requests
+    )
+
+
+def predict_request(
+    observations: Sequence[Observation],
+    observed: Observation,
+    nodes: int,
+    gpus_per_node: int,
+    *,
+    samples: float | None = None,
+) -> OtherRequest:
+    """Return the request of other nodes, relative to the observed one.
+
+    Where several nodes were observed and one is requested, nothing tells how much faster the GPUs inside a node
+    exchange gradients: the prediction is the mean of two, with a node's GPUs as one replica and as one each.
+
+    Args:
+        observations: of the script.
+        observed: the one to compare with.
+        nodes: that are requested.
+        gpus_per_node: on each of them.
+        samples: of a step of the observed job.
+    """
+    fits = [fit_step_time(observations, collective="ring")]
+    places = [(nodes, gpus_per_node)]
+    if nodes == 1 and observed.nodes > 1 and gpus_per_node > 1:
+        single = [_as_single_gpus(observation) for observation in observations]
+        fits.append(fit_step_time(single, collective="ring"))
+        places.append((nodes * gpus_per_node, 1))
+    logs, variances = zip(
+        *(_predict_log(fit, place, observed.local_batch) for fit, place in zip(fits, places, strict=True)), strict=True
+    )
+    log_seconds = float(np.mean(logs))
+    deviation = math.sqrt(float(np.mean(variances)) + float(np.var(logs)))
+    low, middle, high = (math.exp(log_seconds + z * deviation) / observed.seconds for z in (-Z90, 0.0, Z90))
+    more = (observed.nodes * observed.gpus_per_node) / (nodes * gpus_per_node)
+    if more > 1:  # a step on fewer GPUs computes as much and synchronises less
+        low, middle = min(low, 1.0), min(middle, 1.0)
+    hours = nodes / observed.nodes * more
+    return OtherRequest(
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        batch=None if samples is None else round(samples / more),
+        step_seconds=middle * observed.seconds,
+        time_ratio=middle * more,
+        time_low=low * more,
+        time_high=high * more,
+        node_hours_ratio=middle * hours,
+        node_hours_low=low * hours,
+        node_hours_high=high * hours,
+    )
+
+
+def _as_single_gpus(observation: Observation) -> Observation:
+    """Return an observation with each GPU as a node."""
+    return Observation(
+        nodes=observation.nodes * observation.gpus_per_node,
+        gpus_per_node=1,
+        local_batch=observation.local_batch,
+        step_times=observation.step_times,
+        compute_time=observation.compute_time,
+    )
+
+
+def _predict_log(fit: StepTimeFit, place: tuple[int, int], local_batch: int) -> tuple[float, float]:
+    """Return the logarithm of a predicted step time and its variance."""
+    estimate = fit.predict_all([place[0]], [place[1]], [local_batch]).at(0)
+    if estimate.low is None or estimate.high is None:
+        return math.log(estimate.seconds), math.inf
+    return math.log(estimate.seconds), (math.log(estimate.high / estimate.low) / (2 * Z90)) ** 2
+
+
+def _list_advice(
+    job: MeasuredJob,
+    efficiency: float | None,
+    requests: Sequence[OtherRequest],
+    shares: dict[str, float],
+    growth: float | None,
+) -> list[Diagnostic]:
+    """Return what to change, the most important first."""
+    advice = []
+    smaller = [request for request in requests if request.nodes * request.gpus_per_node < job.world]
+    cheaper = [request for request in smaller if request.node_hours_ratio <= CHEAPER]
+    if cheaper and job.nodes > 1:
+        best = max(cheaper, key=lambda request: request.nodes)
+        advice.append(
+            messages.fewer_nodes_are_cheaper(
+                nodes=job.nodes,
+                efficiency=efficiency,
+                fewer=best.nodes,
+                time_ratio=best.time_ratio,
+                node_hours_ratio=best.node_hours_ratio,
+                low=best.node_hours_low,
+                high=best.node_hours_high,
+            )
+        )
+    if shares.get("data", 0.0) > DATA_WAIT:
+        advice.append(messages.data_waits_are_long(share=shares["data"], workers=_count_workers(job)))
+    if growth is not None and growth >= LARGER_BATCH:
+        advice.append(messages.larger_batch_fits(growth=growth, local_batch=job.local_batch))
+    return advice
+
+
+def _count_workers(job: MeasuredJob) -> int | None:
+    loader = job.ranks[0].loader
+    return None if loader is None else loader.workers

@@ -1,0 +1,60 @@
+"""What the shim wrote about jobs that ran anyway (`tula observe`): <folder>/<script>/<job>/, a few files per rank."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from tula_cli.run.files import list_files, read_record
+from tula_cli.run.records.scripts import Heartbeat, RankResult
+
+_RESULT, _HEARTBEAT = TypeAdapter(RankResult), TypeAdapter(Heartbeat)
+
+
+@dataclass(frozen=True)
+class ObservedJob:
+    """One job that was observed, or still is. Files that are missing or damaged are as if their rank had not written."""
+
+    path: Path
+
+    @property
+    def id(self) -> str:
+        return self.path.name
+
+    @property
+    def script(self) -> str:
+        return self.path.parent.name
+
+    @cached_property
+    def ranks(self) -> tuple[RankResult, ...]:
+        """The measurements of each rank, by rank: at its end, or of its first steps while it runs or if it was killed."""
+        first_steps = {result.rank: result for result in self._read_results("begun-*.json")}
+        ends = {result.rank: result for result in self._read_results("result-*.json")}
+        merged = first_steps | {rank: end for rank, end in ends.items() if end.timed or rank not in first_steps}
+        return tuple(merged[rank] for rank in sorted(merged))
+
+    def _read_results(self, pattern: str) -> Iterator[RankResult]:
+        for path in list_files(self.path, pattern):
+            result = read_record(path, _RESULT)
+            if result is not None:
+                yield result
+
+    @cached_property
+    def heartbeats(self) -> tuple[Heartbeat, ...]:
+        """The newest heartbeat of each rank."""
+        beats = (read_record(path, _HEARTBEAT) for path in list_files(self.path, "heartbeat-*.json"))
+        return tuple(beat for beat in beats if beat is not None)
+
+    @property
+    def observed_at(self) -> float:
+        """Unix time of the last sign of the job; 0 without any."""
+        return max((beat.alive_at for beat in self.heartbeats), default=0.0)
+
+
+def list_observed_jobs(root: Path) -> list[ObservedJob]:
+    """Return the jobs in a folder of observations, by script, oldest first."""
+    folders = [path for path in root.glob("[!.]*/*") if path.is_dir()] if root.is_dir() else []
+    jobs = [job for job in map(ObservedJob, folders) if job.heartbeats]
+    return sorted(jobs, key=lambda job: (job.script, job.observed_at))

@@ -1,0 +1,177 @@
+"""`tula observe`: watches a training that runs anyway, and reports what else to request."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tula_cli.cluster.scripts.methods import read_module_sources
+from tula_cli.errors import BadMeasurements, SpecError
+from tula_cli.models.observed import MeasuredJob, ObservedReport, report_observed_job
+from tula_cli.run.files import make_folder, write_atomic, write_error
+from tula_cli.run.observed import ObservedJob, list_observed_jobs
+
+JOB = "TULA_OBSERVED_JOB"
+SHIM = ".shim"
+PLAN: Mapping[str, Any] = {
+    "version": 1,
+    "mode": "observe",
+    "task": "observe",
+    "warmup": 10,
+    "min_steps": 20,
+    "max_steps": 200,
+    "seconds": 20.0,
+    "split_steps": 20,
+    "heartbeat": 10.0,
+}
+"""The plan of the shim (`tula_cli/shim/__init__.py`): what is measured, and for how long."""
+FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that schedulers and shells send to a job, passed on to the command."""
+PATIENCE = 5.0
+"""Seconds to wait for the files of ranks on other nodes after the command of this process has ended."""
+
+
+def install_observer(folder: Path, root: Path | str) -> None:
+    """Copy the hooks into a folder that, first in PYTHONPATH, watches every training of torch.
+
+    Args:
+        folder: of the hooks; existing files are replaced.
+        root: folder of the observations; may begin with ~, the home of whoever trains.
+
+    Raises:
+        TulaError: the folder cannot be written.
+    """
+    contents = dict(read_module_sources("shim"))
+    contents.pop(Path("__init__.py"), None)  # its text is for launchers
+    contents[Path("observe.json")] = json.dumps({**PLAN, "folder": str(root)}).encode()
+    for name, content in contents.items():
+        path = folder / name
+        if path.exists() and path.read_bytes() == content:
+            continue
+        try:
+            make_folder(path.parent, mode=0o755)
+            write_atomic(path, content, mode=0o644)
+        except OSError as error:
+            raise write_error(path, error) from error
+
+
+def run_observed(command: Sequence[str], root: Path, *, quiet_stdout: bool = False) -> tuple[int, str]:
+    """Run a command with the hooks of torch installed; return its exit code and the name of the observed job.
+
+    Signals are passed on. Exit codes of signals are those of a shell, 128 + number.
+
+    Args:
+        command: program and arguments.
+        root: folder of the observations.
+        quiet_stdout: send the standard output of the command to standard error.
+
+    Raises:
+        SpecError: the command cannot be started.
+        TulaError: the folder cannot be written.
+    """
+    root = root.absolute()
+    install_observer(root / SHIM, root)
+    job = name_job()
+    path = os.pathsep.join(filter(None, [str(root / SHIM), os.environ.get("PYTHONPATH", "")]))
+    environment = {**os.environ, "PYTHONPATH": path, JOB: job, "TULA_PLAN": str(root / SHIM / "observe.json")}
+    try:
+        process = subprocess.Popen(command, env=environment, stdout=2 if quiet_stdout else None)
+    except OSError as error:
+        raise SpecError(f"cannot start {command[0]}: {error.strerror}", "give the command as in the shell") from None
+    previous = {number: signal.signal(number, lambda sent, _: process.send_signal(sent)) for number in FORWARDED}
+    previous[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the command too
+    try:
+        code = process.wait()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    return (128 - code if code < 0 else code), job
+
+
+def name_job() -> str:
+    """Return the name of the job: equal for all processes of a SLURM step, else that of this process."""
+    environ = os.environ
+    if "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" in environ:
+        return f"slurm-{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
+    if "SLURM_JOB_ID" in environ:
+        return f"slurm-{environ['SLURM_JOB_ID']}-{os.getpid()}"
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{socket.gethostname()}-{os.getpid()}"
+
+
+def is_reporting_process() -> bool:
+    """Return whether this is the process that reports, if srun starts a `tula observe` for each rank."""
+    return os.environ.get("SLURM_PROCID", "0") == "0"
+
+
+def report_job(root: Path, job: str) -> list[ObservedReport]:
+    """Return the reports on a job that has just ended: one for each script that trained in it.
+
+    Raises:
+        BadMeasurements: nothing was trained, or too little.
+    """
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        jobs = [observed for observed in list_observed_jobs(root) if observed.id == job]
+        complete = all(len(seen.ranks) >= seen.ranks[0].world for seen in jobs if seen.ranks)
+        if (jobs and complete) or time.monotonic() > deadline or (not jobs and not _is_on_several_nodes()):
+            break
+        time.sleep(0.2)
+    if not jobs:
+        raise BadMeasurements(
+            "the command has trained nothing with an optimizer of torch",
+            "observe the command that trains; programs that clear PYTHONPATH cannot be observed",
+        )
+    return [_report(observed, list_observed_jobs(root)) for observed in jobs]
+
+
+def _is_on_several_nodes() -> bool:
+    return os.environ.get("SLURM_JOB_NUM_NODES", "1") != "1"
+
+
+def report_observed(root: Path, name: str | None = None) -> list[ObservedReport]:
+    """Return the reports on observed jobs, oldest first.
+
+    Args:
+        root: folder of the observations.
+        name: SCRIPT, all jobs of a script; or SCRIPT/JOB, JOB or a folder, one job. None for the newest job.
+
+    Raises:
+        SpecError: there is no such job.
+        BadMeasurements: the job has not been measured; among several, those are left out.
+    """
+    jobs = list_observed_jobs(root)
+    if not jobs:
+        raise SpecError(f"no job was observed in {root}", "run tula observe -- COMMAND first")
+    if name is None:
+        return [_report(max(jobs, key=lambda job: job.observed_at), jobs)]
+    single = [job for job in jobs if name.rstrip("/") in (job.id, f"{job.script}/{job.id}", str(job.path))]
+    if single:
+        return [_report(job, jobs) for job in single]
+    of_script = [job for job in jobs if name.rstrip("/") in (job.script, f"{job.script}.py")]
+    if not of_script:
+        names = ", ".join(sorted({job.script for job in jobs}))
+        raise SpecError(f"no observed job is called {name}", f"observed scripts: {names}")
+    reports = [_report(job, jobs) for job in of_script if _is_measured(job)]
+    return reports or [_report(of_script[-1], jobs)]
+
+
+def _report(job: ObservedJob, jobs: Sequence[ObservedJob]) -> ObservedReport:
+    others = [other for other in jobs if other.script == job.script and other.path != job.path and _is_measured(other)]
+    return report_observed_job(_measure(job), [_measure(other) for other in others])
+
+
+def _measure(job: ObservedJob) -> MeasuredJob:
+    return MeasuredJob.from_records(job.script, job.id, job.ranks, job.heartbeats, job.observed_at)
+
+
+def _is_measured(job: ObservedJob) -> bool:
+    try:
+        _measure(job)
+    except BadMeasurements:
+        return False
+    return True

@@ -1,0 +1,109 @@
+"""Output of `tula observe`."""
+
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tula_cli.show.tables import make_table
+from tula_cli.words import format_bytes, format_count, format_duration
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+    from tula_cli.models.observed import ObservedReport, OtherRequest
+
+_SHARE_LABELS = {"data": "waiting for data", "eval": "evaluation", "epoch": "starting epochs", "save": "checkpoints"}
+
+
+def render_observations(reports: Sequence["ObservedReport"]) -> Iterator["RenderableType"]:
+    """Yield the reports of jobs, one after the other."""
+    for index, report in enumerate(reports):
+        if index:
+            yield ""
+        yield from _render_report(report)
+
+
+def render_installation(folder: Path, root: Path) -> Iterator[str]:
+    """Yield the line for a shell or module file, and where observations will be."""
+    yield f'export PYTHONPATH={shlex.quote(str(folder))}"${{PYTHONPATH:+:$PYTHONPATH}}"'
+    yield ""
+    yield f"With this line, every training with torch is observed in {root}. TULA_OBSERVE=0 turns it off."
+    yield f"Read the observations with tula observe --report --folder {root}."
+
+
+def _render_report(report: "ObservedReport") -> Iterator["RenderableType"]:
+    gpus = "GPU" if report.capacity_bytes else "process"
+    plural = "" if report.gpus_per_node == 1 else "es" if gpus == "process" else "s"
+    batch = "" if report.batch is None else f", batch {report.batch} ({report.local_batch} per {gpus})"
+    yield (
+        f"{report.script}/{report.job}: {format_count(report.nodes)} with {report.gpus_per_node} {gpus}{plural}"
+        f"{'' if report.nodes == 1 else ' each'}{batch}, {format_count(report.steps, 'step')}"
+    )
+    yield ""
+    yield _make_step_table(report)
+    yield ""
+    yield from _describe_whole_job(report)
+    if report.other_requests:
+        yield ""
+        yield _make_requests_table(report)
+        yield "Time and node-hours are for the same number of samples at the same batch per GPU (90 % interval)."
+    yield from (f"note: {note}" for note in report.notes)
+    if report.warnings:
+        yield ""
+        yield from (str(advice) for advice in report.warnings)
+
+
+def _make_step_table(report: "ObservedReport") -> "Table":
+    table = make_table(["one step", "time", "share"])
+    parts = (
+        ("computing", report.compute_seconds),
+        ("exchanging gradients", report.sync_seconds),
+        ("waiting for data", report.data_seconds),
+    )
+    for label, seconds in parts:
+        share = None if seconds is None else seconds / report.step_seconds
+        table.add_row(label, _format_step(seconds), "-" if share is None else f"{share:.0%}")
+    table.add_row("whole step", _format_step(report.step_seconds), "")
+    return table
+
+
+def _format_step(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+
+
+def _describe_whole_job(report: "ObservedReport") -> Iterator[str]:
+    if report.efficiency is not None and report.nodes * report.gpus_per_node > 1:
+        yield f"scaling efficiency  {report.efficiency:.0%} (share of a step that is not exchanging gradients)"
+    if report.samples_per_second is not None:
+        yield f"speed               {report.samples_per_second:.4g} samples/s"
+    if report.training_seconds:
+        shares = [
+            f"{label} {report.shares[kind]:.0%}"
+            for kind, label in _SHARE_LABELS.items()
+            if report.shares.get(kind, 0.0) >= 0.005
+        ]
+        of_it = f", of which {', '.join(shares)}" if shares else ""
+        yield f"training so far     {format_duration(report.training_seconds)}{of_it}"
+    capacity = "" if report.capacity_bytes is None else f" of {format_bytes(report.capacity_bytes)}"
+    yield f"peak memory         {format_bytes(report.peak_bytes)}{capacity} per {'GPU' if capacity else 'process'}"
+
+
+def _make_requests_table(report: "ObservedReport") -> "Table":
+    several = any(request.nodes != report.nodes for request in report.other_requests)
+    table = make_table(["nodes" if several else "processes", "batch", "time", "node-hours"], left=())
+    for request in report.other_requests:
+        table.add_row(*_make_request_row(request, several=several))
+    return table
+
+
+def _make_request_row(request: "OtherRequest", *, several: bool) -> tuple[str, ...]:
+    return (
+        str(request.nodes if several else request.gpus_per_node),
+        "-" if request.batch is None else str(request.batch),
+        f"{request.time_ratio:.2f}x ({request.time_low:.2f} to {request.time_high:.2f})",
+        f"{request.node_hours_ratio:.2f}x ({request.node_hours_low:.2f} to {request.node_hours_high:.2f})",
+    )

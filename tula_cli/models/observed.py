@@ -101,9 +101,9 @@ class MeasuredJob:
             BadMeasurements: there are too few steps, or not all ranks have written.
         """
         if not ranks:
-            steps = max((beat.step for beat in heartbeats), default=0)
+            trained = max((beat.step for beat in heartbeats), default=0)
             raise BadMeasurements(
-                f"{script}/{job} has not been measured yet ({steps} steps so far)",
+                f"{script}/{job} has not been measured yet ({trained} steps so far)",
                 "ask again when it has trained for half a minute",
             )
         if len(ranks) < ranks[0].world:
@@ -190,7 +190,7 @@ def report_observed_job(job: MeasuredJob, others: Sequence[MeasuredJob] = ()) ->
     totals = [beat.totals for beat in job.heartbeats if beat.totals is not None]
     training = max((total["training"] for total in totals), default=None)
     shares = {
-        kind: max(total.get(kind, 0.0) for total in totals) / training  # type: ignore[call-overload]
+        kind: max(total.get(kind, 0.0) for total in totals) / training
         for kind in ("data", "eval", "epoch", "save")
         if training
     }

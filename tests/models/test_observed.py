@@ -1,0 +1,122 @@
+"""What one observed configuration says about other requests."""
+
+import math
+
+import pytest
+
+from tula_cli.errors import BadMeasurements
+from tula_cli.models.observed import (
+    MeasuredJob,
+    list_other_requests,
+    predict_request,
+    report_observed_job,
+)
+from tula_cli.models.time.steptime import Observation
+from tula_cli.run.records.scripts import (
+    DdpSplit,
+    ExpectedValues,
+    Heartbeat,
+    LoaderProperties,
+    Peak,
+    RankResult,
+    ScriptStep,
+)
+
+GIB = 1 << 30
+
+
+def make_rank(rank: int, *, world: int, gpus: int, seconds: float, sync: float, peak: int = 4 * GIB) -> RankResult:
+    step = ScriptStep(seconds=seconds, wait=0.001, samples=32, batches=1, backwards=1, gap=())
+    loader = LoaderProperties(dataset=50_000, batches=100, batch_size=32, workers=4, sampler="S", drop_last=True)
+    return RankResult(
+        version=1, task="observe", attempt=1, why="begun", rank=rank, world=world, host=f"node{rank // gpus}", pid=1,
+        expected=ExpectedValues(), python="3.11", torch="2.9", device="cuda", hardware="GPU", capacity=16 * GIB, startup=1.0,
+        steps=200, samples=6400, optimizer="torch.optim.SGD", parameters=1_000_000,
+        bytes={"parameters": GIB // 2, "gradients": GIB // 2, "optimizer": GIB},
+        peak={"timed": Peak(allocated=peak, reserved=peak)}, lr=None, warmup=(), timed=(step,) * 20,
+        split=DdpSplit(modules=1, hook="default", sync=(sync,) * 6, norms=(), local=()), loader=loader, loaders=(), notes=(),
+    )  # fmt: skip
+
+
+def make_job(nodes: int, gpus: int, *, seconds: float = 0.2, sync: float = 0.1, wait: float = 1.0) -> MeasuredJob:
+    world = nodes * gpus
+    ranks = [make_rank(rank, world=world, gpus=gpus, seconds=seconds, sync=sync) for rank in range(world)]
+    totals = {"training": 100.0, "data": wait, "eval": 5.0, "epoch": 0.0, "save": 2.0}
+    beat = Heartbeat(
+        step=500,
+        samples=1.0,
+        stepped_at=1.0,
+        seconds=seconds,
+        alive_at=9.0,
+        lost=None,
+        host="node0",
+        pid=1,
+        totals=totals,
+    )  # type: ignore[arg-type]
+    return MeasuredJob.from_records("train", "slurm-1.0", ranks, [beat], 9.0)
+
+
+def test_parts_of_a_step_memory_and_shares_are_those_of_the_records() -> None:
+    report = report_observed_job(make_job(8, 4))
+    assert (report.nodes, report.gpus_per_node, report.local_batch, report.batch) == (8, 4, 32, 1024)
+    assert report.step_seconds == pytest.approx(0.2) and report.sync_seconds == pytest.approx(0.1)
+    assert report.compute_seconds == pytest.approx(0.099) and report.efficiency == pytest.approx(0.5)
+    assert report.samples_per_second == pytest.approx(5120) and report.steps == 500
+    assert report.shares == {"data": 0.01, "eval": 0.05, "epoch": 0.0, "save": 0.02}
+    # 14.4 of 16 GiB may be used, 2 GiB of the 4 GiB do not grow with the batch.
+    assert report.batch_growth == pytest.approx((0.9 * 16 - 2) / (4 - 2))
+    assert {str(advice.code) for advice in report.warnings} >= {"larger-batch-fits"}
+
+
+def test_time_and_node_hours_of_a_request_belong_together() -> None:
+    for request in report_observed_job(make_job(8, 4)).other_requests:
+        assert request.node_hours_ratio == pytest.approx(request.time_ratio * request.nodes / 8)
+        assert request.time_low <= request.time_ratio <= request.time_high
+        assert request.batch == 1024 * request.nodes // 8
+
+
+def test_requests_of_fewer_gpus_never_have_longer_steps() -> None:
+    observed = Observation(1, 2, 8, (0.006,) * 20, 0.0055)
+    request = predict_request([observed], observed, 1, 1)
+    assert request.step_seconds <= 0.006 and request.time_ratio <= 2.0
+
+
+def test_a_job_without_synchronisation_gains_all_from_more_nodes() -> None:
+    free = report_observed_job(make_job(8, 4, sync=0.0001)).other_requests
+    half = next(request for request in free if request.nodes == 4)
+    assert half.time_ratio == pytest.approx(2.0, rel=0.05) and half.node_hours_ratio == pytest.approx(1.0, rel=0.05)
+
+
+def test_a_second_job_narrows_the_prediction() -> None:
+    job = make_job(8, 1)
+    alone = report_observed_job(job)
+    together = report_observed_job(job, [make_job(4, 1, seconds=0.19, sync=0.09)])
+    assert together.jobs_fitted == 2
+
+    def width(report: object) -> float:
+        (half,) = [request for request in report.other_requests if request.nodes == 4]  # type: ignore[attr-defined]
+        assert half.time_low > 0
+        return math.log(half.time_high / half.time_low)
+
+    assert width(together) < width(alone)
+
+
+@pytest.mark.parametrize(
+    ("place", "requests"),
+    [((8, 4), [(2, 4), (4, 4), (16, 4)]), ((2, 8), [(1, 8), (4, 8)]), ((1, 8), [(1, 2), (1, 4)]), ((1, 1), [])],
+)
+def test_requests_are_a_quarter_half_and_twice(place: tuple[int, int], requests: list[tuple[int, int]]) -> None:
+    assert list_other_requests(*place) == requests
+
+
+def test_waits_for_data_and_fewer_nodes_are_advised() -> None:
+    report = report_observed_job(make_job(8, 1, sync=0.18, wait=30.0))
+    codes = [advice.code for advice in report.warnings]
+    assert "data-waits-are-long" in codes
+
+
+@pytest.mark.parametrize("ranks", [0, 3])
+def test_missing_ranks_are_said(ranks: int) -> None:
+    records = [make_rank(rank, world=4, gpus=4, seconds=0.1, sync=0.01) for rank in range(ranks)]
+    with pytest.raises(BadMeasurements, match=r"not been measured yet|only 3 of 4 ranks"):
+        MeasuredJob.from_records("train", "job", records, [], 0.0)

@@ -32,7 +32,7 @@ def observe(
         OBSERVED
     ),
 ) -> None:
-    """Watch a training that runs anyway, and report what else to request.
+    """Watch a training, and report what else to request.
 
     The command runs unchanged, with its own exit code; nothing is submitted, stopped or slowed down. The first steps show
     the step time by part, and the report compares other numbers of nodes with it.

@@ -618,7 +618,7 @@ def test_what_the_user_gets_wrong_is_said(here: Trains, words: tuple[str, ...]) 
 def test_a_look_takes_no_grid(here: Trains) -> None:
     assert tula(*ASKED)[0] == 0
     code, _, err = tula("compare", "--show", "--methods", "lbt")
-    assert code == SpecError.exit_code and "--show shows the whole comparison" in err
+    assert code == SpecError.exit_code and "--show always shows the whole comparison" in err
 
 
 def test_interrupting_keeps_what_is_done(here: Trains, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,11 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.imports import Source
 from tula_cli.run.records.base import Components, Footprint
 from tula_cli.run.records.inspections import Inspection
-from tula_cli.run.records.tasks import ProbeTask
+from tula_cli.run.records.tasks import ProbeTask, make_probe_id
 from tula_cli.services import profile
 from tula_cli.services.events import JobsProgress, WarningEvent
-from tula_cli.services.waiting import WaitPolicy, wait_for_jobs
+from tula_cli.services.status import run_status
+from tula_cli.services.waiting import WaitPolicy, _NewProbeResults, wait_for_jobs
 from tula_cli.show import live
 from tula_cli.spec.job import JobSpec
 
@@ -223,6 +224,22 @@ def test_a_round_whose_probes_all_fail_is_not_measured(rounds: RunDir) -> None:
     assert profile.is_measured(rounds, plan)
 
 
+def test_the_result_of_a_probe_is_reported_once_as_soon_as_it_is_there(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, make_runs.spec())
+    name = make_runs.add_probes(run, 1, (32, 64, 128))
+    make_runs.add_measured(run, 1, 32)
+    make_runs.add_failed(run, 1, 64, "no route to host")
+    statuses = _NewProbeResults(run)
+    now = run_status(run, make_runs.FakeLauncher({name: "running"}), now=0.0)
+    assert list(statuses.list_events(now)) == [], "these were there before"
+    make_runs.add_measured(run, 1, 64)
+    make_runs.add_failed(run, 1, 128, "no route to host")
+    again, failed = statuses.list_events(now)
+    assert (again.result.id, again.result.kind, again.number, again.total) == (make_probe_id(1, 64), "measured", 2, 3)
+    assert (failed.result.kind, failed.number) == ("failed", 3)
+    assert list(statuses.list_events(now)) == []
+
+
 def test_why_a_probe_of_a_script_failed_is_told_once_with_what_to_do(tmp_path: Path) -> None:
     own = make_runs.script_spec(samples=1000)
     run = RunDir.create(tmp_path, own)
@@ -237,7 +254,7 @@ def test_why_a_probe_of_a_script_failed_is_told_once_with_what_to_do(tmp_path: P
             told.append(next(waiting_for))
     assert not [event for event in told if isinstance(event, WarningEvent)], "the error says it"
     (job,) = next(event for event in told if isinstance(event, JobsProgress)).status.jobs
-    assert job.state == "failed" and why not in live._describe_log_tail(job)
+    assert job.state == "failed" and why not in live._describe_job(job)
     plan = profile.ProfilePlan(tuple(run.tasks()), 1, 0, 20, 0.3, None, "node-hours", Source(Path(), ""))
     with pytest.raises(JobFailed, match="a step trains on 8 samples") as error:
         profile.make_profile_report(run, plan)

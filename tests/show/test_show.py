@@ -24,6 +24,7 @@ from tula_cli.run.records.recommendations import Stage, StageSteps, StartEstimat
 from tula_cli.run.records.results import ScalingSummary, StageDecision
 from tula_cli.services import profile, run_list
 from tula_cli.services import status as services_status
+from tula_cli.services.events import ProbeFinished
 from tula_cli.show import live as show_live
 from tula_cli.show import plots, recommend, tables
 from tula_cli.show import profile as show_profile
@@ -466,7 +467,7 @@ def test_the_status_of_a_run_shows_jobs_training_and_what_failed(run):
     assert "epoch 1.50 of 4" in text
     assert "loss 1.700" in text
     assert "top-1 61.00 %" in text
-    assert "110 ms a step (predicted 100)" in text
+    assert "110 ms per step (predicted 100)" in text
     assert "70.0 s left" in text
     assert "warning: a step takes 120 ms" in text
     assert "recommended: 2 nodes, batch 128 (local 64)" in text
@@ -701,12 +702,13 @@ def test_one_line_a_change_where_nothing_can_be_drawn(run):
         for _ in range(3):
             live.update(snapshot(run, {name: "running"}))
         make.add_measured(run, 2, 16)
+        live.add_probe(ProbeFinished(run.results()[0], 1, 2, 30.0))
         for _ in range(3):
             live.update(snapshot(run, {name: "running"}))
     lines = shown.err.getvalue().splitlines()
     assert len(lines) == 2
-    assert lines[0] == "probe-n002: running, 0 of 2 probes, next: 2 nodes, batch 32 (local 16)"
-    assert lines[1].startswith("probe-n002: running, 1 of 2 probes, next: 2 nodes, batch 64 (local 32)")
+    assert lines[0] == "probe-n002: running, 0 of 2 probes done"
+    assert lines[1].startswith("[1/2] 2 nodes, batch 32 (local 16): ") and lines[1].endswith("about 30.0 s left")
     assert "\x1b" not in shown.err.getvalue()
 
 
@@ -732,6 +734,21 @@ def test_draws_in_place_on_a_terminal(run):
     assert "probe-n002" in shown.err.getvalue()
     assert "…" not in shown.err.getvalue()
     assert shown.out.getvalue() == ""
+
+
+def test_a_bar_shows_progress_rate_and_remaining_time_and_results_stay_above_it(run):
+    name = make.add_probes(run, 2, (16, 32))
+    run.write_attempt(make.attempt(name))
+    make.add_measured(run, 2, 16, at=START + 30)
+    shown = screen(err=Terminal())
+    now = services_status.run_status(run, make.FakeLauncher({name: "running"}), now=START + 40)
+    with show_live.open_live_display(shown) as live:
+        live.add_probe(ProbeFinished(run.results()[0], 1, 2, None))
+        live.update(now)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.err.getvalue())
+    assert text.index("[1/2] 2 nodes, batch 32") < text.index("probe-n002 \u2501")
+    assert "running, 1 of 2 probes, 1.5 per minute" in text and "30.0 s left" in text
+    assert "probe-n002 measures 2 nodes, batch 64" in text
 
 
 def test_a_dumb_terminal_is_not_drawn_on(run, monkeypatch):
@@ -891,8 +908,4 @@ def test_a_language_model_is_told_by_loss_and_perplexity_and_tokens_a_second(run
     rows = [{**row, "tokens_per_second": 81920.0, "padding": 0.125} if row["kind"] == "step" else row for row in rows]
     make.add_training(run, rows=rows)
     line = show_status.describe_training(snapshot(run).training)
-    assert (
-        "perplexity 4.953" in line
-        and "81920 tokens a second (12.5 % padding beside them)" in line
-        and "top-1" not in line
-    )
+    assert "perplexity 4.953" in line and "81920 tokens/s (12.5 % padding not counted)" in line and "top-1" not in line

@@ -48,12 +48,14 @@ class _EventDisplay:
         match event:
             case events.JobsProgress(status):
                 self._live().update(status)
+            case events.ProbeFinished():
+                self._live().add_probe(event)
             case events.ComparisonProgress(progress):
                 self._live().compared(progress)
             case _:
                 self.drawn.close()
                 self.live = None
-                _say(self.screen, event)
+                _show_message(self.screen, event)
 
     def _live(self) -> show_live.Live:
         if self.live is None:
@@ -61,7 +63,7 @@ class _EventDisplay:
         return self.live
 
 
-def _say(screen: Screen, event: "Note | WarningEvent | Planned | NodeCheckProgress") -> None:
+def _show_message(screen: Screen, event: "Note | WarningEvent | Planned | NodeCheckProgress") -> None:
     from tula_cli.services import events
 
     match event:

@@ -8,6 +8,7 @@ from tula_cli.diagnostics import Diagnostic
 
 if TYPE_CHECKING:
     from tula_cli.cluster.scheduler import SchedulerState
+    from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
     from tula_cli.run.records.tasks import CheckTask, EvaluateTask
     from tula_cli.services.compare import ComparePlan
     from tula_cli.services.comparison.trainings import Progress
@@ -116,6 +117,16 @@ class JobsProgress:
 
 
 @dataclass(frozen=True)
+class ProbeFinished:
+    """The result of a probe of the jobs that are waited for, sent as soon as it is known."""
+
+    result: "Measured | OutOfMemory | Failed"
+    number: int  # results so far, this one included
+    total: int  # probes of these jobs
+    left: float | None  # estimated seconds until all of them are finished
+
+
+@dataclass(frozen=True)
 class NodeCheckProgress:
     """The state of the job that checks the nodes, sent when it changes."""
 
@@ -130,7 +141,7 @@ class ComparisonProgress:
     progress: "Progress"
 
 
-Event = Note | WarningEvent | Planned | JobsProgress | NodeCheckProgress | ComparisonProgress
+Event = Note | WarningEvent | Planned | JobsProgress | ProbeFinished | NodeCheckProgress | ComparisonProgress
 Work = Generator[Event, None, T]
 """A generator of events that returns the result (as the value of StopIteration)."""
 

@@ -12,8 +12,9 @@ from tula_cli.errors import Interruption, OverBudget, Pending, SpecError
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Measured
+from tula_cli.run.records.tasks import make_probe_id
 from tula_cli.services import messages, status
-from tula_cli.services.events import Event, JobsProgress, Planned, WarningEvent, Work
+from tula_cli.services.events import Event, JobsProgress, Planned, ProbeFinished, WarningEvent, Work
 from tula_cli.services.status import RunStatus
 from tula_cli.services.tracking import export_while_waiting
 from tula_cli.spec.job import JobSpec
@@ -121,10 +122,12 @@ def wait_for_jobs(run: RunDir, launcher: Launcher, jobs: Sequence[str], wait_pol
     Raises:
         Pending: some jobs have not ended when the timeout has passed.
     """
-    run_status = None
+    run_status, new_results = None, _NewProbeResults(run)
     watched = status.watch_jobs(run, launcher, jobs, timeout=wait_policy.timeout)
     for event in export_while_waiting(run, jobs, map(JobsProgress, watched)):
-        run_status = event.status if isinstance(event, JobsProgress) else run_status
+        if isinstance(event, JobsProgress):
+            run_status = event.status
+            yield from new_results.list_events(run_status)
         yield event
     assert run_status is not None
     own_jobs = [job for job in run_status.jobs if job.id in jobs]
@@ -137,6 +140,34 @@ def wait_for_jobs(run: RunDir, launcher: Launcher, jobs: Sequence[str], wait_pol
         if job.state in FAILED_STATES and job.reason not in reported:
             yield WarningEvent(messages.job_ended(job=job.id, state=job.state, reason=words.get_first_line(job.reason)))
     return run_status
+
+
+class _NewProbeResults:
+    """Finds the results of probes that have arrived since the last call."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._known = {result.id: result for result in run.read().results}
+        self._finished = {id_ for id_, result in self._known.items() if not isinstance(result, Failed)}
+
+    def list_events(self, run_status: RunStatus) -> Iterator[ProbeFinished]:
+        """Yield an event for each new result of these jobs, by nodes and local batch."""
+        jobs = {job.id: job for job in run_status.jobs if job.kind == "probe"}
+        if not jobs:
+            return
+        snapshot = self._run.read()
+        new = [result for result in snapshot.results if self._known.get(result.id) != result]
+        self._known |= {result.id: result for result in new}
+        probes = {
+            make_probe_id(task.nodes, local)
+            for task in snapshot.probe_tasks
+            if task.job in jobs
+            for local in task.local_batches
+        }
+        left = max((job.left for job in jobs.values() if job.left is not None), default=None)
+        for result in new:
+            self._finished.add(result.id)
+            yield ProbeFinished(result, len(probes & self._finished), len(probes), left)
 
 
 def _list_reported_failures(run: RunDir) -> set[str]:

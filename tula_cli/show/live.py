@@ -1,27 +1,28 @@
 """Live display while a command waits."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from tula_cli.show.profile import describe_probe
 from tula_cli.show.screen import Screen
-from tula_cli.show.status import describe_job_state, describe_training, make_jobs_table
-from tula_cli.show.tables import fit
+from tula_cli.show.status import describe_job_state, describe_progress_of_training, describe_training
 from tula_cli.words import describe_configuration, format_count, format_duration, format_number, get_first_line
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.progress import TaskID
 
     from tula_cli.services.comparison.trainings import Progress
-    from tula_cli.services.status import JobStatus, RunStatus
+    from tula_cli.services.events import ProbeFinished
+    from tula_cli.services.status import JobStatus, RunStatus, TrainingStatus
 
 # --- what changes while one waits
 
 
 @contextmanager
 def open_live_display(screen: Screen) -> Iterator["Live"]:
-    """Show a changing status: redrawn in place on a terminal, otherwise one line per change."""
+    """Show a changing status: bars redrawn in place on a terminal, otherwise one line per change."""
     if screen.quiet:
         yield Live(screen)
     elif not screen.err.isatty() or os.environ.get("TERM") == "dumb" or screen.as_json:
@@ -42,6 +43,9 @@ class Live:
         for warning in now.training.warnings if now.training is not None else ():
             self.screen.warn(warning)
 
+    def add_probe(self, event: "ProbeFinished") -> None:
+        """Show the result of a probe."""
+
     def compared(self, now: "Progress") -> None:
         """Show the progress of a comparison."""
         if now.problem and now.ended is not None:
@@ -53,59 +57,63 @@ class ChangesLive(Live):
 
     def __init__(self, screen: Screen) -> None:
         super().__init__(screen)
-        self._said: dict[str, str] = {}
+        self._states: dict[str, str] = {}
 
     def update(self, now: "RunStatus") -> None:
         super().update(now)
         for job in now.jobs:
-            self._say(job.id, _describe_changes(job), _describe_log_tail(job))
+            self._note_change(job.id, f"{job.state} {job.reason}", _describe_job(job))
         train = now.training
         if train is not None:
             finished = ", finished" if train.finished else ""
             branch = "" if train.tuning is None else f" {train.tuning.rung} {train.tuning.number} {train.tuning.chosen}"
             state = f"{train.signature} {train.batch} {int(train.epoch)}{branch}{finished}"
-            self._say("training", state, describe_training(train))
+            self._note_change("training", state, describe_training(train))
+
+    def add_probe(self, event: "ProbeFinished") -> None:
+        self.screen.note(_describe_finished_probe(event))
 
     def compared(self, now: "Progress") -> None:
         super().compared(now)
         cell = "" if now.cell is None else now.cell.description
-        self._say(
-            "comparison",
-            f"{now.done} {now.failed} {now.running} {now.total} {cell} {now.waits}",
-            describe_comparison(now),
-        )
+        state = f"{now.done} {now.failed} {now.running} {now.total} {cell} {now.waits}"
+        self._note_change("comparison", state, describe_comparison(now))
 
-    def _say(self, about: str, state: str, text: str) -> None:
-        if self._said.get(about) != state:
-            self._said[about] = state
+    def _note_change(self, subject: str, state: str, text: str) -> None:
+        if self._states.get(subject) != state:
+            self._states[subject] = state
             self.screen.note(text)
 
 
-def _describe_changes(job: "JobStatus") -> str:
-    return f"{job.state} {job.done} {job.now} {job.reason}"
-
-
-def _describe_log_tail(job: "JobStatus") -> str:
+def _describe_job(job: "JobStatus") -> str:
     """Describe a job in one line."""
     parts = [f"{job.id}: {job.state}"]
-    ended = job.kind == "probe" and job.state == "failed"  # what follows tells why, once
-    parts += [story] if not ended and (story := describe_job_state(job)) else []
-    parts += [f"{job.done} of {format_count(job.total, 'probe')}"] if job.kind == "probe" else []
-    if job.now is not None:
-        parts.append(f"next: {describe_configuration(job.now.nodes, job.now.batch, job.now.local_batch)}")
-    if job.left is not None:
-        parts.append(f"about {format_duration(job.left)} and {format_number(job.node_hours_left)} node-h left")
+    # The failure of a probe is reported by the line of its result.
+    failed = job.kind == "probe" and job.state == "failed"
+    parts += [reason] if not failed and (reason := describe_job_state(job)) else []
+    if job.kind == "probe" and job.state in ("queued", "running"):
+        parts.append(f"{job.done} of {format_count(job.total, 'probe')} done")
     return ", ".join(parts)
 
 
+def _describe_finished_probe(event: "ProbeFinished") -> str:
+    left = f", about {format_duration(event.left)} left" if event.left and event.number < event.total else ""
+    return f"[{event.number}/{event.total}] {describe_probe(event.result)}{left}"
+
+
 class DrawnLive(Live):
-    """Table redrawn in place on stderr."""
+    """Progress bars redrawn in place on stderr; probe results and warnings scroll above them."""
 
     def __init__(self, screen: Screen) -> None:
         super().__init__(screen)
         from rich.live import Live as RichLive
+        from rich.progress import BarColumn, Progress, TextColumn
 
-        self._live = RichLive(console=screen._console(screen.err), auto_refresh=False, transient=True)
+        console = screen._console(screen.err)
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[state]}"))
+        self._bars = Progress(*columns, console=console, auto_refresh=False)
+        self._bar_of: dict[str, TaskID] = {}
+        self._live = RichLive(console=console, auto_refresh=False, transient=True)
 
     def __enter__(self) -> "DrawnLive":
         self._live.start()
@@ -117,22 +125,71 @@ class DrawnLive(Live):
         self._live.stop()
 
     def update(self, now: "RunStatus") -> None:
-        from rich.console import Group
-
         super().update(now)
-        parts: list[RenderableType] = []
-        if now.jobs:
-            parts.append(drawn := make_jobs_table(now.jobs))
-            fit(drawn, self._live.console)
-        parts += [describe_training(now.training)] if now.training is not None else []
-        self._live.update(Group(*parts), refresh=True)
+        details = []
+        for job in now.jobs:
+            if job.kind == "train" and now.training is not None and job.state == "running":
+                self._draw_training(job.id, now.training)
+                details.append(describe_progress_of_training(now.training))
+                continue
+            self._draw(job.id, job.id, job.done, job.total, ", ".join([job.state, *_list_probe_progress(job)]))
+            if job.state != "failed" and (reason := describe_job_state(job)):
+                details.append(f"{job.id}: {reason}")
+            if job.now is not None and job.state == "running":
+                probe = describe_configuration(job.now.nodes, job.now.batch, job.now.local_batch)
+                details.append(f"{job.id} measures {probe}")
+        self._refresh(details)
+
+    def add_probe(self, event: "ProbeFinished") -> None:
+        self.screen.note(f"[{event.number}/{event.total}] {describe_probe(event.result)}")
 
     def compared(self, now: "Progress") -> None:
+        super().compared(now)
+        total = now.total or 1
+        left = [] if now.left is None else [f"{format_duration(now.left)} left"]
+        state = ", ".join([f"{now.done} of {format_count(now.total, 'training')}", *left])
+        self._draw("comparison", "comparison", now.done + now.failed, total, state)
+        details = [describe_comparison(now)]
+        if now.training is not None and not now.training.finished:
+            self._draw_training("training", now.training)
+            details.append(describe_progress_of_training(now.training))
+        elif (bar := self._bar_of.pop("training", None)) is not None:
+            self._bars.remove_task(bar)
+        self._refresh(details)
+
+    def _draw_training(self, key: str, now: "TrainingStatus") -> None:
+        done, total = (now.epoch, now.epochs) if now.epochs is not None else (now.samples, now.samples_asked)
+        unit = "epoch" if now.epochs is not None else "sample"
+        count = (
+            ""
+            if total is None
+            else f"{done:.1f} of {total} {unit}s"
+            if unit == "epoch"
+            else f"{done} of {total} samples"
+        )
+        rate = [f"{format_number(now.batch / now.step_time)} samples/s"] if now.step_time else []
+        left = [f"{format_duration(now.eta)} left"] if now.eta is not None else []
+        self._draw(key, f"training {now.signature}", done, total, ", ".join(filter(None, [count, *rate, *left])))
+
+    def _draw(self, key: str, description: str, done: float, total: float | None, state: str) -> None:
+        if key not in self._bar_of:
+            self._bar_of[key] = self._bars.add_task(description, total=total, state=state)
+        self._bars.update(self._bar_of[key], description=description, completed=done, total=total, state=state)
+
+    def _refresh(self, details: Sequence[str]) -> None:
         from rich.console import Group
 
-        super().compared(now)
-        parts = [describe_comparison(now), *([describe_training(now.training)] if now.training is not None else [])]
-        self._live.update(Group(*parts), refresh=True)
+        self._live.update(Group(self._bars, *details), refresh=True)
+
+
+def _list_probe_progress(job: "JobStatus") -> Iterator[str]:
+    """Yield the progress, rate and remaining time of a job that measures probes."""
+    if job.kind == "probe":
+        yield f"{job.done} of {format_count(job.total, 'probe')}"
+        if job.done and job.elapsed:
+            yield f"{format_number(60 * job.done / job.elapsed, 2)} per minute"
+    if job.left is not None:
+        yield f"about {format_duration(job.left)} left"
 
 
 # --- compare

@@ -4,7 +4,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tula_cli.show.tables import describe_upper_bound, list_numbers, make_table, render_by_type
-from tula_cli.words import choose_size_unit, format_count, format_number, format_size, get_first_line
+from tula_cli.words import (
+    choose_size_unit,
+    describe_configuration,
+    format_bytes,
+    format_count,
+    format_number,
+    format_size,
+    get_first_line,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -72,7 +80,7 @@ def _render_settled_plan(plan: "ProfilePlan") -> Iterator["RenderableType"]:
         yield f"all {format_count(plan.total, 'probe')} have a result already"
         yield from _render_certainty(plan.certainty)
         return
-    made = make_table(("job", "nodes", "probes", "global batches", "local batches"), left=(0, 3, 4))
+    made = make_table(("job", "nodes", "probes", "batches", "batches per GPU"), left=(0, 3, 4))
     for task in plan.tasks:
         world = task.ranks
         batches = list_numbers(local * world for local in task.local_batches)
@@ -98,7 +106,7 @@ def render_profile_report(report: "ProfileReport") -> Iterator["RenderableType"]
     """Yield a table with one row per probe, then failures, notes and the next step."""
     byte, memory = choose_size_unit(max((row.memory.peak for row in report.measured), default=None))
     made = make_table(
-        ("nodes", "batch", "local\nbatch", "step\n(ms)", "sync\n(ms)", "data wait\n(ms)", "samples/s", f"memory\n({memory}/GPU)", "outcome"),
+        ("nodes", "batch", "batch\n/GPU", "step\n(ms)", "exposed\ncomm (ms)", "data wait\n(ms)", "samples/s", f"memory\n({memory}/GPU)", "outcome"),
         left=(8,),
     )  # fmt: skip
     rows: list[Measured | OutOfMemory | Failed] = [*report.measured, *report.out_of_memory, *report.failed]
@@ -112,6 +120,24 @@ def render_profile_report(report: "ProfileReport") -> Iterator["RenderableType"]
     yield from _render_certainty(report.certainty)
     yield ""
     yield "next: tula recommend"
+
+
+def describe_probe(result: "Measured | OutOfMemory | Failed") -> str:
+    """Describe the result of a probe in one line."""
+    batch = result.local_batch * result.nodes * result.gpus_per_node
+    place = describe_configuration(result.nodes, batch, result.local_batch)
+    match result.kind:
+        case "measured":
+            from tula_cli.models.time.noise import compute_trimmed_mean
+
+            step = compute_trimmed_mean(result.step_times)
+            memory = "" if result.memory.peak is None else f", {format_bytes(result.memory.peak)}/GPU"
+            rate = f"{format_number(result.batch / step)} samples/s"
+            return f"{place}: {_format_milliseconds(step)} ms/step, {rate}{memory}"
+        case "out_of_memory":
+            return f"{place}: out of memory"
+        case _:
+            return f"{place}: failed ({result.outcome}): {get_first_line(result.message)}"
 
 
 def _make_probe_row(row: "Measured | OutOfMemory | Failed", byte: float) -> tuple[str, ...]:

@@ -115,8 +115,8 @@ def make_attempts_table(now: "RunStatus") -> "Table":
     divisor, unit = choose_time_unit(max(took or 0.0 for took in seconds))
     allocated = any(row.attempt.allocation for row in now.attempts)
     made = make_table(
-        ("attempt", "no.", "started", f"took\n({unit})", *(["allocation"] if allocated else []), "hosts", "nodes", "batch",
-         "from\nsample", "ended"),
+        ("task", "attempt", "started", f"duration\n({unit})", *(["allocation"] if allocated else []), "hosts", "nodes",
+         "batch", "first\nsample", "outcome"),
         left=(0, 2, 4, 5, 9) if allocated else (0, 2, 4, 8),
     )  # fmt: skip
     for row, took in zip(now.attempts, seconds, strict=True):
@@ -169,8 +169,8 @@ def make_jobs_table(rows: Iterable["JobStatus"]) -> "Table":
     job_rows = list(rows)
     divisor, unit = choose_time_unit(max((job.elapsed or 0.0) + (job.left or 0.0) for job in job_rows))
     ids = {job.scheduler_id for job in job_rows if job.scheduler != "local"}
-    columns = ["job", *(["scheduler's\nid"] if ids else []), "state", "nodes", "probes", "now\nbatch", "now\nlocal",
-               f"elapsed\n({unit})", f"left\n({unit})", "used\n(node-h)", "left\n(node-h)"]  # fmt: skip
+    columns = ["job", *(["scheduler's\nid"] if ids else []), "state", "nodes", "probes", "current\nbatch", "batch\n/GPU",
+               f"elapsed\n({unit})", f"remaining\n({unit})", "used\n(node-h)", "remaining\n(node-h)"]  # fmt: skip
     made = make_table(columns, left=range(columns.index("state") + 1))
     for job in job_rows:
         made.add_row(
@@ -192,7 +192,7 @@ def make_jobs_table(rows: Iterable["JobStatus"]) -> "Table":
 def _describe_noise(row: Mapping[str, Any]) -> str:
     at = f"after epoch {row['epoch']:g}"
     if row.get("scale") is None:
-        return f"gradient noise not told {at}"
+        return f"gradient noise unknown {at}"
     return f"gradient noise scale {format_number(row['scale'])} samples {at}"
 
 
@@ -202,8 +202,23 @@ def describe_training(now: "TrainingStatus") -> str:
         f"training {now.signature} on {format_count(now.nodes)}{_describe_nodes_to_come(now)}, batch {now.batch}{_describe_stage(now.stage)}",
         *([f"epoch {now.epoch:.2f} of {now.epochs}"] if now.epochs is not None else []),
         f"{now.samples} samples" if now.samples_asked is None else f"{now.samples} of {now.samples_asked} samples",
+        *_list_training_measurements(now),
     ]
-    parts += [f"loss {format_number(now.loss, 4)}"] if now.loss is not None else []
+    if now.finished:
+        parts.append("finished")
+    elif now.eta is not None:
+        parts.append(f"{format_duration(now.eta)} left")
+    return ", ".join(parts)
+
+
+def describe_progress_of_training(now: "TrainingStatus") -> str:
+    """Describe what a running training measures, in the line below its progress bar."""
+    head = f"{format_count(now.nodes)}{_describe_nodes_to_come(now)}, batch {now.batch}{_describe_stage(now.stage)}"
+    return ", ".join([head, *_list_training_measurements(now)])
+
+
+def _list_training_measurements(now: "TrainingStatus") -> list[str]:
+    parts = [f"loss {format_number(now.loss, 4)}"] if now.loss is not None else []
     parts += [f"top-1 {format_number(now.top1, 4)} %"] if now.top1 is not None else []
     parts += [f"perplexity {format_number(now.perplexity, 4)}"] if now.perplexity is not None else []
     parts += [f"{name} {format_number(value, 4)}" for name, value in now.metrics.items()]
@@ -214,16 +229,12 @@ def describe_training(now: "TrainingStatus") -> str:
     parts += [_describe_tuning(now.tuning)] if now.tuning is not None else []
     if now.step_time is not None:
         predicted = "" if now.predicted_step is None else f" (predicted {format_number(1000 * now.predicted_step)})"
-        parts.append(f"{format_number(1000 * now.step_time)} ms a step{predicted}")
+        parts.append(f"{format_number(1000 * now.step_time)} ms per step{predicted}")
     if now.tokens_per_second is not None:
-        padding = f" ({format_percent(now.padding)} % padding beside them)" if now.padding else ""
-        parts.append(f"{format_number(now.tokens_per_second)} tokens a second{padding}")
+        padding = f" ({format_percent(now.padding)} % padding not counted)" if now.padding else ""
+        parts.append(f"{format_number(now.tokens_per_second)} tokens/s{padding}")
     parts += [f"{format_number(now.kwh)} kWh{' so far' * (not now.finished)}"] if now.kwh is not None else []
-    if now.finished:
-        parts.append("finished")
-    elif now.eta is not None:
-        parts.append(f"{format_duration(now.eta)} left")
-    return ", ".join(parts)
+    return parts
 
 
 def _describe_stage(now: "StageStatus | None") -> str:
@@ -289,7 +300,7 @@ def make_branches_table(branches: "Sequence[Branch]", chosen: str | None) -> "Ta
     from tula_cli.models.halving import rank_branches
 
     longest = {branch.arm: branch for branch in branches}  # rungs ascend
-    made = make_table(("arm", "rung", "epochs", "held-out\nloss", "top-1 (%)", ""), left=(0, 5))
+    made = make_table(("arm", "round", "epochs", "validation\nloss", "top-1 (%)", ""), left=(0, 5))
     order = sorted(rank_branches(list(longest.values())), key=lambda branch: (branch.arm != chosen, -branch.rung))
     for branch in order:
         note = "chosen" if branch.arm == chosen else "diverged" if branch.diverged else ""
@@ -306,7 +317,7 @@ def make_branches_table(branches: "Sequence[Branch]", chosen: str | None) -> "Ta
 
 def render_runs(run_summaries: "Sequence[RunSummary]", *, width: int) -> Iterator["RenderableType"]:
     """Yield a table with one row per run, `width` columns wide, then runs and records that cannot be read."""
-    columns = ("run", "changed", "model", "data", "probes", "nodes", "batch", "trained", "best")
+    columns = ("run", "last change", "model", "dataset", "probes", "nodes", "batch", "trainings", "best result")
     yield from render_long_table(columns, [_run(run) for run in run_summaries], left=range(4), width=width)
     yield from (f"{run.id} cannot be read: {run.problem}" for run in run_summaries if run.problem)
     yield from (f"{run.id}: {words}, and left out" for run in run_summaries for words in run.damaged)

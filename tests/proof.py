@@ -57,6 +57,8 @@ GPU = ("--device", "cpu", "--tiny", "--again", "--out", ".proof/gpu")
 """Under another torch all stages run; under the newest one, those that ask torch for something of their own."""
 SHORT = ("-m", "not proof and not torch", *(f"tests/{room}" for room in ("cli", "models", "spec", "services", "show")))
 """Tests without torch, for what tula takes of the libraries that it always has."""
+LIGHT = ("-m", "not proof and not torch", "tests/models", "tests/spec", "tests/show")
+"""Tests that pass where torch is not installed."""
 _WITHOUT_TORCH = (
     *("-m", "not e2e and not torch and not slurm and not proof"),
     *(f"tests/{folder}" for folder in ("cli", "cluster", "host", "models", "run", "services", "show", "spec")),
@@ -123,6 +125,7 @@ PARTS = (
     Part(
         "lowest-versions", 4.75, ("tests/other_torch.py", "lowest", "3.10", *SHORT, "--", *OF_TORCH, "--", *OF_EXTRAS)
     ),
+    Part("installed-under-python-3.13", 1.0, ("tests/installed.py", "3.13", *LIGHT)),
     Part("script-under-torch-2.0", 5.0, ("tests/oldest_torch.py", "2.0.1")),
     soak(1, nodes=4, kills=3, epochs=45, minutes=1.2),
     soak(1, nodes=16, kills=2, epochs=20, minutes=2.0),

@@ -11,6 +11,7 @@ import proof
 from other_torch import EXTRAS, lists, lowest
 from proof import PARTS, Part, chosen, failing, minutes, own_seed, passes, planned, tree_hash
 
+ROOT = proof.ROOT
 TREES = [f"{number:040x}" for number in range(200)]
 
 
@@ -61,11 +62,11 @@ def test_a_budget_is_kept_and_every_part_that_fits_it_has_its_turn() -> None:
 def test_every_part_has_a_name_and_a_seed_of_its_own_and_its_file_exists() -> None:
     assert len({part.name for part in PARTS}) == len({own_seed(part, 0) for part in PARTS}) == len(PARTS)
     assert own_seed(PARTS[0], 0) != own_seed(PARTS[0], 1)
-    assert all((proof.ROOT / file_of(part)).is_file() for part in PARTS)
+    assert all((ROOT / file_of(part)).is_file() for part in PARTS)
 
 
 def test_the_lowest_versions_that_are_allowed_are_proven_and_linted() -> None:
-    project = (proof.ROOT / "pyproject.toml").read_text()
+    project = (ROOT / "pyproject.toml").read_text()
     python = re.search(r'requires-python = ">=([\d.]+)"', project)[1]  # type: ignore[index]
     command = next(part.command for part in PARTS if part.name == "lowest-versions")
     assert command[1:3] == ("lowest", python)
@@ -73,7 +74,7 @@ def test_the_lowest_versions_that_are_allowed_are_proven_and_linted() -> None:
 
 
 def test_every_library_that_tula_may_need_is_proven_at_its_lowest_version() -> None:
-    pins = lowest((proof.ROOT / "pyproject.toml").read_text())
+    pins = lowest((ROOT / "pyproject.toml").read_text())
     names = [pin.partition("==")[0] for pin in pins]
     assert len(set(names)) == len(names) >= 16
     assert {"typer", "pydantic", "pandas", "statsmodels", "submitit", "torch", "safetensors", "tensorboard"} <= set(
@@ -93,11 +94,21 @@ def test_each_list_of_tests_is_a_run_of_its_own() -> None:
 
 def test_the_python_of_a_gpu_machine_is_typed_against() -> None:
     command = next(part.command for part in PARTS if part.name == "gpu-dry-run-torch-2.11")
-    assert f'python_version = "{command[3]}"' in (proof.ROOT / "pyproject.toml").read_text()
+    assert f'python_version = "{command[3]}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_each_python_that_the_classifiers_name_is_proven() -> None:
+    """One of them by CI, each of the others by a part; the workflow without root runs all."""
+    named = set(re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text()))
+    of_ci = re.findall(r"image: python:(3\.\d+)-", (ROOT / ".github/workflows/ci.yml").read_text())
+    of_parts = [word for part in PARTS for word in part.command if re.fullmatch(r"3\.\d+", word)]
+    assert named == {*of_ci, *of_parts} and len(of_ci) == 1
+    (matrix,) = re.findall(r"python: \[(.*)\]", (ROOT / ".github/workflows/light.yml").read_text())
+    assert named == set(re.findall(r"3\.\d+", matrix))
 
 
 def test_chaos_is_made_of_parts() -> None:
-    (names,) = re.findall(r"^CHAOS := (.*)$", (proof.ROOT / "Makefile").read_text(), re.MULTILINE)
+    (names,) = re.findall(r"^CHAOS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert {"soak-4-nodes-1", "recovery"} <= set(names.split()) <= {part.name for part in PARTS}
 
 

@@ -10,7 +10,6 @@ from make_results import Truth, measured, of_a_script, probe_all, spec
 from tula_cli.models import refresh
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.estimator import Estimator
-from tula_cli.optim.ags import draw_counts
 from tula_cli.run.records.probes import Measured, Overheads
 
 AGS = {"train": {"method": "ags", "epochs": 10, "reference_batch": 64}}
@@ -112,10 +111,13 @@ def test_a_refresh_that_no_probe_tells_is_unknown() -> None:
     )
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
 @pytest.mark.parametrize("available", [1, 7, 16, 512])
 @pytest.mark.parametrize("b_small", [1, 20, 64])
 def test_the_most_that_a_rank_draws_is_what_the_optimizer_shares_out(world: int, available: int, b_small: int) -> None:
+    from tula_cli.optim.ags import draw_counts
+
     job = spec(train={"method": "ags"}, ags={"b_small": b_small})
     most = max(draw_counts(b_small, available, world, 0))
     assert refresh.compute_max_samples_drawn(job, 4096, available=available, world=world) == most

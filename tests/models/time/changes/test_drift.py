@@ -1,4 +1,4 @@
-from worker_jobs import prediction
+from make_runs import prediction
 
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.models import messages
@@ -7,7 +7,7 @@ from tula_cli.models.time.changes import StepTimeDrift
 
 def said(times: list[float | None]) -> list[Diagnostic]:
     """Return what is said after epochs of these step times (seconds), where .4 to .6 were predicted."""
-    drift = StepTimeDrift(prediction(step_time=0.5, low=0.4, high=0.6))
+    drift = StepTimeDrift(prediction(1, 16, step_time=0.5, step_low=0.4, step_high=0.6))
     found = [drift.warning(time, epoch=epoch) for epoch, time in enumerate(times, start=1)]
     return [warning for warning in found if warning]
 

@@ -87,7 +87,7 @@ HEAD = """All measured results that these pages mention. Everything ran on one o
 
 def make_page() -> str:
     """Return the page of results."""
-    sections = (accuracy(), reduced_table(), step_times(), same_progress(), reality(), scripts())
+    sections = (accuracy(), reduced_table(), step_times(), observed_jobs(), same_progress(), reality(), scripts())
     return "\n\n".join([NOTE, "# Results", HEAD, *sections]) + "\n"
 
 
@@ -324,6 +324,39 @@ def replay_table(rows: Mapping[str, Mapping[str, Any]]) -> str:
 def percent(share: float, digits: int = 1) -> str:
     """Return a share in percent."""
     return f"{100 * share:.{digits}f} %"
+
+
+# --- observed jobs
+
+OBSERVED = {
+    "within a node": "one node to half of its GPUs",
+    "2 nodes to 1": "two nodes to one",
+    "more nodes": "more nodes to half of them",
+    "all": "all",
+}
+
+
+def observed_jobs() -> str:
+    """Return the section of predictions from one observed job."""
+    found = json.loads((RESULTS / "observe.json").read_text(encoding="utf-8"))
+    head = """The step time on half of the GPUs with the same batch per GPU, predicted by `tula observe` from one job, on step times that
+Pollux's authors published. The ring law alone scales the exposed synchronisation. "Cheaper" is the share of right decisions
+whether the half costs at least 20 % less. The report advises fewer nodes only where it is at least 95 % sure that they
+are cheaper. `python benchmarks/observe/observe.py TABLE.csv --json` measures it."""
+    rows = [
+        [
+            words,
+            str(found[name]["pairs"]),
+            f"{percent(found[name]['ring_median'])} / {percent(found[name]['ring_p90'], 0)}",
+            f"{percent(found[name]['median'])} / {percent(found[name]['p90'], 0)}",
+            percent(found[name]["covered"], 0),
+            f"{percent(found[name]['ring_right'], 0)} / {percent(found[name]['right'], 0)}",
+            percent(found[name]["advised"], 0),
+        ]
+        for name, words in OBSERVED.items()
+    ]
+    columns = ["from", "pairs", "ring law: median / p90 error", "tula: median / p90 error", "90 % interval holds"]
+    return "\n\n".join(["## Observed jobs", head, table([*columns, "cheaper: ring law / tula", "advised"], rows)])
 
 
 # --- the same progress

@@ -325,6 +325,11 @@ def _predict_log(fit: StepTimeFit, place: tuple[int, int], local_batch: int) -> 
     return math.log(estimate.seconds), (math.log(estimate.high / estimate.low) / (2 * Z90)) ** 2
 
 
+def is_surely_cheaper(request: OtherRequest) -> bool:
+    """Return whether a request is worth advising: at least 20 % cheaper, and cheaper at all with 95 % certainty."""
+    return request.node_hours_ratio <= CHEAPER and request.node_hours_high < 1
+
+
 def _list_advice(
     job: MeasuredJob,
     efficiency: float | None,
@@ -335,7 +340,7 @@ def _list_advice(
     """Return what to change, the most important first."""
     advice = []
     smaller = [request for request in requests if request.nodes * request.gpus_per_node < job.world]
-    cheaper = [request for request in smaller if request.node_hours_ratio <= CHEAPER]
+    cheaper = [request for request in smaller if is_surely_cheaper(request)]
     if cheaper and job.nodes > 1:
         best = max(cheaper, key=lambda request: request.nodes)
         advice.append(

@@ -2,11 +2,11 @@
 
     python benchmarks/overhead/shim_overhead.py [--pairs 100] [--json]
 
-A process for each mode of the shim, a probe that times all its steps and a training (a heartbeat a second, a row every
-ten), takes steps of one layer fed by a DataLoader, in pairs of blocks of 50: one with the hooks in place, one with what
-torch had there before, in a random order. Shown is the CPU time of a step without them, and the median over the pairs of
-what it takes more with them, with a 90 % interval of that median (order statistics). Pairs, because others on the machine
-make a step dearer, in CPU time too, and both blocks of a pair alike.
+A process for each mode of the shim takes steps of one layer fed by a DataLoader, in pairs of blocks of 50: one with the hooks in
+place, one with what torch had there before, in a random order. The modes: a probe that times all its steps, a training (a
+heartbeat a second, a row every ten), and an observed job. Shown is the CPU time of a step without the hooks, and the median
+over the pairs of what it takes more with them, with a 90 % interval of that median (order statistics). Pairs, because others
+on the machine make a step dearer, in CPU time too, and both blocks of a pair alike.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from typing import Any
 from tula_cli.run.records.scripts import ShimPlan
 
 ROOT = Path(__file__).parents[2]
-MODES = ("probe", "train")
+MODES = ("probe", "train", "observe")
 BLOCK = 50  # steps
 
 

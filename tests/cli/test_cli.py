@@ -1571,7 +1571,7 @@ def test_a_type_without_any_measurement_does_not_hide_the_others(two_types):
     assert list(profiled.json["data"]["types"]) == ["single"]
     assert "Node type pair: out of memory at the smallest local batch" in profiled.err
     answer = tula("recommend")
-    assert answer.code == 0 and "node type pair is left out: every probe ran out of memory" in answer.err
+    assert answer.code == 0 and "Node type pair is left out. Every probe ran out of memory" in answer.err
 
 
 def test_a_type_that_nothing_fits_is_left_out_aloud(two_types, monkeypatch):
@@ -1601,7 +1601,7 @@ def test_training_needs_a_type_where_none_is_recommended(two_types):
 def test_training_on_a_type_that_recommend_left_out_says_where_the_reason_is(two_types):
     two_types.launchers[2] = Here(fails="user")
     tula("profile", "job.yaml")
-    assert "node type pair is left out" in tula("recommend").err
+    assert "Node type pair is left out" in tula("recommend").err
     answer = tula("train", "--type", "pair")
     assert answer.code == 4 and "run tula recommend, or name both" in answer.err
 

@@ -4,6 +4,7 @@ import math
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from make_results import MIB, Truth, measured, of_a_script, out_of_memory, probe_all, shared_storage, spec, with_noise
+from read_diagnostics import codes, values
 
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, Infeasible, Pending, SpecError
 from tula_cli.models.estimator import Estimator
 from tula_cli.query import Query
@@ -24,13 +27,15 @@ from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.run.records.results import Save, ScriptSaves
 from tula_cli.run.records.tasks import ProbeTask
+from tula_cli.services import messages
 from tula_cli.services.api import Run
 from tula_cli.services.recommend import count_pending_probes, recommend, should_replace, store_answer
-from tula_cli.services.recommendation import warnings as recommendation_warnings
 from tula_cli.services.recommendation.measurements import describe_epochs
+from tula_cli.services.recommendation.warnings import warn_additive_fit
 from tula_cli.show import recommend as show_recommend
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import load_spec, validate
+from tula_cli.spec.sections import MEMORY_MARGIN
 from tula_cli.spec.workload import get_workload
 from tula_cli.words import format_duration
 
@@ -59,6 +64,10 @@ def ask(
     answer = recommend(run, run.spec(), Query(objective=objective, **limits), pending=pending, now=1.0)
     store_answer(run, run.spec(), answer)
     return answer.recommendation
+
+
+def warnings_of(run: RunDir, objective: Any = "time", *, pending: int = 0, **limits: Any) -> Sequence[Diagnostic]:
+    return recommend(run, run.spec(), Query(objective=objective, **limits), pending=pending, now=1.0).warnings
 
 
 def test_the_choice_is_the_best_of_the_rows(run: RunDir) -> None:
@@ -96,7 +105,9 @@ def test_how_sure_the_knee_is_is_told_in_shares_of_the_curves_that_may_be(run: R
 
 def test_more_nodes_than_any_probe_had_are_told_to_be_extrapolated(run: RunDir) -> None:
     answer = ask(run, "time", nodes=32)
-    assert answer.choice.further and any("no probe had more than 16 nodes" in warning for warning in answer.warnings)
+    assert answer.choice.further
+    expected = {"nodes": 32, "probed_nodes": 16, "gpus_per_node": None}
+    assert values(warnings_of(run, "time", nodes=32), "beyond-probed-nodes") == expected
     assert not any(row.further for row in ask(run, "time").rows)
 
 
@@ -202,28 +213,32 @@ def test_limits_are_kept(run: RunDir) -> None:
 
 def test_a_deadline_within_the_interval_is_warned_of(run: RunDir) -> None:
     choice = ask(run).choice
-    assert any("may miss the deadline" in text for text in ask(run, deadline_hours=choice.hours * 1.0001).warnings)
-    assert not any("may miss" in text for text in ask(run, deadline_hours=choice.hours * 10).warnings)
+    near = values(warnings_of(run, deadline_hours=choice.hours * 1.0001), "may-miss-deadline")
+    assert near == {"high_hours": choice.hours_high, "deadline_hours": choice.hours * 1.0001}
+    assert "may-miss-deadline" not in codes(warnings_of(run, deadline_hours=choice.hours * 10))
 
 
 def test_an_exactly_determined_fit_is_said_to_be(tmp_path: Path) -> None:
-    answer = ask(run_with(tmp_path, probe_all(Truth(), {2: (256,), 16: (2,)})))
+    run = run_with(tmp_path, probe_all(Truth(), {2: (256,), 16: (2,)}))
+    answer = ask(run)
     assert answer.fit_error is None
-    assert any("exactly determined" in text for text in answer.warnings)
+    assert "fit-error-unknown" in codes(warnings_of(run))
     for row in answer.rows:
         assert row.measured or (row.step_low and row.step_high and row.step_high > 1.1 * row.step_low)
 
 
 def test_the_choice_with_little_memory_left_is_warned_of(tmp_path: Path) -> None:
     truth = Truth(capacity=Truth().peak(256) + 10 * MIB)
-    answer = ask(run_with(tmp_path, probe_all(truth, SWEEP)), nodes=16)
-    assert answer.choice.local_batch == 256 and answer.choice.measured
-    assert any("memory free" in text for text in answer.warnings)
+    run = run_with(tmp_path, probe_all(truth, SWEEP))
+    choice = ask(run, nodes=16).choice
+    assert choice.local_batch == 256 and choice.measured
+    expected = {"free_share": choice.headroom, "wanted_share": MEMORY_MARGIN}
+    assert values(warnings_of(run, nodes=16), "little-memory-free") == expected
 
 
 def test_while_probes_are_pending_an_undetermined_answer_waits(tmp_path: Path) -> None:
     run = run_with(tmp_path, [])
-    with pytest.raises(Pending, match="3 probes are still under way"):
+    with pytest.raises(Pending, match="3 probes are still queued or running"):
         ask(run, pending=3)
     for probe in probe_all(Truth(), {2: (16, 64)}):
         run.write_result(probe)
@@ -241,8 +256,8 @@ def test_out_of_memory_so_far_waits_for_the_rest(tmp_path: Path) -> None:
 
 
 def test_enough_probes_answer_while_others_are_pending(run: RunDir) -> None:
-    answer = ask(run, pending=2)
-    assert "2 probes are still under way" in answer.warnings[0]
+    assert values(warnings_of(run, pending=2), "probes-pending") == {"probes": 2}
+    assert ask(run, pending=2).warnings[0] == messages.probes_pending(probes=2).text
 
 
 def test_too_few_probes_are_refused_when_nothing_is_pending(tmp_path: Path) -> None:
@@ -265,11 +280,12 @@ def test_hardware_is_not_mixed_even_while_probes_are_pending(tmp_path: Path) -> 
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     failed = Failed(id="probe-n004-l000008", nodes=4, gpus_per_node=1, local_batch=8, outcome="port", message="in use")
-    answer = ask(run_with(tmp_path, [*probe_all(Truth(), {2: (16, 32, 64)}), failed]))
-    assert {row.nodes for row in answer.rows} == {2}
-    text = "\n".join(answer.warnings)
-    assert "4 nodes and local batch 8 failed (in use)" in text
-    assert "on 4, 8, 16 nodes are left out: one number of nodes was measured" in text
+    run = run_with(tmp_path, [*probe_all(Truth(), {2: (16, 32, 64)}), failed])
+    assert {row.nodes for row in ask(run).rows} == {2}
+    warnings = warnings_of(run)
+    assert values(warnings, "probe-failed") == {"nodes": 4, "local_batch": 8, "reason": "in use"}
+    left_out = values(warnings, "configurations-left-out")
+    assert left_out["nodes"] == (4, 8, 16) and left_out["reason"].startswith("one number of nodes was measured")
 
 
 def test_neither_torch_nor_plotting_is_imported(run: RunDir) -> None:
@@ -348,7 +364,7 @@ def test_node_types_without_a_counter_are_left_out_of_a_choice_by_energy(tmp_pat
             part.run.write_result(probe)
     answer = ask(run, "energy")
     assert {row.type for row in answer.rows} == {"a"}
-    assert "node type b is left out: no probe tells its energy" in answer.warnings
+    assert values(warnings_of(run, "energy"), "node-type-left-out")["node_type"] == "b"
     mixed = ask(run, "cost")
     assert mixed.choice.type == "b" and mixed.choice.kwh is None
     assert {row.type for row in mixed.rows if row.kwh is not None} == {"a"}
@@ -457,7 +473,7 @@ def test_a_deadline_holds_for_the_expected_time(run: RunDir) -> None:
     assert (here.nodes, here.batch) in here_left and (here.nodes, here.batch) not in spot_left
     assert all(row.hours <= between for row in answer.rows)
     late = on_spot(run, limits={"deadline_hours": 100.0})
-    assert any("expected" in text for text in late.warnings)
+    assert messages.spot_time_is_expected().text in late.warnings
 
 
 def test_a_budget_lets_spot_in_where_on_demand_is_too_dear(run: RunDir) -> None:
@@ -469,7 +485,7 @@ def test_a_budget_lets_spot_in_where_on_demand_is_too_dear(run: RunDir) -> None:
 def test_spot_nodes_that_are_taken_away_at_once_are_no_offer(run: RunDir) -> None:
     answer = on_spot(run, interruptions_per_day=200_000.0)
     assert {row.market for row in answer.rows} == {"on_demand"} and answer.other_market is None
-    assert any("no time to get anywhere" in text for text in answer.warnings)
+    assert messages.no_spot_too_many_interruptions(nodes=answer.choice.nodes).text in answer.warnings
 
 
 # --- several types of nodes
@@ -530,7 +546,8 @@ def test_a_type_that_was_not_measured_is_left_out_aloud(tmp_path: Path) -> None:
     run = two_types(tmp_path, slow=False)
     answer = ask(run)
     assert {row.type for row in answer.rows} == {"fast"}
-    assert any("node type slow is left out: no probe" in text for text in answer.warnings)
+    (problem,) = values(warnings_of(run), "node-type-left-out")["problems"]
+    assert problem.startswith("No probe was measured")
     with pytest.raises(BadMeasurements, match="no probe"):
         ask(two_types(tmp_path / "none", fast=False, slow=False))
     with pytest.raises(Pending):
@@ -665,11 +682,12 @@ def test_a_second_opinion_that_sees_the_choice_quite_differently_is_told(tmp_pat
     other = forecast.steps.second_opinion(row.nodes, gpus, row.local_batch)
     assert other is not None
     far = row.model_copy(update={"step_time": 2 * other, "step_low": 1.9 * other, "step_high": 2.1 * other})
-    assert "a plain additive fit of the same probes" in recommendation_warnings._warn_second_opinion(forecast, far)[0]
+    disagreement = values(warn_additive_fit(forecast, far), "additive-fit-disagrees")
+    assert disagreement == pytest.approx({"additive_ms": 1e3 * other, "predicted_ms": 2e3 * other})
     wide = far.model_copy(update={"step_low": 0.9 * other})
     near = far.model_copy(update={"step_time": 1.1 * other, "step_low": 1.05 * other, "step_high": 1.15 * other})
     measured = far.model_copy(update={"measured": True})
-    assert not any(recommendation_warnings._warn_second_opinion(forecast, row) for row in (wide, near, measured))
+    assert not any(warn_additive_fit(forecast, row) for row in (wide, near, measured))
 
 
 # --- a script of the user's own, which does not tell everything
@@ -684,11 +702,9 @@ def script(tmp_path: Path) -> RunDir:
 def test_a_script_is_recommended_by_its_steps_and_told_what_is_missing(script: RunDir) -> None:
     found = ask(script, "knee")
     assert "by their whole steps alone" in found.fit
-    assert [text for text in found.warnings if "Time and cost" in text or "same progress" in text] == [
-        "nothing is told of the same progress: gradients were not measured, which of a script takes"
-        " DistributedDataParallel on two or more GPUs, and probes that the script does not end by itself",
-        "Time and cost do not include evaluation or checkpoints, because the probes did not measure it.",
-    ]
+    assert [
+        code for code in codes(warnings_of(script, "knee")) if code in ("times-exclude", "same-progress-unknown")
+    ] == ["same-progress-unknown", "times-exclude"]
     assert found.efficiency == "" and found.choice.same_progress is None
     assert RunDir.open(script.path).recommendation() == found
 
@@ -702,15 +718,13 @@ def test_the_cost_of_an_interruption_of_a_script_is_told(tmp_path: Path) -> None
     run = run_with(tmp_path, [of_a_script(probe) for probe in probe_all(Truth(noise=0.01), SWEEP)], job=job)
     found = ask(run)
     assert found.interruption.startswith("how often it saves is not known until it trains")
-    assert any(
-        "no spot nodes for" in text and "how often the script saves is not known" in text for text in found.warnings
-    )
+    assert values(warnings_of(run), "no-spot-saves-unknown") == {"nodes": found.choice.nodes}
     save = Save(saved_at=5.0, batch=64, steps=100, samples=6400, seconds=None)
     run.training("old").write_script_saves(ScriptSaves(saves=(save.model_copy(update={"saved_at": 1.0, "steps": 7}),)))
     run.training("new").write_script_saves(ScriptSaves(saves=(save, save)))
     found = ask(run, "cost")
     assert found.interruption.startswith("saves every 100 steps, ") and "(SIGUSR1)" in found.interruption
-    assert found.choice.market == "spot" and not any("no spot nodes" in text for text in found.warnings)
+    assert found.choice.market == "spot" and "no-spot-saves-unknown" not in codes(warnings_of(run, "cost"))
     shown = "\n".join(str(part) for part in show_recommend.render_recommendation(found, width=80, color=False))
     assert f"checkpoints: {found.interruption}" in shown
 
@@ -718,8 +732,9 @@ def test_the_cost_of_an_interruption_of_a_script_is_told(tmp_path: Path) -> None
 def test_gradients_of_some_probes_are_enough_for_the_same_progress(tmp_path: Path) -> None:
     own = with_noise(probe_all(Truth(), SWEEP), 500)
     mixed = [of_a_script(probe, gradients=None if probe.nodes == 2 else probe.gradients) for probe in own]
-    found = ask(run_with(tmp_path, mixed), "accuracy-time")
-    assert "4 probes" in found.efficiency and not any("same progress" in text for text in found.warnings)
+    run = run_with(tmp_path, mixed)
+    assert "4 probes" in ask(run, "accuracy-time").efficiency
+    assert "same-progress-unknown" not in codes(warnings_of(run, "accuracy-time"))
 
 
 def test_without_gradients_there_is_no_choice_by_accuracy_time(script: RunDir) -> None:

@@ -103,7 +103,7 @@ def recommend(
     screen.answer(
         data, itertools.chain(first, shown, ["", line], show_recommend.render_validation(judged), details, last)
     )
-    warn_all(screen, recommendation.warnings)
+    warn_all(screen, answer.warnings)
 
 
 def _show_campaign(

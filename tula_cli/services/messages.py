@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from tula_cli.diagnostics import diagnostic
-from tula_cli.words import format_bytes, format_count, format_number, join_words, start_sentence
+from tula_cli.words import format_bytes, format_count, format_duration, format_number, join_words, start_sentence
 
 # --- Settings of a job that are unlikely together
 
@@ -446,6 +446,129 @@ def row_trained_with_other_normalisation(*, method: str, batch: int, normalisati
 @diagnostic
 def metric_not_found(*, training: str, metric: str) -> str:
     return f"{training}: the output of the script contains no {metric}. Check script.metric."
+
+
+# --- `tula recommend`
+
+
+@diagnostic
+def probes_pending(*, probes: int) -> str:
+    return f"{start_sentence(describe_pending(probes))}. The recommendation may change when they finish."
+
+
+def describe_pending(probes: int) -> str:
+    """Return the number of queued or running probes in words."""
+    return "1 probe is still queued or running" if probes == 1 else f"{probes} probes are still queued or running"
+
+
+@diagnostic
+def probe_failed(*, nodes: int, local_batch: int, reason: str) -> str:
+    return (
+        f"The probe on {format_count(nodes)} with local batch {local_batch} failed: {reason.rstrip('.')}."
+        " Run tula profile to repeat it."
+    )
+
+
+@diagnostic
+def probe_disturbed(*, task: str, trainings: Sequence[str]) -> str:
+    return (
+        f"{task} measured while {join_words(trainings)} ran on the same GPUs or cores, so its step times may be too long."
+        " To repeat it, delete its results and run tula profile."
+    )
+
+
+@diagnostic
+def configurations_left_out(*, configurations: int, nodes: Sequence[int], reason: str) -> str:
+    count = format_count(configurations, "configuration")
+    verb = "is" if configurations == 1 else "are"
+    return f"{count} on {join_words(nodes)} {'node' if list(nodes) == [1] else 'nodes'} {verb} left out: {reason}."
+
+
+@diagnostic
+def more_configurations_left_out(*, configurations: int, nodes: Sequence[int]) -> str:
+    return (
+        f"{configurations} more configurations are left out for similar reasons, on {len(nodes)} other numbers of nodes"
+        f" ({min(nodes)} to {max(nodes)})."
+    )
+
+
+@diagnostic
+def same_progress_unknown() -> str:
+    return (
+        "The time to the same progress is unknown because no probe measured gradients."
+        f" In a script, this requires {GRADIENTS_OF_SCRIPT}."
+    )
+
+
+GRADIENTS_OF_SCRIPT = "DistributedDataParallel on two or more GPUs, and probes that the script does not end itself"
+
+
+@diagnostic
+def fit_error_unknown() -> str:
+    return (
+        "The error of the fit is unknown, because it has as many parameters as there are probes."
+        " Measure more with search.strategy: sweep or full."
+    )
+
+
+@diagnostic
+def time_too_uncertain(*, low_hours: float, high_hours: float) -> str:
+    return (
+        "The training time of the choice is too uncertain to decide: its 90 % interval is"
+        f" {format_duration(3600 * low_hours)} to {format_duration(3600 * high_hours)}."
+        " Measure longer or more (search.min_seconds, search.strategy: full), then run tula recommend again."
+    )
+
+
+@diagnostic
+def beyond_probed_nodes(*, nodes: int, probed_nodes: int, gpus_per_node: int | None) -> str:
+    """`gpus_per_node` is given if the prediction uses probes with other numbers of GPUs per node."""
+    where, basis = "", "the growth of synchronisation time up to there"
+    if gpus_per_node is not None:
+        where, basis = (
+            f" with {format_count(gpus_per_node, 'GPU')} per node",
+            "probes with other numbers of GPUs per node",
+        )
+    return (
+        f"No probe{where} ran on more than {format_count(probed_nodes)}; the time on {format_count(nodes)} is extrapolated"
+        f" from {basis}. Add {nodes} to search.nodes to measure it."
+    )
+
+
+@diagnostic
+def additive_fit_disagrees(*, additive_ms: float, predicted_ms: float) -> str:
+    return (
+        f"An additive fit to the same probes predicts a step time of {additive_ms:.3g} ms for the choice instead of"
+        f" {predicted_ms:.3g} ms. Measure the choice (search.strategy: full or adaptive) before relying on it."
+    )
+
+
+@diagnostic
+def little_memory_free(*, free_share: float, wanted_share: float) -> str:
+    return f"The choice ran in its probe, but leaves only {free_share:.0%} of the GPU memory free (wanted: {wanted_share:.0%})."
+
+
+@diagnostic
+def may_miss_deadline(*, high_hours: float, deadline_hours: float) -> str:
+    return f"The choice may miss the deadline of {deadline_hours:g} h: its 90 % interval ends at {high_hours:.3g} h."
+
+
+@diagnostic
+def no_spot_saves_unknown(*, nodes: int) -> str:
+    return (
+        f"Spot nodes are not considered for {format_count(nodes)}: how often the script saves is unknown until it trains."
+        " Set script.resume.checkpoint_interval."
+    )
+
+
+@diagnostic
+def no_spot_too_many_interruptions(*, nodes: int) -> str:
+    return f"Spot nodes are not considered for {format_count(nodes)}: the training would never finish between interruptions."
+
+
+@diagnostic
+def spot_time_is_expected() -> str:
+    return "The time on spot nodes is an expected time; a run with more interruptions takes longer."
 
 
 # --- `tula status`

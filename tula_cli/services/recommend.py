@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import Infeasible
 from tula_cli.models import cost, efficiency
 from tula_cli.models.choice.candidates import Candidates, Limit, list_limits
@@ -48,8 +49,7 @@ from tula_cli.services.recommendation.measurements import (
 )
 from tula_cli.services.recommendation.warnings import (
     list_choice_warnings,
-    list_probe_warnings,
-    warn_disturbed_probes,
+    list_measurement_warnings,
 )
 from tula_cli.services.wall_times import describe_chain, select_within_bins
 from tula_cli.spec.job import JobSpec
@@ -74,6 +74,7 @@ class Answer:
     """The recommendation and the estimates that it is based on."""
 
     recommendation: Recommendation
+    warnings: Sequence[Diagnostic]  # whose texts are those of the recommendation
     by_type: Mapping[str, Recommendation]  # of each node type alone, where the job names any
     all_measurements: Sequence[TypeMeasurements]
     candidates: Candidates  # every feasible configuration on each market, fastest first
@@ -184,12 +185,13 @@ def recommend(
     parts = _list_parts_with_prices(run, spec, query)
     waiting = pending if isinstance(pending, Mapping) else {part.type: pending for part in parts}
     training = None
-    warnings: list[str] = []
+    warnings: list[Diagnostic] = []
     if query.from_training:
         from tula_cli.services.recommendation import from_training
 
         training = from_training.find_unfinished_training(parts)
-        results, warnings = from_training.scale_results_now(training)
+        results, paces = from_training.scale_results_now(training)
+        warnings += paces
         all_measurements, left_out = gather_measurements([training.part], query, waiting, results)
     else:
         all_measurements, left_out = gather_measurements(parts, query, waiting)
@@ -199,20 +201,21 @@ def recommend(
     noise = find_gradient_noise_of_job(all_measurements, needed=query.objective == "accuracy-time")
     candidates, no_gradients = _select_candidates(all_measurements, query, noise), warn_no_gradients(all_measurements)
     by_type = {
-        measurements.type: _build_recommendation(
+        measurements.type: _build_answer(
             [measurements], of_type.with_pareto_front(), query, no_gradients, noise, overrides=overrides, now=now
-        )
+        ).recommendation
         for measurements in all_measurements
         if measurements.type and len(of_type := candidates.select(type=measurements.type))
     }
     candidates = candidates.with_pareto_front()
-    recommendation = _build_recommendation(
+    answer = _build_answer(
         all_measurements, candidates, query, [*warnings, *no_gradients], noise, overrides=overrides, now=now
     )
     if training is not None:
-        continuation = from_training.predict_continuation(training, recommendation.choice, candidates)
-        recommendation = recommendation.model_copy(update={"continuation": continuation})
-    return Answer(recommendation, by_type, all_measurements, candidates)
+        continuation = from_training.predict_continuation(training, answer.recommendation.choice, candidates)
+        recommendation = answer.recommendation.model_copy(update={"continuation": continuation})
+        answer = replace(answer, recommendation=recommendation)
+    return replace(answer, by_type=by_type)
 
 
 def _list_parts_with_prices(run: RunDir, spec: JobSpec, query: Query) -> tuple[Part, ...]:
@@ -303,16 +306,16 @@ def _describe_limit(limit: Limit, query: Query) -> str:
 # --- The recommendation
 
 
-def _build_recommendation(
+def _build_answer(
     all_measurements: Sequence[TypeMeasurements],
     candidates: Candidates,
     query: Query,
-    warnings: Sequence[str],
+    warnings: Sequence[Diagnostic],
     noise: Noise | None,
     *,
     overrides: Sequence[str],
     now: float,
-) -> Recommendation:
+) -> Answer:
     """Choose among candidates, and describe the choice with its basis, warnings and alternatives."""
     choosable = _select_choosable(candidates, all_measurements)
     among = "feasible" if choosable is candidates else "measured"
@@ -337,7 +340,12 @@ def _build_recommendation(
 
         accuracy = find_accuracy_evidence(part.run, part.spec, batch=prediction.batch)
     quantity: Quantity = "accuracy-time" if query.objective == "accuracy-time" else "time"
-    return Recommendation(
+    all_warnings = (
+        *warnings,
+        *(of_type.with_type(warning) for of_type in all_measurements for warning in list_measurement_warnings(of_type)),
+        *list_choice_warnings(estimator, choice, query),
+    )
+    recommendation = Recommendation(
         objective=query.objective,
         curve=query.curve,
         options=tuple(query.options),
@@ -348,15 +356,7 @@ def _build_recommendation(
         candidates=int(candidates.number_configurations().max()) + 1,
         beaten_by_none=int(candidates["pareto"].sum()),
         runners_up=choice.runners_up,
-        warnings=(
-            *warnings,
-            *(
-                f"{of_type.prefix}{text}"
-                for of_type in all_measurements
-                for text in _list_measurement_warnings(of_type)
-            ),
-            *list_choice_warnings(estimator, choice, query),
-        ),
+        warnings=tuple(warning.text for warning in all_warnings),
         currency=part.spec.pricing.currency,
         price=_join_by_type(all_measurements, lambda of_type: cost.describe_price(of_type.part.spec.pricing)),
         fit_error=estimator.steps.error,
@@ -378,6 +378,7 @@ def _build_recommendation(
         trainings_left_out=tuple(f"{of_type.prefix}{why}" for of_type in all_measurements for why in of_type.left_out),
         created_at=now,
     )
+    return Answer(recommendation, all_warnings, {}, all_measurements, candidates)
 
 
 def _select_choosable(candidates: Candidates, all_measurements: Sequence[TypeMeasurements]) -> Candidates:
@@ -401,18 +402,6 @@ def _join_by_type(all_measurements: Sequence[TypeMeasurements], describe: Callab
     return "\n".join(
         f"{measurements.prefix}{text}" for measurements in all_measurements if (text := describe(measurements))
     )
-
-
-def _list_measurement_warnings(measurements: TypeMeasurements) -> list[str]:
-    missing = list_probe_warnings(measurements.results, measurements.unknown, pending=measurements.pending)
-    snapshot = measurements.part.run.read()
-    return [
-        *missing,
-        *warn_disturbed_probes(snapshot.attempts),
-        *map(str, measurements.estimator.warnings),
-        *map(str, snapshot.job_warnings),
-        *map(str, snapshot.training_warnings),
-    ]
 
 
 def select_rows(rows: Candidates, choice: Choice, quantity: Quantity) -> Flags:

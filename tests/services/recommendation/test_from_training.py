@@ -7,6 +7,7 @@ from typing import Any
 import make_runs as make
 import pytest
 from make_results import Truth, probe_all, spec
+from read_diagnostics import codes
 
 from tula_cli.errors import BadMeasurements
 from tula_cli.query import Query
@@ -51,7 +52,8 @@ def ask(run: RunDir, **limits: Any) -> Answer:
 def test_a_slower_network_makes_one_node_the_better_choice(run: RunDir) -> None:
     make.add_training(run, rows=rows(SLOWER))
     assert recommend(run, run.spec(), Query(objective="time"), now=1.0).recommendation.choice.nodes == 4
-    found = ask(run).recommendation
+    answer = ask(run)
+    found = answer.recommendation
     rest = found.continuation
     assert rest is not None and found.choice.nodes == 1 and rest.moves
     assert (rest.nodes, rest.batch, rest.samples, rest.left) == (2, 128, 250_000, 0.5)
@@ -59,7 +61,7 @@ def test_a_slower_network_makes_one_node_the_better_choice(run: RunDir) -> None:
     assert stay.step_time == pytest.approx(SLOWER.step_time(2, 64))
     assert rest.hours_as_it_is == pytest.approx(stay.hours / 2)
     assert found.choice.hours / 2 < rest.hours < rest.hours_as_it_is, "a new start is in it"
-    assert any("training on 2 nodes, local batch 64" in text for text in found.warnings)
+    assert "training-pace" in codes(answer.warnings)
     (line,) = show_recommend._describe_continuation(found)
     assert "50.0 % left: on 2 nodes, batch 128" in line and line.endswith("% time)") and "with a new start (-" in line
     worse = rest.model_copy(update={"hours": 2 * rest.hours_as_it_is, "cost": 2 * (rest.cost_as_it_is or 0.0)})

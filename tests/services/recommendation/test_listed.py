@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from make_results import Truth, inspected, probe_all, spec, with_noise
+from read_diagnostics import values
 
 from tula_cli.cli import app
 from tula_cli.models.choice import candidates
@@ -107,13 +108,10 @@ def test_reasons_beyond_some_are_told_together(run: RunDir) -> None:
     for probe in run.results():
         if probe not in small:
             (run.path / f"results/{probe.id}.json").unlink()
-    told = [
-        text
-        for text in recommend(run, far, Query(objective="time"), now=1.0).recommendation.warnings
-        if "left out" in text
-    ]
-    assert len(told) == 6 and "more than 8 times the 3" in told[0]
-    assert "other numbers of nodes (3360 to 5040)" in told[-1]
+    warnings = recommend(run, far, Query(objective="time"), now=1.0).warnings
+    reasons = [warning.values["reason"] for warning in warnings if warning.code == "configurations-left-out"]
+    assert len(reasons) == 5 and "more than 8 times the 3" in str(reasons[0])
+    assert values(warnings, "more-configurations-left-out")["nodes"] == [3360, 5040]
 
 
 def test_a_search_weighs_the_best_of_each_batch_and_what_was_measured(

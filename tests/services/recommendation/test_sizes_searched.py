@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from make_results import Truth, measured, spec
+from read_diagnostics import codes, values
 
 from tula_cli.errors import BadMeasurements
 from tula_cli.options import TrainRequest
@@ -119,9 +120,10 @@ def test_training_is_predicted_as_it_was_recommended(run: RunDir) -> None:
 def test_one_that_was_not_measured_is_left_out_and_tells_nothing(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path, job())
     write(run.parts(run.spec())[2])
-    found = ask(run).recommendation
+    answer = ask(run)
+    found = answer.recommendation
     assert {row.type for row in found.rows} == {"gpus-4"}
-    assert sum("is left out: no probe was measured" in text for text in found.warnings) == 2
+    assert codes(answer.warnings).count("node-type-left-out") == 2
     before = next(row for row in found.rows if (row.nodes, row.batch) == (2, 512))
     write(run.parts(run.spec())[0])
     after = next(r for r in ask(run, node_type="gpus-4").recommendation.rows if (r.nodes, r.batch) == (2, 512))
@@ -129,12 +131,10 @@ def test_one_that_was_not_measured_is_left_out_and_tells_nothing(tmp_path: Path)
 
 
 def test_a_choice_on_more_nodes_than_its_gpus_were_probed_on_says_what_it_follows_from(run: RunDir) -> None:
-    answer = ask(run, node_type="gpus-2", nodes=4).recommendation
-    assert {(row.nodes, row.further, row.measured) for row in answer.rows} == {(4, True, False)}
-    warnings = " ".join(answer.warnings)
-    assert (
-        "no probe had 2 GPUs a node on more than 1 node: what 4 nodes take follows from probes with other" in warnings
-    )
+    answer = ask(run, node_type="gpus-2", nodes=4)
+    assert {(row.nodes, row.further, row.measured) for row in answer.recommendation.rows} == {(4, True, False)}
+    expected = {"nodes": 4, "probed_nodes": 1, "gpus_per_node": 2}
+    assert values(answer.warnings, "beyond-probed-nodes") == expected
 
 
 def test_probes_of_other_sizes_on_other_hardware_are_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, SpecError
 from tula_cli.models.choice.candidates import Candidates
 from tula_cli.models.choice.early_stopping import compute_remaining_share
@@ -108,7 +109,7 @@ def _measure_training_pace(task: TrainTask, rows: Sequence[Mapping[str, Any]]) -
     )
 
 
-def scale_results_now(training: UnfinishedTraining) -> tuple[Results, list[str]]:
+def scale_results_now(training: UnfinishedTraining) -> tuple[Results, tuple[Diagnostic, ...]]:
     """Return the results of the probes scaled to the training's pace, and a description of the basis.
 
     Raises:
@@ -122,7 +123,7 @@ def scale_results_now(training: UnfinishedTraining) -> tuple[Results, list[str]]
         step_of=lambda nodes, local: steps.predict_all([nodes], [gpus], [local]).at(0).seconds,
         compute_of=lambda nodes, local: steps.compute(nodes, gpus, local),
     )
-    return paced_results.results, [str(warning) for warning in paced_results.warnings]
+    return paced_results.results, paced_results.warnings
 
 
 def predict_continuation(training: UnfinishedTraining, choice: Prediction, candidates: Candidates) -> Continuation:

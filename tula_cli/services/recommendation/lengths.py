@@ -18,7 +18,7 @@ from tula_cli.run.records.base import Components
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import SequenceLength
 from tula_cli.services.recommendation.measurements import TypeMeasurements
-from tula_cli.services.recommendation.warnings import list_probe_warnings
+from tula_cli.services.recommendation.warnings import warn_failed_probes
 
 
 def predict_lengths(measurements: TypeMeasurements) -> tuple[tuple[SequenceLength, ...], str]:
@@ -47,7 +47,7 @@ def predict_lengths(measurements: TypeMeasurements) -> tuple[tuple[SequenceLengt
             rows.append(SequenceLength(length=other_part.length, own=False, nodes=nodes, note=error.message))
         else:
             forecasts[other_part.length] = estimator
-            failed = "; ".join(list_probe_warnings(results, (), pending=0))
+            failed = " ".join(map(str, warn_failed_probes(results)))
             rows.append(_predict_length(other_part.length, estimator, nodes=nodes, is_own_length=False, note=failed))
     return tuple(sorted(rows, key=lambda row: row.length)), _describe_growth(forecasts, nodes)
 

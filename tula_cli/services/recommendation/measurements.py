@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, Infeasible, Pending
 from tula_cli.models import efficiency
 from tula_cli.models.choice.grid import Config
@@ -29,9 +30,11 @@ from tula_cli.run.records.probes import Failed, GradientStats, Measured, OutOfMe
 from tula_cli.run.records.recommendations import Prediction, Recommendation, Stage, TrainedSteps
 from tula_cli.run.records.tasks import ProbeTask, TrainTask
 from tula_cli.run.training_run import TrainingRun
+from tula_cli.services import messages
 from tula_cli.spec.job import JobSpec, describe_train_length
 from tula_cli.spec.signature import compute_measurement_signature
 from tula_cli.spec.workload import get_workload
+from tula_cli.words import start_sentence
 
 Results = Sequence[Measured | OutOfMemory | Failed]
 
@@ -66,6 +69,12 @@ class TypeMeasurements:
     def prefix(self) -> str:
         return f"{self.type}: " * bool(self.type)
 
+    def with_type(self, warning: Diagnostic) -> Diagnostic:
+        """Return a warning about these measurements with the node type in values and text, if the job names any."""
+        if not self.type:
+            return warning
+        return Diagnostic(warning.code, {**warning.values, "node_type": self.type}, f"{self.prefix}{warning.text}")
+
     @property
     def trained(self) -> tuple[TrainedSteps, ...]:
         """The trainings whose steps are used in the fit, each with the step time of the probe of its configuration."""
@@ -99,7 +108,7 @@ def gather_measurements(
     query: Query,
     pending: Mapping[str | None, int],
     paced_results: Results | None = None,
-) -> tuple[list[TypeMeasurements], list[str]]:
+) -> tuple[list[TypeMeasurements], list[Diagnostic]]:
     """Return the measurements of each node type, and warnings about types that are left out.
 
     Args:
@@ -145,7 +154,10 @@ def gather_measurements(
             )
     if not all_measurements:
         raise next((error for _, error in errors if isinstance(error, Pending)), errors[0][1])
-    return all_measurements, [f"node type {part.type} is left out: {error.message}" for part, error in errors]
+    return all_measurements, [
+        messages.node_type_left_out(node_type=part.type, problems=[f"{start_sentence(error.message)}."])
+        for part, error in errors
+    ]
 
 
 def find_gradient_noise_of_job(all_measurements: Sequence[TypeMeasurements], *, needed: bool) -> Noise | None:
@@ -174,23 +186,25 @@ def find_gradient_noise_of_job(all_measurements: Sequence[TypeMeasurements], *, 
     raise _make_unknown_error(
         all_measurements,
         f"no probe ({len(probes)} measured) tells the gradient noise that time to accuracy follows from",
-        hint if gradient_stats else f"of a script that takes {_DDP}; choose by another objective",
+        hint
+        if gradient_stats
+        else f"of a script that takes {messages.GRADIENTS_OF_SCRIPT}; choose by another objective",
     )
 
 
-_DDP = "DistributedDataParallel on two or more GPUs, and probes that the script does not end by itself"
-
-
-def warn_no_gradients(all_measurements: Sequence[TypeMeasurements]) -> list[str]:
+def warn_no_gradients(all_measurements: Sequence[TypeMeasurements]) -> list[Diagnostic]:
     """Return a warning that the same progress cannot be predicted, if no probe has measured gradients."""
     if any(probe.gradients for measurements in all_measurements for probe in measurements.estimator.probes.values()):
         return []
-    return [f"nothing is told of the same progress: gradients were not measured, which of a script takes {_DDP}"]
+    return [messages.same_progress_unknown()]
+
+
+_NO_ENERGY = "No probe measured the energy of its steps."
 
 
 def require_energy(
-    all_measurements: Sequence[TypeMeasurements], left_out: Sequence[str]
-) -> tuple[list[TypeMeasurements], list[str]]:
+    all_measurements: Sequence[TypeMeasurements], left_out: Sequence[Diagnostic]
+) -> tuple[list[TypeMeasurements], list[Diagnostic]]:
     """Return the node types whose probes measured their energy, and warnings about the others, appended to `left_out`.
 
     Raises:
@@ -201,7 +215,7 @@ def require_energy(
         unknown = [measurements.type for measurements in all_measurements if measurements.estimator.power is None]
         return with_power, [
             *left_out,
-            *(f"node type {name} is left out: no probe tells its energy" for name in unknown),
+            *(messages.node_type_left_out(node_type=name, problems=[_NO_ENERGY]) for name in unknown),
         ]
     count = sum(len(measurements.estimator.probes) for measurements in all_measurements)
     raise _make_unknown_error(
@@ -271,14 +285,9 @@ def _make_unknown_error(all_measurements: Sequence[TypeMeasurements], why: str, 
     return _make_pending_error(pending, why) if pending else BadMeasurements(why, hint)
 
 
-def describe_pending(pending: int) -> str:
-    """Return the number of queued or running probes in words."""
-    return "1 probe is still under way" if pending == 1 else f"{pending} probes are still under way"
-
-
 def _make_pending_error(pending: int, why: str) -> Pending:
     return Pending(
-        f"{describe_pending(pending)}, and those done do not tell enough: {why}",
+        f"{messages.describe_pending(pending)}, and those done do not tell enough: {why}",
         "tula status shows how far they are; run tula recommend again when they are done",
     )
 

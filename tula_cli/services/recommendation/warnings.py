@@ -1,127 +1,91 @@
 """Warnings about a recommendation: missing probes, and reasons why the choice may not hold."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.models.choice.objective import Choice
 from tula_cli.models.estimator import Estimator
 from tula_cli.query import Query
-from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Failed
 from tula_cli.run.records.recommendations import Prediction
-from tula_cli.services.recommendation.measurements import Results, UnknownConfigurations, describe_pending
+from tula_cli.services import messages
+from tula_cli.services.recommendation.measurements import Results, TypeMeasurements
 from tula_cli.spec.sections import MEMORY_MARGIN
-from tula_cli.words import format_count, format_duration, is_too_wide
+from tula_cli.words import is_too_wide
 
-_MAX_REASONS = 5  # for which configurations are left out that are told one by one
-_MAX_DISAGREEMENT = 0.15  # a second opinion that is further off than this share, and outside the interval, is told
+_MAX_REASONS = 5
+"""Maximum number of reasons for leaving out configurations that are reported one by one."""
+_MAX_DISAGREEMENT = 0.15
+"""Largest relative difference from the additive fit that is not reported."""
 
 
-def list_probe_warnings(results: Results, unknown: Sequence[UnknownConfigurations], *, pending: int) -> list[str]:
-    """Return warnings on missing measurements: pending probes, failed probes, and configurations left out."""
-    warnings = []
-    if pending:
-        warnings.append(f"{describe_pending(pending)}: the answer may change when they are done")
-    warnings += [
-        f"the probe with {format_count(result.nodes)} and local batch {result.local_batch} failed ({result.message});"
-        " tula profile runs it again"
+def warn_failed_probes(results: Results) -> list[Diagnostic]:
+    """Return a warning for each failed probe."""
+    return [
+        messages.probe_failed(nodes=result.nodes, local_batch=result.local_batch, reason=result.message)
         for result in results
         if isinstance(result, Failed)
     ]
-    for left_out in unknown[:_MAX_REASONS]:
-        on = ", ".join(map(str, left_out.nodes))
-        warnings.append(f"{left_out.count} configurations on {on} nodes are left out: {left_out.why}")
+
+
+def list_measurement_warnings(measurements: TypeMeasurements) -> Iterator[Diagnostic]:
+    """Yield warnings on missing, failed and disturbed probes, on the fits, and on damaged files, of a node type."""
+    if measurements.pending:
+        yield messages.probes_pending(probes=measurements.pending)
+    yield from warn_failed_probes(measurements.results)
+    unknown = measurements.unknown
+    for group in unknown[:_MAX_REASONS]:
+        yield messages.configurations_left_out(configurations=group.count, nodes=group.nodes, reason=group.why)
     if remaining := unknown[_MAX_REASONS:]:
-        counts = [count for left_out in remaining for count in left_out.nodes]
-        on = f"on {len(counts)} other numbers of nodes ({min(counts)} to {max(counts)})"
-        warnings.append(
-            f"{sum(group.count for group in remaining)} configurations more are left out, for like reasons, {on}"
+        yield messages.more_configurations_left_out(
+            configurations=sum(group.count for group in remaining),
+            nodes=[count for group in remaining for count in group.nodes],
         )
-    return warnings
+    snapshot = measurements.part.run.read()
+    for attempt in snapshot.attempts:
+        if attempt.disturbed_by:
+            yield messages.probe_disturbed(task=attempt.task, trainings=attempt.disturbed_by)
+    yield from (*measurements.estimator.warnings, *snapshot.job_warnings, *snapshot.training_warnings)
 
 
-def warn_disturbed_probes(attempts: Sequence[Attempt]) -> list[str]:
-    """Warn of probes that measured while trainings of the same user ran on the same GPUs or cores."""
-    return [
-        f"{attempt.task} measured while {', '.join(attempt.disturbed_by)} ran on the same GPUs or cores: its step times may"
-        f" be too long; delete its results and run tula profile again to measure it undisturbed"
-        for attempt in attempts
-        if attempt.disturbed_by
-    ]
-
-
-def list_choice_warnings(estimator: Estimator, choice: Choice, query: Query) -> list[str]:
-    """Return the reasons why the choice may be worse than predicted."""
-    chosen, warnings = choice.prediction, []
+def list_choice_warnings(estimator: Estimator, choice: Choice, query: Query) -> Iterator[Diagnostic]:
+    """Yield the reasons why the choice may be worse than predicted."""
+    chosen, deadline = choice.prediction, query.deadline_hours
     if estimator.steps.determined_exactly and not all(row.measured for row in (chosen, *choice.runners_up)):
-        warnings.append(
-            "the fit is exactly determined: as many parameters as probes, so nothing tells its error;"
-            " measure more (search.strategy: sweep or full) to know it"
-        )
-    warnings += _warn_wide_interval(chosen)
+        yield messages.fit_error_unknown()
+    low, high = chosen.hours_low, chosen.hours_high
+    if low is not None and high is not None and is_too_wide(low, high):
+        yield messages.time_too_uncertain(low_hours=max(low, 0.0), high_hours=high)
     if chosen.further:
-        warnings.append(_warn_extrapolated(estimator, chosen))
-    warnings += _warn_second_opinion(estimator, chosen)
-    if chosen.headroom is not None and chosen.headroom < MEMORY_MARGIN:
-        warnings.append(
-            f"the choice ran in its probe, but leaves only {chosen.headroom:.0%} of the memory free (wanted: {MEMORY_MARGIN:.0%})"
+        yield messages.beyond_probed_nodes(
+            nodes=chosen.nodes,
+            probed_nodes=max(nodes for nodes, _ in estimator.probes),
+            gpus_per_node=estimator.spec.cluster.gpus_per_node if estimator.steps.levels else None,
         )
+    yield from warn_additive_fit(estimator, chosen)
+    if chosen.headroom is not None and chosen.headroom < MEMORY_MARGIN:
+        yield messages.little_memory_free(free_share=chosen.headroom, wanted_share=MEMORY_MARGIN)
     timed = chosen.same_progress if query.same_progress and chosen.same_progress else chosen
     latest_hours = timed.hours_high or 0.0
-    if query.deadline_hours is not None and latest_hours > query.deadline_hours:
-        warnings.append(f"the choice may miss the deadline: up to {latest_hours:.3g} hours (90 % interval)")
-    if (
-        chosen.market == "on_demand"
-        and estimator.spec.pricing.spot is not None
-        and estimator.predict_on_spot(chosen) is None
-    ):
-        warnings.append(f"no spot nodes for {format_count(chosen.nodes)}: {_describe_why_no_spot(estimator)}")
-    if chosen.market == "spot" and query.deadline_hours is not None:
-        warnings.append("the time on spot nodes is an expected one: a run with more interruptions takes longer")
-    return warnings
+    if deadline is not None and latest_hours > deadline:
+        yield messages.may_miss_deadline(high_hours=latest_hours, deadline_hours=deadline)
+    if chosen.market == "spot":
+        if deadline is not None:
+            yield messages.spot_time_is_expected()
+    elif estimator.spec.pricing.spot is not None and estimator.predict_on_spot(chosen) is None:
+        if estimator.saving is not None and not estimator.saving.is_known:
+            yield messages.no_spot_saves_unknown(nodes=chosen.nodes)
+        else:
+            yield messages.no_spot_too_many_interruptions(nodes=chosen.nodes)
 
 
-def _warn_wide_interval(chosen: Prediction) -> list[str]:
-    low, high = chosen.hours_low, chosen.hours_high
-    if low is None or high is None or not is_too_wide(low, high):
-        return []
-    return [
-        f"the time of the choice is too uncertain to decide by: its 90 % interval is {format_duration(3600 * max(low, 0.0))} to"
-        f" {format_duration(3600 * high)}; probe longer or more (search.min_seconds, search.strategy: full) and recommend again"
-    ]
-
-
-def _warn_extrapolated(estimator: Estimator, chosen: Prediction) -> str:
-    most, gpus = format_count(max(nodes for nodes, _ in estimator.probes)), estimator.spec.cluster.gpus_per_node
-    had, follows = f"more than {most}", "how synchronisation has grown up to there"
-    if estimator.steps.levels:
-        had, follows = (
-            f"{format_count(gpus, 'GPU')} a node on more than {most}",
-            "probes with other numbers of GPUs a node",
-        )
-    return (
-        f"no probe had {had}: what {format_count(chosen.nodes)} take follows from {follows}; a probe on as many would tell"
-        " (search.nodes)"
-    )
-
-
-def _describe_why_no_spot(estimator: Estimator) -> str:
-    if estimator.saving is not None and not estimator.saving.is_known:
-        return "how often the script saves is not known until it trains (or say script.resume.checkpoint_interval)"
-    return "interruptions would leave no time to get anywhere"
-
-
-def _warn_second_opinion(estimator: Estimator, chosen: Prediction) -> list[str]:
+def warn_additive_fit(estimator: Estimator, chosen: Prediction) -> list[Diagnostic]:
     """Warn if a fit without overlap, which is accurate if little is overlapped, predicts a very different step time."""
     gpus = estimator.spec.cluster.gpus_per_node
-    second_opinion = None if chosen.measured else estimator.steps.second_opinion(chosen.nodes, gpus, chosen.local_batch)
-    if second_opinion is None or chosen.step_low is None or chosen.step_high is None:
+    seconds = None if chosen.measured else estimator.steps.second_opinion(chosen.nodes, gpus, chosen.local_batch)
+    if seconds is None or chosen.step_low is None or chosen.step_high is None:
         return []
-    if (
-        chosen.step_low <= second_opinion <= chosen.step_high
-        or abs(second_opinion / chosen.step_time - 1) < _MAX_DISAGREEMENT
-    ):
+    is_near = abs(seconds / chosen.step_time - 1) < _MAX_DISAGREEMENT
+    if is_near or chosen.step_low <= seconds <= chosen.step_high:
         return []
-    return [
-        f"a plain additive fit of the same probes gives {second_opinion * 1e3:.3g} ms a step for the choice, not"
-        f" {chosen.step_time * 1e3:.3g} ms: measure it (search.strategy: full, or adaptive) before relying on it"
-    ]
+    return [messages.additive_fit_disagrees(additive_ms=1e3 * seconds, predicted_ms=1e3 * chosen.step_time)]

@@ -311,12 +311,12 @@ class Estimator:
         Args:
             nodes, batch: shape (n,).
         """
-        blocks = [slice(at, at + _BLOCK) for at in range(0, max(1, len(nodes)), _BLOCK)]
-        return Candidates.concatenate([self._estimate_block(nodes[block], batch[block]) for block in blocks])
-
-    def _estimate_block(self, nodes: Ints, batch: Ints) -> Candidates:
-        probes = self._probes_at(nodes, batch // (nodes * self.spec.cluster.gpus_per_node))
-        return self._predict_trainings(nodes, batch, self._step_times(nodes, batch), probes)
+        tables = []
+        for start in range(0, max(1, len(nodes)), _BLOCK):
+            counts, batches = nodes[start : start + _BLOCK], batch[start : start + _BLOCK]
+            probes = self._probes_at(counts, batches // (counts * self.spec.cluster.gpus_per_node))
+            tables.append(self._predict_trainings(counts, batches, self._step_times(counts, batches), probes))
+        return Candidates.concatenate(tables)
 
     def predict_on_spot(self, on_demand: Prediction) -> Prediction | None:
         """Return the prediction for spot nodes, or None if `on_spot` leaves it out."""
@@ -327,7 +327,7 @@ class Estimator:
         """Predict a configuration on a market; None if it cannot run there or its step time is unknown."""
         if self.why_not(config) or self.why_unknown(config):
             return None
-        return self._move_to_market(self.predict(config), market)
+        return self._move_to_market(self.estimate(*to_columns([config])).prediction(0), market)
 
     def _move_to_market(self, row: Prediction | None, market: Market) -> Prediction | None:
         """Return a prediction for nodes on demand on the given market."""

@@ -64,6 +64,8 @@ class StageTimes:
 
     def why_not(self, config: Config) -> str:
         """Return why a configuration cannot be trained with the stages that the job names; empty if it can."""
+        if self.spec.train.stages is None:
+            return ""
         try:
             assign_nodes_to_stages(
                 self._ramp(config).stages, list_nodes_named_by_stages(self.spec), spec=self.spec, nodes=config.nodes
@@ -77,6 +79,8 @@ class StageTimes:
 
         A training may still reach such a configuration after an out-of-memory error.
         """
+        if self.spec.train.stages is None:
+            return ""
         return describe_stage_refusal(self.spec, batch=config.batch, nodes=config.nodes, dataset_size=self.dataset_size)
 
     def stages_at(self, config: Config) -> tuple[StageSteps, ...]:

@@ -9,7 +9,6 @@ from tula_cli.entry_points import load_extra
 from tula_cli.errors import SpecError
 from tula_cli.query import Curve, Objective
 from tula_cli.run.frames import make_record_frame
-from tula_cli.run.html_table import render_html
 from tula_cli.run.records.base import Market, Record, RecordedText
 from tula_cli.words import (
     choose_time_unit,
@@ -427,6 +426,8 @@ class Recommendation(Record):
 
     def _repr_html_(self) -> str:
         """Return the choice and the configurations, the chosen one first, for a notebook."""
+        from tula_cli.run.html_table import render_html  # which commands do not need
+
         divisor, unit = choose_time_unit(3600 * max(row.hours for row in self.rows))
         is_typed = any(row.type for row in self.rows)
         rows = [row for row in self.rows if row != self.choice]

@@ -56,6 +56,8 @@ def test_a_script_under_ddp_is_measured_by_part_and_ends_as_without_tula(run: Sc
         ("various.py", ("--epochs", 2), 1, 16),
         ("resnet.py", ("--local-batch", 4, "--epochs", 1), 2, 8),
         ("odd_steps.py", ("gan",), 1, None),
+        ("trainer.py", ("OUT", 3), 1, 8),
+        ("lit.py", ("OUT", 1, 3), 1, 8),
     ],
 )
 def test_scripts_of_many_kinds_are_measured(
@@ -64,7 +66,8 @@ def test_scripts_of_many_kinds_are_measured(
     named = {"reference.py": ("--output-dir", tmp_path / "out"), "various.py": ("--out", tmp_path / "out")}
     (tmp_path / "out").mkdir()
     plan = make_plan(tmp_path / "observed")
-    ended = run(script, *arguments, *named.get(script, ()), plan=plan, world=world)
+    filled = [tmp_path / "out" if argument == "OUT" else argument for argument in arguments]
+    ended = run(script, *filled, *named.get(script, ()), plan=plan, world=world)
     assert ended.codes == [0] * world, ended.said
     measured = measure(get_only_job(tmp_path / "observed"))
     assert measured.step_seconds > 0 and measured.world == world

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from driver import Tula
 from tula_cli.host.leftovers import find_processes_with_variable
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.script_attempt import ScriptAttempt
+from tula_cli.services.observe import report_observed
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 ROOT = Path(__file__).resolve().parents[2]
@@ -200,3 +202,24 @@ def test_what_another_start_cures_does_not_empty_the_chain(
     assert [attempt.outcome for attempt in attempts] == [outcome, "done"], [one.message for one in attempts]
     assert (attempts[0].job_id == attempts[1].job_id) == (outcome != "user"), "the user's class goes on in the next job"
     assert training.result() is not None
+
+
+OBSERVED = """#!/bin/bash
+#SBATCH --nodes=2 --ntasks-per-node=1 --mem=1500M --time=5 --wait --output=job.out
+export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) MASTER_PORT=29400 WORLD_SIZE=2 GLOO_SOCKET_IFNAME={interface}
+srun bash -c 'RANK=$SLURM_PROCID exec {python} -m tula_cli observe -- {python} plain_ddp.py --samples 6400 --epochs 1'
+"""
+
+
+def test_a_step_of_two_nodes_is_observed_as_one_job(on_slurm: SlurmCluster, tmp_path: Path) -> None:
+    shutil.copy(ROOT / "tests" / "scripts" / "plain_ddp.py", tmp_path)
+    batch = tmp_path / "job.sh"
+    batch.write_text(OBSERVED.replace("{python}", sys.executable).replace("{interface}", "eth0"))
+    done = subprocess.run(["sbatch", str(batch)], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    output = (tmp_path / "job.out").read_text()
+    assert done.returncode == 0, output
+    assert output.count("exchanging gradients") == 1, "one report, by the first rank"
+    (report,) = report_observed(tmp_path / "tula-observed")
+    assert (report.nodes, report.gpus_per_node, report.batch) == (2, 1, 16)
+    assert report.sync_seconds is not None and report.sync_seconds > 0
+    assert [request.nodes for request in report.other_requests] == [1, 4]

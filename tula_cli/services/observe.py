@@ -24,7 +24,7 @@ PLAN: Mapping[str, Any] = {
     "task": "observe",
     "warmup": 10,
     "min_steps": 20,
-    "max_steps": 200,
+    "max_steps": 100,
     "seconds": 20.0,
     "split_steps": 20,
     "heartbeat": 10.0,

@@ -125,6 +125,24 @@ class Here(make.FakeLauncher):
         run.write_summary(make.summary(signature=task.signature))
 
 
+class SlowExit(Here):
+    """Its jobs are reported as running several times more after their results are complete."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries = {}
+
+    def submit(self, run, task):
+        self.queries[task.job] = 0
+        return super().submit(run, task)
+
+    def states(self, look, jobs):
+        for job in jobs:
+            self.queries[job.id] += 1
+            self.says[job.id] = "running" if self.queries[job.id] < 5 else "ended"
+        return super().states(look, jobs)
+
+
 @pytest.fixture
 def cluster(monkeypatch):
     """A cluster of this test's own; replace `.launcher` for another one."""
@@ -160,6 +178,14 @@ def test_profile_recommend_train(cluster):
     assert trained.code == 0
     assert "predicted" in trained.out
     assert cluster.launcher.submitted[2].startswith("train-")
+
+
+def test_a_search_in_rounds_goes_on_although_its_jobs_exit_slowly(cluster):
+    cluster.launcher, cluster.inspection = SlowExit(), inspection(dataset_size=50_000)
+    answer = tula("profile", "job.yaml", "--set", "search.strategy=adaptive", "--set", "train.epochs=100000", "--json")
+    assert answer.code == 0, answer.err
+    assert not answer.json["data"]["missing"]
+    assert len(cluster.launcher.submitted) > 2, "a second round"
 
 
 def test_check_recommend_and_train_print_one_line_about_the_method(cluster):

@@ -1,6 +1,7 @@
 """`tula profile` as a service: what is missing, what it may cost, what is submitted."""
 
 import contextlib
+import dataclasses
 from pathlib import Path
 
 import make_runs
@@ -179,6 +180,53 @@ def test_each_round_follows_from_the_results_of_those_before(rounds: RunDir) -> 
         plan = profile.plan_probes(rounds.spec(), inspection(), rounds)
         assert plan.done == seen
     assert 4 <= seen < 18 and "expected regret" in plan.certainty
+
+
+def plan_after(plan: profile.ProfilePlan) -> profile.ProfilePlan:
+    """Return a further round, with a job of the same id as one of the round before."""
+    return dataclasses.replace(plan, tasks=(plan.tasks[0].model_copy(update={"local_batches": (64,)}),))
+
+
+def submit_all(run: RunDir, plan: profile.ProfilePlan, launcher: FakeLauncher) -> None:
+    profile.submit_probes(run, plan, launcher)
+    assert set(launcher.says.values()) == {"running"}
+
+
+def test_a_round_waits_until_finished_jobs_of_the_round_before_have_exited(rounds: RunDir) -> None:
+    launcher = FakeLauncher()
+    plan = profile.plan_probes(rounds.spec(), inspection(), rounds)
+    submit_all(rounds, plan, launcher)
+    measure(rounds, plan)
+    pauses: list[float] = []
+
+    def exit_after_three_pauses(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            launcher.says.update(dict.fromkeys(launcher.says, "ended"))
+
+    after = plan_after(plan)
+    profile.wait_for_exits(rounds, launcher, after, sleep=exit_after_three_pauses)
+    assert len(pauses) == 3
+    launcher.submitted.clear()
+    profile.submit_probes(rounds, after, launcher)
+    assert launcher.submitted == list(after.jobs)
+
+
+def test_no_round_waits_for_a_job_that_is_still_measuring(rounds: RunDir) -> None:
+    launcher = FakeLauncher()
+    plan = profile.plan_probes(rounds.spec(), inspection(), rounds)
+    submit_all(rounds, plan, launcher)
+    profile.wait_for_exits(rounds, launcher, plan, sleep=lambda _: pytest.fail("it waits"))
+
+
+def test_a_job_that_never_exits_is_waited_for_only_so_long(rounds: RunDir) -> None:
+    launcher = FakeLauncher()
+    plan = profile.plan_probes(rounds.spec(), inspection(), rounds)
+    submit_all(rounds, plan, launcher)
+    measure(rounds, plan)
+    pauses: list[float] = []
+    profile.wait_for_exits(rounds, launcher, plan_after(plan), sleep=pauses.append)
+    assert profile.MAX_EXIT_SECONDS <= sum(pauses) < 2 * profile.MAX_EXIT_SECONDS
 
 
 def test_what_auto_comes_to_is_kept_with_its_probes(tmp_path: Path) -> None:

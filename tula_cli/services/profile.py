@@ -1,6 +1,7 @@
 """`tula profile`: find the missing probes and their maximum cost, and submit them."""
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ from tula_cli.services.search_cost import choose_strategy
 from tula_cli.services.status import count_notes
 from tula_cli.services.wall_times import warn_too_short
 from tula_cli.spec.job import JobSpec
+
+MAX_EXIT_SECONDS = 60.0
+"""How long to wait for a job to exit that has all its results."""
 
 
 @dataclass(frozen=True)
@@ -260,6 +264,24 @@ def submit_probes(run: RunDir, plan: ProfilePlan, launcher: Launcher) -> tuple[s
             run.write_task(task.model_copy(update={"code": code}))
             run.write_job(launcher.submit(run, task))
     return tuple(jobs)
+
+
+def wait_for_exits(
+    run: RunDir, launcher: Launcher, plan: ProfilePlan, *, sleep: Callable[[float], None] = time.sleep
+) -> None:
+    """Wait until those jobs of a plan have exited that have all results of the round before.
+
+    A round submits jobs of the same ids as the one before. While a job of that round exits, it would pass for the job that
+    measures this one.
+    """
+    pause, remaining = plan.tasks[0].spec.cluster.backend.poll[0], MAX_EXIT_SECONDS
+    while remaining > 0 and any(
+        run.is_finished(task)
+        for id_ in list_unfinished_jobs(run, launcher, list(plan.jobs))
+        for task in run.read().tasks_of(id_)
+    ):
+        sleep(pause)
+        remaining -= pause
 
 
 def is_measured(run: RunDir, plan: ProfilePlan) -> bool:

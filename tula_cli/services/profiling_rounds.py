@@ -271,6 +271,8 @@ class _Profiling:
 
     def _start(self, planned: Plans, missing: Plans) -> Work[list[_SubmittedPart]]:
         """Submit a round, after confirmation if there are jobs to submit."""
+        for part, plan in missing:
+            profile.wait_for_exits(part.run, self.dependencies.launcher_for(part.spec), plan)
         jobs = [_SubmittedPart(part, plan, self.dependencies.launcher_for(part.spec)) for part, plan in missing]
         if any(submitted.has_missing for submitted in jobs):
             for part, plan in missing:

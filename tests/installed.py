@@ -2,8 +2,9 @@
 
     python tests/installed.py PYTHON [PYTEST ...]
 
-Makes .proof/installed-PYTHON, an environment of its own with tula's dependencies and without torch (kept for the next time),
-and needs a package registry for that. Pytest then runs in it on the code of the tree.
+Takes a Python of that version where there is one, else this one, and says which it was. Makes .proof/installed-VERSION, an
+environment of its own with tula's dependencies and without torch (kept for the next time), and needs a package registry for
+that. Pytest then runs in it on the code of the tree.
 """
 
 import hashlib
@@ -37,12 +38,14 @@ PLAIN = ("--hypothesis-profile=ci",)
 
 
 def main() -> int:
-    version, *tests = sys.argv[1:]
+    wanted, *tests = sys.argv[1:]
+    found = interpreter(wanted)
+    version = subprocess.run([found, "--version"], capture_output=True, text=True, check=True).stdout.split()[1]
     with tempfile.TemporaryDirectory(prefix="tula-installed-") as place:
         folder = Path(place)
         run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT))
         wheel = next(folder.glob("*.whl"))
-        python = make_environment(version, wheel)
+        python = make_environment(found, version, wheel)
         run(str(python), "-m", "twine", "check", "--strict", *map(str, folder.glob("tula_cli-*")))
         run(str(python), "-m", "pip", "install", "--quiet", "--force-reinstall", "--no-deps", str(wheel))
         run(str(python), "-m", "pip", "check")
@@ -57,22 +60,13 @@ def main() -> int:
     return 0
 
 
-def make_environment(version: str, wheel: Path) -> Path:
-    """Return the Python of an environment of this version that has what the wheel and its tests need.
-
-    Raises:
-        SystemExit: there is no Python of this version.
-    """
-    found = interpreter(version)
-    printed = subprocess.run([found, "--version"], capture_output=True, text=True, check=True).stdout
-    if not printed.startswith(f"Python {version}."):
-        print(f"there is no Python {version} here, only {printed.strip()}")
-        raise SystemExit(1)
+def make_environment(interpreter: str, version: str, wheel: Path) -> Path:
+    """Return the Python of an environment that has what the wheel and its tests need."""
     (metadata,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".dist-info/METADATA"))
     needs = re.findall(r"^Requires-Dist: .*", zipfile.ZipFile(wheel).read(metadata).decode(), re.MULTILINE)
     digest = hashlib.sha256(" ".join([*needs, *CHECKERS]).encode()).hexdigest()[:8]
     folder = ROOT / ".proof" / f"installed-{version}-{digest}"
-    return environment(folder, found, [f"{wheel}[report,tests]", *CHECKERS], gigabytes=NEEDED)
+    return environment(folder, interpreter, [f"{wheel}[report,tests]", *CHECKERS], gigabytes=NEEDED)
 
 
 def run(*command: str, cwd: Path = ROOT) -> None:

@@ -218,7 +218,7 @@ def test_a_step_of_two_nodes_is_observed_as_one_job(on_slurm: SlurmCluster, tmp_
     done = subprocess.run(["sbatch", str(batch)], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     output = (tmp_path / "job.out").read_text()
     assert done.returncode == 0, output
-    assert output.count("exchanging gradients") == 1, "one report, by the first rank"
+    assert output.count("whole step") == 1, "one report, by the first rank"
     (report,) = report_observed(tmp_path / "tula-observed")
     assert (report.nodes, report.gpus_per_node, report.batch) == (2, 1, 16)
     assert report.sync_seconds is not None and report.sync_seconds > 0

@@ -20,6 +20,8 @@ function look() {
   const name = one => one.tagName + '.' + (one.getAttribute('class') || '') + ': ' + one.textContent.slice(0, 40);
   const wide = [...document.body.querySelectorAll('*')].filter(one =>
     !one.closest('.scroll *, svg *, .skip') && !inside(one.getBoundingClientRect())).map(name);
+  const cut = [...document.querySelectorAll('.scroll')].filter(box => box.scrollWidth > box.clientWidth + 1).map(box =>
+    box.getAttribute('aria-label'));
   const clipped = [], overlapping = [], sizes = [];
   for (const svg of document.querySelectorAll('svg')) {
     const frame = svg.getBoundingClientRect();
@@ -39,7 +41,7 @@ function look() {
       }
     });
   }
-  const told = {width: innerWidth, scrolled: document.documentElement.scrollWidth, wide, clipped, overlapping,
+  const told = {width: innerWidth, scrolled: document.documentElement.scrollWidth, wide, cut, clipped, overlapping,
     smallest: sizes.length ? Math.min(...sizes) : null, figures: document.querySelectorAll('svg').length,
     background: getComputedStyle(document.body).backgroundColor, requests: performance.getEntriesByType('resource').map(one => one.name)};
   const out = parent.document.createElement('script');
@@ -74,7 +76,7 @@ def start(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def look(page: Path, *, width: int, dark: bool = False) -> dict[str, Any]:
-    """Open a page in a frame of a width, for a window is never narrower than 500 pixels, and return what is wrong with it: what is too wide, clipped, on each other.
+    """Open a page in a frame of a width, for a window is never narrower than 500 pixels, and return what is wrong with it: what is too wide, clipped, on each other, and the tables that are `cut` (wider than their box).
 
     `console` are the lines of the browser's console, `requests` what the page has loaded beside itself.
     """

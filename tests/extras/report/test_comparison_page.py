@@ -59,12 +59,16 @@ def test_the_page_names_the_job_and_draws_every_method(here: Trains, tmp_path: P
     assert code == 0 and "wrote page.html" in err
     facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", content))
     assert facts["model"].startswith("resnet18") and facts["data"] == "digits" and facts["seeds"] == "5, 6"
-    assert facts["hardware"] == "NVIDIA A100; 1 GPU a node"
+    assert facts["hardware"] == "NVIDIA A100; 1 GPU per node"
     assert facts["software"] == "torch 2.6.0, CUDA 12.4, driver 550.54, Python 3.11.7, tula 0.1.0"
-    assert "lbt (reference)" in content and "<td>91.00</td>" in content and "1 diverged" in content
-    # Of the four that have numbers: by batch, on the way at two batches.
+    assert "lbt (reference)" in content and ">91.00</td>" in content and "1 diverged" in content
+    # Of the four that have numbers: by batch, and during training at two batches.
     titles = re.findall(r"<figure [^>]*><h3>(.*?)</h3>", content)
-    assert titles[:3] == ["top-1 (%) by batch", "top-1 (%) on the way, batch 128", "top-1 (%) on the way, batch 256"]
+    assert titles[:3] == [
+        "top-1 (%) by batch",
+        "top-1 (%) during training, batch 128",
+        "top-1 (%) during training, batch 256",
+    ]
     assert {"Mean scaling factor", "Gradient norm", "Scaling factors of ags, batch 256"} <= set(titles)
     assert content.count("<svg") == len(titles)
 
@@ -72,8 +76,8 @@ def test_the_page_names_the_job_and_draws_every_method(here: Trains, tmp_path: P
 def test_what_no_training_tells_of_its_machine_is_said_to_be_unknown(run: RunDir) -> None:
     found = document(run, plan(run).comparison)
     facts = {fact.name: fact.value for fact in found.facts}
-    assert facts["software"] == "not told by the trainings so far"
-    assert facts["hardware"] == "not told by the trainings so far; 1 GPU a node"
+    assert facts["software"] == "not recorded yet"
+    assert facts["hardware"] == "not recorded yet; 1 GPU per node"
 
 
 def test_a_page_shows_no_text_of_arguments(run: RunDir) -> None:
@@ -114,9 +118,9 @@ def test_the_page_of_a_language_model_draws_loss_and_perplexity(run: RunDir) -> 
     found = document(run, planned.comparison)
     titles = [figure.title for section in found.sections for figure in section.figures]
     assert {"loss by batch", "perplexity by batch"} <= set(titles)
-    assert {f"{words} on the way, batch {batch}" for words in ("perplexity", "loss") for batch in (128, 256)} <= set(
-        titles
-    )
+    assert {
+        f"{words} during training, batch {batch}" for words in ("perplexity", "loss") for batch in (128, 256)
+    } <= set(titles)
     plain = row(table(run, planned.comparison), "lbt", 256).metrics["perplexity"]
     assert f"<td>{plain.mean:.3f}</td>" in render_page(found)
 
@@ -132,7 +136,7 @@ def test_a_script_is_compared_by_its_own_metric(tmp_path: Path) -> None:
 def test_a_metric_that_no_training_told_has_no_number(tmp_path: Path) -> None:
     report = compared(tmp_path, TrainsScripts(told=False), script_job(), methods=("lbt",), seeds=1, controls=False)
     found = comparison_document.build_comparison_document(report, [], spec=script_job(), run_id="own", at=0.0)
-    assert "<td>-</td>" in render_page(found)
+    assert ">-</td>" in render_page(found)
 
 
 def test_a_comparison_in_rounds_has_a_table_of_the_first_round(run: RunDir) -> None:

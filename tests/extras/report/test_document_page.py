@@ -9,6 +9,7 @@ from pathlib import Path
 
 import browser
 import documents
+import make_reports
 import pytest
 
 from tula_cli.extras.report import page as document_page
@@ -87,7 +88,7 @@ def test_the_page_can_be_heard(rich: str) -> None:
 def test_a_table_has_its_units_its_marks_and_dashes_for_what_is_not_known(rich: str) -> None:
     assert '<th scope="col">time <span class="unit">(h)</span></th>' in rich
     row = next(row for row in rich.split("<tr") if row.startswith(" class=chosen"))
-    assert 'aria-label="chosen">★</span>' in row and "<td>1024</td>" in row and "<td>-</td>" in row
+    assert 'aria-label="chosen">★</span>' in row and '<td data-label="batch">1024</td>' in row and ">-</td>" in row
     assert "★ chosen" in rich and rich.count('aria-label="marked">◆') == 2
 
 
@@ -166,6 +167,25 @@ def test_in_a_browser_nothing_is_too_wide_clipped_or_on_each_other(
     )
     assert seen["smallest"] >= (9 if width == 400 else 12)
     assert seen["background"] == ("rgb(20, 24, 29)" if width == 400 else "rgb(255, 255, 255)")
+
+
+@pytest.fixture(scope="module")
+def page_of_run(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The page of a run with prices, several node counts, a training and a comparison."""
+    run = make_reports.compared(
+        make_reports.trained(make_reports.answered(make_reports.probed(tmp_path_factory.mktemp("page"))))
+    )
+    return document_page.render_page(make_reports.report(run))
+
+
+@pytest.mark.parametrize("width", [400, 1400])
+@pytest.mark.parametrize("kind", ["rich", "page_of_run"])
+def test_in_a_browser_no_table_is_cut(
+    needs_browser: None, tmp_path: Path, request: pytest.FixtureRequest, kind: str, width: int
+) -> None:
+    (tmp_path / "page.html").write_text(request.getfixturevalue(kind))
+    seen = browser.look(tmp_path / "page.html", width=width)
+    assert (seen["cut"], seen["wide"], seen["scrolled"]) == ([], [], width)
 
 
 def test_in_a_browser_hostile_names_do_nothing(needs_browser: None, tmp_path: Path, hostile: str) -> None:

@@ -2,10 +2,14 @@
 
 import make_reports as reports
 import pytest
-from make_reports import column, table
+from make_reports import column, figure, section, table
 from make_results import Truth, measured
 
+from tula_cli.extras.report.sections import build_configurations_table
+from tula_cli.extras.report.values import describe_notes, explain_notes
+from tula_cli.query import Query
 from tula_cli.run.directory import RunDir
+from tula_cli.services import recommend as recommending
 
 
 @pytest.fixture(scope="module")
@@ -26,3 +30,39 @@ def test_tables_of_the_report_have_notes_that_the_caption_explains(key: str, run
     assert any("efficiency above 110 %" in note for note in notes) and any("efficiency" not in note for note in notes)
     assert "Efficiency above 110 %: a node does over 110 %" in own.caption
     assert ("Wide interval" in own.caption) == any("wide interval" in note for note in notes)
+
+
+def test_the_choice_is_the_first_row_whatever_the_order(run: RunDir) -> None:
+    configurations = table(reports.report(run), "configurations")
+    assert configurations.marks.index("chosen") == 0 and configurations.marks.count("chosen") == 1
+    times = column(configurations, "time")
+    assert times[1:] == sorted(times[1:]) and times != sorted(times), "the choice by cost is not the fastest"
+
+
+def test_notes_name_the_quantities_within_noise_once() -> None:
+    names = ["wide_interval", "time_within_noise", "cost_within_noise", "efficiency_above_100"]
+    assert describe_notes(names) == "wide interval; efficiency above 100 %; time, cost within noise"
+    explanation = explain_notes([names, ["interval_unknown"]])
+    for start in ("Wide interval: ", "Within noise: ", "Efficiency above 100 %: ", "Interval unknown: "):
+        assert explanation.count(start) == 1
+
+
+def test_an_efficiency_above_100_is_marked_in_table_and_figure(run: RunDir) -> None:
+    report = reports.report(run)
+    efficiency = column(table(report, "strong_scaling"), "efficiency")
+    assert max(efficiency) > 100
+    for value, note in zip(efficiency, column(table(report, "strong_scaling"), "note"), strict=True):
+        assert ("efficiency above 1" in note) == (value >= 100.5)
+    (mark,) = figure(report, "scaling_efficiency").marks
+    assert (mark.y, mark.kind) == (100.0, "limit")
+    assert "is hardly possible" in " ".join(section(report, "scaling").text)
+
+
+def test_an_unknown_interval_is_called_unknown(run: RunDir) -> None:
+    answer = recommending.recommend(run, run.spec(), Query(objective="cost"), now=1.0).recommendation
+    unknown = answer.choice.model_copy(update={"hours_low": None, "hours_high": None})
+    rows = [unknown, *answer.rows[1:]]
+    configurations = build_configurations_table(rows, unknown, "USD")
+    notes = column(configurations, "note")
+    assert notes[0] == "interval unknown" and not any("unknown" in note for note in notes[1:])
+    assert "Interval unknown: too few probes" in configurations.caption

@@ -46,13 +46,13 @@ def tula(*words: str) -> tuple[int, str, str]:
 def test_without_a_form_it_says_what_there_is_and_what_is_missing() -> None:
     code, out, err = tula()
     assert code == 0
-    assert "Scaling" in out and "Methods and batches: nothing was compared: tula compare" in out
+    assert "Scaling" in out and "Methods and batches: no comparison. tula compare" in out
     assert "--html FILE for a page" in out and err.startswith("run tula-runs/test-")
 
 
 def test_text_forms_are_the_answer_on_stdout_word_by_word(trained: str) -> None:
     code, out, err = tula("--markdown")
-    assert code == 0 and out.startswith("# test\n\n**On how many of 1, 2, 4, 8 nodes")
+    assert code == 0 and out.startswith("# test\n\n**How many nodes (1, 2, 4, 8)")
     assert "| nodes | batch |" in out, "no line is broken to the width of the screen"
     assert err.startswith("run tula-runs/test-") and err.count("\n") == 1
     assert tula(trained, "--latex")[1].startswith("\\documentclass")
@@ -116,7 +116,7 @@ def test_what_cannot_be_asked_is_refused(words: tuple[str, ...], told: str) -> N
 )
 def test_each_text_form_has_the_scaling_tables(form: tuple[str, ...], rows: str) -> None:
     text = tula(*form)[1]
-    strong = text[text.index("Strong scaling: global batch") :].partition("Weak scaling: local batch")
+    strong = text[text.index("Strong scaling: global batch") :].partition("Weak scaling: batch")
     for table in (strong[0], strong[2]):
         found = [match.groups()[-2:] for line in table.splitlines() if (match := re.match(rows, line))]
         assert ("4", "4") in found and len(found) >= 3, (form, table[:400])

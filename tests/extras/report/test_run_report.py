@@ -72,22 +72,24 @@ def test_the_answer_is_the_one_that_recommend_has_kept(whole: RunDir, told: Docu
     assert (
         "Trained on 2 nodes at batch 64: 6.00 min (predicted 4.80 min), 0.200 USD, best top-1 83.00 %." in told.answer
     )
-    assert told.question.endswith(f"trained for 10 epochs (by {kept.criteria}, asked 1970-01-01 00:00)?")
+    assert told.question.endswith(f"for 10 epochs (objective {kept.criteria}, 1970-01-01 00:00)?")
 
 
 def test_the_table_of_configurations_has_the_rows_of_recommend(whole: RunDir, told: Document) -> None:
     now = recommending.recommend(whole, whole.spec(), Query(objective="time"), now=1.0).recommendation
     found = table(told, "configurations")
-    assert [column(found, name) for name in ("nodes", "batch", "local batch")] == [
-        [getattr(row, name) for row in now.rows] for name in ("nodes", "batch", "local_batch")
+    rows = sorted(now.rows, key=lambda row: row != now.choice)
+    assert found.marks[0] == "chosen"
+    assert [column(found, name) for name in ("nodes", "batch", "batch/GPU")] == [
+        [getattr(row, name) for row in rows] for name in ("nodes", "batch", "local_batch")
     ]
     seconds = {"s": 3600, "min": 60, "h": 1}[next(one.unit for one in found.columns if one.title == "time")]
-    assert column(found, "time") == pytest.approx([row.hours * seconds for row in now.rows])
-    assert column(found, "cost") == pytest.approx([row.cost for row in now.rows])
-    (chosen,) = [row for row, mark in zip(now.rows, found.marks, strict=True) if mark == "chosen"]
+    assert column(found, "time") == pytest.approx([row.hours * seconds for row in rows])
+    assert column(found, "cost") == pytest.approx([row.cost for row in rows])
+    (chosen,) = [row for row, mark in zip(rows, found.marks, strict=True) if mark == "chosen"]
     assert chosen == now.choice
-    front = [row for row, mark in zip(now.rows, found.marks, strict=True) if mark == "front"]
-    assert front == [row for row in now.rows if row.pareto and row != chosen]
+    front = [row for row, mark in zip(rows, found.marks, strict=True) if mark == "front"]
+    assert front == [row for row in rows if row.pareto and row != chosen]
 
 
 def test_an_answer_that_would_be_another_now_is_told(tmp_path: Path) -> None:
@@ -97,10 +99,10 @@ def test_an_answer_that_would_be_another_now_is_told(tmp_path: Path) -> None:
     other = next(row for row in kept.rows if row.batch != kept.choice.batch)
     run.write_recommendation(kept.model_copy(update={"choice": other}))
     text = " ".join(section(report(run), "choice").text)
-    assert f"Asked again now, the answer would be {kept.choice.nodes} nodes, batch {kept.choice.batch}" in text
+    assert f"A new recommendation would be {kept.choice.nodes} nodes, batch {kept.choice.batch}" in text
     limited = kept.model_copy(update={"choice": other, "options": ("--max-batch 64",)})
     run.write_recommendation(limited)
-    assert "Asked again now" not in " ".join(section(report(run), "choice").text)
+    assert "A new recommendation" not in " ".join(section(report(run), "choice").text)
 
 
 def test_without_an_answer_the_knee_is_told(tmp_path: Path) -> None:
@@ -109,7 +111,7 @@ def test_without_an_answer_the_knee_is_told(tmp_path: Path) -> None:
     now = recommending.recommend(run, run.spec(), Query(objective="knee"), now=1.0).recommendation
     assert document.answer.startswith(f"{now.choice.nodes} nodes, batch {now.choice.batch} ") or now.choice.nodes == 1
     assert run.recommendation() is None, "a report keeps no answer"
-    assert section(document, "training").missing == "nothing was trained yet: tula train trains what is recommended"
+    assert section(document, "training").missing == "nothing was trained yet. Run tula train."
 
 
 # --- scaling
@@ -131,7 +133,7 @@ def test_strong_scaling_is_that_of_the_choices_batch(whole: RunDir, told: Docume
 def test_nodes_that_cost_no_synchronisation_scale_weakly_without_loss(tmp_path: Path) -> None:
     run = reports.answered(reports.probed(tmp_path, Truth(sync=0.0)))
     found = table(report(run), "weak_scaling")
-    assert len(set(column(found, "local batch"))) == 1
+    assert len(set(column(found, "batch/GPU"))) == 1
     assert len(found.rows) > 1
     assert column(found, "efficiency") == pytest.approx([100.0] * len(found.rows), abs=1.5)
 
@@ -140,7 +142,7 @@ def test_throughput_is_drawn_with_its_interval_and_the_ideal(told: Document) -> 
     found, drawn = table(told, "strong_scaling"), figure(told, "scaling_throughput")
     own = next(one for one in drawn.series if one.name.startswith("batch "))
     assert own.y == pytest.approx(tuple(column(found, "samples/s")))
-    assert own.measured == tuple(basis == "measured" for basis in column(found, "basis"))
+    assert own.measured == tuple(source == "measured" for source in column(found, "source"))
     ideal = next(one for one in drawn.series if one.name == f"ideal, {own.name}")
     assert ideal.y[-1] == pytest.approx(own.y[0] * own.x[-1] / own.x[0])  # type: ignore[operator]
 
@@ -176,15 +178,15 @@ def test_the_parts_of_a_step_are_the_step_together(whole: RunDir, told: Document
     assert drawn.categories == tuple(f"{probe.nodes} x {probe.local_batch}" for probe in probes)
     together = [sum(one.y[place] or 0.0 for one in drawn.series) for place in range(len(probes))]
     assert together == pytest.approx([1000 * compute_trimmed_mean(probe.step_times) for probe in probes])
-    assert [one.name for one in drawn.series] == ["compute", "exposed synchronisation", "input"]
+    assert [one.name for one in drawn.series] == ["compute", "exposed communication", "data-loader wait"]
 
 
 def test_every_probe_is_told_also_one_that_did_not_fit(told: Document) -> None:
     found = table(told, "probes")
-    outcomes = dict(zip(zip(column(found, "nodes"), column(found, "local batch"), strict=True), column(found, "outcome"), strict=True))  # fmt: skip
+    outcomes = dict(zip(zip(column(found, "nodes"), column(found, "batch/GPU"), strict=True), column(found, "outcome"), strict=True))  # fmt: skip
     assert outcomes[1, 512] == "out of memory"
     assert outcomes[4, 128] == "measured"
-    low, step, high = (column(found, name)[0] for name in ("from", "step", "to"))
+    low, step, high = (column(found, name)[0] for name in ("low", "step", "high"))
     assert low < step < high
 
 
@@ -205,7 +207,7 @@ def test_the_searches_of_the_paper_are_held_against_each_other(told: Document) -
     assert "partial" in column(table(told, "validation"), "search")
     fits = figure(told, "step_time_fits")
     assert fits.paper == "Figure 9"
-    assert [one.name for one in fits.series] == ["measured", "fit to all", "fit to the partial search's"]
+    assert [one.name for one in fits.series] == ["measured", "fit to all probes", "fit to the partial search"]
 
 
 # --- the training
@@ -232,7 +234,7 @@ def test_loss_and_metric_are_drawn_over_samples_and_over_time(told: Document) ->
     assert series(figure(told, "metric_by_samples"), "top-1").y == (60.0, 70.0, 80.0)
     assert series(figure(told, "metric_by_samples"), "top-1").x == (1000.0, 2000.0, 3000.0)
     by_time = figure(told, "metric_by_time")
-    assert (by_time.x_label, series(by_time, "top-1").x) == ("time since its start (s)", (10.0, 20.0, 30.0))
+    assert (by_time.x_label, series(by_time, "top-1").x) == ("time since the start (s)", (10.0, 20.0, 30.0))
     assert series(figure(told, "loss_by_samples"), "evaluation").y == (1.0, 0.5, 1 / 3)
     predicted = series(figure(told, "step_time"), "predicted")
     assert (predicted.low, predicted.high) == ((80.0,) * 3, (100.0,) * 3)
@@ -295,7 +297,9 @@ def test_the_noise_scale_over_the_training_and_the_same_progress_are_told(told: 
     noise = series(figure(told, "noise_scale"), "noise scale")
     assert (noise.y, noise.high) == ((100.0, 200.0, 300.0), (None,) * 3)
     assert section(told, "same_progress").facts[0].value.startswith("200 samples")
-    assert column(table(told, "same_progress"), "epochs")[0] <= column(table(told, "same_progress"), "epochs")[-1]
+    progress = table(told, "same_progress")
+    epochs = column(progress, "epochs")[1:]
+    assert progress.marks[0] == "chosen" and epochs == sorted(epochs)
 
 
 def test_table_one_has_means_gaps_and_what_is_recovered(told: Document) -> None:
@@ -326,7 +330,7 @@ def test_a_run_with_nothing_says_of_each_section_what_would_bring_it(tmp_path: P
 
 
 def test_a_run_with_a_training_alone_tells_it(trained_alone: Document) -> None:
-    assert trained_alone.answer.startswith("Not known yet: no probe was measured")
+    assert trained_alone.answer.startswith("No recommendation yet: no probe was measured")
     assert "Trained on 2 nodes at batch 64: 6.00 min, 0.200 USD" in trained_alone.answer
     assert {"training", "gradients"}.isdisjoint(missing(trained_alone))
     rows = {row[0]: row[2:] for row in table(trained_alone, "predicted_actual").rows}
@@ -338,10 +342,10 @@ def test_a_script_has_whole_steps_and_peaks_alone(by_script: Document) -> None:
     assert [one.name for one in figure(by_script, "memory").series] == ["peak, model", "peak, measured"]
     found = missing(by_script)
     assert "DistributedDataParallel" in found["same_progress"]
-    assert "whole steps alone" in found["step_parts"], "on one GPU nothing is synchronised, but input is not told"
+    assert "only total step times" in found["step_parts"], "on one GPU nothing is synchronised, but input is not told"
     probes = table(by_script, "probes")
-    assert set(column(probes, "synchronisation")) == {0.0, None}
-    assert set(column(probes, "input")) == {None}
+    assert set(column(probes, "exposed comm")) == {0.0, None}
+    assert set(column(probes, "data wait")) == {None}
 
 
 def test_each_node_type_has_its_probes_and_its_curve(by_type: Document) -> None:
@@ -379,7 +383,7 @@ def test_a_damaged_result_leaves_what_does_not_rest_on_it(tmp_path: Path) -> Non
     (run.path / "results/probe-n001-l000064.json").write_text("{")
     document = report(run)
     assert "scaling" in missing(document) and "training" not in missing(document)
-    assert "These are the figures of that answer, and not of now" in " ".join(section(document, "choice").text)
+    assert "The figures are those of the stored recommendation" in " ".join(section(document, "choice").text)
 
 
 # --- what holds of every report

@@ -52,7 +52,7 @@ def build_comparison_document(
     batches = sorted({row.batch for row in report.rows if not row.reference})
     question = (
         f"Does the accuracy of {get_workload(spec).title} survive {_list_values('batch', 'batches', batches)} with {', '.join(methods)},"
-        f" beside batch {report.reference_batch}?"
+        f" compared with batch {report.reference_batch}?"
     )
     facts = (
         Fact(
@@ -89,18 +89,18 @@ def build_comparison_sections(report: CompareReport, curves: Sequence[CellCurve]
     figures_on_the_way = tuple(
         figure for metric in _list_drawn_metrics(report) for figure in _build_training_curves(report, metric, curves)
     )
-    missing = "no training of the comparison has ended an epoch yet: tula compare trains what is missing"
+    missing = "no training of the comparison has finished an epoch yet. Run tula compare to continue"
     yield Section(
-        "comparison_way", "On the way", figures=figures_on_the_way, missing="" if figures_on_the_way else missing
+        "comparison_way", "Training curves", figures=figures_on_the_way, missing="" if figures_on_the_way else missing
     )
     paper_figures = find_paper_figures()
     behind = () if paper_figures is None else tuple(_build_diagnostic_figures(curves, paper_figures))
     missing = (
         WITHOUT_FIGURES
         if paper_figures is None
-        else "its trainings have logged no gradients: --set train.diagnostics=[gradient_norms] logs norms, [hessian] the curvature"
+        else "the trainings logged no gradients. train.diagnostics: [gradient_norms] logs norms, [hessian] the curvature"
     )
-    yield Section("comparison_diagnostics", "Behind it", figures=behind, missing="" if behind else missing)
+    yield Section("comparison_diagnostics", "Diagnostics", figures=behind, missing="" if behind else missing)
 
 
 def _list_drawn_metrics(report: CompareReport) -> tuple[str, ...]:
@@ -151,16 +151,16 @@ def build_comparison_table(report: CompareReport, *, first_round: bool = False) 
         for row in shown
     )
     worse = "added" if report.less_is_better else "lost"
-    moment_words = "the last and the best that was told" if report.of_script else "after the last epoch"
+    moment_words = "last and best value" if report.of_script else "after the last epoch"
     caption = (
-        f"Means and sample standard deviations (sd) over seeds, {moment_words}, on {format_count(report.nodes)}. Gap: {report.metric}"
-        f" {worse} against lbt at batch {report.reference_batch}. Recovered: the share of lbt's gap at the same batch that a"
-        " method wins back, where that gap stands out of the noise of the seeds. Marked: the best of each batch, and what does not"
-        " differ from it beyond noise."
+        f"Mean and sample standard deviation (sd) over seeds, {moment_words}, on {format_count(report.nodes)}. Gap: {report.metric}"
+        f" {worse} relative to lbt at batch {report.reference_batch}. Recovered: share of lbt's gap at the same batch that the"
+        " method recovers, if that gap exceeds the noise of the seeds. Marked: the best of each batch, and rows whose difference from it is"
+        " within noise."
     )
     if first_round and report.epochs is not None:
         title = f"First round: {report.epochs[0]} of {report.epochs[1]} epochs"
-        caption = "Short trainings with a schedule of that length; only the best were trained in full. Not to be compared with those."
+        caption = "Short trainings with a schedule of that length; only the best were trained in full. Do not compare them with full trainings."
         return Table("methods_first_round", title, columns, tuple(map(cells, shown)), caption)
     return Table("methods", "Methods by batch", columns, tuple(map(cells, shown)), caption, marks)
 
@@ -181,7 +181,7 @@ def _build_figure_by_batch(report: CompareReport, metric: str) -> Iterator[Figur
         for name, points in points_by_method.items()
     )  # fmt: skip
     yield Figure(
-        f"{_make_figure_key(metric)}_by_batch", f"{_make_metric_title(metric, report)} by batch", "Means over seeds; bars are one standard deviation.",
+        f"{_make_figure_key(metric)}_by_batch", f"{_make_metric_title(metric, report)} by batch", "Means over seeds; bars: one standard deviation.",
         "global batch", _make_metric_title(metric, report), series, x_scale="category", categories=tuple(map(str, batches)), paper="Figure 2",
     )  # fmt: skip
 
@@ -209,8 +209,8 @@ def _build_training_curves(report: CompareReport, metric: str, curves: Sequence[
             _make_gradient_curve(curve) for curve in curves if curve.cell.reference or curve.cell.batch == batch
         ]
         if series := tuple(make_mean_series(curves_of_batch, lambda curve: curve.epochs, path)):
-            title = f"{_make_metric_title(metric, report)} on the way, batch {batch}"
-            yield Figure(f"{_make_figure_key(metric)}_way_{batch}", title, "Means over the seeds that have come so far.", "samples seen", _make_metric_title(metric, report), series)  # fmt: skip
+            title = f"{_make_metric_title(metric, report)} during training, batch {batch}"
+            yield Figure(f"{_make_figure_key(metric)}_way_{batch}", title, "Means over the seeds trained so far.", "samples seen", _make_metric_title(metric, report), series)  # fmt: skip
 
 
 def _build_diagnostic_figures(curves: Sequence[CellCurve], paper_figures: PaperFigures) -> Iterator[Figure]:
@@ -292,11 +292,9 @@ def _list_machine_facts(environments: Sequence[Environment], spec: JobSpec) -> I
     gpus = spec.cluster.gpus_per_node
     per_node = f"{gpus} processes" if device == "process" and gpus > 1 else format_count(gpus, device)
     names = _join_distinct(str(row.get("hardware", "")) for row in environments)
-    yield Fact(
-        "hardware", f"{names}; {per_node} a node" if names else f"not told by the trainings so far; {per_node} a node"
-    )
+    yield Fact("hardware", f"{names}; {per_node} per node" if names else f"not recorded yet; {per_node} per node")
     versions = _join_distinct(describe_software(row) for row in environments)
-    yield Fact("software", versions or "not told by the trainings so far")
+    yield Fact("software", versions or "not recorded yet")
 
 
 def _join_distinct(texts: Iterator[str]) -> str:

@@ -49,22 +49,34 @@ table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums
 caption{text-align:left;padding-bottom:.4rem}
 caption div{overflow-wrap:anywhere;position:sticky;left:0;width:max-content;max-width:min(75ch,calc(100vw - 2rem))}
 caption strong{display:block;font-size:1rem}
-th,td{padding:.28rem .7rem;vertical-align:top;text-align:right;white-space:nowrap}
-th{border-bottom:1px solid var(--muted);vertical-align:bottom;font-weight:600}
+th,td{padding:.28rem .55rem;vertical-align:top;text-align:right;white-space:nowrap}
+th{border-bottom:1px solid var(--muted);vertical-align:bottom;font-weight:600;white-space:normal}
 th .unit{font-weight:400;color:var(--muted)}
 td{border-bottom:1px solid var(--grid)}
 th:first-child,td:first-child{padding-left:.2rem}
 .left{text-align:left}
-td.words{white-space:normal;min-width:28ch;max-width:48ch}
+td.words{white-space:normal;min-width:24ch;max-width:48ch}
 tr.chosen td{font-weight:600;background:var(--chosen)}
 td.mark{text-align:center;padding:.28rem .2rem}
 details{margin-top:.5rem;font-size:.9rem}
 summary{cursor:pointer;color:var(--muted);padding:.25rem 0}
 details .scroll{max-height:24rem;overflow:auto;margin:.5rem 0}
+details th,details td,details td.words{padding:.2rem .35rem;font-size:.8rem;min-width:0}details .left{white-space:normal}
 .skip{position:absolute;left:-100vw}.skip:focus{left:1rem;top:.5rem;background:var(--paper);padding:.5rem}
 """
 _PRINT = """
 @media(max-width:30rem){.page{padding:1rem .75rem 2rem}}
+@media screen and (max-width:48rem){
+.cards thead{display:none}.cards table,.cards tbody,.cards caption{display:block}
+.cards tr{display:grid;grid-template-columns:repeat(auto-fill,minmax(7rem,1fr));gap:.25rem .75rem;padding:.6rem .3rem;
+border-bottom:1px solid var(--muted)}
+.cards td,.cards td.words{display:block;border:0;padding:0;text-align:left;white-space:normal;min-width:0;max-width:none}
+.cards td:empty{display:none}.cards td.mark{grid-column:1/-1}
+.cards tr.chosen{background:var(--chosen)}.cards tr.chosen td{background:none}
+.cards td[data-label]::before{content:attr(data-label);display:block;color:var(--muted);font-size:.75rem;font-weight:400}
+.cards td.words{grid-column:1/-1}
+details th,details td,details td.words{padding:.15rem .2rem;font-size:.7rem;overflow-wrap:anywhere}
+}
 @page{margin:15mm}
 @media print{
 body{font-size:10.5pt}.page{max-width:none;padding:0}
@@ -97,7 +109,7 @@ def make_page_style() -> str:
 _MARKS = {"chosen": ("★", "chosen"), "front": ("◆", "marked")}
 """Sign and name of a row's mark; the caption of a table explains marks other than the choice."""
 _MOST_ROWS = 1000  # of the numbers behind a figure
-_DIGITS = 6  # of them
+_DIGITS = 4  # of them; the CSV files have all digits
 _WORDY = 90  # characters of a fact, from which on it has a line of its own
 _LONG = 28  # characters, from which on a cell is broken into lines
 
@@ -239,14 +251,15 @@ def make_figure_numbers(figure: Figure) -> Table:
 
 
 def _render_table(table: Table, *, most: int | None = None) -> Iterator[str]:
-    """Yield a table in a box that scrolls if the page is too narrow."""
-    marked = any(table.marks)
-    yield f'<div class="scroll" role="region" tabindex="0" aria-label="{escape_text(table.title)}"><table>'
+    """Yield a table; on a narrow screen each row is a card, except for the numbers of a figure, of which there are `most`."""
+    marked, cards = any(table.marks), most is None
+    yield f'<div class="scroll{" cards" * cards}" role="region" tabindex="0" aria-label="{escape_text(table.title)}"><table>'
     yield _render_caption(table)
     head = '<th scope="col" aria-label="mark"></th>' if marked else ""
     yield f"<thead><tr>{head}{''.join(map(_render_head_cell, table.columns))}</tr></thead><tbody>"
     for place, row in enumerate(table.rows[:most]):
-        yield _render_row(table, row, table.marks[place] if place < len(table.marks) else "", marked=marked)
+        mark = table.marks[place] if place < len(table.marks) else ""
+        yield _render_row(table, row, mark, marked=marked, cards=cards)
     yield "</tbody></table>"
     if most is not None and len(table.rows) > most:
         yield f"<p>The first {most} of {len(table.rows)} rows.</p>"
@@ -264,16 +277,22 @@ def _render_head_cell(column: Column) -> str:
     return f'<th scope="col"{_get_cell_class(column, "")}>{escape_text(column.title)}{unit}</th>'
 
 
-def _render_row(table: Table, row: Iterable[Cell], mark: str, *, marked: bool) -> str:
+def _render_row(table: Table, row: Iterable[Cell], mark: str, *, marked: bool, cards: bool) -> str:
     sign, words = _MARKS.get(mark, ("", ""))
     first = f'<td class="mark"><span role="img" aria-label="{words}">{sign}</span></td>' if sign else "<td></td>"
     told_cells = [
-        f"<td{_get_cell_class(column, text)}>{escape_text(text)}</td>"
+        f"<td{_get_cell_class(column, text)}{_make_label(column) * cards}>{escape_text(text)}</td>"
         for column, text in (
             (column, formats.format_cell(cell, column)) for column, cell in zip(table.columns, row, strict=True)
         )
     ]
     return f"<tr{' class=chosen' * (mark == 'chosen')}>{first * marked}{''.join(told_cells)}</tr>"
+
+
+def _make_label(column: Column) -> str:
+    """Return the attribute with the heading of a cell, which a card shows."""
+    unit = f" ({column.unit})" if column.unit else ""
+    return f' data-label="{escape_text(column.title + unit)}"'
 
 
 def _get_cell_class(column: Column, text: str) -> str:

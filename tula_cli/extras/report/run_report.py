@@ -73,21 +73,21 @@ def _describe_question(material: Material) -> str:
     """Return the question that the run answers, in one line."""
     spec, recommendation = material.spec, material.shown_recommendation
     nodes = sorted({count for part_material in material.own_parts for count in part_material.part.spec.search.nodes})
-    counts = f"{', '.join(map(str, nodes))} {'node' if nodes == [1] else 'nodes'}" if len(nodes) <= 8 else f"{nodes[0]} to {format_count(nodes[-1])}"  # fmt: skip
+    counts = ", ".join(map(str, nodes)) if len(nodes) <= 8 else f"{nodes[0]} to {nodes[-1]}"
     types = sorted(
         {part_material.part.type for part_material in material.own_parts if part_material.part.type is not None}
     )
     of_types = f" of types {', '.join(types)}" if types else ""
-    asked_at = "" if material.kept is None else f", asked {format_moment(material.kept.created_at)}"
-    by = "" if recommendation is None else f" (by {recommendation.criteria}{asked_at})"
-    return f"On how many of {counts}{of_types}, and with what batch, is {get_workload(spec).title} trained for {describe_train_length(spec)}{by}?"
+    asked_at = "" if material.kept is None else f", {format_moment(material.kept.created_at)}"
+    by = "" if recommendation is None else f" (objective {recommendation.criteria}{asked_at})"
+    return f"How many nodes ({counts}{of_types}) and which batch to train {get_workload(spec).title} for {describe_train_length(spec)}{by}?"
 
 
 def _describe_answer(material: Material) -> str:
     """Return the choice with its time and cost, and the state or result of each part's newest training, in one line."""
     recommendation = material.shown_recommendation
     sentences = [
-        f"Not known yet: {material.unanswered}."
+        f"No recommendation yet: {material.unanswered}."
         if recommendation is None
         else f"{_describe_choice(recommendation.choice, recommendation.currency)}."
     ]
@@ -124,7 +124,7 @@ def _run_facts(material: Material) -> Iterator[Fact]:
         yield Fact(f"{prefix}hardware", _describe_hardware(probes, gpus))
         if probes:
             yield Fact(f"{prefix}software", describe_software(probes[-1].environment.model_dump()))
-            yield Fact(f"{prefix}data set", f"{probes[0].dataset_size} samples to train on")
+            yield Fact(f"{prefix}data set", f"{probes[0].dataset_size} training samples")
             dates = sorted(probe.measured_at for probe in probes)
             until_text = (
                 f" to {format_moment(dates[-1])}" if format_moment(dates[-1]) != format_moment(dates[0]) else ""
@@ -156,13 +156,13 @@ def _list_job_facts(spec: JobSpec) -> Iterator[Fact]:
 
 def _describe_hardware(probes: Sequence[Measured], gpus_per_node: int) -> str:
     if not probes:
-        return f"{format_count(gpus_per_node, 'GPU')} a node; nothing was measured yet"
+        return f"{format_count(gpus_per_node, 'GPU')} per node; nothing was measured yet"
     names = sorted({probe.environment.hardware for probe in probes})
     device = "GPU" if probes[0].environment.device != "cpu" else "process"
     nodes = sorted({probe.nodes for probe in probes})
     capacity = next((probe.capacity for probe in probes if probe.capacity is not None), None)
     per_gpu = "" if capacity is None else f" of {format_bytes(capacity)}"
-    many = f"{gpus_per_node} {device}{'' if gpus_per_node == 1 else 'es' if device == 'process' else 's'} a node"
+    many = f"{gpus_per_node} {device}{'' if gpus_per_node == 1 else 'es' if device == 'process' else 's'} per node"
     return f"{', '.join(names)}{per_gpu}; {many}, measured on {', '.join(map(str, nodes))} {'node' if nodes == [1] else 'nodes'}"
 
 

@@ -79,22 +79,24 @@ def build_choice_section(material: Material) -> Section:
     """Build the section of the choice: the reason for it, and the table of configurations."""
     recommendation, choice = material.shown_recommendation, material.choice
     if recommendation is None or choice is None:
-        return Section(CHOICE_KEY, CHOICE_TITLE, missing=f"nothing is chosen: {material.unanswered}")
+        return Section(CHOICE_KEY, CHOICE_TITLE, missing=f"no recommendation: {material.unanswered}")
     rows = recommendation.rows if material.answer is None else material.answer.recommendation.rows
     text = [as_sentence(recommendation.reason), *_list_extra_sentences(material, recommendation)]
     if material.has_changed:
         text.append(
-            f"By all that was measured and trained up to now that configuration takes {_describe_time(choice)}; tables and figures have it so."
+            f"With all measurements and trainings so far, the predicted time is {_describe_time(choice)}; tables and figures use it."
         )
     if (moved := material.changed_choice) is not None:
         text.append(
-            f"Asked again now, the answer would be {describe_configuration(moved.nodes, moved.batch, moved.local_batch)};"
-            " tula recommend renews it."
+            f"A new recommendation would be {describe_configuration(moved.nodes, moved.batch, moved.local_batch)}. Run tula"
+            " recommend to update it."
         )
     if material.answer is None:
-        text.append(f"These are the figures of that answer, and not of now: {material.unanswered}.")
+        text.append(
+            f"The figures are those of the stored recommendation, because a new one is not possible: {material.unanswered}."
+        )
     tables = [
-        _build_possible_table(rows, choice, recommendation.currency),
+        build_configurations_table(rows, choice, recommendation.currency),
         *_build_time_parts_tables(recommendation.choice),
         *_build_length_tables(recommendation),
     ]
@@ -119,7 +121,7 @@ def _list_extra_sentences(material: Material, recommendation: Recommendation) ->
     )
     if progress is not None:
         yield (
-            f"To the progress of the small batch: {format_number(progress.epochs)} epochs, {format_duration(3600 * progress.hours)}"
+            f"For the same progress as the small batch: {format_number(progress.epochs)} epochs, {format_duration(3600 * progress.hours)}"
             f"{format_interval_of_hours(progress.hours_low, progress.hours_high)}, {format_number(progress.cost)} {recommendation.currency}."
         )
     if other_market is not None:
@@ -127,9 +129,9 @@ def _list_extra_sentences(material: Material, recommendation: Recommendation) ->
         yield f"The same {market}: {format_duration(3600 * other_market.hours)}, {format_number(other_market.cost)} {recommendation.currency}."
     if fallback is not None:
         yield (
-            f"After an out-of-memory it goes on with batch {fallback.batch} as micro-batch {fallback.micro_batch} x"
-            f" {fallback.micro_batches}: a step {format_number(1000 * fallback.step_time)} ms,"
-            f" {format_duration(3600 * fallback.hours)} in all ({fallback.basis})."
+            f"After an out-of-memory error the training continues with batch {fallback.batch} as micro-batch {fallback.micro_batch} x"
+            f" {fallback.micro_batches}: {format_number(1000 * fallback.step_time)} ms per step,"
+            f" {format_duration(3600 * fallback.hours)} in total ({fallback.basis})."
         )
     if accuracy is not None:
         yield f"Accuracy: it {accuracy.words}."
@@ -137,7 +139,7 @@ def _list_extra_sentences(material: Material, recommendation: Recommendation) ->
 
 def _list_choice_facts(recommendation: Recommendation) -> Iterator[Fact]:
     values = {
-        "asked by": recommendation.criteria,
+        "objective": recommendation.criteria,
         "price": recommendation.price,
         "fit": recommendation.fit,
         "energy": recommendation.power,
@@ -149,51 +151,48 @@ def _list_choice_facts(recommendation: Recommendation) -> Iterator[Fact]:
     yield from (Fact("note", text) for text in recommendation.warnings)
 
 
-def _build_possible_table(rows: Sequence[Prediction], choice: Prediction, currency: str) -> Table:
-    """Build the table of configurations, in the order of `rows`."""
+def build_configurations_table(rows: Sequence[Prediction], choice: Prediction, currency: str) -> Table:
+    """Build the table of configurations: the choice first, the others in the order of `rows`."""
     to_unit, unit = choose_hours_unit(row.hours for row in rows)
     to_size, size = choose_bytes_unit(row.peak_memory for row in rows)
     caveats = Caveats.among_rows(rows, choice)
-    notes = [caveats.caveats_of(row) for row in rows]
+    chosen_key = _get_offer_key(choice)
+    rows = sorted(rows, key=lambda row: _get_offer_key(row) != chosen_key)
+    notes = [[*caveats.caveats_of(row), *["interval_unknown"] * (row.hours_low is None)] for row in rows]
     typed, spot = any(row.type for row in rows), any(row.market == "spot" for row in rows)
     energy, priced = any(row.kwh is not None for row in rows), is_priced(rows, currency)
-    columns = [Column("nodes"), *([Column("type", align="left")] if typed else []), Column("batch"), Column("local batch"),
-               Column("step", "ms", digits=3), Column("time", unit, digits=3), Column("from", unit, digits=3),
-               Column("to", unit, digits=3), Column("node-hours", digits=3),
+    columns = [Column("nodes"), *([Column("type", align="left")] if typed else []), Column("batch"), Column("batch/GPU"),
+               Column("step", "ms", digits=3), Column("time", unit, digits=3), Column("low", unit, digits=3),
+               Column("high", unit, digits=3), Column("node-hours", digits=3),
                *([Column("cost", currency, digits=3)] if priced else []),
-               *([Column("energy", "kWh", digits=3)] if energy else []), Column("memory of a GPU", size, digits=3),
+               *([Column("energy", "kWh", digits=3)] if energy else []), Column("memory/GPU", size, digits=3),
                Column("free", "%", digits=3), *([Column("market", align="left")] if spot else []),
-               Column("basis", align="left"), *([Column("note", align="left")] if any(notes) else [])]  # fmt: skip
+               Column("source", align="left"), *([Column("note", align="left")] if any(notes) else [])]  # fmt: skip
 
-    def cells(row: Prediction) -> tuple[Cell, ...]:
+    def cells(row: Prediction, names: Sequence[str]) -> tuple[Cell, ...]:
         return (
             row.nodes, *([row.type] if typed else []), row.batch, row.local_batch,
             1000 * row.step_time, row.hours * to_unit, convert(row.hours_low, to_unit), convert(row.hours_high, to_unit),
             row.all_node_hours, *([row.cost] if priced else []), *([row.kwh] if energy else []), convert(row.peak_memory, to_size),
-            convert(row.headroom, 100), *([row.market.replace("_", " ")] if spot else []), describe_basis(row),
-            *([describe_notes(caveats.caveats_of(row))] if any(notes) else []),
+            convert(row.headroom, 100), *([row.market.replace("_", " ")] if spot else []), row.source,
+            *([describe_notes(names)] if any(notes) else []),
         )  # fmt: skip
 
-    chosen_key = (choice.type, choice.nodes, choice.batch, choice.market)
-    marks = [
-        "chosen" if (row.type, row.nodes, row.batch, row.market) == chosen_key else "front" if row.pareto else ""
-        for row in rows
-    ]
+    marks = ["chosen" if _get_offer_key(row) == chosen_key else "front" if row.pareto else "" for row in rows]
     return Table(
         "configurations",
         "Configurations",
         tuple(columns),
-        tuple(map(cells, rows)),
-        f"{'Time, node-hours and cost' if priced else 'Time and node-hours'} are those of the whole training; from and to are"
-        " the ends of the 90 % interval of the time."
-        f" Marked besides the choice: nothing is faster and as cheap, or as fast and cheaper.{explain_notes(notes)}",
+        tuple(map(cells, rows, notes)),
+        f"{'Time, node-hours and cost' if priced else 'Time and node-hours'} of the whole training, the chosen configuration"
+        " first; low and high: 90 % interval of the time. Marked besides the choice: Pareto front (no configuration"
+        f" is both faster and cheaper).{explain_notes(notes)}",
         tuple(marks),
     )
 
 
-def describe_basis(row: Prediction) -> str:
-    """Return the basis of a configuration's step time: measured, trained or predicted."""
-    return "measured" if row.measured else "trained" if row.trained else "predicted"
+def _get_offer_key(row: Prediction) -> tuple[str, int, int, str]:
+    return row.type, row.nodes, row.batch, row.market
 
 
 def _build_time_parts_tables(choice: Prediction) -> Iterator[Table]:
@@ -202,12 +201,12 @@ def _build_time_parts_tables(choice: Prediction) -> Iterator[Table]:
     if parts is None:
         return
     divisor, unit = choose_time_unit(parts.total)
-    names = {"steps": "steps", "data": "of them waiting for data", "evaluation": "evaluation", "checkpoints": "checkpoints",
-             "branches": "branches of self-tuning", "rest": "starts and ends"}  # fmt: skip
+    names = {"steps": "steps", "data": "data-loader wait, part of steps", "evaluation": "evaluation", "checkpoints": "checkpoints",
+             "branches": "branches of self-tuning", "rest": "starting and stopping"}  # fmt: skip
     named_parts = [(name, getattr(parts, field_name)) for field_name, name in names.items()]
     rows = tuple((name, seconds / divisor, 100 * seconds / parts.total) for name, seconds in named_parts if seconds)
     columns = (Column("part", align="left"), Column("time", unit, digits=3), Column("share", "%", digits=3))
-    title = f"Where the time of the choice goes: {describe_nodes(choice)}, batch {choice.batch}"
+    title = f"Time of the chosen configuration by component: {describe_nodes(choice)}, batch {choice.batch}"
     yield Table("training_parts", title, columns, rows)
 
 
@@ -227,7 +226,7 @@ def _build_length_tables(recommendation: Recommendation) -> Iterator[Table]:
                 100 * length.padding,
                 length.largest_batch,
                 *best_cells,
-                "the job's own" if length.own else length.note,
+                "this job" if length.own else length.note,
             )
         )
     nodes = recommendation.lengths[0].nodes
@@ -304,36 +303,43 @@ def build_scaling_section(material: Material) -> Section:
     """Build the scaling section: two tables, and figures of throughput, speed-up and efficiency against nodes."""
     both_studies, choice = build_studies_of_choice(material), material.choice
     if both_studies is None or choice is None:
-        return Section(SCALING_KEY, SCALING_TITLE, missing=f"no scaling is known: {material.unanswered}")
+        return Section(SCALING_KEY, SCALING_TITLE, missing=f"scaling is unknown: {material.unanswered}")
     strong, weak = both_studies
     tables = (
         build_scaling_table(
-            strong, "strong_scaling", f"Strong scaling: global batch {strong.fixed} on all", choice, material.currency
+            strong, "strong_scaling", f"Strong scaling: global batch {strong.fixed}", choice, material.currency
         ),
         build_scaling_table(
-            weak, "weak_scaling", f"Weak scaling: local batch {weak.fixed} on every GPU", choice, material.currency
+            weak, "weak_scaling", f"Weak scaling: batch {weak.fixed} per GPU", choice, material.currency
         ),
     )
     text = []
     if len(strong.points) < 2:
         text.append(
-            f"Batch {strong.fixed} is known on {format_count(len(strong.points), 'number')} of nodes only: there is no strong scaling"
-            " to tell; search.nodes names those that are measured."
+            f"No strong scaling: batch {strong.fixed} is known for {format_count(len(strong.points), 'node count')}. Set search.nodes to"
+            " measure more."
         )
     impossible = [point for study in both_studies for point in study.points if point.efficiency > HIGHEST_EFFICIENCY]
     if impossible:
         text.append(
             f"An efficiency of {100 * max(point.efficiency for point in impossible):.0f} % is hardly possible: the step time on the"
-            " fewest nodes is too uncertain, or was disturbed. Probe it again, and longer (search.min_seconds)."
+            " fewest nodes is too uncertain, or its probe was disturbed. Increase search.min_seconds and profile again."
         )
     figures = () if len(strong.points) < 2 and len(weak.points) < 2 else _build_scaling_figures(strong, weak, choice)
     return Section(SCALING_KEY, SCALING_TITLE, tuple(text), tables=tables, figures=figures)
 
 
+MARKED_EFFICIENCY = 1.005
+"""Efficiency from which on it is shown as above 100 %."""
+
+
 def _list_scaling_caveats(point: ScalingPoint) -> list[str]:
     """Return the caveats of a scaling point."""
-    names = ["wide_interval"] * is_too_wide(point.row.step_low, point.row.step_high)
-    return [*names, *["efficiency_above_110"] * (point.efficiency > HIGHEST_EFFICIENCY)]
+    low, high = point.row.step_low, point.row.step_high
+    names = ["interval_unknown"] * (low is None) + ["wide_interval"] * is_too_wide(low, high)
+    if point.efficiency > HIGHEST_EFFICIENCY:
+        return [*names, "efficiency_above_110"]
+    return [*names, *["efficiency_above_100"] * (point.efficiency >= MARKED_EFFICIENCY)]
 
 
 def build_scaling_table(study: ScalingStudy, key: str, title: str, choice: Prediction, currency: str) -> Table:
@@ -341,22 +347,22 @@ def build_scaling_table(study: ScalingStudy, key: str, title: str, choice: Predi
     to_unit, unit = choose_hours_unit(point.row.hours for point in study.points)
     notes = [_list_scaling_caveats(point) for point in study.points]
     priced = is_priced([point.row for point in study.points], currency)
-    columns = (Column("nodes"), Column("GPUs"), Column("batch"), Column("local batch"), Column("step", "ms", digits=3),
-               Column("from", "ms", digits=3), Column("to", "ms", digits=3), Column("samples/s", digits=4),
+    columns = (Column("nodes"), Column("GPUs"), Column("batch"), Column("batch/GPU"), Column("step", "ms", digits=3),
+               Column("low", "ms", digits=3), Column("high", "ms", digits=3), Column("samples/s", digits=4),
                Column("speed-up", digits=3), Column("efficiency", "%", digits=3), Column("time", unit, digits=3),
                Column("node-hours", digits=3), *([Column("cost", currency, digits=3)] if priced else []),
-               Column("basis", align="left"), *([Column("note", align="left")] if any(notes) else []))  # fmt: skip
+               Column("source", align="left"), *([Column("note", align="left")] if any(notes) else []))  # fmt: skip
     rows = tuple(
         (point.row.nodes, point.gpus, point.row.batch, point.row.local_batch, 1000 * point.row.step_time,
          convert(point.row.step_low, 1000), convert(point.row.step_high, 1000), point.samples, point.speedup,
          100 * point.efficiency, point.row.hours * to_unit, point.row.all_node_hours,
-         *([point.row.cost] if priced else []), describe_basis(point.row), *([describe_notes(_list_scaling_caveats(point))] if any(notes) else []))
+         *([point.row.cost] if priced else []), point.row.source, *([describe_notes(_list_scaling_caveats(point))] if any(notes) else []))
         for point in study.points
     )  # fmt: skip
     fewest = format_count(study.points[0].row.nodes) if study.points else "the fewest nodes"
     caption = (
-        f"Speed-up and efficiency are against {fewest}; from and to are the ends of the 90 % interval of the step time; "
-        f"{'time, node-hours and cost' if priced else 'time and node-hours'} are those of the whole training.{explain_notes(notes)}"
+        f"Speed-up and efficiency are relative to {fewest}; low and high: 90 % interval of the step time; "
+        f"{'time, node-hours and cost' if priced else 'time and node-hours'}: whole training.{explain_notes(notes)}"
     )
     at = (choice.nodes, choice.batch)
     marks = tuple("chosen" if (point.row.nodes, point.row.batch) == at else "" for point in study.points)
@@ -383,12 +389,13 @@ def _build_scaling_figures(strong: ScalingStudy, weak: ScalingStudy, choice: Pre
         for study, name in named
     ]  # fmt: skip
     straight = Series("ideal", tuple(counts), tuple(count / counts[0] for count in counts), style="line")
-    caption = "Filled markers are measured, open ones predicted; bars are 90 % intervals."
+    above = any(point.efficiency >= MARKED_EFFICIENCY for study, _ in named for point in study.points)
+    linear = (Annotation(None, 100.0, "linear scaling: 100 %", "limit"),) if above else ()
     chosen_point = next(point for point in (*strong.points, *weak.points) if point.row.nodes == choice.nodes)
     return (
-        _build_scaling_figure("throughput", "Throughput against nodes", caption, "samples/s", (*throughput, *ideal), marks=(make_chosen_mark(choice, choice.nodes, chosen_point.samples),), log=True),
-        _build_scaling_figure("speedup", "Speed-up against nodes", f"{caption} Each against its own fewest nodes.", "speed-up", (*speedup, straight), log=True),
-        _build_scaling_figure("efficiency", "Parallel efficiency against nodes", "Share of the throughput that the fewest nodes of each would have on as many.", "efficiency (%)", tuple(efficiency)),
+        _build_scaling_figure("throughput", "Throughput against nodes", INTERVALS, "samples/s", (*throughput, *ideal), marks=(make_chosen_mark(choice, choice.nodes, chosen_point.samples),), log=True),
+        _build_scaling_figure("speedup", "Speed-up against nodes", f"{INTERVALS} Each curve is relative to its smallest node count.", "speed-up", (*speedup, straight), log=True),
+        _build_scaling_figure("efficiency", "Parallel efficiency against nodes", "Throughput relative to linear scaling from the smallest node count. Above 100 % a step time on the fewest nodes is too high, or caches help on more nodes.", "efficiency (%)", tuple(efficiency), marks=linear),
     )  # fmt: skip
 
 
@@ -441,23 +448,23 @@ def _make_speedup_series(study: ScalingStudy, name: str) -> Series:
 
 # --- Time and cost
 
-TIME_AND_COST_KEY, TIME_AND_COST_TITLE = "time_and_cost", "Time and cost against the batch"
-INTERVALS = "Filled markers are measured, open ones predicted; bars are 90 % intervals."
+TIME_AND_COST_KEY, TIME_AND_COST_TITLE = "time_and_cost", "Time and cost by batch"
+INTERVALS = "Filled markers: measured; open: predicted; bars: 90 % intervals."
 
 
 def build_time_and_cost_section(material: Material) -> Section:
     """Build the section of time and cost: time of the training and of an epoch and cost by batch, cost by time."""
     choice, rows = material.choice, material.rows
     if choice is None or not rows:
-        return Section(TIME_AND_COST_KEY, TIME_AND_COST_TITLE, missing=f"no curve is known: {material.unanswered}")
+        return Section(TIME_AND_COST_KEY, TIME_AND_COST_TITLE, missing=f"times are unknown: {material.unanswered}")
     text = []
     if material.knee is not None:
         text.append(
-            f"The knee of time against batch is at {material.knee}: on the fitted curve, and smoothed, a doubling of the batch saves"
-            " at least 29 % of the time up to about there, and less beyond it. Single points scatter about that curve."
+            f"The knee is at batch {material.knee}: on the smoothed fit, doubling the batch saves at least 29 % of the time up to"
+            " there, and less beyond it. Single points scatter around that curve."
         )
     else:
-        text.append("The curve of time against batch has no knee within the batches that were searched.")
+        text.append("Time has no knee within the batches that were searched.")
     figures = [
         _build_time_figure(material, choice),
         *_build_epoch_figure(material, choice),
@@ -479,7 +486,7 @@ def _build_value_curves(rows: Sequence[Prediction], value: Value, choice: Predic
     kinds = sorted({(row.type, row.nodes) for row in rows})
     if len(kinds) > MAX_CURVES:
         kinds = [(choice.type, choice.nodes)]
-        yield _make_value_curve("the best of each batch", find_envelope(rows), value)
+        yield _make_value_curve("best of each batch", find_envelope(rows), value)
     for kind in kinds:
         rows_of_kind = [row for row in rows if (row.type, row.nodes) == kind]
         yield _make_value_curve(describe_nodes(rows_of_kind[0]), sorted(rows_of_kind, key=lambda row: row.batch), value)
@@ -516,7 +523,7 @@ def _build_time_figure(material: Material, choice: Prediction) -> Figure:
     return Figure(
         "time_by_batch",
         "Time of the training",
-        f"Time of the whole training against the global batch. {INTERVALS}",
+        f"Time of the whole training by global batch. {INTERVALS}",
         "global batch",
         f"time ({unit})",
         tuple(_build_value_curves(material.rows, value, choice)),
@@ -546,9 +553,9 @@ def _build_epoch_figure(material: Material, choice: Prediction) -> Iterator[Figu
     yield Figure(
         "epoch_time",
         "Time of an epoch",
-        f"Time of the steps of one epoch against the global batch, without evaluation and checkpoints. {INTERVALS}",
+        f"Time of the steps of one epoch by global batch, without evaluation and checkpoints. {INTERVALS}",
         "global batch",
-        f"time of an epoch ({unit})",
+        f"time per epoch ({unit})",
         tuple(_build_value_curves(rows, value, choice)),
         marks=_list_choice_marks(material, choice, value(choice)[0]),
         x_scale="log2",
@@ -567,7 +574,7 @@ def _build_cost_figure(material: Material, choice: Prediction) -> Figure:
     return Figure(
         "cost_by_batch",
         "Cost of the training",
-        f"Cost of the whole training against the global batch.{price} {INTERVALS} Cost is as uncertain as the time is.",
+        f"Cost of the whole training by global batch.{price} {INTERVALS}",
         "global batch",
         f"cost ({material.currency})",
         tuple(_build_value_curves(material.rows, value, choice)),
@@ -616,7 +623,7 @@ def build_tradeoff_figure(
     return Figure(
         "front" if against == "cost" else "time_by_nodes",
         f"Time against {against}",
-        f"Time of the training against its {quantity}. {meaning} Filled markers are measured, open ones predicted.",
+        f"Time of the training against its {quantity}. {meaning} Filled markers: measured; open: predicted.",
         label,
         f"time ({unit})",
         (make_series("configurations", ordered, "points"), *([make_series(name, best, "line+points")] if best else [])),
@@ -628,16 +635,16 @@ def build_tradeoff_figure(
 
 # --- What was measured
 
-MEASURED, WHERE = ("measured", "What was measured"), ("step_parts", "Where a step's time goes")
+MEASURED, WHERE = ("measured", "What was measured"), ("step_parts", "Step time by component")
 MAX_BARS = 24
-HOW_TO_MEASURE = "tula profile measures"
+HOW_TO_MEASURE = "Run tula profile."
 
 
 def build_measured_section(material: Material) -> Section:
     """Build the table of all probes, including failed ones."""
     tables = [_build_probe_table(part_material) for part_material in material.parts if part_material.look.results]
     if not tables:
-        return Section(*MEASURED, missing=f"no probe has a result: {HOW_TO_MEASURE}")
+        return Section(*MEASURED, missing=f"no probe has a result. {HOW_TO_MEASURE}")
     counts = f"{format_count(len(material.measured), 'probe')} measured"
     waiting = [
         job
@@ -652,9 +659,9 @@ def build_measured_section(material: Material) -> Section:
 def _build_probe_table(part_material: PartMaterial) -> Table:
     probes = part_material.measured
     to_size, size = choose_bytes_unit(probe.memory.peak for probe in probes)
-    columns = (Column("nodes"), Column("batch"), Column("local batch"), Column("step", "ms", digits=3), Column("from", "ms", digits=3),
-               Column("to", "ms", digits=3), Column("compute", "ms", digits=3), Column("synchronisation", "ms", digits=3),
-               Column("input", "ms", digits=3), Column("samples/s", digits=4), Column("memory of a GPU", size, digits=3),
+    columns = (Column("nodes"), Column("batch"), Column("batch/GPU"), Column("step", "ms", digits=3), Column("low", "ms", digits=3),
+               Column("high", "ms", digits=3), Column("compute", "ms", digits=3), Column("exposed comm", "ms", digits=3),
+               Column("data wait", "ms", digits=3), Column("samples/s", digits=4), Column("memory/GPU", size, digits=3),
                Column("steps"), Column("outcome", align="left"))  # fmt: skip
     rows: list[tuple[int, int, tuple[str | float | int | None, ...]]] = []
     for probe in probes:
@@ -678,8 +685,8 @@ def _build_probe_table(part_material: PartMaterial) -> Table:
         rows.append((result.nodes, result.local_batch, (*configuration, *[None] * 9, f"{outcome}{assumed}{why}")))
     ordered = tuple(cells for *_, cells in sorted(rows, key=lambda row: row[:2]))
     caption = (
-        "Means over the timed steps without the fastest and the slowest tenth; from and to are the ends of the 90 % interval of"
-        " that mean. Synchronisation is what of it is exposed; compute is the rest of the step; - is not told."
+        "Mean step times without the fastest and the slowest tenth; low and high: 90 % interval of the mean. Exposed"
+        " communication does not overlap with computing; compute is the rest of the step; -: not measured."
     )
     return Table(f"probes{f'_{part_material.name}' if part_material.name else ''}", f"Probes{f': {part_material.name}' if part_material.name else ''}", columns, ordered, caption)  # fmt: skip
 
@@ -708,7 +715,7 @@ def _list_step_parts(probe: Measured) -> tuple[float | None, float | None, float
 def build_parts_section(material: Material) -> Section:
     """Build the section that shows the parts of a step by configuration."""
     if not material.measured:
-        return Section(*WHERE, missing=f"no step was measured: {HOW_TO_MEASURE}")
+        return Section(*WHERE, missing=f"no step was measured. {HOW_TO_MEASURE}")
     figures = [
         figure for part_material in material.own_parts for figure in _build_parts_figure(material, part_material)
     ]
@@ -718,8 +725,8 @@ def build_parts_section(material: Material) -> Section:
 
 
 _NO_PARTS = (
-    "the probes tell whole steps alone: of a script synchronisation is told apart under DistributedDataParallel, and input where"
-    " it takes torch's DataLoader; tula profile measures what it then finds"
+    "only total step times were measured. Communication of a script is measured if it uses DistributedDataParallel, data-loader"
+    " wait if it uses torch's DataLoader"
 )
 
 
@@ -730,14 +737,14 @@ def _build_parts_figure(material: Material, part_material: PartMaterial) -> Iter
     shown = _select_probes_shown(material, complete_probes)
     parts_by_probe = [_list_step_parts(probe) for probe in shown]
     xs = tuple(float(index) for index in range(len(shown)))
-    names = ("compute", "exposed synchronisation", "input")
-    drawn_text = f" Of {len(complete_probes)} probes {len(shown)} are drawn." * (len(shown) < len(complete_probes))
+    names = ("compute", "exposed communication", "data-loader wait")
+    drawn_text = f" Of {len(complete_probes)} probes {len(shown)} are shown." * (len(shown) < len(complete_probes))
     yield Figure(
         f"step_parts{f'_{part_material.name}' if part_material.name else ''}",
-        f"Parts of a step{f': {part_material.name}' if part_material.name else ''}",
-        f"Measured steps by nodes and local batch; the parts are the whole step together.{drawn_text}",
-        "nodes x local batch",
-        "time of a step (ms)",
+        f"Step time by component{f': {part_material.name}' if part_material.name else ''}",
+        f"Measured step time by nodes and batch per GPU.{drawn_text}",
+        "nodes x batch per GPU",
+        "time per step (ms)",
         tuple(Series(name, xs, tuple(1000 * (step_parts[index] or 0.0) for step_parts in parts_by_probe), style="stacked") for index, name in enumerate(names)),
         x_scale="category",
         categories=tuple(f"{probe.nodes} x {probe.local_batch}" for probe in shown),
@@ -773,7 +780,7 @@ def build_memory_section(material: Material) -> Section:
         return Section(
             MEMORY_KEY,
             MEMORY_TITLE,
-            missing=f"memory is not known: {why}; before probes tula check --memory tells what it may be",
+            missing=f"memory is unknown: {why}. tula check --memory estimates it before any probe",
         )
     model = measurements.estimator.memory.for_ranks(choice.nodes * measurements.part.spec.cluster.gpus_per_node)
     sizes = _list_drawn_sizes(measurements, choice.nodes)
@@ -782,7 +789,7 @@ def build_memory_section(material: Material) -> Section:
         probes = [probe for probe in probes if probe.nodes == choice.nodes]
     text = [_describe_limit(measurements, choice.nodes)]
     if not model.by_component:
-        text.append("What the peak consists of is not told by a script; it is told as a whole.")
+        text.append("Of a script only the total peak memory is known, not its components.")
     figure = _build_memory_figure(measurements, model, sizes, probes, choice.local_batch)
     return Section(
         MEMORY_KEY, MEMORY_TITLE, tuple(text), tables=tuple(_build_error_tables(model, probes)), figures=(figure,)
@@ -799,11 +806,11 @@ def _list_drawn_sizes(measurements: TypeMeasurements, nodes: int) -> list[int]:
 def _describe_limit(measurements: TypeMeasurements, nodes: int) -> str:
     capacity, largest = measurements.estimator.capacity, measurements.estimator.largest_local_batch(nodes)
     if capacity is None:
-        return "Nothing bounds the memory of a rank (cluster.memory_per_gpu sets a limit)."
+        return "The memory per rank has no limit (set one with cluster.memory_per_gpu)."
     factor, unit = choose_bytes_unit([capacity])
     margin = f"{MEMORY_MARGIN:.0%}"
-    bound = "every local batch fits" if largest is None else f"a local batch of at most {largest} fits"
-    return f"One GPU has {format_number(capacity * factor)} {unit}; with {margin} of it left free {bound}."
+    bound = "every batch fits" if largest is None else f"at most {largest} samples per GPU fit"
+    return f"One GPU has {format_number(capacity * factor)} {unit}; with {margin} kept free, {bound}."
 
 
 def _build_memory_figure(
@@ -822,17 +829,17 @@ def _build_memory_figure(
     positions = tuple(position_by_size[probe.local_batch] for probe in sorted_probes)
     series.append(Series("peak, measured", positions, peaked, style="points", measured=(True,) * len(sorted_probes)))
     marks = (
-        [Annotation(position_by_size[chosen], None, f"chosen: local batch {chosen}", "choice")]
+        [Annotation(position_by_size[chosen], None, f"chosen: {chosen} per GPU", "choice")]
         if chosen in position_by_size
         else []
     )
     if capacity is not None:
         room = capacity - model.libraries
-        marks.append(Annotation(None, room * factor, "memory of a GPU" + " less libraries" * libraries, "limit"))
+        marks.append(Annotation(None, room * factor, "memory per GPU" + " minus libraries" * libraries, "limit"))
     return Figure(
         "memory",
-        "Memory of one GPU",
-        "Peak of a step against the local batch, by component where that is told (Eq. 3).",
+        "Memory per GPU",
+        "Peak memory of a step by batch per GPU, split into components if they are known (Eq. 3 of the paper).",
         "local batch",
         f"memory ({unit})",
         tuple(series),
@@ -859,36 +866,36 @@ def _build_error_tables(model: MemoryModel, probes: Sequence[Measured]) -> Itera
     if not probes:
         return
     factor, unit = choose_bytes_unit(probe.memory.peak for probe in probes)
-    columns = (Column("nodes"), Column("local batch"), Column("measured", unit, digits=4), Column("model", unit, digits=4), Column("error", "%", digits=2))  # fmt: skip
+    columns = (Column("nodes"), Column("batch/GPU"), Column("measured", unit, digits=4), Column("model", unit, digits=4), Column("error", "%", digits=2))  # fmt: skip
     rows = tuple(
         (p.nodes, p.local_batch, p.memory.peak * factor, model.peak(p.local_batch) * factor, 100 * (model.peak(p.local_batch) / max(p.memory.peak, 1) - 1))
         for p in probes
     )  # fmt: skip
-    off = "" if model.error is None else f" The median is {format_number(100 * model.error, 2)} % away, signs aside."
+    off = "" if model.error is None else f" Median absolute error: {format_number(100 * model.error, 2)} %."
     count = format_count(len(probes), "probe")
     yield Table(
         "memory_model",
-        "Peak memory, measured and by the model",
+        "Peak memory, measured and modelled",
         columns,
         rows,
-        f"The model has seen these {count}.{off}",
+        f"The model is fitted to these {count}.{off}",
     )
 
 
 # --- How well the models foresee
 
-VALIDATION_KEY, VALIDATION_TITLE = "predictions", "How well it predicts"
+VALIDATION_KEY, VALIDATION_TITLE = "predictions", "Prediction errors"
 
 
 def build_cross_validation_section(material: Material) -> Section:
     """Build the section of prediction errors: each search strategy judged by the probes that it does not use."""
     measurements = material.choice_measurements
     if measurements is None:
-        return Section(VALIDATION_KEY, VALIDATION_TITLE, missing=f"nothing is predicted: {material.unanswered}")
+        return Section(VALIDATION_KEY, VALIDATION_TITLE, missing=f"no prediction: {material.unanswered}")
     try:
         validations = cross_validate_measurements(measurements)
     except BadMeasurements as error:
-        return Section(VALIDATION_KEY, VALIDATION_TITLE, missing=f"nothing tells how well: {describe_error(error)}")
+        return Section(VALIDATION_KEY, VALIDATION_TITLE, missing=f"errors are unknown: {describe_error(error)}")
     return Section(
         VALIDATION_KEY,
         VALIDATION_TITLE,
@@ -909,18 +916,18 @@ def _build_validation_table(validations: tuple[Validation, ...]) -> Table:
         for row in validations
     )
     caption = (
-        "Each search takes its probes of those that were measured; the step time is fitted to them, and the others judge it."
-        " Errors are shares of the measured step time, signs aside."
+        "Each search strategy is fitted to its probes and compared with the others. Absolute errors relative to the measured step"
+        " time."
     )
-    return Table("validation", "Errors of the step time by search", columns, rows, caption)
+    return Table("validation", "Step-time errors by search strategy", columns, rows, caption)
 
 
 def _build_validation_figure(validations: tuple[Validation, ...]) -> Figure:
     xs = tuple(float(place) for place in range(len(validations)))
     return Figure(
         "prediction_errors",
-        "Errors of the step time by search",
-        "Relative errors on configurations that the search has not measured.",
+        "Step-time errors by search strategy",
+        "Relative errors on configurations that the strategy does not measure.",
         "search",
         "error (%)",
         (
@@ -947,10 +954,10 @@ def _fit_figures(material: Material, type_measurements: TypeMeasurements) -> Ite
     known = [size for size in sorted({*here, *gaps}) if not estimator.steps.refusal(nodes, gpus, size)]
     if len(known) < 2 or not here:
         return
-    fits = {"fit to all": estimator.steps}
+    fits = {"fit to all probes": estimator.steps}
     if len(partial) < len(probes):
         few = steptime.fit_step_time([as_observation(probes[place]) for place in sorted(partial)], collective=spec.cluster.collective, priors=estimator.steps.priors)  # fmt: skip
-        fits["fit to the partial search's"] = few
+        fits["fit to the partial search"] = few
     series = [_make_measured_series(type_measurements, here, nodes)]
     for name, fit in fits.items():
         sizes = [size for size in known if not fit.refusal(nodes, gpus, size)]
@@ -960,12 +967,12 @@ def _fit_figures(material: Material, type_measurements: TypeMeasurements) -> Ite
             Series(name, xs, tuple(1000 * estimate.seconds for estimate in estimates), tuple(estimate.low and 1000 * estimate.low for estimate in estimates),
                    tuple(estimate.high and 1000 * estimate.high for estimate in estimates), style="line")
         )  # fmt: skip
-    trained = ", and to the steps of trainings," * bool(estimator.trained)
+    trained = " and the trainings" * bool(estimator.trained)
     yield Figure(
         "step_time_fits",
-        f"Step time on {format_count(nodes)}, measured and by the models",
-        f"Probes beside the fit to all {len(probes)} of them{trained} and to the {len(partial)} that the partial search takes;"
-        " bands are 90 % intervals.",
+        f"Step time on {format_count(nodes)}, measured and fitted",
+        f"Probes, with a fit to all {len(probes)}{trained}, and one to the {len(partial)} of the partial search; bands: 90 %"
+        " intervals.",
         "global batch",
         "step time (ms)",
         tuple(series),
@@ -983,13 +990,13 @@ def _make_measured_series(type_measurements: TypeMeasurements, sizes: list[int],
 
 # --- Time to the same progress
 
-PROGRESS_KEY, PROGRESS_TITLE = "same_progress", "Gradient noise and the same progress"
+PROGRESS_KEY, PROGRESS_TITLE = "same_progress", "Gradient noise and equal progress"
 
 
 def build_same_progress_section(material: Material) -> Section:
     """Build the section of the gradient noise scale, its course over training, and the time to the same progress."""
     if material.answer is None or material.choice is None:
-        return Section(PROGRESS_KEY, PROGRESS_TITLE, missing=f"no gradient noise is known: {material.unanswered}")
+        return Section(PROGRESS_KEY, PROGRESS_TITLE, missing=f"gradient noise is unknown: {material.unanswered}")
     noise, trained = (
         find_gradient_noise_of_job(material.answer.all_measurements, needed=False),
         _list_noise_rows(material),
@@ -1015,8 +1022,8 @@ def build_same_progress_section(material: Material) -> Section:
 
 
 _NO_NOISE = (
-    "gradients were not measured: it takes probes on two or more GPUs, or a local batch of 2 or more (of a script"
-    " DistributedDataParallel); a training with train.diagnostics: [gradient_noise] measures it after each epoch"
+    "gradient noise was not measured. Probes measure it on two or more GPUs or with a batch of 2 or more per GPU (scripts: with"
+    " DistributedDataParallel); train.diagnostics: [gradient_noise] measures it during training"
 )
 
 
@@ -1025,7 +1032,7 @@ def _has_progress(rows: Sequence[Prediction]) -> bool:
 
 
 def _describe_scale(noise: Noise) -> str:
-    high = "more than can be told" if math.isinf(noise.high) else format_number(noise.high)
+    high = "unknown" if math.isinf(noise.high) else format_number(noise.high)
     at = f"after epoch {noise.epoch:g}" if noise.epoch else "at the start of training"
     return f"{format_number(noise.scale)} samples ({format_number(noise.low)} to {high}), {at}"
 
@@ -1048,7 +1055,7 @@ def _build_noise_figures(rows: Sequence[dict[str, Any]]) -> Iterator[Figure]:
     yield Figure(
         "noise_scale",
         "Gradient noise scale over the training",
-        "As the training has measured it on its way; bars are 90 % intervals. Beside it the batch that it then had.",
+        "Measured during the training; bars: 90 % intervals. The line is the batch at that time.",
         "epoch",
         "samples",
         (
@@ -1074,10 +1081,11 @@ def _list_progress_caveats(material: Material, row: Prediction) -> list[str]:
 def _build_progress_tables(material: Material, rows: Sequence[Prediction]) -> Iterator[Table]:
     if not rows:
         return
+    rows = sorted(rows, key=lambda row: row != material.choice)
     to_unit, unit = choose_hours_unit([*(_require_progress(row).hours for row in rows), *(row.hours for row in rows)])
     notes = [_list_progress_caveats(material, row) for row in rows]
-    columns = (Column("batch"), Column("nodes"), Column("epochs", digits=3), Column("from", digits=3), Column("to", digits=3),
-               Column("time to the same progress", unit, digits=3), Column("from", unit, digits=3), Column("to", unit, digits=3),
+    columns = (Column("batch"), Column("nodes"), Column("epochs", digits=3), Column("epochs, low", digits=3), Column("epochs, high", digits=3),
+               Column("time to equal progress", unit, digits=3), Column("time, low", unit, digits=3), Column("time, high", unit, digits=3),
                Column("cost", material.currency, digits=3), Column("time for the job's epochs", unit, digits=3),
                *([Column("note", align="left")] if any(notes) else []))  # fmt: skip
     rows_with_progress = [(row, _require_progress(row)) for row in rows]
@@ -1087,9 +1095,9 @@ def _build_progress_tables(material: Material, rows: Sequence[Prediction]) -> It
          *([describe_notes(names)] if any(notes) else []))
         for (row, progress), names in zip(rows_with_progress, notes, strict=True)
     )  # fmt: skip
-    caption = f"The best configuration of each batch to the progress of the job's epochs at batch {material.spec.train.reference_batch}; from and to are a 90 % interval.{explain_notes(notes)}"
+    caption = f"Best configuration per batch, the chosen one first, for the progress of the job's epochs at batch {material.spec.train.reference_batch}; low and high: 90 % interval.{explain_notes(notes)}"
     marks = tuple("chosen" if material.choice is not None and row == material.choice else "" for row in rows)
-    yield Table("same_progress", "Time to the same progress", columns, cells, caption, marks)
+    yield Table("same_progress", "Time to equal progress", columns, cells, caption, marks)
 
 
 def _build_progress_figures(material: Material, rows: Sequence[Prediction], choice: Prediction) -> Iterator[Figure]:
@@ -1101,7 +1109,7 @@ def _build_progress_figures(material: Material, rows: Sequence[Prediction], choi
     )
     xs = tuple(float(row.batch) for row in rows)
     progress = Series(
-        "to the same progress",
+        "to equal progress",
         xs,
         tuple(same_progress.hours * factor for same_progress in progress_by_row),
         tuple(same_progress.hours_low * factor for same_progress in progress_by_row),
@@ -1112,8 +1120,8 @@ def _build_progress_figures(material: Material, rows: Sequence[Prediction], choi
     reference = Annotation(float(material.spec.train.reference_batch), None, "reference batch", "event")
     yield Figure(
         "same_progress",
-        "Time to the same progress against the batch",
-        "Of each batch its best configuration; bars are 90 % intervals over what the noise leaves open.",
+        "Time to equal progress by batch",
+        "Best configuration per batch size; bars: 90 % interval from gradient-noise uncertainty.",
         "global batch",
         f"time ({unit})",
         (progress, fixed),
@@ -1130,7 +1138,7 @@ METRIC_NAMES = {
     "top5": "top-5 (%), last epoch",
     "eval_loss": "evaluation loss, last epoch",
 }
-HOW_TO_TRAIN = "nothing was trained yet: tula train trains what is recommended"
+HOW_TO_TRAIN = "nothing was trained yet. Run tula train."
 Place = Callable[[Row], float]
 METRIC_TITLES = {"top1": "Top-1 accuracy", "eval_loss": "Loss on the evaluation set", "perplexity": "Perplexity"}
 METRIC_UNITS = {"top1": "top-1 (%)", "eval_loss": "loss"}
@@ -1170,7 +1178,7 @@ def _describe_training(training: TrainingMaterial) -> Iterator[str]:
         changed = f" (started with {end.start_batch})" if end.batch != end.start_batch else ""
         yield f"Training {task.signature}{others_text}, {where}, batch {end.batch}{changed}: done in {format_duration(3600 * end.actual_hours)}."
         if end.ended:
-            yield f"It ended {end.ended} (train.early_stopping); what is predicted is for the epochs that it took."
+            yield f"It stopped early {end.ended} (train.early_stopping); predictions are for the epochs trained."
     for cause in end.causes if end is not None else ():
         yield f"Relaunched: {get_first_line(cause)}."
 
@@ -1249,8 +1257,8 @@ def _build_predicted_against_actual(training: TrainingMaterial, end: Summary) ->
         predicted_value, actual_value = (None if value is None else value * factor for value in (predicted, actual))
         rows.append((name, quantity_unit, predicted_value, actual_value, error))
     columns = (Column("", align="left"), Column("unit", align="left"), Column("predicted", digits=3), Column("actual", digits=3), Column("error", "%", digits=3))  # fmt: skip
-    counted = "" if end.counted is None else f" Energy was counted over {format_percent(end.counted)} % of the time."
-    caption = f"Errors are those of the prediction, as shares of the actual value.{counted}"
+    counted = "" if end.counted is None else f" Energy was measured over {format_percent(end.counted)} % of the time."
+    caption = f"Errors are relative to the actual value.{counted}"
     return Table(
         f"predicted_actual{_make_figure_suffix(training)}", "Predicted and actual", columns, tuple(rows), caption
     )
@@ -1260,8 +1268,8 @@ def _list_time_parts(end: Summary) -> Iterator[tuple[str, float | None, float | 
     """Yield the non-empty parts of the training time (seconds): name, predicted and actual value."""
     if end.actual_parts is None:
         return
-    names = {"steps": "steps", "data": "of them waiting for data", "evaluation": "evaluation", "checkpoints": "checkpoints",
-             "branches": "branches of self-tuning", "rest": "starts, ends, repeated"}  # fmt: skip
+    names = {"steps": "steps", "data": "data-loader wait, part of steps", "evaluation": "evaluation", "checkpoints": "checkpoints",
+             "branches": "branches of self-tuning", "rest": "starting, stopping, repeated steps"}  # fmt: skip
     for field_name, name in names.items():
         actual, predicted = getattr(end.actual_parts, field_name), getattr(end.predicted_parts, field_name, None)
         if actual or predicted:
@@ -1305,7 +1313,7 @@ def _choose_metric_axes(training_material: TrainingMaterial) -> "list[_MetricAxi
     )
     if began is not None and times:
         divisor, unit = choose_time_unit(max(times) - began)
-        axes.append(_MetricAxis("time", f"time since its start ({unit})", lambda row: (row["time"] - began) / divisor))
+        axes.append(_MetricAxis("time", f"time since the start ({unit})", lambda row: (row["time"] - began) / divisor))
     return axes
 
 
@@ -1350,7 +1358,7 @@ class _MetricAxis:
         )
         if series:
             low = min(y for curve in series for y in curve.y if y is not None)
-            yield Figure(f"loss_by_{self.key}", f"Loss over {self.key}", "Of training steps as they were logged, and on the evaluation set at the end of epochs.",
+            yield Figure(f"loss_by_{self.key}", f"Loss over {self.key}", "Logged training steps, and the evaluation set at the end of each epoch.",
                          self.label, "loss", series, marks=self.starts(training_material), y_scale="log" if low > 0 else "linear")  # fmt: skip
 
     def metric(self, training_material: TrainingMaterial) -> Iterator[Figure]:
@@ -1369,14 +1377,14 @@ class _MetricAxis:
         )
         if series:
             title = METRIC_TITLES.get(name, name)
-            yield Figure(f"metric_by_{self.key}", f"{title} over {self.key}", "On the evaluation set, at the end of epochs.",
+            yield Figure(f"metric_by_{self.key}", f"{title} over {self.key}", "On the evaluation set, at the end of each epoch.",
                          self.label, METRIC_UNITS.get(name, name), tuple(series), marks=self.starts(training_material))  # fmt: skip
 
     def rate(self, training_material: TrainingMaterial) -> Iterator[Figure]:
         rows = training_material.rows_of_kind("step", "epoch")
         series = tuple(self.series("learning rate", rows, lambda row: get_metric_value(row, "lr")))
         if series:
-            yield Figure("learning_rate", "Learning rate", "Of the steps as they were logged.", self.label, "learning rate",
+            yield Figure("learning_rate", "Learning rate", "Logged steps.", self.label, "learning rate",
                          series, marks=self.starts(training_material))  # fmt: skip
 
     def step_time(self, training_material: TrainingMaterial) -> Iterator[Figure]:
@@ -1411,7 +1419,7 @@ class _MetricAxis:
             Annotation(float(change.samples), None, f"changed: {', '.join(change.parts)}", "event")
             for change in training_material.files.changes()
         )
-        caption = "Means over the steps between two rows of the log; the band of the prediction is its 90 % interval."
+        caption = "Means over the steps between two log entries; the band is the 90 % interval of the prediction."
         yield Figure("step_time", "Step time", caption, self.label, "step time (ms)", tuple(series), marks=(*self.starts(training_material), *changes))  # fmt: skip
 
 
@@ -1469,8 +1477,8 @@ def _describe_why_no_gradients(training: TrainingMaterial) -> str:
     if training.task.spec.script is not None:
         return "a script's gradients are not logged; train.diagnostics is for tula's own loop"
     return (
-        "this training has logged no gradients: it scales none (at or below train.reference_batch there is nothing to scale)."
-        " tula train --set train.diagnostics=[gradient_norms,hessian] logs their norms and the curvature"
+        "this training logged no gradients. To log norms and curvature, train with --set"
+        " train.diagnostics=[gradient_norms,hessian]"
     )
 
 
@@ -1478,13 +1486,13 @@ def _list_left_out_notes(training: TrainingMaterial) -> tuple[str, ...]:
     if training.rows_of_kind("hessian"):
         return ()
     return (
-        "The curvature (largest eigenvalue) was not measured: tula train --set train.diagnostics=[hessian] measures it.",
+        "The curvature (largest eigenvalue) was not measured; train with --set train.diagnostics=[hessian] to measure it.",
     )
 
 
 # --- Methods compared
 
-HOW_TO_COMPARE = "nothing was compared: tula compare trains the job with several methods and batches, and tells what a large batch loses"
+HOW_TO_COMPARE = "no comparison. tula compare trains the job with several methods and batches and shows their accuracy"
 
 
 def build_comparison_sections_of_parts(material: Material) -> Iterator[Section]:

@@ -1,6 +1,7 @@
 """Units, marks and series shared by the sections of a report and the paper's figures."""
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -57,9 +58,23 @@ def is_priced(rows: Iterable[Prediction], currency: str) -> bool:
     return not all(is_cost_in_node_hours(row.cost, row.all_node_hours, currency) for row in rows)
 
 
+NOTES = {
+    **CAVEATS,
+    "efficiency_above_100": "better than linear scaling, within measurement error or because caches help on more nodes",
+    "interval_unknown": "too few probes for a 90 % interval",
+}
+"""Descriptions of the notes in tables: the caveats of configurations, and those of the report."""
+
+
 def describe_notes(names: Sequence[str]) -> str:
-    """Format the caveats of a configuration as the text of a table cell."""
-    return ", ".join(name.replace("_above_110", " above 110 %").replace("_", " ") for name in names)
+    """Format the notes on a configuration as the text of a table cell: "wide interval; time, cost within noise"."""
+    noisy = [name.removesuffix("_within_noise") for name in names if name.endswith("_within_noise")]
+    texts = [
+        re.sub(r"_above_(\d+)", r" above \1 %", name).replace("_", " ")
+        for name in names
+        if not name.endswith("_within_noise")
+    ]
+    return "; ".join([*texts, *([f"{', '.join(noisy)} within noise"] if noisy else [])])
 
 
 def explain_notes(rows: Iterable[Sequence[str]]) -> str:
@@ -67,7 +82,7 @@ def explain_notes(rows: Iterable[Sequence[str]]) -> str:
     kinds = {get_caveat_kind(name) for names in rows for name in names}
     return "".join(
         f" {describe_notes([name]).capitalize()}: {explanation}."
-        for name, explanation in CAVEATS.items()
+        for name, explanation in NOTES.items()
         if name in kinds
     )
 

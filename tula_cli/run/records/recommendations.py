@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import Field, field_validator
 
-from tula_cli.entry_points import load_extra
 from tula_cli.errors import SpecError
 from tula_cli.query import Curve, Objective
 from tula_cli.run.frames import make_record_frame
@@ -488,6 +487,8 @@ class Recommendation(Record):
         Raises:
             SpecError: tula's optional package report or matplotlib is not installed, or `against` has another value.
         """
+        from tula_cli.entry_points import load_extra
+
         if against not in get_args(TradeOff):
             raise SpecError(f"against={against!r} is not one of {join_words(get_args(TradeOff))}.")
         return load_extra("report").plot(self, against)

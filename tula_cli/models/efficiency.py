@@ -253,8 +253,9 @@ def _count_epochs_over_stages(rows: Candidates, epochs_at: Callable[[Number], Nu
     epochs_needed = epochs_at(rows["batch"]) + np.zeros(len(rows))
     if not any(rows["stages"]):
         return epochs_needed
+    progress_at = functools.cache(lambda batch: 1 / epochs_at(batch))  # per epoch; many configurations share a stage
     slower = [  # progress an epoch, beside that at the configuration's own batch
-        sum(stage.share * (1 / epochs_at(stage.batch) - 1 / stage_epochs) for stage in stages)
+        sum(stage.share * (progress_at(stage.batch) - 1 / stage_epochs) for stage in stages)
         for stages, stage_epochs in zip(rows["stages"], epochs_needed, strict=True)
     ]
     return 1 / (1 / epochs_needed + np.array(slower))

@@ -106,11 +106,13 @@ class StageTimes:
             key=lambda option: (option.nodes, option.batch),
         )
         times = dict(zip(distinct_options, self.predicted(distinct_options), strict=True)) if distinct_options else {}
+        known_times = {option: time for option, time in times.items() if not self.why_unknown(option)}
         for config, ramp in ramps.items():
-            steps = ramp.remaining_steps(size=self.dataset_size, epochs=self.spec.train.epochs_at_most)
-            shares = ramp.shares(self.dataset_size * self.spec.train.epochs_at_most)
-            stages = self._stages(config, options_by_config[config], steps, times)
-            self._known[config] = tuple(stage.model_copy(update={"share": shares[stage.batch]}) for stage in stages)
+            times_of_options = [
+                {option.nodes: known_times.get(option) or times[config] for option in options}
+                for options in options_by_config[config]
+            ]
+            self._known[config] = self._plan_stages(config, ramp, times_of_options)
 
     def _stage_options(self, config: Config, ramp: Ramp) -> list[list[Config]]:
         """Return the configurations on which each stage may run."""
@@ -133,37 +135,38 @@ class StageTimes:
         ]
         return fitting or counts[:1]
 
-    def _stages(
-        self,
-        config: Config,
-        places: Sequence[Sequence[Config]],
-        steps: Mapping[int, int],
-        times: Mapping[Config, Estimate],
+    def _plan_stages(
+        self, config: Config, ramp: Ramp, times: Sequence[Mapping[int, Estimate]]
     ) -> tuple[StageSteps, ...]:
-        """Return the stages on the nodes chosen for each by time or cost."""
-        seconds = [
-            {at.nodes: count * self._time(config, at, times).seconds for at in options}
-            for options, count in zip(places, steps.values(), strict=True)
-        ]
-        nodes = choose_stage_nodes(seconds, self.change(config), by=self.by)
+        """Return the stages on the nodes chosen for each by time or cost.
+
+        Args:
+            config: the configuration of the training.
+            ramp: its stages.
+            times: step times of each stage by number of nodes.
+        """
+        epochs = self.spec.train.epochs_at_most
+        steps = ramp.remaining_steps(size=self.dataset_size, epochs=epochs)
+        shares = ramp.shares(self.dataset_size * epochs)
+        nodes = [next(iter(options)) for options in times]
+        if any(len(options) > 1 for options in times):
+            seconds = [
+                {count: number * time.seconds for count, time in options.items()}
+                for options, number in zip(times, steps.values(), strict=True)
+            ]
+            nodes = [*choose_stage_nodes(seconds, self.change(config), by=self.by)]
         return tuple(
-            self._stage(config, Config(count, batch), number, times)
-            for count, (batch, number) in zip(nodes, steps.items(), strict=True)
+            StageSteps(
+                batch=batch,
+                steps=number,
+                share=shares[batch],
+                step_time=options[count].seconds,
+                step_low=options[count].low,
+                step_high=options[count].high,
+                nodes=None if count == config.nodes else count,
+            )
+            for count, options, (batch, number) in zip(nodes, times, steps.items(), strict=True)
         )
-
-    def _stage(self, config: Config, option: Config, steps: int, times: Mapping[Config, Estimate]) -> StageSteps:
-        time, has_all_nodes = self._time(config, option, times), option.nodes == config.nodes
-        return StageSteps(
-            batch=option.batch,
-            steps=steps,
-            step_time=time.seconds,
-            step_low=time.low,
-            step_high=time.high,
-            nodes=None if has_all_nodes else option.nodes,
-        )
-
-    def _time(self, config: Config, option: Config, times: Mapping[Config, Estimate]) -> Estimate:
-        return times[config if self.why_unknown(option) else option]
 
     def fits_mask(self, nodes: Ints, batch: Ints) -> Flags:
         """Return a mask, shape (n,), of the configurations for which `why_not` has no objection."""
@@ -196,7 +199,9 @@ class StageTimes:
         configurations = to_configs(nodes, batch)
         self.work_out(configurations)
         changes = np.array([len(self._node_counts(config)) - 1 for config in configurations])
-        queue = np.array([self.change(config).queue for config in configurations])
+        queue = np.array(
+            [self.change(config).queue if count else 0.0 for config, count in zip(configurations, changes, strict=True)]
+        )
         steps = np.array([self._equivalent_steps(config) / work.epochs for config in configurations])
         return replace(work, steps=steps, changes=changes, queued=changes * queue)
 
@@ -210,7 +215,10 @@ class StageTimes:
 
     def _unused_node_hours(self, config: Config) -> float:
         self.stages_at(config)
-        counts, change = self._node_counts(config), self.change(config)
+        counts = self._node_counts(config)
+        if counts == [config.nodes]:
+            return 0.0
+        change = self.change(config)
         steps = sum(
             (config.nodes - stage.nodes) * stage.steps * stage.step_time
             for stage in self._known[config]

@@ -13,7 +13,7 @@ the learning rate.
 """
 
 import functools
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -49,7 +49,11 @@ class Ramp:
 
     def stage_at(self, passed: int) -> int:
         """Return the number, from 0, of the stage of a training after `passed` samples."""
-        return max(0, sum(stage.begin <= passed for stage in self.stages) - 1)
+        return max(0, bisect_right(self._begins, passed) - 1)
+
+    @functools.cached_property
+    def _begins(self) -> list[int]:
+        return [stage.begin for stage in self.stages]
 
     def batch_at(self, passed: int) -> int:
         """Return the global batch of the step that starts after `passed` samples."""
@@ -71,10 +75,10 @@ class Ramp:
         while True:
             passed = epoch * size + samples_done
             number = self.stage_at(passed)
-            batch, following = self.stages[number].batch, self.stages[number + 1 :]
+            batch, following = self.stages[number].batch, number + 1
             steps = max(0, size - samples_done) // batch
-            if following:
-                steps = min(steps, ceil((following[0].begin - passed) / batch))
+            if following < len(self.stages):
+                steps = min(steps, ceil((self.stages[following].begin - passed) / batch))
             if not steps:
                 return
             yield batch, steps

@@ -41,11 +41,7 @@ def render_campaign(plan: "Campaign") -> Iterator["RenderableType"]:
 
 
 def _describe_choice(plan: "Campaign") -> str:
-    deadline = (
-        ""
-        if plan.deadline_hours is None
-        else f" within {format_duration(3600 * plan.deadline_hours)} for all trainings"
-    )
+    deadline = "" if plan.deadline_hours is None else f" within {format_duration(3600 * plan.deadline_hours)}"
     batch = "" if plan.max_batch is None else f", at most {plan.max_batch}"
     bound = f"No plan with this batch finishes before {format_duration(3600 * plan.bound_hours)}."
     return f"This is {_MINIMISED[plan.minimises]}{deadline}; all trainings have the same batch{batch}. {bound}"

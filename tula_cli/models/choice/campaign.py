@@ -29,6 +29,8 @@ Quantity = Literal["time", "cost", "energy"]
 
 _ROUNDING = 1e-9
 """Relative tolerance of comparisons between sums of durations."""
+_DIGITS = 12
+"""Significant digits of the hours that remain of a deadline, so that equal sums are equal numbers."""
 
 
 @dataclass(frozen=True, order=True)
@@ -74,13 +76,17 @@ def list_options(candidates: Candidates, rows: Ints, *, cost: Literal["cost", "k
 
 def find_shortest_makespan(options: Sequence[Option], *, trainings: int, nodes: int) -> float:
     """Return the hours in which `trainings` equal trainings can be finished on `nodes` nodes; inf if none fits."""
-    fastest = {width: min(option.hours for option in group) for width, group in _group_by_nodes(options, nodes)}
     groups: dict[int, Floats] = {}  # nodes of a group to the hours in which it finishes 0, 1, 2 ... trainings
-    for width, hours in fastest.items():
-        split = _divide_nodes(groups, width, trainings, np.maximum)[0][width]
-        for count in range(1, trainings + 1):
-            split[count] = min(split[count], split[count - 1] + hours)
-        groups[width] = split
+    for width, group in _group_by_nodes(options, nodes):
+        least = _divide_nodes(groups, width, trainings, np.maximum)[0][width]
+        fastest = min(group, key=lambda option: option.hours)
+        series: tuple[Option, ...] = (fastest,)
+        before = least.copy()
+        while len(series) <= trainings and not _fit_side_by_side(series, options):
+            count = len(series)
+            np.minimum(least[count:], before[:-count] + count * fastest.hours, out=least[count:])
+            series = (*series, fastest)
+        groups[width] = least
     return float(_divide_nodes(groups, nodes, trainings, np.maximum)[0][nodes][trainings])
 
 
@@ -99,8 +105,10 @@ def plan_cheapest(
     makespan = find_shortest_makespan(cheapest, trainings=trainings, nodes=nodes)
     if makespan <= deadline:  # all of them can be the cheapest: the plan is the shortest with these
         options, deadline = cheapest, makespan
-    plan = _CheapestPlan(options, trainings, nodes)
+    if not 0 < deadline < math.inf:
+        return None
     deadline *= 1 + _ROUNDING
+    plan = _CheapestPlan(options, trainings, nodes, decimals=_DIGITS - math.ceil(math.log10(deadline)))
     costs = plan.divide(nodes, deadline)[0][nodes]
     if not np.isfinite(costs[trainings]):
         return None
@@ -112,7 +120,7 @@ def _start_early(starts: Sequence[Start], nodes: int) -> list[Start]:
     early: list[Start] = []
     for start in sorted(starts):
         moments = sorted({0.0, *(other.end for other in early)})
-        running = ([other for other in early if other.end > moment + _ROUNDING] for moment in moments)
+        running = ([other for other in early if other.end > moment * (1 + _ROUNDING)] for moment in moments)
         moment = next(
             moment
             for moment, others in zip(moments, running, strict=True)
@@ -127,6 +135,22 @@ def _group_by_nodes(options: Sequence[Option], most: int) -> Iterator[tuple[int,
     fitting = sorted(option for option in options if option.nodes <= most)
     for width, group in itertools.groupby(fitting, key=lambda option: option.nodes):
         yield width, list(group)
+
+
+def _fit_side_by_side(series: Sequence[Option], options: Sequence[Option]) -> bool:
+    """Return whether the last trainings of a series finish as soon and as cheaply side by side on parts of its nodes.
+
+    A series that does is not considered, because groups on these parts are.
+    """
+    hours, cost, nodes = series[-1].hours, series[-1].cost, series[-1].nodes
+    for count, option in enumerate(series[-2::-1], 2):
+        hours, cost = hours + option.hours, cost + option.cost
+        if any(
+            count * part.nodes <= nodes and part.hours <= hours and count * part.cost <= cost * (1 + _ROUNDING)
+            for part in options
+        ):
+            return True
+    return False
 
 
 def _divide_nodes(
@@ -165,11 +189,11 @@ def _divide_nodes(
 class _CheapestPlan:
     """Plans of lowest cost by nodes and deadline; each is computed once."""
 
-    def __init__(self, options: Sequence[Option], trainings: int, nodes: int) -> None:
-        self._trainings = trainings
+    def __init__(self, options: Sequence[Option], trainings: int, nodes: int, *, decimals: int) -> None:
+        self._trainings, self._decimals = trainings, decimals
         self._options = dict(_group_by_nodes(options, nodes))
+        self._narrower = {width: [o for o in options if o.nodes < width] for width in self._options}
         self._widths = list(self._options)
-        self._halves_align = all(wide % narrow == 0 for narrow, wide in itertools.pairwise(self._widths))
 
     @functools.cache  # noqa: B019 - of one plan, which ends with it
     def divide(self, nodes: int, hours: float, below: int | None = None) -> tuple[Floats, Ints, Ints]:
@@ -184,7 +208,7 @@ class _CheapestPlan:
         series = self._series(width, hours)
         costs = np.full((len(series), self._trainings + 1), np.inf)
         for index, last in enumerate(series):
-            before = self.divide(width, _subtract(hours, last), width)[0][width]
+            before = self.divide(width, self._subtract(hours, last), width)[0][width]
             costs[index, len(last) :] = before[: len(before) - len(last)] + sum(option.cost for option in last)
         return costs.min(axis=0), costs.argmin(axis=0)
 
@@ -195,17 +219,11 @@ class _CheapestPlan:
         for last in series:
             start = self._options[width].index(last[-1]) if last else 0
             for option in self._options[width][start:]:
-                fits = len(last) < self._trainings and _subtract(hours, (*last, option)) >= 0
-                if fits and not (self._halves_align and any(self._fit_on_halves(option, other) for other in last)):
-                    series.append((*last, option))
+                longer = (*last, option)
+                fits = len(longer) <= self._trainings and self._subtract(hours, longer) >= 0
+                if fits and not _fit_side_by_side(longer, self._narrower[width]):
+                    series.append(longer)
         return series
-
-    @functools.cache  # noqa: B019
-    def _fit_on_halves(self, first: Option, second: Option) -> bool:
-        """Return whether two trainings of a group finish as soon and as cheaply side by side, each on half of its nodes."""
-        halves = (half for width in self._widths if 2 * width <= first.nodes for half in self._options[width])
-        hours, cost = first.hours + second.hours, first.cost + second.cost
-        return any(half.hours <= hours and 2 * half.cost <= cost * (1 + _ROUNDING) for half in halves)
 
     def list_starts(
         self, nodes: int, hours: float, trainings: int, below: int | None = None, begin: float = 0.0
@@ -222,17 +240,16 @@ class _CheapestPlan:
 
     def _list_group_starts(self, width: int, hours: float, trainings: int, begin: float) -> list[Start]:
         series = self._series(width, hours)[int(self._group(width, hours)[1][trainings])]
-        starts = self.list_starts(width, _subtract(hours, series), trainings - len(series), width, begin)
+        starts = self.list_starts(width, self._subtract(hours, series), trainings - len(series), width, begin)
         at = max((start.end for start in starts), default=begin)
         for option in series:
             starts.append(Start(at, option))
             at += option.hours
         return starts
 
-
-def _subtract(hours: float, options: Sequence[Option]) -> float:
-    """Return the hours that remain after trainings one after the other; equal sums give equal values."""
-    return round(hours - sum(option.hours for option in options), 9)
+    def _subtract(self, hours: float, options: Sequence[Option]) -> float:
+        """Return the hours that remain after trainings one after the other."""
+        return round(hours - sum(option.hours for option in options), self._decimals)
 
 
 # --- The plan with its figures
@@ -353,12 +370,12 @@ def describe_plan(
 
 def _join_waves(starts: Sequence[Start], rows: Mapping[int, Prediction]) -> list[Wave]:
     """Return the trainings of a plan by configuration and time, in the order of their starts."""
-    counts = Counter((round(start.hours, 9), start.option) for start in starts)
+    counts = Counter((float(f"{start.hours:.9g}"), start.option) for start in starts)
     waves: list[Wave] = []
     open_waves: dict[Option, int] = {}
     for (start, option), count in sorted(counts.items()):
         index, row = open_waves.get(option), rows[option.row]
-        if index is not None and math.isclose(waves[index].end, start, abs_tol=1e-6):
+        if index is not None and math.isclose(waves[index].end, start, rel_tol=1e-6):
             wave = waves[index]
             waves[index] = replace(
                 wave,

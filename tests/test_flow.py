@@ -39,7 +39,7 @@ print(json.dumps([len(modules), deepest, len(imported)]), file=sys.stderr)
 """
 """Counts the modules whose functions run, the deepest chain of calls, and the modules imported."""
 
-MAX_MODULES = 67
+MAX_MODULES = 68
 MAX_DEPTH = 21
 MAX_IMPORTED = 134
 
@@ -55,7 +55,7 @@ def test_a_recommendation_runs_few_modules_at_a_small_depth(tmp_path: Path) -> N
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         check=True,
     )
-    assert "CHOSEN" in done.stdout
+    assert "accuracy risk" in done.stdout
     modules, depth, imported = json.loads(done.stderr.splitlines()[-1])
     assert 20 < modules <= MAX_MODULES and 5 < depth <= MAX_DEPTH and imported <= MAX_IMPORTED, (
         modules,

@@ -50,6 +50,10 @@ class Query:
     nodes: Annotated[int | None, Option("Only this number of nodes.", minimum=1)] = None
     max_nodes: Annotated[int | None, Option("Maximum number of nodes.", minimum=1)] = None
     max_batch: Annotated[int | None, Option("Maximum global batch size.", minimum=1)] = None
+    min_efficiency: Annotated[
+        float | None,
+        Option("Minimum scaling efficiency, such as 0.6.", metavar="SHARE", minimum=0),
+    ] = None
     deadline_hours: Annotated[
         float | None,
         Option(
@@ -76,7 +80,7 @@ class Query:
                     suggest_nearest(str(value), get_args(allowed)),
                 )
         require_positive(nodes=self.nodes, max_nodes=self.max_nodes, max_batch=self.max_batch)
-        require_number(deadline_hours=self.deadline_hours, budget=self.budget)
+        require_number(min_efficiency=self.min_efficiency, deadline_hours=self.deadline_hours, budget=self.budget)
 
     @property
     def same_progress(self) -> bool:

@@ -725,7 +725,7 @@ def test_the_cost_of_an_interruption_of_a_script_is_told(tmp_path: Path) -> None
     found = ask(run, "cost")
     assert found.interruption.startswith("saves every 100 steps, ") and "(SIGUSR1)" in found.interruption
     assert found.choice.market == "spot" and "no-spot-saves-unknown" not in codes(warnings_of(run, "cost"))
-    shown = "\n".join(str(part) for part in show_recommend.render_recommendation(found, width=80, color=False))
+    shown = "\n".join(str(part) for part in show_recommend._describe_sources(found))
     assert f"checkpoints: {found.interruption}" in shown
 
 
@@ -768,7 +768,7 @@ def test_beside_the_choice_stands_what_its_first_fallback_costs(run: RunDir) -> 
     assert fallback.basis == "by the probe at local batch 128"
     (told,) = [
         line
-        for line in show_recommend.render_recommendation(found, width=100, color=False)
+        for line in show_recommend.render_explanation(found, {}, drawn=found, width=100, color=False)
         if "out-of-mem" in str(line)
     ]
     more = 100 * (fallback.step_time / choice.step_time - 1)
@@ -808,6 +808,5 @@ def test_the_smallest_batch_of_one_sample_has_no_fallback(tmp_path: Path) -> Non
     job = spec(search={"nodes": [16], "min_batch": 16, "max_batch": 16})
     found = ask(run_with(tmp_path, [measured(Truth(), 16, 1)], job=job))
     assert found.fallback is None
-    assert not [
-        line for line in show_recommend.render_recommendation(found, width=100, color=False) if "out-of" in str(line)
-    ]
+    explained = show_recommend.render_explanation(found, {}, drawn=found, width=100, color=False)
+    assert not [line for line in explained if "out-of" in str(line)]

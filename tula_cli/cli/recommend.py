@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -44,7 +44,11 @@ def recommend(
         ),
     ] = False,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Also show the fitted models, with the summaries of their regressions.")
+        bool,
+        typer.Option(
+            "--explain",
+            help="Also show the reason, intervals, memory, plots, and the fitted models with their regressions.",
+        ),
     ] = False,
     save: Annotated[bool, typer.Option("--save", help="Store this recommendation for tula train.")] = False,
     demo: Annotated[
@@ -97,12 +101,18 @@ def recommend(
     }
     source = {"demo": show_recommend.DEMO} if demo else {}
     data = {**dict(recommendation), **rows, "saved": saved, "method_line": line, **details_as_json, **source}
-    shown = _render_answer(screen, answer, pareto=pareto, every=every, kept=saved)
-    details = show_recommend.render_explanation(recommendation, explained) if explain else [show_recommend.EXPLAIN]
+    shown = _render_answer(answer, pareto=pareto, every=every, kept=saved)
+    details: Iterable[RenderableType] = [show_recommend.EXPLAIN]
+    if explain:
+        details = show_recommend.render_explanation(
+            recommendation,
+            explained,
+            drawn=answer.with_drawn_rows(),
+            width=screen.width,
+            color=screen.colored,
+        )
     first, last = show_recommend.render_demo_lines() if demo else ((), ())
-    screen.answer(
-        data, itertools.chain(first, shown, ["", line], show_recommend.render_validation(judged), details, last)
-    )
+    screen.answer(data, itertools.chain(first, shown, [line], show_recommend.render_validation(judged), details, last))
     warn_all(screen, answer.warnings)
 
 
@@ -120,16 +130,11 @@ def _show_campaign(
     warn_all(screen, plan.warnings)
 
 
-def _render_answer(
-    screen: Screen, answer: "Answer", *, pareto: bool, every: bool, kept: bool
-) -> "Iterator[RenderableType]":
+def _render_answer(answer: "Answer", *, pareto: bool, every: bool, kept: bool) -> "Iterator[RenderableType]":
     """Yield the answer for terminal output; `kept` states whether the answer was written."""
     whole = every and len(answer.candidates) <= show_recommend.MOST
     yield from show_recommend.render_recommendation(
         answer.with_all_rows() if whole else answer.recommendation,
-        drawn=answer.with_drawn_rows(),
-        width=screen.width,
-        color=screen.colored,
         pareto=pareto,
         every=whole,
         more=show_recommend.describe_where_all_are(kept=kept) if every else show_recommend.MORE,

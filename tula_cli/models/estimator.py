@@ -465,6 +465,7 @@ class Estimator:
                 "peak_memory": reserved,
                 "headroom": headroom,
                 "measured": measured,
+                "scaling_efficiency": self._scaling_efficiency(local_batch, steps.seconds),
                 "trained": self._trained_at(nodes, local_batch, measured),
                 "further": nodes > max(count for count, _ in (*self.probes, *self.trained)),
                 "refresh_share": time.work.refreshes * time.overheads.refresh / (3600 * hours),
@@ -475,6 +476,19 @@ class Estimator:
             }
         )
         return candidates if self.power is None else self._with_energy(candidates, probes, self.power)
+
+    def _scaling_efficiency(self, local_batch: Ints, step_time: Floats) -> Floats:
+        """Return the throughput per GPU relative to that on the fewest nodes with the same local batch, shape (n,).
+
+        nan where the step time on the fewest nodes is unknown.
+        """
+        gpus = self.spec.cluster.gpus_per_node
+        sizes, places = np.unique(local_batch, return_inverse=True)
+        nodes = np.full(len(sizes), min(self.spec.search.nodes))
+        seconds = self._step_times(nodes, sizes * nodes * gpus).seconds
+        known = np.where(self._unknown_mask(nodes, sizes * nodes * gpus), np.nan, seconds)
+        efficiency: Floats = known[places] / step_time
+        return efficiency
 
     def _memory(self, nodes: Ints, local_batch: Ints, probes: Mapping[int, Measured]) -> tuple[Floats, Floats]:
         """Return the bytes that a GPU reserves, measured if available, and the share of its memory left free."""

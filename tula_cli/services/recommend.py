@@ -12,6 +12,7 @@ import numpy as np
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import Infeasible
 from tula_cli.models import cost, efficiency
+from tula_cli.models.choice.baseline import make_headline
 from tula_cli.models.choice.candidates import Candidates, Limit, list_limits
 from tula_cli.models.choice.columns import Flags
 from tula_cli.models.choice.grid import Config
@@ -54,7 +55,7 @@ from tula_cli.services.recommendation.warnings import (
 from tula_cli.services.wall_times import describe_chain, select_within_bins
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.workload import get_workload
-from tula_cli.words import format_count, format_duration
+from tula_cli.words import format_count, format_duration, format_number
 
 if TYPE_CHECKING:
     from tula_cli.cluster.launcher import Launcher
@@ -213,7 +214,7 @@ def recommend(
     )
     if training is not None:
         continuation = from_training.predict_continuation(training, answer.recommendation.choice, candidates)
-        recommendation = answer.recommendation.model_copy(update={"continuation": continuation})
+        recommendation = answer.recommendation.model_copy(update={"continuation": continuation, "headline": None})
         answer = replace(answer, recommendation=recommendation)
     return replace(answer, by_type=by_type)
 
@@ -274,16 +275,20 @@ def _make_binding_limit_error(candidates: Candidates, query: Query, currency: st
     """Return an error with the first limit that excludes all candidates that are left, and the closest of these."""
     limits = list_limits(query)
     for limit in limits:
-        within = candidates[limit.column] <= limit.maximum
+        within = limit.admits(candidates)
         if not within.any():
             break
         candidates = candidates.take(within)
-    closest = candidates.prediction(int(np.lexsort((candidates["hours"], candidates[limit.column]))[0]))
+    closest = limit.find_closest(candidates)
     if query.same_progress and closest.same_progress is not None:
         progress = closest.same_progress
         closest = closest.model_copy(update={"hours": progress.hours, "cost": progress.cost})
+    efficiency_text = f", scaling efficiency {format_number(closest.scaling_efficiency, 2)}" * (
+        limit.option == "min_efficiency"
+    )
     return Infeasible(
-        f"no configuration is within {_describe_limit(limit, query)}; the closest is {describe_configuration(closest, currency)}",
+        f"no configuration is within {_describe_limit(limit, query)}; the closest is"
+        f" {describe_configuration(closest, currency)}{efficiency_text}",
         "relax that limit, or search other numbers of nodes and batches",
     )
 
@@ -291,15 +296,15 @@ def _make_binding_limit_error(candidates: Candidates, query: Query, currency: st
 def _describe_limit(limit: Limit, query: Query) -> str:
     progress = " to the same progress" if query.same_progress else ""
     if limit.option == "max_nodes":
-        return f"at most {limit.maximum:g} nodes"
+        return f"at most {limit.bound:g} nodes"
     if limit.option == "max_batch":
-        return f"a batch of at most {limit.maximum:g}"
+        return f"a batch of at most {limit.bound:g}"
+    if limit.option == "min_efficiency":
+        return f"a scaling efficiency of at least {limit.bound:g}"
     if limit.option == "budget":
-        return f"a budget of {limit.maximum:g}{progress}"
-    duration = format_duration(
-        3600 * limit.maximum
-    )  # as it was given, and in the unit in which durations are displayed
-    deadline = f"{limit.maximum:g} h" if duration.endswith(" h") else f"{limit.maximum:g} h ({duration})"
+        return f"a budget of {limit.bound:g}{progress}"
+    duration = format_duration(3600 * limit.bound)  # as it was given, and in the unit in which durations are displayed
+    deadline = f"{limit.bound:g} h" if duration.endswith(" h") else f"{limit.bound:g} h ({duration})"
     return f"a deadline of {deadline}{progress}"
 
 
@@ -350,6 +355,7 @@ def _build_answer(
         curve=query.curve,
         options=tuple(query.options),
         overrides=tuple(overrides),
+        headline=make_headline(choice, candidates, estimator, noise, objective=query.objective, accuracy=accuracy),
         choice=prediction,
         reason=f"{choice.reason}{knees}; {epochs}{describe_chain(prediction, part.spec, measurements.results)}",
         rows=candidates.take(select_rows(candidates, choice, quantity)).predictions(),

@@ -480,7 +480,7 @@ def warn_interrupted_training(run: RunDir, task: TrainTask) -> list[Diagnostic]:
     return []
 
 
-_NOT_TRAINED_BY = ("name", "search", "pricing", "cluster", "node_types")
+_NOT_TRAINED_BY = ("name", "search", "pricing", "baseline", "cluster", "node_types")
 
 
 def require_stopped(run: RunDir, task: TrainTask) -> None:

@@ -36,36 +36,24 @@ MORE = "--all shows the others, and has results.csv hold them"
 def render_recommendation(
     recommendation: "Recommendation",
     *,
-    width: int,
-    color: bool,
     pareto: bool = False,
     every: bool = False,
     more: str = MORE,
-    drawn: "Recommendation | None" = None,
 ) -> Iterator["RenderableType"]:
-    """Yield the choice and its reason, the table of configurations, and plots of time and cost.
+    """Yield the choice compared with today's configuration, and the table of configurations.
 
     Args:
         recommendation: the recommendation.
-        width: columns of the screen.
-        color: whether the plots have colours.
         pareto: show only configurations on the Pareto front of time, cost and, if known, energy.
         every: show all feasible configurations.
         more: note on where the configurations left out can be found.
-        drawn: recommendation with the rows of the plots, if they differ.
     """
-    from rich.text import Text
-
-    choice = recommendation.choice
-    energy = "" if choice.kwh is None else f", {format_number(choice.kwh)} kWh"
-    costs = f"{format_duration(3600 * choice.hours)}, {format_number(choice.cost)} {recommendation.currency}{energy}"
-    yield Text.assemble((f"CHOSEN  {describe_place(choice)}: {costs}", "bold green"))
+    yield from _render_headline(recommendation)
     yield from _start(recommendation)
     yield from _describe_continuation(recommendation)
     yield from _describe_other_market(recommendation)
-    yield from _describe_same_progress(recommendation)
-    yield from _describe_refreshes(recommendation)
-    yield recommendation.reason
+    if recommendation.objective == "accuracy-time":
+        yield from _describe_same_progress(recommendation)
     yield ""
     yield from _render_with_signs(
         make_front_table(recommendation) if pareto else make_predictions_table(recommendation, every=every)
@@ -85,23 +73,7 @@ def render_recommendation(
     if pareto and not recommendation.choice.pareto:
         marks = [f"the choice ({recommendation.objective}) is not among them: something is {better}", *marks[1:]]
     yield "; ".join(marks if pareto else [*marks, f"P: nothing is {better}"])
-    yield from _describe_sources(recommendation)
-    yield from _describe_fallback(recommendation)
-    for plot in () if pareto else render_plots(drawn or recommendation, width=width, color=color):
-        yield ""
-        yield Text.from_ansi(plot)
-
-
-def _describe_sources(recommendation: "Recommendation") -> Iterator[str]:
     yield from (f"price: {line}" for line in recommendation.price.splitlines())
-    accuracy = recommendation.accuracy.words if recommendation.accuracy is not None else ""
-    words_by_name = {
-        "accuracy": accuracy,
-        "same progress": recommendation.efficiency,
-        "stages": recommendation.ramp,
-        "checkpoints": recommendation.interruption,
-    }
-    yield from (f"{name}: {words}" for name, words in words_by_name.items() if words)
 
 
 DEMO = (
@@ -118,13 +90,55 @@ def render_demo_lines() -> tuple[list[str], list[str]]:
     return [f"Demo: {DEMO}", ""], ["", own]
 
 
-EXPLAIN = "how the fit was made: --explain"
+def _render_headline(recommendation: "Recommendation") -> Iterator["RenderableType"]:
+    """Yield the choice compared with today's configuration; without a comparison, its time and cost."""
+    from rich.text import Text
+
+    headline, choice = recommendation.headline, recommendation.choice
+    if headline is None:
+        energy = "" if choice.kwh is None else f", {format_number(choice.kwh)} kWh"
+        costs = f"{format_duration(3600 * choice.hours)}, {format_number(choice.cost)} {recommendation.currency}"
+        yield Text.assemble((f"{describe_place(choice)}: {costs}{energy}", "bold green"))
+        return
+    yield Text.assemble((headline.text, "bold green"))
+    yield f"{headline.comparison} {headline.interval}".rstrip()
+    yield from [headline.preference] if headline.preference else ()
+    yield from [f"accuracy: {recommendation.accuracy.words}"] if recommendation.accuracy is not None else ()
+
+
+EXPLAIN = "--explain shows why, intervals, memory, plots and the fit"
 
 
 def render_explanation(
-    recommendation: "Recommendation", regressions: Mapping[str, Sequence["RegressionSummary"]]
-) -> Iterator[str]:
-    """Yield the fit in words, the trainings used in it, and its regressions by node type."""
+    recommendation: "Recommendation",
+    regressions: Mapping[str, Sequence["RegressionSummary"]],
+    *,
+    drawn: "Recommendation",
+    width: int,
+    color: bool,
+) -> Iterator["RenderableType"]:
+    """Yield the reason of the choice, intervals and memory, plots, the fit, and its regressions by node type.
+
+    Args:
+        recommendation: the recommendation.
+        regressions: summaries of the regressions by node type.
+        drawn: recommendation with the rows of the plots.
+        width: columns of the screen.
+        color: whether the plots have colours.
+    """
+    from rich.text import Text
+
+    yield ""
+    yield f"choice: {recommendation.reason}"
+    yield from () if recommendation.objective == "accuracy-time" else _describe_same_progress(recommendation)
+    yield from _describe_refreshes(recommendation)
+    yield from _describe_sources(recommendation)
+    yield from _describe_fallback(recommendation)
+    yield ""
+    yield from _render_with_signs(make_details_table(recommendation))
+    for plot in render_plots(drawn, width=width, color=color):
+        yield ""
+        yield Text.from_ansi(plot)
     yield ""
     yield from (f"fit: {line}" for line in recommendation.fit.splitlines())
     yield from describe_learnt(recommendation)
@@ -134,6 +148,15 @@ def render_explanation(
             yield ""
             yield f"{f'{kind}: ' * bool(kind)}{each.name}: {each.about}"
             yield from each.summary.splitlines()
+
+
+def _describe_sources(recommendation: "Recommendation") -> Iterator[str]:
+    words_by_name = {
+        "same progress": recommendation.efficiency,
+        "stages": recommendation.ramp,
+        "checkpoints": recommendation.interruption,
+    }
+    yield from (f"{name}: {words}" for name, words in words_by_name.items() if words)
 
 
 def render_validation(judged: Mapping[str, Sequence["Validation"]]) -> Iterator["RenderableType"]:
@@ -354,32 +377,122 @@ def _describe_total(recommendation: "Recommendation") -> int:
 
 def make_predictions_table(recommendation: "Recommendation", *, every: bool = False) -> "Table":
     """Build the table of feasible configurations in the recommendation's order, with time and cost on spot nodes."""
-    divisor, unit = choose_time_unit(3600 * max(row.hours for row in recommendation.rows))
-    byte, memory = choose_size_unit(max((row.peak_memory or 0 for row in recommendation.rows), default=None))
-    marks, caveats = _list_row_marks(recommendation), recommendation.caveats
-    typed = any(row.type for row in recommendation.rows)
+    columns = _ColumnFormat(recommendation)
+    marks = _list_row_marks(recommendation)
     on_spot = any(row.market == "spot" for row in recommendation.rows)
-    kinds, energy = ["type"] if typed else [], _make_energy_heading(recommendation.rows)
-    spot = [f"spot\ntime\n({unit})", f"spot\ncost\n({recommendation.currency})", "cheaper"] if on_spot else []
-    columns = ["", *kinds, "nodes", "batch", "local\nbatch", f"time\n({unit})", f"90 % interval\n({unit})",
-               f"cost\n({recommendation.currency})", *energy, *spot, f"memory\n({memory}/GPU)", "free\n(%)", "basis"]  # fmt: skip
-    words = {index for index, name in enumerate(columns) if name in ("", "type", "cheaper", "basis")}
-    made = make_table(columns, left=words)
+    spot = [f"spot\ntime\n({columns.unit})", f"spot\ncost\n({recommendation.currency})"] if on_spot else []
+    made = columns.make_table(spot)
     for offers in _group_by_config(recommendation.rows) if every else _select_rows(recommendation):
         row = next(iter(offers.values()))
         mark = marks.get(get_configuration_key(row), "")
         made.add_row(
             f"{mark} P" if any(offer.pareto for offer in offers.values()) else mark,
+            *columns.format_place(row),
+            *columns.format_values(offers.get("on_demand")),
+            *(columns.format_time_and_cost(offers.get("spot")) if on_spot else []),
+            *columns.format_origin(row),
+            style="bold green" if mark == "*" else None,
+        )
+    return made
+
+
+class _ColumnFormat:
+    """The columns of a table of configurations: headings, and the cells of a configuration."""
+
+    def __init__(self, recommendation: "Recommendation") -> None:
+        rows = recommendation.rows
+        self.recommendation, self.caveats = recommendation, recommendation.caveats
+        self.divisor, self.unit = choose_time_unit(3600 * max(row.hours for row in rows))
+        self.has_types = any(row.type for row in rows)
+        self.has_energy = any(row.kwh is not None for row in rows)
+        self.has_efficiency = any(row.scaling_efficiency is not None for row in rows)
+        headline = recommendation.headline
+        self.baseline = headline if headline is not None and headline.baseline is not None else None
+        self.risk_basis = headline.risk_basis if headline is not None else None
+
+    def make_table(self, further: Sequence[str] = (), *, has_market: bool = False) -> "Table":
+        """Return the empty table; `further` are headings after the cost and energy."""
+        currency = self.recommendation.currency
+        columns = [
+            "",
+            *(["type"] if self.has_types else []),
+            *(["market"] if has_market else []),
+            "nodes",
+            "batch",
+            "batch/\nGPU",
+            f"time\n({self.unit})",
+            *(["speed-\nup"] if self.baseline else []),
+            *(["scaling\neffi-\nciency"] if self.has_efficiency else []),
+            "node-\nhours" if currency == "node-h" else f"cost\n({currency})",
+            *(["energy\n(kWh)"] if self.has_energy else []),
+            *further,
+            *(["accuracy\nrisk"] if self.risk_basis else []),
+            "source",
+        ]
+        words = {
+            index for index, name in enumerate(columns) if name in ("", "type", "market", "accuracy\nrisk", "source")
+        }
+        return make_table(columns, left=words)
+
+    def format_place(self, row: "Prediction") -> list[str]:
+        return [*([row.type] if self.has_types else []), str(row.nodes), str(row.batch), str(row.local_batch)]
+
+    def format_values(self, row: "Prediction | None") -> list[str]:
+        """Return the cells from time to energy; dashes without a prediction."""
+        time, cost = self.format_time_and_cost(row)
+        speed_up = self.baseline.compute_speed_up(row) if self.baseline and row is not None else None
+        efficiency = None if row is None else row.scaling_efficiency
+        caveats = () if row is None else self.caveats.caveats_of(row)
+        return [
+            time,
+            *([_format_ratio(speed_up)] if self.baseline else []),
+            *(
+                [_list_caveat_signs(caveats, "efficiency_above_110") + _format_ratio(efficiency)]
+                if self.has_efficiency
+                else []
+            ),
+            cost,
+            *([_format_kwh(row, self.caveats)] if self.has_energy else []),
+        ]
+
+    def format_time_and_cost(self, row: "Prediction | None") -> tuple[str, str]:
+        if row is None:
+            return "-", "-"
+        names = self.caveats.caveats_of(row)
+        time = _list_caveat_signs(names, "wide_interval", "time_within_noise")
+        cost = _list_caveat_signs(names, "cost_within_noise")
+        return time + format_number(3600 * row.hours / self.divisor), cost + format_number(row.cost)
+
+    def format_origin(self, row: "Prediction") -> list[str]:
+        """Return the accuracy risk and how the step time is known."""
+        accuracy = self.recommendation.accuracy
+        risk = [self.risk_basis.assess(row.batch, accuracy).level] if self.risk_basis else []
+        return [*risk, _describe_basis(row)]
+
+
+def make_details_table(recommendation: "Recommendation") -> "Table":
+    """Build the table of intervals, step times and memory of the configurations listed."""
+    divisor, unit = choose_time_unit(3600 * max(row.hours for row in recommendation.rows))
+    byte, memory = choose_size_unit(max((row.peak_memory or 0 for row in recommendation.rows), default=None))
+    typed = any(row.type for row in recommendation.rows)
+    columns = ["", *(["type"] if typed else []), "nodes", "batch", f"time\n({unit})", f"90 % interval\n({unit})",
+               "step\n(ms)", f"memory\n({memory}/GPU)", "free\n(%)"]  # fmt: skip
+    made = make_table(columns, left=(0, 1) if typed else (0,))
+    marks = _list_row_marks(recommendation)
+    for offers in _select_rows(recommendation):
+        row = next(iter(offers.values()))
+        mark = marks.get(get_configuration_key(row), "")
+        ends = (None if end is None else 3600 * end / divisor for end in (row.hours_low, row.hours_high))
+        made.add_row(
+            mark,
             *([row.type] if typed else []),
             str(row.nodes),
             str(row.batch),
-            str(row.local_batch),
-            *_format_time_and_cost(offers.get("on_demand"), divisor, caveats),
-            *([_format_kwh(offers.get("on_demand"), caveats)] if energy else []),
-            *(_format_spot_cells(offers, divisor, caveats) if on_spot else []),
+            format_number(3600 * row.hours / divisor),
+            _format_interval(*ends),
+            format_number(1000 * row.step_time),
             format_size(row.peak_memory, byte),
             format_percent(row.headroom),
-            _describe_basis(row),
             style="bold green" if mark == "*" else None,
         )
     return made
@@ -418,30 +531,22 @@ def make_lengths_table(recommendation: "Recommendation") -> "Table":
 
 def make_front_table(recommendation: "Recommendation") -> "Table":
     """Build the table of the Pareto front of time, cost and, if known, energy, in the recommendation's order."""
-    rows = [row for row in recommendation.rows if row.pareto]
-    divisor, unit = choose_time_unit(3600 * max(row.hours for row in rows))
-    typed = any(row.type for row in recommendation.rows)
     on_spot = any(row.market == "spot" for row in recommendation.rows)
-    kinds = [*(["type"] if typed else []), *(["market"] if on_spot else [])]
-    energy = _make_energy_heading(recommendation.rows)
-    columns = ["", *kinds, "nodes", "batch", "local\nbatch", f"time\n({unit})", f"90 % interval\n({unit})",
-               f"cost\n({recommendation.currency})", *energy, "basis"]  # fmt: skip
-    made = make_table(columns, left=[*range(1 + len(kinds)), len(columns) - 1])
-    caveats = recommendation.caveats
+    columns = _ColumnFormat(recommendation)
+    made = columns.make_table(has_market=on_spot)
     runners_up = {get_offer_key(row): str(rank) for rank, row in enumerate(recommendation.runners_up, 2)}
     marks = {get_offer_key(recommendation.choice): "*", **runners_up}
-    for row in rows:
-        mark = marks.get(get_offer_key(row), "")
+    for row in recommendation.rows:
+        if not row.pareto:
+            continue
+        mark, place = marks.get(get_offer_key(row), ""), columns.format_place(row)
+        if on_spot:
+            place.insert(len(place) - 3, MARKETS[row.market])
         made.add_row(
             mark,
-            *([row.type] if typed else []),
-            *([MARKETS[row.market]] if on_spot else []),
-            str(row.nodes),
-            str(row.batch),
-            str(row.local_batch),
-            *_format_time_and_cost(row, divisor, caveats),
-            *([_format_kwh(row, caveats)] if energy else []),
-            _describe_basis(row),
+            *place,
+            *columns.format_values(row),
+            *columns.format_origin(row),
             style="bold green" if mark == "*" else None,
         )
     return made
@@ -468,9 +573,8 @@ def _group_by_config(rows: Iterable["Prediction"]) -> list[dict[str, "Prediction
     return list(offers_by_configuration.values())
 
 
-def _make_energy_heading(rows: Iterable["Prediction"]) -> list[str]:
-    """Return the heading of the energy column, or an empty list if no row has energy."""
-    return ["energy\n(kWh)"] if any(row.kwh is not None for row in rows) else []
+def _format_ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _format_interval(low: float | None, high: float | None) -> str:
@@ -486,25 +590,3 @@ def _format_kwh(row: "Prediction | None", caveats: "Caveats") -> str:
         if row is None
         else _list_caveat_signs(caveats.caveats_of(row), "energy_within_noise") + format_number(row.kwh)
     )
-
-
-def _format_time_and_cost(row: "Prediction | None", divisor: float, caveats: "Caveats") -> tuple[str, str, str]:
-    """Return the cells of time, interval and cost; dashes without a prediction."""
-    if row is None:
-        return "-", "-", "-"
-    names = caveats.caveats_of(row)
-    time = _list_caveat_signs(names, "efficiency_above_110", "time_within_noise") + format_number(
-        3600 * row.hours / divisor
-    )
-    interval = _format_interval(
-        *(None if end is None else 3600 * end / divisor for end in (row.hours_low, row.hours_high))
-    )
-    return time, interval, _list_caveat_signs(names, "cost_within_noise") + format_number(row.cost)
-
-
-def _format_spot_cells(offers: Mapping[str, "Prediction"], divisor: float, caveats: "Caveats") -> tuple[str, str, str]:
-    here, spot = offers.get("on_demand"), offers.get("spot")
-    time, _, cost = _format_time_and_cost(spot, divisor, caveats)
-    if here is None or spot is None:
-        return time, cost, "-"
-    return time, cost, "spot" if spot.cost < here.cost else "on demand" if here.cost < spot.cost else "-"

@@ -18,7 +18,7 @@ from tula_cli.errors import SpecError
 from tula_cli.plugins import is_import_string
 from tula_cli.presets import DIVIDING
 from tula_cli.spec.ags import Ags, Auto, divide_section
-from tula_cli.spec.kinds import Section
+from tula_cli.spec.kinds import Positive, Section
 from tula_cli.spec.merge import merge
 from tula_cli.spec.methods import DEFAULT_METHOD, REASON
 from tula_cli.spec.old_keys import replace_old_keys
@@ -58,6 +58,13 @@ WITH_BETA2 = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SparseAdam")
 SectionType = TypeVar("SectionType", bound=Section)
 
 
+class Baseline(Section):
+    """Today's configuration, with which `tula recommend` and `tula train` compare the chosen one."""
+
+    nodes: Positive | None = None  # null: the fewest of search.nodes
+    batch: Positive | None = None  # Global batch; null: train.reference_batch, of a script script.reference.batch
+
+
 class JobSpec(Section):
     """A job. Required are model, dataset, optimizer.lr and train.epochs, or a script; other sections are optional."""
 
@@ -75,6 +82,7 @@ class JobSpec(Section):
     auto: Auto = Auto()
     search: Search = Search()
     cluster: Cluster = Cluster()
+    baseline: Baseline = Baseline()
     pricing: Pricing = UNPRICED  # Price of the nodes; if not set, costs are node-hours
     # Types of nodes by name; each is measured separately, and tula recommend chooses among all
     node_types: dict[TypeName, NodeType] = {}
@@ -94,6 +102,8 @@ class JobSpec(Section):
         content: dict[str, Any] = handler(self)
         if not self.export:  # as before there was such a section
             content.pop("export", None)
+        if self.baseline == Baseline():
+            content.pop("baseline", None)
         if self.script is not None:
             return script_section.without_script_defaults(content)
         content.pop("script", None)

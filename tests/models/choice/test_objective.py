@@ -177,16 +177,6 @@ def test_a_curve_without_a_knee_falls_back_and_says_so(time: Callable[[int], flo
     assert "the curve has none" in choice.reason
 
 
-@pytest.mark.parametrize(
-    ("largest_cost", "told"), [(90.0, "; batch 512 on 1 node takes 9% less time and 10% less cost"), (99.0, "")]
-)
-def test_a_batch_that_beats_the_knee_in_time_and_in_cost_is_named(largest_cost: float, told: str) -> None:
-    rows = [row(1, 32 * 2**k, 100.0 - 2.2 * k, cost=100.0) for k in range(4)]
-    choice = choose([*rows, row(1, 512, 91.0, cost=largest_cost)], objective="knee")
-    assert choice.prediction.batch == 32
-    assert told in choice.reason and ("less cost" in choice.reason) == bool(told)
-
-
 def test_one_configuration_is_the_choice() -> None:
     choice = choose([row(2, 64, 1.0)], objective="time")
     assert choice.reason == "the only feasible configuration" and not choice.runners_up

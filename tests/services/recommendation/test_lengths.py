@@ -242,7 +242,7 @@ def test_the_screen_has_a_row_a_length(run: RunDir) -> None:
     made = show_recommend.make_lengths_table(answer)
     cells = [list(column.cells) for column in made.columns]
     assert cells[0] == ["64", "128 (own)", "256"] and cells[3] == ["25.0"] * 3
-    parts = [str(part) for part in show_recommend.render_recommendation(answer, width=80, color=False)]
+    parts = [str(part) for part in show_recommend.render_recommendation(answer)]
     assert any(part.startswith("lengths: of a sample's share") for part in parts)
 
 

@@ -87,7 +87,7 @@ class Candidates:
         """Return the rows within all limits of a query, in their order; none if no row is."""
         within = np.ones(len(self), dtype=bool)
         for limit in list_limits(query):
-            within &= self[limit.column] <= limit.maximum
+            within &= limit.admits(self)
         return self.take(within)
 
     @property
@@ -112,16 +112,28 @@ class Candidates:
 
 # --- Limits
 
-LimitOption = Literal["max_nodes", "max_batch", "deadline_hours", "budget"]
+LimitOption = Literal["max_nodes", "max_batch", "min_efficiency", "deadline_hours", "budget"]
 
 
 @dataclass(frozen=True)
 class Limit:
-    """An upper limit of a query on a column of the candidates."""
+    """A limit of a query on a column of the candidates: an upper one, or a lower one for `min_efficiency`."""
 
     option: LimitOption
     column: str
-    maximum: float
+    bound: float
+
+    def admits(self, candidates: Candidates) -> Flags:
+        """Return which rows are within the limit, shape (n,); rows whose value is unknown are not."""
+        values = candidates[self.column]
+        within: Flags = values >= self.bound if self.option == "min_efficiency" else values <= self.bound
+        return within
+
+    def find_closest(self, candidates: Candidates) -> Prediction:
+        """Return the row closest to the limit if none is within it; of several, the fastest."""
+        values = candidates[self.column]
+        distance = -values if self.option == "min_efficiency" else values
+        return candidates.prediction(int(np.lexsort((candidates["hours"], distance))[0]))
 
 
 def list_limits(query: Query) -> list[Limit]:
@@ -130,10 +142,11 @@ def list_limits(query: Query) -> list[Limit]:
     limits: list[tuple[LimitOption, str, float | None]] = [
         ("max_nodes", "nodes", query.max_nodes),
         ("max_batch", "batch", query.max_batch),
+        ("min_efficiency", "scaling_efficiency", query.min_efficiency),
         ("deadline_hours", f"{progress}hours", query.deadline_hours),
         ("budget", f"{progress}cost", query.budget),
     ]
-    return [Limit(option, column, maximum) for option, column, maximum in limits if maximum is not None]
+    return [Limit(option, column, bound) for option, column, bound in limits if bound is not None]
 
 
 # --- The Pareto front

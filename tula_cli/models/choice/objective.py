@@ -346,7 +346,7 @@ def _choose_knee(rows: Candidates, curve: Curve) -> Choice:
         (place for place, row in enumerate(line) if row != chosen),
         key=lambda place: (abs(math.log2(line[place].batch / chosen.batch)), worth[place]),
     )
-    reason += _as_good(chosen, rows, curve) + _describe_better(chosen, rows, curve)
+    reason += _as_good(chosen, rows, curve)
     return Choice(chosen, reason, tuple(line[place] for place in others[:_RUNNERS_UP]))
 
 
@@ -359,19 +359,6 @@ def _fit_envelope(rows: Candidates, best: Candidates, curve: Curve) -> list[floa
 def _compute_fitted_over_forecast(rows: Candidates) -> Floats:
     """Return the ratio of fitted to forecast step times."""
     return np.where(np.isnan(rows["step_fitted"]), 1.0, rows["step_fitted"] / rows["step_time"])
-
-
-def _describe_better(chosen: Prediction, rows: Candidates, curve: Curve) -> str:
-    """Describe the best configuration that needs clearly less time and cost than the knee."""
-    less = (rows["hours"] < chosen.hours * (1 - ALIKE)) & (rows["cost"] < chosen.cost * (1 - ALIKE))
-    better = rows.take(less & (rows["batch"] != chosen.batch))
-    if not len(better):
-        return ""
-    best = better.prediction(int(_sort_rows(better, curve)[0]))
-    return (
-        f"; batch {best.batch} on {format_count(best.nodes)} takes {1 - best.hours / chosen.hours:.0%} less time and"
-        f" {1 - best.cost / chosen.cost:.0%} less cost, where the accuracy bears that batch"
-    )
 
 
 def _without_knee(line: Sequence[Prediction], curve: Curve) -> tuple[Prediction, str]:

@@ -101,6 +101,10 @@ class Prediction(Record):
     measured: bool = Field(description="whether a probe or training measured the step time")
     further: bool = Field(default=False, description="whether on more nodes than any probe")
     step_fitted: float | None = Field(default=None, description="seconds per step by the fit, if step_time is measured")
+    scaling_efficiency: float | None = Field(
+        default=None,
+        description="samples/s per GPU, relative to the fewest nodes of the search with the same batch per GPU; None if unknown",
+    )
     trained: str = Field(default="", description="signature of the newest training that measured it; empty if none")
     type: str = Field(default="", description="node type; empty if the job names none")
     market: Market = Field(default="on_demand", description="on_demand or spot")
@@ -355,6 +359,97 @@ class Accuracy(Record):
     words: str
 
 
+RiskLevel = Literal["low", "medium", "high", "unknown"]
+
+LOW_RISK, HIGH_RISK = 0.5, 1.0
+"""Batch, as a multiple of the gradient noise scale, up to which the accuracy risk is low, and above which it is high.
+
+At the noise scale the same progress takes twice as many samples as with a small batch, at half of it 1.5 times as many
+(1 + batch / noise scale; McCandlish et al. 2018, "An Empirical Model of Large-Batch Training").
+"""
+FEW_STEPS_MEDIUM, FEW_STEPS_HIGH = 2, 8
+"""Batch, as a multiple of the reference batch, above which the risk is at least medium, and from which it is high, if
+the batch does not grow: at 8 to 16 times the reference batch most methods with a constant batch lost accuracy in the
+project's own trainings (docs/reference/results.md, "Accuracy")."""
+
+
+class AccuracyRisk(Record):
+    """Risk that a batch trains to a lower accuracy than the batch that the learning rate was tuned for."""
+
+    level: RiskLevel
+    reason: str  # in words
+    batch_over_noise_scale: float | None = None  # None if the noise scale is unknown
+
+    @property
+    def text(self) -> str:
+        return f"accuracy risk {self.level} ({self.reason})"
+
+
+class RiskBasis(Record):
+    """The values from which the accuracy risk of every batch follows."""
+
+    reference_batch: int  # that the learning rate was tuned for
+    noise_scale: float | None  # samples; constant one with the effect of the growing one over the training
+    is_lower_bound: bool  # the noise scale is at least this
+    batch_grows: bool  # during the training
+
+    def assess(self, batch: int, accuracy: "Accuracy | None" = None) -> AccuracyRisk:
+        """Return the risk of a global batch; a result of `tula compare` that covers the batch takes precedence."""
+        ratio = None if self.noise_scale is None else batch / max(self.noise_scale, 1e-9)
+        if batch <= self.reference_batch:
+            reason = "batch is not above the one that the learning rate was tuned for"
+            return AccuracyRisk(level="low", reason=reason, batch_over_noise_scale=ratio)
+        if accuracy is not None and accuracy.outcome == "keeps" and batch <= accuracy.batch:
+            return AccuracyRisk(level="low", reason="measured by tula compare", batch_over_noise_scale=ratio)
+        if accuracy is not None and accuracy.outcome == "may lose" and batch >= accuracy.batch:
+            return AccuracyRisk(level="high", reason="measured by tula compare", batch_over_noise_scale=ratio)
+        if ratio is None or (self.is_lower_bound and ratio > LOW_RISK):
+            return AccuracyRisk(level="unknown", reason="run tula compare", batch_over_noise_scale=ratio)
+        multiple = batch / self.reference_batch
+        by_noise = 0 if ratio <= LOW_RISK else 1 if ratio <= HIGH_RISK else 2
+        by_steps = 0 if self.batch_grows or multiple <= FEW_STEPS_MEDIUM else 1 if multiple < FEW_STEPS_HIGH else 2
+        times = f"{format_number(ratio, 2)} of" if ratio < 1 else f"{format_number(ratio, 2)} times"
+        reason = f"batch is {'at most ' * self.is_lower_bound}{times} the noise scale"
+        if by_steps > by_noise:
+            reason = f"a constant batch of {multiple:.3g} times the reference batch"
+        levels: tuple[RiskLevel, ...] = ("low", "medium", "high")
+        return AccuracyRisk(level=levels[max(by_noise, by_steps)], reason=reason, batch_over_noise_scale=ratio)
+
+
+class Change(Record):
+    """A quantity with today's configuration and with the choice."""
+
+    before: float
+    after: float
+    ratio: float  # before / after: above 1 the choice needs less
+    within_noise: bool  # the 90 % interval of the ratio includes 1, or they differ by less than 2 %
+
+
+class Headline(Record):
+    """The choice of a recommendation compared with today's configuration, the baseline."""
+
+    text: str  # the comparison in a sentence
+    comparison: str  # what it is compared with, in a sentence
+    interval: str  # 90 % interval of the time of the choice, in words; empty if there is none
+    preference: str  # why a knee was chosen although another row is faster and cheaper; empty if none is
+    nodes: int  # of the baseline
+    batch: int  # global batch of the baseline
+    baseline: Prediction | None  # None if it cannot run, or its step time is unknown
+    problem: str = ""  # why there is no prediction of the baseline
+    is_baseline: bool  # the choice is the baseline
+    baseline_predicted: bool  # the step time of the baseline was not measured
+    choice_predicted: bool
+    time: Change | None  # hours; None without a prediction of the baseline, or if it is the choice
+    cost: Change | None  # in the currency of the pricing; None also without prices
+    energy: Change | None  # kWh; with objective energy only
+    risk: AccuracyRisk
+    risk_basis: RiskBasis
+
+    def compute_speed_up(self, row: Prediction) -> float | None:
+        """Return how many times as fast as the baseline a configuration trains the job's epochs; None if unknown."""
+        return None if self.baseline is None else self.baseline.hours / row.hours
+
+
 TradeOff = Literal["cost", "nodes"]
 """A quantity against which `Recommendation.plot` shows the time."""
 
@@ -378,6 +473,7 @@ class Recommendation(Record):
 
     objective: Objective
     curve: Curve
+    headline: Headline | None = None  # None for the rest of a training under way, and of an older tula
     choice: Prediction
     reason: str
     rows: tuple[

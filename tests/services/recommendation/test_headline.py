@@ -1,0 +1,232 @@
+"""The first line of a recommendation compares the choice with today's configuration."""
+
+from pathlib import Path
+from typing import Any
+
+import make_runs as make
+import pytest
+from make_results import Truth, of_a_script, out_of_memory, probe_all, spec, with_noise
+
+from tula_cli.errors import Infeasible, SpecError
+from tula_cli.models.choice.baseline import compute_gain
+from tula_cli.query import Query
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.recommendations import Accuracy, Headline, Prediction, Recommendation, RiskBasis
+from tula_cli.services.recommend import recommend
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.resources import UNPRICED
+
+SWEEP = {2: (16, 32, 64, 128, 256), 4: (8,), 8: (4,), 16: (2, 256)}
+
+
+def run_with(
+    root: Path, *, noise: float | None = 100_000, results: Any = None, method: str = "ags", **sections: Any
+) -> RunDir:
+    """A run of a job with a price, whose reference batch is 64, probed without scatter."""
+    job = spec(search={"max_batch": 4096}, train={"reference_batch": 64, "method": method}, **sections)
+    run = RunDir.create(root, job)
+    probes = probe_all(Truth(noise=0.0), SWEEP) if results is None else results
+    for probe in probes if noise is None else with_noise(probes, noise):
+        run.write_result(probe)
+    return run
+
+
+def ask(run: RunDir, objective: Any = "time", **limits: Any) -> Recommendation:
+    return recommend(run, run.spec(), Query(objective=objective, **limits), now=1.0).recommendation
+
+
+def headline(run: RunDir, objective: Any = "time", **limits: Any) -> Headline:
+    answer = ask(run, objective, **limits).headline
+    assert answer is not None
+    return answer
+
+
+def row_of(answer: Recommendation, nodes: int, batch: int) -> Prediction:
+    return next(row for row in answer.rows if (row.nodes, row.batch) == (nodes, batch))
+
+
+def test_the_baseline_is_the_reference_batch_on_the_fewest_nodes(tmp_path: Path) -> None:
+    answer = ask(run_with(tmp_path))
+    line, choice = answer.headline, answer.choice
+    assert line is not None and line.time is not None and line.cost is not None and line.baseline is not None
+    today = row_of(answer, 2, 64)
+    assert (line.nodes, line.batch, line.baseline.hours) == (2, 64, today.hours)
+    assert line.time.ratio == pytest.approx(today.hours / choice.hours) and line.time.ratio > 2
+    assert line.cost.after == choice.cost and line.cost.before == today.cost
+    assert line.compute_speed_up(choice) == line.time.ratio and line.compute_speed_up(today) == 1.0
+    assert line.text.startswith(f"{choice.nodes} nodes, batch {choice.batch}: ") and "x faster (" in line.text
+    assert "today's 2 nodes, batch 64: train.reference_batch on the fewest nodes" in line.comparison
+    assert not line.baseline_predicted and "(predicted)" not in line.comparison
+
+
+def test_the_job_names_another_baseline(tmp_path: Path) -> None:
+    line = headline(run_with(tmp_path, baseline={"nodes": 4, "batch": 128}))
+    assert (line.nodes, line.batch, line.baseline_predicted) == (4, 128, True)
+    assert "today's 4 nodes, batch 128 (predicted)" in line.comparison and "baseline.batch" in line.comparison
+    line = headline(run_with(tmp_path / "nodes", baseline={"nodes": 8}))
+    assert (line.nodes, line.batch) == (8, 64)
+
+
+def test_a_baseline_keeps_the_run_and_is_left_out_of_a_job_that_has_none(tmp_path: Path) -> None:
+    assert run_with(tmp_path / "a").id == run_with(tmp_path / "b", baseline={"nodes": 4}).id
+    assert "baseline" not in spec().model_dump()
+    assert JobSpec.model_validate(spec(baseline={"batch": 64}).model_dump()).baseline.batch == 64
+
+
+def test_slower_and_dearer_are_said_as_they_are(tmp_path: Path) -> None:
+    run = run_with(tmp_path, baseline={"nodes": 16, "batch": 4096})
+    line = headline(run, "cost", max_batch=32)
+    assert line.time is not None and line.time.ratio < 1 and "x slower (" in line.text
+    run = run_with(tmp_path / "dear", baseline={"nodes": 2, "batch": 512})
+    line = headline(run, "time")
+    assert line.cost is not None and line.cost.ratio < 1 and "dearer (" in line.text and "x faster" in line.text
+
+
+def test_a_difference_within_noise_is_called_none(tmp_path: Path) -> None:
+    scattered = probe_all(Truth(noise=0.1), SWEEP)
+    run = run_with(tmp_path, results=scattered, baseline={"nodes": 2, "batch": 4096})
+    line = headline(run, "time", max_nodes=2)
+    assert line.time is not None and line.time.within_noise and "about as fast (" in line.text
+
+
+def test_a_choice_that_is_the_baseline_says_so(tmp_path: Path) -> None:
+    run = run_with(tmp_path)
+    choice = ask(run).choice
+    line = headline(run_with(tmp_path / "same", baseline={"nodes": choice.nodes, "batch": choice.batch}))
+    assert line.is_baseline and line.time is None and "today's configuration is the choice" in line.text
+
+
+@pytest.mark.parametrize(
+    ("baseline", "problem"),
+    [
+        ({"nodes": 2, "batch": 2048}, "was out of memory"),
+        ({"nodes": 2, "batch": 65}, "does not divide"),
+        ({"batch": 10**9}, "larger than the dataset"),
+    ],
+)
+def test_a_baseline_that_cannot_run_is_named_with_the_reason(tmp_path: Path, baseline: Any, problem: str) -> None:
+    results = [*probe_all(Truth(noise=0.0), SWEEP), out_of_memory(2, 512)]
+    line = headline(run_with(tmp_path, noise=None, results=results, baseline=baseline))
+    assert line.baseline is None and line.time is None and problem in line.problem
+    assert line.comparison.startswith("Not compared with today's ") and problem in line.comparison
+    assert "USD" in line.text and "accuracy risk" in line.text
+
+
+def test_without_prices_there_is_no_cost(tmp_path: Path) -> None:
+    run = run_with(tmp_path)
+    free = run.spec().model_copy(update={"pricing": UNPRICED})
+    line = recommend(run, free, Query(objective="time"), now=1.0).recommendation.headline
+    assert line is not None and line.cost is None and "USD" not in line.text and "node-h" not in line.text
+
+
+def test_the_time_to_the_same_progress_is_compared_where_it_is_the_objective(tmp_path: Path) -> None:
+    answer = ask(run_with(tmp_path, noise=1000), "accuracy-time")
+    line, progress = answer.headline, answer.choice.same_progress
+    assert line is not None and line.time is not None and progress is not None
+    assert line.time.after == progress.hours and "to the same progress" in line.text
+
+
+def test_a_faster_and_cheaper_row_than_the_knee_is_explained(tmp_path: Path) -> None:
+    run = run_with(tmp_path)
+    answer = ask(run, "knee")
+    better = [
+        row for row in answer.rows if row.hours < 0.98 * answer.choice.hours and row.cost < 0.98 * answer.choice.cost
+    ]
+    assert better and answer.headline is not None
+    cheapest = min(better, key=lambda row: row.cost)
+    assert (
+        answer.headline.preference.startswith(f"{cheapest.nodes} node")
+        and "objective knee" in answer.headline.preference
+    )
+    assert headline(run, "time").preference == ""
+
+
+# --- the accuracy risk
+
+
+def basis(noise: float | None, *, grows: bool = True, is_lower_bound: bool = False) -> RiskBasis:
+    return RiskBasis(reference_batch=64, noise_scale=noise, is_lower_bound=is_lower_bound, batch_grows=grows)
+
+
+def accuracy(batch: int, outcome: Any) -> Accuracy:
+    return Accuracy(
+        outcome=outcome, batch=batch, reference_batch=64, metric="top1", gap=0.1, error=0.1, seeds=3, words=""
+    )
+
+
+@pytest.mark.parametrize(
+    ("known", "batch", "level"),
+    [
+        (basis(1024), 512, "low"),
+        (basis(1024), 1024, "medium"),
+        (basis(1024), 2048, "high"),
+        (basis(None), 64, "low"),  # the reference batch
+        (basis(None), 128, "unknown"),
+        (basis(1024, is_lower_bound=True), 512, "low"),
+        (basis(1024, is_lower_bound=True), 1024, "unknown"),
+        # a constant batch, which has few steps
+        (basis(1e6, grows=False), 128, "low"),
+        (basis(1e6, grows=False), 256, "medium"),
+        (basis(1e6, grows=False), 512, "high"),
+        (basis(100, grows=False), 128, "high"),
+    ],
+)
+def test_the_accuracy_risk_follows_from_noise_and_reference_batch(known: RiskBasis, batch: int, level: str) -> None:
+    assert known.assess(batch).level == level
+
+
+def test_a_comparison_decides_the_risk_of_the_batches_that_it_covers() -> None:
+    keeps = accuracy(batch=512, outcome="keeps")
+    assert [basis(None).assess(batch, keeps).level for batch in (256, 512, 1024)] == ["low", "low", "unknown"]
+    loses = accuracy(batch=512, outcome="may lose")
+    assert [basis(1e6).assess(batch, loses).level for batch in (256, 512, 1024)] == ["low", "high", "high"]
+
+
+def test_the_risk_names_its_values_or_what_to_run(tmp_path: Path) -> None:
+    line = headline(run_with(tmp_path, method="ramp"))
+    scale = line.risk_basis.noise_scale
+    assert scale is not None and line.risk.batch_over_noise_scale is not None
+    assert f"accuracy risk {line.risk.level} (batch is " in line.text and "noise scale)" in line.text
+    unknown = headline(
+        run_with(tmp_path / "none", noise=None, results=[of_a_script(p) for p in probe_all(Truth(), SWEEP)])
+    )
+    assert "accuracy risk unknown (run tula compare)" in unknown.text
+
+
+# --- the scaling efficiency
+
+
+def test_the_scaling_efficiency_is_the_throughput_of_a_gpu_relative_to_the_fewest_nodes(tmp_path: Path) -> None:
+    truth, answer = Truth(noise=0.0), ask(run_with(tmp_path))
+    assert {row.scaling_efficiency for row in answer.rows if row.nodes == 2 and row.measured} == {1.0}
+    row = row_of(answer, 4, 32)
+    assert row.scaling_efficiency == pytest.approx(truth.step_time(2, 8) / truth.step_time(4, 8), rel=0.05)
+
+
+def test_a_minimum_efficiency_limits_the_choice_and_is_named_where_nothing_reaches_it(tmp_path: Path) -> None:
+    run = run_with(tmp_path)
+    free = ask(run)
+    limit = (free.choice.scaling_efficiency or 0.0) + 0.01
+    answer = ask(run, min_efficiency=limit)
+    assert answer.choice != free.choice and all((row.scaling_efficiency or 0.0) >= limit for row in answer.rows)
+    assert free.headline != answer.headline and answer.options == (f"--min-efficiency {limit}",)
+    with pytest.raises(
+        Infeasible, match=r"a scaling efficiency of at least 1\.5; the closest is .*, scaling efficiency 1"
+    ):
+        ask(run, min_efficiency=1.5)
+    with pytest.raises(SpecError, match="min_efficiency"):
+        Query(min_efficiency="much")  # type: ignore[arg-type]
+
+
+# --- what a training gained
+
+
+def test_a_training_ends_with_what_it_gained(tmp_path: Path) -> None:
+    line = headline(run_with(tmp_path))
+    assert line.baseline is not None
+    summary = make.summary(actual_hours=line.baseline.hours / 2, actual_cost=line.baseline.cost, currency="USD")
+    gain = compute_gain(line, summary)
+    assert gain is not None and gain.cost is not None and gain.time.ratio == pytest.approx(2) and gain.cost.within_noise
+    assert "2.0x faster" in gain.text and "predicted -> measured" in gain.text
+    assert compute_gain(line, summary.model_copy(update={"ended": "after 3 epochs"})) is None
+    assert compute_gain(None, summary) is None

@@ -1,0 +1,320 @@
+"""The headline of a recommendation: its choice compared with today's configuration, the baseline.
+
+The baseline is section `baseline` of the job; by default `train.reference_batch` (of a script: the batch of its command) on
+the fewest nodes of the search.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from tula_cli.errors import BadMeasurements, Infeasible
+from tula_cli.models import efficiency
+from tula_cli.models.choice.candidates import Candidates
+from tula_cli.models.choice.grid import Config
+from tula_cli.models.choice.objective import ALIKE, INTERVAL, Choice
+from tula_cli.models.efficiency import Noise
+from tula_cli.models.estimator import Estimator
+from tula_cli.models.ramp.by_noise import MAX_NOISE
+from tula_cli.models.time.noise import Z90
+from tula_cli.query import Objective
+from tula_cli.run.records.recommendations import (
+    Accuracy,
+    Change,
+    Headline,
+    Prediction,
+    RiskBasis,
+)
+from tula_cli.run.records.results import Summary
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.workload import get_workload
+from tula_cli.words import (
+    choose_time_unit,
+    format_count,
+    format_duration,
+    format_number,
+    is_cost_in_node_hours,
+    is_too_wide,
+)
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Today's configuration with its forecast on demand, on the node type of the choice."""
+
+    config: Config
+    prediction: Prediction | None  # None if it cannot run, or its step time is unknown
+    problem: str = ""  # why there is no forecast
+
+    @property
+    def place(self) -> str:
+        return f"{format_count(self.config.nodes)}, batch {self.config.batch}"
+
+
+def predict_baseline(estimator: Estimator, noise: Noise | None, *, node_type: str) -> Baseline:
+    """Return the baseline of a job with its forecast, to the same progress too if the gradient noise is known."""
+    spec = estimator.spec
+    config = Config(
+        spec.baseline.nodes or min(spec.search.nodes),
+        spec.baseline.batch or spec.train.reference_batch,
+    )
+    try:
+        prediction = estimator.predict(config).model_copy(update={"type": node_type})
+    except (Infeasible, BadMeasurements):
+        return Baseline(config, None, estimator.why_not(config) or estimator.why_unknown(config))
+    if noise is not None:
+        epochs = get_workload(spec).count_epochs(estimator.dataset_size)
+        table = Candidates.from_predictions([prediction])
+        reference = spec.train.reference_batch
+        table = efficiency.with_same_progress(table, epochs=epochs, reference=reference, noise=noise)
+        prediction = table.prediction(0)
+    return Baseline(config, prediction)
+
+
+def make_risk_basis(spec: JobSpec, noise: Noise | None, *, dataset_size: int) -> RiskBasis:
+    """Return what the accuracy risk of a batch follows from: the noise scale over the training, and the method.
+
+    A scale that cannot be told from infinity is replaced by the lower end of its interval.
+    """
+    scale, is_bounded = None, True
+    if noise is not None:
+        is_bounded = math.isfinite(noise.high)
+        epochs = get_workload(spec).count_epochs(dataset_size)
+        scale = efficiency.compute_equivalent_constant_noise(
+            noise.scale if is_bounded else noise.low,
+            reference=spec.train.reference_batch,
+            epochs=epochs,
+            measured_at=noise.epoch,
+        )
+    return RiskBasis(
+        reference_batch=spec.train.reference_batch,
+        noise_scale=None if scale is None else min(scale, MAX_NOISE),
+        is_lower_bound=not is_bounded,
+        batch_grows=spec.train.stages is not None or spec.train.training_method.tunes,
+    )
+
+
+def make_headline(
+    choice: Choice,
+    candidates: Candidates,
+    estimator: Estimator,
+    noise: Noise | None,
+    *,
+    objective: Objective,
+    accuracy: Accuracy | None,
+) -> Headline:
+    """Compare the choice with the baseline.
+
+    Args:
+        choice: the choice.
+        candidates: the feasible configurations that it was chosen among.
+        estimator: the models of the node type of the choice.
+        noise: the gradient noise, if it was measured.
+        objective: of the query; accuracy-time compares time and cost to the same progress.
+        accuracy: result of `tula compare` at the batch of the choice, if there is one.
+    """
+    spec, chosen = estimator.spec, choice.prediction
+    baseline = predict_baseline(estimator, noise, node_type=chosen.type)
+    basis = make_risk_basis(spec, noise, dataset_size=estimator.dataset_size)
+    risk = basis.assess(chosen.batch, accuracy)
+    here, there = (_to_same_progress(row, objective) for row in (chosen, baseline.prediction))
+    assert here is not None
+    currency = spec.pricing.currency
+    has_price = not is_cost_in_node_hours(chosen.cost, chosen.all_node_hours, currency)
+    is_baseline = (chosen.nodes, chosen.batch, chosen.market) == (*_get_place(baseline.config), "on_demand")
+    time = cost = energy = None
+    if there is not None and not is_baseline:
+        deviation = math.hypot(_compute_log_deviation(here), _compute_log_deviation(there))
+        time = _compare(there.hours, here.hours, deviation)
+        cost = _compare(there.cost, here.cost, deviation) if has_price else None
+        if objective == "energy" and there.kwh and here.kwh:
+            energy = _compare(there.kwh, here.kwh, deviation)
+    progress = " to the same progress" * (objective == "accuracy-time" and chosen.same_progress is not None)
+    changes = [
+        *([f"{describe_time_change(time)}{progress}"] if time else []),
+        *([describe_cost_change(cost, currency)] if cost else []),
+        *([_describe_energy_change(energy)] if energy else []),
+    ]
+    values = f"{format_duration(3600 * here.hours)}{progress}" + f", {format_number(here.cost)} {currency}" * has_price
+    place = _describe_place(chosen)
+    if is_baseline:
+        text = f"{place}: today's configuration is the choice ({values})"
+    else:
+        text = ", ".join([f"{place}: {', '.join(changes) or values}", risk.text])
+    return Headline(
+        text=text,
+        comparison=_describe_comparison(baseline, spec, is_baseline=is_baseline),
+        interval=_describe_interval(here),
+        preference=_describe_preference(chosen, candidates, objective),
+        nodes=baseline.config.nodes,
+        batch=baseline.config.batch,
+        baseline=baseline.prediction,
+        problem=baseline.problem,
+        is_baseline=is_baseline,
+        baseline_predicted=baseline.prediction is not None and not baseline.prediction.measured,
+        choice_predicted=not chosen.measured,
+        time=time,
+        cost=cost,
+        energy=energy,
+        risk=risk,
+        risk_basis=basis,
+    )
+
+
+def _get_place(config: Config) -> tuple[int, int]:
+    return config.nodes, config.batch
+
+
+def _to_same_progress(row: Prediction | None, objective: Objective) -> Prediction | None:
+    """Return a forecast with time and cost to the same progress, if the objective compares those."""
+    progress = row.same_progress if row is not None and objective == "accuracy-time" else None
+    if row is None or progress is None:
+        return row
+    return row.model_copy(
+        update={
+            "hours": progress.hours,
+            "hours_low": progress.hours_low,
+            "hours_high": progress.hours_high,
+            "cost": progress.cost,
+        }
+    )
+
+
+def _compute_log_deviation(row: Prediction) -> float:
+    """Return the standard deviation of the logarithm of a forecast's hours; 0 if it has no interval."""
+    if row.hours_low is None or row.hours_high is None:
+        return 0.0
+    return math.log(row.hours_high / row.hours_low) / INTERVAL if row.hours_low > 0 else math.inf
+
+
+def _compare(before: float, after: float, deviation: float) -> Change:
+    """Compare two values whose difference of logarithms has a standard deviation.
+
+    They are equal within noise if the 90 % interval of their ratio includes 1, or if they differ by less than 2 %.
+    """
+    ratio = before / after if after else 1.0
+    return Change(
+        before=before,
+        after=after,
+        ratio=ratio,
+        within_noise=abs(math.log(ratio)) < max(math.log1p(ALIKE), Z90 * deviation),
+    )
+
+
+def describe_time_change(time: Change) -> str:
+    """Describe a change of hours: "2.8x faster (8.7 -> 3.1 min)"."""
+    longest = 3600 * max(time.before, time.after)
+    divisor, unit = choose_time_unit(longest)
+    values = _describe_values(time, 3600 / divisor, unit)
+    if time.within_noise:
+        return f"about as fast ({values}{_note_noise(time)})"
+    factor = format_number(max(time.ratio, 1 / time.ratio), 2)
+    return f"{factor}x {'faster' if time.ratio > 1 else 'slower'} ({values})"
+
+
+def describe_cost_change(cost: Change, currency: str) -> str:
+    """Describe a change of cost: "30 % cheaper (0.0145 -> 0.0102 USD)"."""
+    values = _describe_values(cost, 1.0, currency)
+    if cost.within_noise:
+        return f"at about the same cost ({values}{_note_noise(cost)})"
+    return f"{_describe_share(cost, 'cheaper', 'dearer')} ({values})"
+
+
+def _describe_energy_change(energy: Change) -> str:
+    values = _describe_values(energy, 1.0, "kWh")
+    if energy.within_noise:
+        return f"about as much energy ({values}{_note_noise(energy)})"
+    return f"{_describe_share(energy, 'less energy', 'more energy')} ({values})"
+
+
+def _describe_share(change: Change, less: str, more: str) -> str:
+    if change.ratio > 1:
+        return f"{format_number(100 * (1 - 1 / change.ratio), 2)} % {less}"
+    if change.ratio > 0.5:
+        return f"{format_number(100 * (1 / change.ratio - 1), 2)} % {more}"
+    return f"{format_number(1 / change.ratio, 2)}x {more}"
+
+
+def _describe_values(change: Change, factor: float, unit: str) -> str:
+    return f"{format_number(factor * change.before)} -> {format_number(factor * change.after)} {unit}"
+
+
+def _note_noise(change: Change) -> str:
+    """Explain why a difference that shows in the numbers is called none."""
+    return ", within noise" * (abs(math.log(change.ratio)) >= math.log1p(ALIKE))
+
+
+def _describe_place(row: Prediction) -> str:
+    kind = f" of type {row.type}" * bool(row.type) + " on spot" * (row.market == "spot")
+    return f"{format_count(row.nodes)}{kind}, batch {row.batch}"
+
+
+def _describe_comparison(baseline: Baseline, spec: JobSpec, *, is_baseline: bool) -> str:
+    """Name the configuration that the choice is compared with, and where it comes from."""
+    nodes = "baseline.nodes" if spec.baseline.nodes else "the fewest nodes"
+    batch = "baseline.batch" if spec.baseline.batch else get_workload(spec).reference_key
+    if is_baseline:
+        return f"Today's configuration is {batch} on {nodes}."
+    if baseline.prediction is None:
+        return f"Not compared with today's {baseline.place} ({batch} on {nodes}): {baseline.problem}."
+    predicted = " (predicted)" * (not baseline.prediction.measured)
+    return f"Compared with today's {baseline.place}{predicted}: {batch} on {nodes}."
+
+
+def _describe_interval(row: Prediction) -> str:
+    if row.hours_low is None or row.hours_high is None:
+        return ""
+    wide = ", too wide to decide by" * is_too_wide(row.hours_low, row.hours_high)
+    return f"90 % interval: {format_duration(3600 * row.hours_low)} to {format_duration(3600 * row.hours_high)}{wide}."
+
+
+def _describe_preference(chosen: Prediction, candidates: Candidates, objective: Objective) -> str:
+    """Explain why a knee was chosen although another configuration is both faster and cheaper; empty if none is."""
+    if objective != "knee":
+        return ""
+    less = (candidates["hours"] < chosen.hours * (1 - ALIKE)) & (candidates["cost"] < chosen.cost * (1 - ALIKE))
+    better = candidates.take(less)
+    if not len(better):
+        return ""
+    best = better.prediction(int(np.argmin(better["cost"])))
+    deviation = math.hypot(_compute_log_deviation(best), _compute_log_deviation(chosen))
+    time = _compare(chosen.hours, best.hours, deviation)
+    noise = " within noise" * time.within_noise
+    cheaper = 100 * (1 - best.cost / chosen.cost)
+    saved = f"{format_number(100 * (1 - best.hours / chosen.hours), 2)} % faster{noise} and {cheaper:.0f} % cheaper"
+    why = "a larger batch saves little more time and may cost accuracy"
+    if best.batch <= chosen.batch:
+        why = "it goes by the times of the fit, not by single measurements"
+    return f"{_describe_place(best)} is {saved}; objective knee prefers {_describe_place(chosen)}, because {why}."
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What a finished training gained: its actual time and cost compared with the forecast of the baseline."""
+
+    nodes: int
+    batch: int
+    time: Change
+    cost: Change | None  # None without prices
+    text: str
+
+
+def compute_gain(headline: Headline | None, summary: Summary) -> Gain | None:
+    """Compare a finished training with the baseline of its recommendation.
+
+    None if there is no forecast of the baseline, or if the training ended before its last epoch, because the forecast is
+    for all of them.
+    """
+    if headline is None or headline.baseline is None or summary.ended:
+        return None
+    baseline = headline.baseline
+    time = _compare(baseline.hours, summary.actual_hours, _compute_log_deviation(baseline))
+    has_price = not is_cost_in_node_hours(baseline.cost, baseline.all_node_hours, summary.currency)
+    cost = _compare(baseline.cost, summary.actual_cost, _compute_log_deviation(baseline)) if has_price else None
+    changes = [describe_time_change(time), *([describe_cost_change(cost, summary.currency)] if cost else [])]
+    text = (
+        f"Compared with today's {format_count(headline.nodes)}, batch {headline.batch}: {', '.join(changes)};"
+        " predicted -> measured."
+    )
+    return Gain(headline.nodes, headline.batch, time, cost, text)

@@ -98,10 +98,10 @@ def test_what_was_set_on_the_command_line_is_laid_over_the_file_as_it_is_now(job
 def test_an_override_of_a_run_derives_the_defaults_that_follow_from_it(job: Path) -> None:
     write(job, train={"method": "lrs", "reference_batch": 32}, schedule={"kind": "cosine"})
     run = run_of(job)
-    assert run.spec().train.ramp_nodes == "same"
+    assert run.read_spec().train.ramp_nodes == "same"
     changed = jobfile.load_with_overrides(run, ["train.ramp=decay"])
     assert changed.train.ramp_nodes == load_spec(job, overrides=["train.ramp=decay"]).train.ramp_nodes == "auto"
-    assert changed.schedule == run.spec().schedule
+    assert changed.schedule == run.read_spec().schedule
     assert jobfile.load_with_overrides(run, ["train.ramp=decay", "train.ramp_nodes=same"]).train.ramp_nodes == "same"
 
 

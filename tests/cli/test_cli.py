@@ -555,12 +555,12 @@ def test_the_same_question_renews_the_answer_and_save_keeps_another(cluster):
 
 def test_what_a_saved_answer_assumes_is_told_and_is_not_a_setting_of_the_job(cluster):
     tula("profile", "job.yaml")
-    own = newest().spec()
+    own = newest().read_spec()
     dear = ("recommend", "job.yaml", "--set", "pricing.price=1000")
     assert "only shown, as --set assumes something" in tula(*dear).err
     assert newest().recommendation() is None
     assert tula(*dear, "--save", "--json").json["data"]["saved"]
-    assert newest().spec() == own
+    assert newest().read_spec() == own
     plan = tula("train", "--dry-run").out
     assert "as recommended (knee, --set pricing.price=1000; 20" in plan and "1000 USD" not in plan
 
@@ -569,7 +569,7 @@ def test_what_the_run_was_measured_with_is_its_own_setting(cluster):
     tula("profile", "job.yaml", "--set", "pricing.price=5")
     answer = tula("recommend", "job.yaml", "--set", "pricing.price=5", "--json").json["data"]
     assert answer["saved"] and answer["overrides"] == []
-    assert newest().spec().pricing.price == 5
+    assert newest().read_spec().pricing.price == 5
 
 
 def test_what_an_edited_job_recommends_is_kept(cluster, here):
@@ -577,7 +577,7 @@ def test_what_an_edited_job_recommends_is_kept(cluster, here):
     tula("recommend")
     (here / "job.yaml").write_text(yaml.safe_dump({**make.SPEC, "pricing": {"price": 7.0}}))
     assert tula("recommend", "job.yaml", "--json").json["data"]["saved"]
-    assert newest().spec().pricing.price == 7
+    assert newest().read_spec().pricing.price == 7
 
 
 def edit(here, **changes):
@@ -600,10 +600,10 @@ def test_a_training_does_not_start_from_settings_that_the_job_no_longer_has(clus
     assert tula("train", "--dry-run").code == 0
     as_it_was = tula("train", "--run", newest().path)
     assert as_it_was.code == 0 and told in as_it_was.err
-    assert newest().spec().train.epochs == 4
+    assert newest().read_spec().train.epochs == 4
     assert tula("train").code == 0, "finished already: nothing is started"
     assert tula("train", "job.yaml").code == 0
-    assert newest().spec().train.epochs == 9
+    assert newest().read_spec().train.epochs == 9
     assert "says otherwise" not in tula("train").err
 
 
@@ -1500,7 +1500,7 @@ def two_types(here, cluster, monkeypatch):
 
 def parts():
     run = newest()
-    return {part.type: part.run for part in run.parts(run.spec())}
+    return {part.type: part for part in run.variants(run.read_spec())}
 
 
 def test_all_types_are_measured_compared_and_trained_on(two_types):

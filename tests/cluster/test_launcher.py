@@ -86,14 +86,14 @@ def run(tmp_path):
 
 def probes(run, nodes=2):
     name = f"probe-n{nodes:03d}"
-    return ProbeTask(id=name, job=name, spec=run.spec(), workdir="/", nodes=nodes, local_batches=(32, 64))
+    return ProbeTask(id=name, job=name, spec=run.read_spec(), workdir="/", nodes=nodes, local_batches=(32, 64))
 
 
 def training(run, *, hours=None):
     """Return a training that is predicted to take some hours, or without a prediction."""
     predicted = None if hours is None else make.prediction(2, 128, hours=hours)
     return TrainTask(
-        id=f"train-{SIGNATURE}-1", job=f"train-{SIGNATURE}", spec=run.spec(), workdir="/", nodes=2, signature=SIGNATURE,
+        id=f"train-{SIGNATURE}-1", job=f"train-{SIGNATURE}", spec=run.read_spec(), workdir="/", nodes=2, signature=SIGNATURE,
         attempt=1, ladder=(Rung(batch=128, prediction=predicted), Rung(batch=64)), workers=0,
     )  # fmt: skip
 
@@ -327,7 +327,7 @@ def test_a_chain_that_runs_is_left_as_it_is(slurm, run):
 
 def test_the_same_run_in_another_folder_is_another_run(slurm, run, tmp_path):
     submitted(run, probes(run))
-    other = RunDir.create(tmp_path / "elsewhere", run.spec())
+    other = RunDir.create(tmp_path / "elsewhere", run.read_spec())
     assert other.id == run.id
     assert submitted(other, probes(other)).scheduler_id == "1001"
 
@@ -571,23 +571,23 @@ def test_a_training_starts_after_its_rehearsal_has_ended(slurm, run):
 
 
 def training_plan(run):
-    return train.plan_training(run, run.spec(), nodes=2, batch=128, inspect=lambda _: INSPECTION)
+    return train.plan_training(run, run.read_spec(), nodes=2, batch=128, inspect=lambda _: INSPECTION)
 
 
 def test_from_submission_to_the_next_link_and_the_end(versions, run):
     plan, launcher = training_plan(run), SlurmLauncher()
     for _ in range(2):
         assert train.submit_training(run, plan, launcher) == plan.task.job
-    assert len(versions.jobs()) == run.spec().train.max_attempts
+    assert len(versions.jobs()) == run.read_spec().train.max_attempts
     versions.set("1000", "PENDING", "Priority", starts=local(2e9))
     job = services_status.run_status(run, launcher, now=time.time()).jobs[0]
     assert (job.state, job.reason, job.starts_at) == ("queued", "Priority", 2e9)
     versions.set("1000", "NODE_FAIL", "NodeDown")
     job = services_status.run_status(run, launcher, now=time.time()).jobs[0]
     assert (job.state, job.reason) == ("queued", "goes on after job 1000 (NODE_FAIL: a node of its allocation failed)")
-    assert services_status.cancel_jobs(run.parts(run.spec()), lambda _: launcher) == [plan.task.job]
+    assert services_status.cancel_jobs(run.variants(run.read_spec()), lambda _: launcher) == [plan.task.job]
     assert services_status.run_status(run, launcher, now=time.time()).jobs[0].state == "cancelled"
-    assert services_status.cancel_jobs(run.parts(run.spec()), lambda _: launcher) == []
+    assert services_status.cancel_jobs(run.variants(run.read_spec()), lambda _: launcher) == []
 
 
 # --- through the command line
@@ -690,8 +690,8 @@ def test_what_became_of_a_run_can_be_asked_where_there_is_no_sbatch(slurm, run):
     for command in ("sbatch", "squeue", "sacct", "scontrol", "scancel"):
         slurm.without(command)
     with pytest.raises(SchedulerError, match="no sbatch"):
-        cluster_launcher.make_launcher(run.spec())
-    assert cluster_launcher.make_launcher(run.spec(), submits=False).states(run.read(), [job])
+        cluster_launcher.make_launcher(run.read_spec())
+    assert cluster_launcher.make_launcher(run.read_spec(), submits=False).states(run.read(), [job])
 
 
 CONTRADICTING = ["ARRAY_INX", "CLUSTERS", "CORE_SPEC", "CPUS_PER_GPU", "ERROR", "GPUS", "GPUS_PER_NODE", "GPUS_PER_SOCKET", "GPUS_PER_TASK", "GRES", "INPUT", "JOB_NAME", "MEM_PER_CPU", "MEM_PER_GPU", "MEM_PER_NODE", "NO_KILL", "NO_REQUEUE", "OPEN_MODE", "OUTPUT", "OVERCOMMIT", "PARTITION", "REQUEUE", "SIGNAL", "THREAD_SPEC", "TIMELIMIT", "TRES_PER_TASK", "WAIT"]  # fmt: skip
@@ -748,9 +748,9 @@ def test_a_local_job_that_cannot_be_started_says_why_in_a_line(run):
 
 
 def test_the_next_jobs_of_a_chain_leave_out_a_faulty_node(versions, run, monkeypatch):
-    slurm = run.spec().cluster.slurm.model_copy(update={"exclude": "old[1-2]"})
-    cluster = run.spec().cluster.model_copy(update={"slurm": slurm})
-    task = training(run).model_copy(update={"spec": run.spec().model_copy(update={"cluster": cluster})})
+    slurm = run.read_spec().cluster.slurm.model_copy(update={"exclude": "old[1-2]"})
+    cluster = run.read_spec().cluster.model_copy(update={"slurm": slurm})
+    task = training(run).model_copy(update={"spec": run.read_spec().model_copy(update={"cluster": cluster})})
     job = submitted(run, task)
     versions.set(job.links[0], "RUNNING")
     environ = {

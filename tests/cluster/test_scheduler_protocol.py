@@ -329,11 +329,11 @@ def test_a_training_on_it_is_a_chain_that_is_found_again_and_cancelled(tmp_path:
     (tmp_path / "queue" / "settings.json").write_text('{"nodes": 0}')  # so that nothing of it starts
     run = RunDir.create(tmp_path / "tula-runs", spec(tmp_path))
     task = TrainTask(
-        id="train-s-1", job="train-s", spec=run.spec(), workdir=str(tmp_path), nodes=1, signature="s", attempt=1,
+        id="train-s-1", job="train-s", spec=run.read_spec(), workdir=str(tmp_path), nodes=1, signature="s", attempt=1,
         ladder=(Rung(batch=64, prediction=make.prediction(1, 64, hours=1.0)),), workers=0,
     )  # fmt: skip
     run.write_task(task)
-    launcher = make_launcher(run.spec())
+    launcher = make_launcher(run.read_spec())
     with pytest.raises(SchedulerError, match="rejected: 1 nodes, and the queue has 0"):
         launcher.submit(run, task)
     (tmp_path / "queue" / "settings.json").write_text('{"nodes": 1, "jobs": 4}')

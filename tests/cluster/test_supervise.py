@@ -132,7 +132,12 @@ def ranks(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ranks
 @pytest.fixture
 def probe(run: RunDir) -> ProbeTask:
     task = ProbeTask(
-        id="probe-n001", job="probe-n001", spec=run.spec(), workdir=str(run.path), nodes=1, local_batches=(32, 64, 128)
+        id="probe-n001",
+        job="probe-n001",
+        spec=run.read_spec(),
+        workdir=str(run.path),
+        nodes=1,
+        local_batches=(32, 64, 128),
     )
     run.write_task(task)
     return task
@@ -142,7 +147,7 @@ def probe(run: RunDir) -> ProbeTask:
 def training(run: RunDir) -> TrainTask:
     ladder = tuple(Rung(batch=batch) for batch in (128, 64, 32))
     task = TrainTask(
-        id="train-s-1", job="train-s", spec=run.spec(), workdir=str(run.path), nodes=1, signature="s", attempt=1,
+        id="train-s-1", job="train-s", spec=run.read_spec(), workdir=str(run.path), nodes=1, signature="s", attempt=1,
         ladder=ladder, workers=4,
     )  # fmt: skip
     run.write_task(task)
@@ -221,7 +226,7 @@ def test_a_second_failure_of_the_users_code_ends_the_job(run: RunDir, ranks: Ran
 
 def test_restarts_share_the_minutes_of_the_job(tmp_path: Path, ranks: Ranks) -> None:
     run = RunDir.create(tmp_path / "other", make_runs.spec(search={"nodes": [1], "max_minutes": 0.02}))
-    task = ProbeTask(id="p", job="p", spec=run.spec(), workdir=str(run.path), nodes=1, local_batches=(32,))
+    task = ProbeTask(id="p", job="p", spec=run.read_spec(), workdir=str(run.path), nodes=1, local_batches=(32,))
     run.write_task(task)
     ranks.will(f"import time; time.sleep(0.7); print({KILLED!r}); raise SystemExit(1)")
     cluster_supervise.supervise(run.path, "p")
@@ -444,7 +449,7 @@ def test_lost_processes_restart_training_a_bounded_number_of_times(
 ) -> None:
     ranks.will(f"print({KILLED!r}); raise SystemExit(1)")
     cluster_supervise.supervise(run.path, training.id)
-    assert len(ranks.starts) == run.spec().train.max_attempts
+    assert len(ranks.starts) == run.read_spec().train.max_attempts
 
 
 def test_a_machine_that_has_lost_its_gpu_is_not_tried_again(run: RunDir, ranks: Ranks, training: TrainTask) -> None:
@@ -514,7 +519,7 @@ def test_cancelling_ends_the_ranks_and_starts_nothing_more(run: RunDir, ranks: R
 
 def test_a_probe_job_ends_when_its_minutes_are_over(tmp_path: Path, ranks: Ranks) -> None:
     run = RunDir.create(tmp_path / "other", make_runs.spec(search={"nodes": [1], "max_minutes": 0.01}))
-    task = ProbeTask(id="p", job="p", spec=run.spec(), workdir=str(run.path), nodes=1, local_batches=(32,))
+    task = ProbeTask(id="p", job="p", spec=run.read_spec(), workdir=str(run.path), nodes=1, local_batches=(32,))
     run.write_task(task)
     ranks.will("import time; time.sleep(60)")
     cluster_supervise.supervise(run.path, "p")
@@ -568,7 +573,7 @@ def test_probes_of_one_machine_run_one_after_the_other_and_trainings_wait_for_no
 ) -> None:
     for name in ("p1", "p2"):
         run.write_task(
-            ProbeTask(id=name, job=name, spec=run.spec(), workdir=str(run.path), nodes=1, local_batches=(32,))
+            ProbeTask(id=name, job=name, spec=run.read_spec(), workdir=str(run.path), nodes=1, local_batches=(32,))
         )
     run.write_task(training)
     (tmp_path / "other").mkdir()

@@ -63,7 +63,7 @@ def test_the_main_job_from_profile_to_trained_model(tula, tmp_path: Path, open_u
     assert choice["cost"] == pytest.approx(choice["hours"] * choice["nodes"] * 7.5)
     for name in ("recommendation.json", "recommended.yaml", "results.csv", "cmd.txt"):
         assert (run.path / name).is_file()
-    assert load_spec(run.path / "recommended.yaml") == run.spec()
+    assert load_spec(run.path / "recommended.yaml") == run.read_spec()
 
     trained = tula("train")
     summary = trained["data"]

@@ -21,7 +21,7 @@ def test_two_types_from_profile_to_trained_model(tula) -> None:
     profile = tula("profile", "job.yaml")
     assert profile["status"] == "done"
     run = tula.run()
-    parts = {part.type: part.run for part in run.parts(run.spec())}
+    parts = {part.type: part for part in run.variants(run.read_spec())}
     for name, ranks in (("single", 1), ("pair", 2)):
         results = parts[name].results()
         assert [(result.nodes, result.local_batch) for result in results] == [(1, 64 // ranks), (1, 128 // ranks)]
@@ -48,8 +48,8 @@ def test_numbers_of_gpus_from_profile_to_trained_model(tula) -> None:
     job.write_text(f"{text}cluster: {{gpus_per_node: 2}}\n")
     assert tula("profile", "job.yaml")["status"] == "done"
     run = tula.run()
-    one, two = run.parts(run.spec())
-    probes = [[(r.nodes, r.gpus_per_node, r.local_batch) for r in part.run.results()] for part in (one, two)]
+    one, two = run.variants(run.read_spec())
+    probes = [[(r.nodes, r.gpus_per_node, r.local_batch) for r in part.results()] for part in (one, two)]
     assert probes[0] == [(1, 1, 64), (1, 1, 128)]
     assert {(nodes, gpus) for nodes, gpus, _ in probes[1]} == {(1, 2), (2, 2)}
 

@@ -117,7 +117,7 @@ def test_any_batch_from_check_to_a_training_that_is_killed(tula, kind: str) -> N
     assert whole is not None and whole.samples > 6 * 192
     if kind == "transformer":
         assert "top1" not in straight["metrics"] and 1 < straight["metrics"]["perplexity"] < 256
-        assert run.spec().ags.apply_to == "update"
+        assert run.read_spec().ags.apply_to == "update"
     kept = tula.folder / "straight.pt"
     kept.write_bytes(last.read_bytes())
     trained_anew_and_killed(tula, command, rank=0)
@@ -144,7 +144,7 @@ def test_a_language_model_in_shares_from_check_to_a_training_that_is_killed(tula
         run.result(f"probe-n{nodes:03d}-l{local_batch:06d}").memory for nodes, local_batch in ((1, 16), (2, 16))
     )
     assert together.parameters < 0.6 * alone.parameters and together.optimizer < 0.6 * alone.optimizer
-    assert run.spec().ags.granularity == "tensor" and run.spec().ags.apply_to == "update"
+    assert run.read_spec().ags.granularity == "tensor" and run.read_spec().ags.apply_to == "update"
 
     command = ("train", "job.yaml", "--nodes", "2", "--batch", "32")
     straight = tula(*command)["data"]

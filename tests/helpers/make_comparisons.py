@@ -104,7 +104,7 @@ class Trains(make.FakeLauncher):
 
 
 def plan(run: RunDir, grid: Grid = GRID, spec: JobSpec | None = None) -> services_compare.ComparePlan:
-    return services_compare.plan_comparison(run, spec or run.spec(), grid, inspect=inspect, now=1.0)
+    return services_compare.plan_comparison(run, spec or run.read_spec(), grid, inspect=inspect, now=1.0)
 
 
 def trained(run: RunDir, launcher: make.FakeLauncher, grid: Grid = GRID, **how) -> accuracy.CompareReport:
@@ -115,7 +115,7 @@ def trained(run: RunDir, launcher: make.FakeLauncher, grid: Grid = GRID, **how) 
 
 def table(run: RunDir, comparison: Comparison, launcher: make.FakeLauncher | None = None) -> accuracy.CompareReport:
     now = services_status.run_status(run, launcher or make.FakeLauncher(), now=time.time())
-    return accuracy.build_compare_report(run, comparison, run.spec(), jobs=now.jobs)
+    return accuracy.build_compare_report(run, comparison, run.read_spec(), jobs=now.jobs)
 
 
 def row(report: accuracy.CompareReport, method: str, batch: int) -> accuracy.ComparisonRow:

@@ -60,7 +60,7 @@ def whole_run(root: Path) -> RunDir:
     run.write_comparison(Comparison(**fields, cells=(cell,), created_at=make.START))
     training = run.training(SIGNATURE)
     task = EvaluateTask(
-        id=f"evaluate-{SIGNATURE}-00", job=f"evaluate-{SIGNATURE}-00", spec=run.spec(), workdir="/", nodes=1,
+        id=f"evaluate-{SIGNATURE}-00", job=f"evaluate-{SIGNATURE}-00", spec=run.read_spec(), workdir="/", nodes=1,
         signature=SIGNATURE, key="00", weights="best", path=str(training.path / "best"), samples=2560, local_batch=64,
     )  # fmt: skip
     training.write_evaluation(make.evaluated(task))

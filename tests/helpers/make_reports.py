@@ -27,14 +27,14 @@ TYPES = {"a": {}, "b": {"pricing": {"price": 0.5}}}
 def probed(root: Path, truth: Truth | None = None, *, job: Any = JOB, script: bool = False) -> RunDir:
     """Return a run whose probes are those of a known truth, one that was out of memory among them; of each node type."""
     run = RunDir.create(root, job)
-    for part in run.parts(job):
-        part.run.save_job(part.spec)
+    for part in run.variants(job):
+        part.save_job(part.spec)
         probes = [
             measured(truth or Truth(jitter=0.01), nodes, local) for nodes, locals_ in SWEEP.items() for local in locals_
         ]
         probes = [of_a_script(probe) for probe in probes] if script else with_noise(probes, 200.0)
         for result in [*probes, out_of_memory(1, 512)]:
-            part.run.write_result(result)
+            part.write_result(result)
     run.save_job(job)
     return run
 
@@ -50,7 +50,7 @@ def script_job() -> Any:
 def answered(run: RunDir, objective: Any = "time") -> RunDir:
     """Return the run with an answer that training takes."""
     recommending.store_answer(
-        run, run.spec(), recommending.recommend(run, run.spec(), Query(objective=objective), now=1.0)
+        run, run.read_spec(), recommending.recommend(run, run.read_spec(), Query(objective=objective), now=1.0)
     )
     return run
 
@@ -116,7 +116,7 @@ def compared(run: RunDir) -> RunDir:
 def seen(run: RunDir, launcher: make.FakeLauncher | None = None) -> "Material":
     from tula_cli.extras.report.material import gather_material
 
-    return gather_material(run, run.spec(), lambda _: launcher or make.FakeLauncher(), now=AT)
+    return gather_material(run, run.read_spec(), lambda _: launcher or make.FakeLauncher(), now=AT)
 
 
 def report(run: RunDir) -> Document:

@@ -116,7 +116,9 @@ def evaluated(task: EvaluateTask, **changes: Any) -> EvaluationRecord:
 def add_probes(run: RunDir, nodes: int, local_batches: tuple[int, ...], *, at: float = START) -> str:
     """Add a submitted probe job without results; return its id."""
     name = f"probe-n{nodes:03d}"
-    run.write_task(ProbeTask(id=name, job=name, spec=run.spec(), workdir="/", nodes=nodes, local_batches=local_batches))
+    run.write_task(
+        ProbeTask(id=name, job=name, spec=run.read_spec(), workdir="/", nodes=nodes, local_batches=local_batches)
+    )
     run.write_job(job(name, nodes=nodes, at=at))
     return name
 
@@ -194,7 +196,7 @@ def add_training(
     ladder = (Rung(batch=128, prediction=prediction(2, 128)), Rung(batch=64), Rung(batch=32))
     run.write_task(
         TrainTask(
-            id=f"{name}-1", job=name, spec=run.spec(), workdir="/", nodes=2, signature=signature, attempt=1, ladder=ladder, workers=2,
+            id=f"{name}-1", job=name, spec=run.read_spec(), workdir="/", nodes=2, signature=signature, attempt=1, ladder=ladder, workers=2,
         )
     )  # fmt: skip
     run.write_job(job(name, nodes=2, at=at))

@@ -24,7 +24,7 @@ def main() -> None:
         folder / "runs", make_runs.spec(cluster=cluster, search={"nodes": [nodes], "max_node_hours": 10})
     )
     task = TrainTask(
-        id="train-s-1", job="train-s", spec=run.spec(), workdir=str(run.path), nodes=nodes, signature="s", attempt=1,
+        id="train-s-1", job="train-s", spec=run.read_spec(), workdir=str(run.path), nodes=nodes, signature="s", attempt=1,
         ladder=(Rung(batch=64 * nodes * per_node),), workers=0,
     )  # fmt: skip
     run.write_task(task)

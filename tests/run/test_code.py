@@ -421,7 +421,7 @@ def test_tasks_name_the_snapshot(here: Path, run: RunDir) -> None:
 
 def test_a_spec_without_own_code_takes_no_snapshot(here: Path, tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "runs", make_runs.spec())
-    assert {task.code for task in submit(run, run.spec(), FakeLauncher()).values()} == {""}
+    assert {task.code for task in submit(run, run.read_spec(), FakeLauncher()).values()} == {""}
     assert not (run.path / "code").exists()
 
 

@@ -148,7 +148,7 @@ def test_create_is_open_again(tmp_path):
     make.add_measured(first, 1, 32)
     again = RunDir.create(tmp_path, make.spec(pricing={"price": 9.0}))
     assert again.id == first.id
-    assert again.spec().pricing.price == 9.0
+    assert again.read_spec().pricing.price == 9.0
     assert len(again.results()) == 1
     assert RunDir.create(tmp_path, make.spec(model={"name": "resnet34"})).id != first.id
 

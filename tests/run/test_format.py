@@ -46,9 +46,9 @@ def test_a_new_run_has_the_format_of_its_tula(run: RunDir) -> None:
     told = run.path / "format"
     assert told.read_text() == f"{RUN_FORMAT} tula {__version__}\n"
     told.unlink()  # a run from before there were formats is of the first
-    assert run.spec().name == "toy"
+    assert run.read_spec().name == "toy"
     with pytest.raises(OtherFormat, match="is in format 1"):
-        run.save_job(run.spec())
+        run.save_job(run.read_spec())
     assert not told.exists()
 
 
@@ -56,9 +56,9 @@ def test_what_is_measured_by_node_type_has_a_format_too(tmp_path: Path) -> None:
     types = {name: {"cluster": {"gpus_per_node": 1}} for name in ("old", "new")}
     spec = make.spec(node_types=types)
     run = RunDir.create(tmp_path, spec)
-    for part in run.parts(spec):
-        part.run.save_job(part.spec)
-        assert (part.run.path / "format").exists()
+    for part in run.variants(spec):
+        part.save_job(part.spec)
+        assert (part.path / "format").exists()
 
 
 @pytest.mark.promise(
@@ -94,7 +94,7 @@ def test_the_list_tells_a_run_of_a_newer_format_among_the_others(run: RunDir) ->
 def test_a_format_before_the_oldest_is_refused(run: RunDir) -> None:
     (run.path / "format").write_text("0 tula 0.0.1\n")
     with pytest.raises(OtherFormat, match="reads format 1 to 2") as caught:
-        run.spec()
+        run.read_spec()
     assert "the older tula" in caught.value.hint
 
 
@@ -132,7 +132,7 @@ def test_the_results_of_an_older_format_are_read_and_nothing_is_written(older: R
     assert app.run([*words.split(), "--json"], screen=screen) == 0, screen.err.getvalue()
     assert {path: content for path, content in files(older).items() if not path.endswith("report.html")} == before
     if words == "recommend":
-        assert "the answer is not kept" in screen.err.getvalue() and "is in format 1" in screen.err.getvalue()
+        assert "could not be stored" in screen.err.getvalue() and "is in format 1" in screen.err.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_failures_of_an_older_format_are_read(older: RunDir) -> None:
 def test_a_damaged_format_is_told(run: RunDir, told: str) -> None:
     (run.path / "format").write_text(told)
     with pytest.raises(BadMeasurements, match="it tells no format"):
-        run.spec()
+        run.read_spec()
 
 
 # --- the links of a chain

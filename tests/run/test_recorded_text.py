@@ -82,6 +82,6 @@ def test_what_a_job_runs_from_keeps_its_words_in_a_private_folder(tmp_path: Path
         "reference": {"batch": 8},
     }
     run = RunDir.create(tmp_path / "tula-runs", validate({"script": script}, source="test"))
-    read = RunDir.open(run.path).spec().script
+    read = RunDir.open(run.path).read_spec().script
     assert read is not None and SECRET in str(read.command) and SECRET in (run.path / "spec.yaml").read_text()
     assert run.path.stat().st_mode & 0o077 == 0

@@ -29,13 +29,13 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def test_the_job_is_read_from_yaml_and_from_json(run: RunDir) -> None:
-    job = run.spec()
+    job = run.read_spec()
     assert job.search.strategy == job.by_type()["b"].search.strategy == "auto"
     run.save_job(job)  # with spec.json beside it, in which an older version had the name too
     content = json.loads((run.path / "spec.json").read_text())
     content["spec"]["search"]["strategy"] = "few"
     (run.path / "spec.json").write_text(json.dumps(content))
-    assert run.spec().search.strategy == "auto"
+    assert run.read_spec().search.strategy == "auto"
 
 
 def test_tasks_are_read(run: RunDir) -> None:

@@ -23,8 +23,8 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def plan(run: RunDir, trainings: int, **query: Any) -> Campaign:
-    answer = recommend(run, run.spec(), Query(**query), now=1.0)
-    return plan_campaign(answer, run.spec(), Query(**query), trainings)
+    answer = recommend(run, run.read_spec(), Query(**query), now=1.0)
+    return plan_campaign(answer, run.read_spec(), Query(**query), trainings)
 
 
 def test_many_trainings_are_planned_on_few_nodes_each(run: RunDir) -> None:
@@ -35,7 +35,7 @@ def test_many_trainings_are_planned_on_few_nodes_each(run: RunDir) -> None:
 
 
 def test_the_knee_limits_the_batch_and_time_does_not(run: RunDir) -> None:
-    knee = recommend(run, run.spec(), Query(), now=1.0).recommendation.choice.batch
+    knee = recommend(run, run.read_spec(), Query(), now=1.0).recommendation.choice.batch
     by_knee, by_time = plan(run, 1), plan(run, 1, objective="time")
     assert by_knee.max_batch == knee >= by_knee.batch
     assert by_time.max_batch is None and by_time.batch > knee and by_time.hours < by_knee.hours
@@ -71,9 +71,9 @@ def test_a_number_of_trainings_that_cannot_be_planned_is_refused(run: RunDir) ->
     for trainings in (0, MAX_TRAININGS + 1):
         with pytest.raises(SpecError, match="trainings"):
             plan(run, trainings)
-    answer = recommend(run, run.spec(), Query(), now=1.0)
+    answer = recommend(run, run.read_spec(), Query(), now=1.0)
     with pytest.raises(SpecError, match="--from-training"):
-        plan_campaign(answer, run.spec(), Query(from_training=True), 2)
+        plan_campaign(answer, run.read_spec(), Query(from_training=True), 2)
 
 
 def test_the_screen_has_the_plan_its_alternative_and_the_waves(run: RunDir) -> None:

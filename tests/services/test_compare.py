@@ -105,7 +105,7 @@ def test_the_reference_is_the_first_row_also_beside_smaller_batches(run: RunDir)
 
 
 def test_a_cell_is_the_training_of_the_same_overrides(run: RunDir) -> None:
-    spec = run.spec()
+    spec = run.read_spec()
     by_hand = make.spec(**{**SPEC, "optimizer": {"lr": 0.4}, "train": {**SPEC["train"], "method": "lbt", "seed": 6}})
     assert services_compare.make_job_of_cell(spec, "lbt-x4", 6) == by_hand
     cell = next(c for c in plan(run).comparison.cells if (c.method, c.batch, c.seed) == ("lbt-x4", 256, 6))
@@ -549,7 +549,7 @@ def test_a_table_reads_each_file_at_most_once(run: RunDir) -> None:
     trained(run, Trains(fails=("lrs",)))
     comparison = plan(run).comparison
     with benchmark.counted() as reads:
-        report = accuracy.build_compare_report(run, comparison, run.spec())
+        report = accuracy.build_compare_report(run, comparison, run.read_spec())
     assert report.finished and len(reads) == len(set(reads))
 
 
@@ -848,8 +848,8 @@ def test_a_gap_within_a_point_keeps_the_accuracy_only_where_its_interval_says_so
 
 
 def test_of_what_was_not_compared_nothing_is_said(run: RunDir) -> None:
-    assert accuracy.find_accuracy_evidence(run, run.spec(), batch=128) is None
+    assert accuracy.find_accuracy_evidence(run, run.read_spec(), batch=128) is None
     compared_at(run)
-    assert accuracy.find_accuracy_evidence(run, run.spec(), batch=512) is None
+    assert accuracy.find_accuracy_evidence(run, run.read_spec(), batch=512) is None
     static = make.spec(**{**SPEC, "train": {**SPEC["train"], "method": "static"}})
     assert accuracy.find_accuracy_evidence(run, static, batch=128) is None

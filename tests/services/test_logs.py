@@ -9,7 +9,7 @@ import pytest
 
 from tula_cli import words
 from tula_cli.errors import SpecError, TulaError
-from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.failures import Failure
 from tula_cli.services import logs
 from tula_cli.services.logs import LogQuery
@@ -60,8 +60,9 @@ def test_logs_of_a_job_in_a_copy_of_its_run(run, tmp_path):
     run.write_job(job.model_copy(update={"folder": str(run.path.resolve())}))
     copy = RunDir(shutil.copytree(run.path, tmp_path / "copy"))
     assert copy.read().jobs == [] and texts(logs.read_logs(copy, LogQuery(job="probe-n001"))) == ["said"]
-    assert logs.find_part_written_last([Part(None, copy, make.spec())], "probe-n001") == copy
-    assert logs.find_part_written_last([Part(None, copy, make.spec())], "probe-n002") is None
+    variant = Run(copy.path, make.spec())
+    assert logs.find_run_written_last([variant], "probe-n001") is variant
+    assert logs.find_run_written_last([variant], "probe-n002") is None
 
 
 def test_logs_of_an_unknown_job_name_the_nearest(run):

@@ -61,13 +61,13 @@ def ask(
     run: RunDir, objective: Any = "time", *, pending: int | dict[str | None, int] = 0, **limits: Any
 ) -> Recommendation:
     """Ask, and keep the answer."""
-    answer = recommend(run, run.spec(), Query(objective=objective, **limits), pending=pending, now=1.0)
-    store_answer(run, run.spec(), answer)
+    answer = recommend(run, run.read_spec(), Query(objective=objective, **limits), pending=pending, now=1.0)
+    store_answer(run, run.read_spec(), answer)
     return answer.recommendation
 
 
 def warnings_of(run: RunDir, objective: Any = "time", *, pending: int = 0, **limits: Any) -> Sequence[Diagnostic]:
-    return recommend(run, run.spec(), Query(objective=objective, **limits), pending=pending, now=1.0).warnings
+    return recommend(run, run.read_spec(), Query(objective=objective, **limits), pending=pending, now=1.0).warnings
 
 
 def test_the_choice_is_the_best_of_the_rows(run: RunDir) -> None:
@@ -113,14 +113,14 @@ def test_more_nodes_than_any_probe_had_are_told_to_be_extrapolated(run: RunDir) 
 
 def test_an_answer_alone_writes_nothing(run: RunDir) -> None:
     before = sorted(run.path.iterdir())
-    recommend(run, run.spec(), Query(objective="time"), now=1.0)
+    recommend(run, run.read_spec(), Query(objective="time"), now=1.0)
     assert sorted(run.path.iterdir()) == before
 
 
 def test_only_the_first_answer_and_those_to_the_same_question_are_kept_unasked(run: RunDir) -> None:
     def answer(objective: Any = "time", *, overrides: tuple[str, ...] = (), **limits: Any) -> Recommendation:
         query = Query(objective=objective, **limits)
-        return recommend(run, run.spec(), query, overrides=overrides, now=1.0).recommendation
+        return recommend(run, run.read_spec(), query, overrides=overrides, now=1.0).recommendation
 
     assumed, limited = answer(overrides=("pricing.price=9",)), answer(max_nodes=2)
     assert should_replace(answer(), None) and should_replace(limited, None) and not should_replace(assumed, None)
@@ -132,9 +132,9 @@ def test_only_the_first_answer_and_those_to_the_same_question_are_kept_unasked(r
 def test_what_an_answer_assumes_is_not_written_as_the_jobs_own(run: RunDir) -> None:
     dear = spec(search={"max_batch": 4096}, pricing={"price": 9.0, "currency": "EUR"})
     answer = recommend(run, dear, Query(objective="time"), overrides=["pricing={price: 9.0, currency: EUR}"], now=1.0)
-    store_answer(run, run.spec(), answer)
+    store_answer(run, run.read_spec(), answer)
     path = run.path / "recommended.yaml"
-    assert load_spec(path, environ={}, site_files=()) == run.spec()
+    assert load_spec(path, environ={}, site_files=()) == run.read_spec()
     assert "EUR" in path.read_text() and "# Asked by: time, --set pricing=" in path.read_text()
 
 
@@ -153,7 +153,7 @@ def test_the_command_names_run_nodes_and_batch(tmp_path: Path) -> None:
 def test_the_recommended_spec_names_the_same_run(run: RunDir) -> None:
     choice = ask(run).choice
     path = run.path / "recommended.yaml"
-    assert load_spec(path, environ={}, site_files=()) == run.spec()
+    assert load_spec(path, environ={}, site_files=()) == run.read_spec()
     assert (
         f"# Train it: tula train --run {run.path} --nodes {choice.nodes} --batch {choice.batch}\n" in path.read_text()
     )
@@ -292,7 +292,7 @@ def test_neither_torch_nor_plotting_is_imported(run: RunDir) -> None:
     program = (
         "import sys; from pathlib import Path; from tula_cli.run.directory import RunDir\n"
         "from tula_cli.query import Query; from tula_cli.services.recommend import recommend\n"
-        "run = RunDir(Path(sys.argv[1])); recommend(run, run.spec(), Query(objective='cost'), now=0.0)\n"
+        "run = RunDir(Path(sys.argv[1])); recommend(run, run.read_spec(), Query(objective='cost'), now=0.0)\n"
         "print([m for m in ('torch', 'matplotlib', 'kneed', 'rich', 'submitit', 'statsmodels.api') if m in sys.modules])"
     )
     done = subprocess.run(
@@ -359,9 +359,9 @@ def test_without_a_counter_nothing_has_energy_and_nothing_is_chosen_by_it(run: R
 def test_node_types_without_a_counter_are_left_out_of_a_choice_by_energy(tmp_path: Path) -> None:
     job = spec(search={"max_batch": 4096}, node_types={"a": {}, "b": {"pricing": {"price": 0.5}}})
     run = RunDir.create(tmp_path, job)
-    for part in run.parts(job):
+    for part in run.variants(job):
         for probe in probe_all(Truth(watts=300.0 if part.type == "a" else None), SWEEP):
-            part.run.write_result(probe)
+            part.write_result(probe)
     answer = ask(run, "energy")
     assert {row.type for row in answer.rows} == {"a"}
     assert values(warnings_of(run, "energy"), "node-type-left-out")["node_type"] == "b"
@@ -397,9 +397,9 @@ def test_a_deadline_cuts_the_front_and_changes_nothing_in_it(run: RunDir) -> Non
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=5, deadline=None)
 @given(st.floats(1.001, 1000))
 def test_a_higher_price_never_changes_the_fastest_choice(run: RunDir, factor: float) -> None:
-    dear = run.spec().pricing.model_copy(update={"price": 2.0 * factor})
+    dear = run.read_spec().pricing.model_copy(update={"price": 2.0 * factor})
     usual = ask(run)
-    dearer = run.spec().model_copy(update={"pricing": dear})
+    dearer = run.read_spec().model_copy(update={"pricing": dear})
     answer = recommend(run, dearer, Query(objective="time"), now=1.0).recommendation
     assert (answer.choice.nodes, answer.choice.batch) == (usual.choice.nodes, usual.choice.batch)
     assert answer.choice.cost == pytest.approx(factor * usual.choice.cost)
@@ -499,11 +499,11 @@ def two_types(root: Path, *, fast: bool = True, slow: bool = True) -> RunDir:
     job = spec(search={"max_batch": 4096}, node_types=TYPES)
     run = RunDir.create(root, job)
     truths = {"fast": FAST if fast else None, "slow": SLOW if slow else None}
-    for part in run.parts(job):
+    for part in run.variants(job):
         if (truth := truths[part.type]) is not None:
-            part.run.save_job(part.spec)
+            part.save_job(part.spec)
             for result in probe_all(dataclasses.replace(truth), SWEEP):
-                part.run.write_result(result)
+                part.write_result(result)
     return run
 
 
@@ -522,9 +522,9 @@ def test_the_choice_is_made_over_all_types(tmp_path: Path) -> None:
 
 def test_each_type_is_fitted_alone(tmp_path: Path) -> None:
     run = two_types(tmp_path)
-    together = recommend(run, run.spec(), Query(objective="time"), now=1.0).with_all_rows()
-    for name, part in zip(("fast", "slow"), run.parts(run.spec()), strict=True):
-        alone = recommend(part.run, part.spec, Query(objective="time"), now=1.0).recommendation
+    together = recommend(run, run.read_spec(), Query(objective="time"), now=1.0).with_all_rows()
+    for name, part in zip(("fast", "slow"), run.variants(run.read_spec()), strict=True):
+        alone = recommend(part, part.spec, Query(objective="time"), now=1.0).recommendation
         merged = [row for row in together.rows if row.type == name]
         assert [(row.step_time, row.hours, row.cost) for row in merged] == [
             (row.step_time, row.hours, row.cost) for row in alone.rows
@@ -535,8 +535,8 @@ def test_each_type_is_fitted_alone(tmp_path: Path) -> None:
 def test_each_type_keeps_its_own_best(tmp_path: Path) -> None:
     run = two_types(tmp_path)
     answer = ask(run, "time")
-    fast, slow = run.parts(run.spec())
-    known = [part.run.recommendation() for part in (fast, slow)]
+    fast, slow = run.variants(run.read_spec())
+    known = [part.recommendation() for part in (fast, slow)]
     assert known[0] is not None and known[0].choice.batch == answer.choice.batch
     assert known[1] is not None and known[1].choice.type == "slow"
     assert f"--type fast --nodes {answer.choice.nodes}" in (run.path / "cmd.txt").read_text()
@@ -619,12 +619,12 @@ def test_the_length_of_a_script_is_told_as_its_section_has_it(
     noisy: RunDir, length: dict[str, int], epochs: int, asked: str, advice: str
 ) -> None:
     measurements: Any = SimpleNamespace(
-        part=SimpleNamespace(spec=make.script_spec(**length)), estimator=SimpleNamespace(dataset_size=1000)
+        run=SimpleNamespace(spec=make.script_spec(**length)), estimator=SimpleNamespace(dataset_size=1000)
     )
     choice = ask(noisy, "accuracy-time").choice
     assert choice.same_progress is not None
     row = choice.model_copy(update={"same_progress": choice.same_progress.model_copy(update={"epochs": 12.4})})
-    assert get_workload(measurements.part.spec).count_epochs(1000) == epochs
+    assert get_workload(measurements.run.spec).count_epochs(1000) == epochs
     assert describe_epochs(row, measurements, "time") == f"every time is for {asked}, whatever the batch"
     told = describe_epochs(row, measurements, "accuracy-time")
     assert f"the progress of {asked} at batch 256; tula train runs {asked}" in told and advice in told
@@ -676,9 +676,9 @@ def test_the_other_market_is_that_of_the_chosen_type(tmp_path: Path) -> None:
 
 def test_a_second_opinion_that_sees_the_choice_quite_differently_is_told(tmp_path: Path) -> None:
     run = run_with(tmp_path, probe_all(Truth(), {2: (16, 64, 256), 4: (8,), 8: (4,), 16: (2,)}))
-    forecast = Estimator.fit(run.spec(), run.results())
+    forecast = Estimator.fit(run.read_spec(), run.results())
     row = next(row for row in forecast.predictions() if not row.measured)
-    gpus = run.spec().cluster.gpus_per_node
+    gpus = run.read_spec().cluster.gpus_per_node
     other = forecast.steps.second_opinion(row.nodes, gpus, row.local_batch)
     assert other is not None
     far = row.model_copy(update={"step_time": 2 * other, "step_low": 1.9 * other, "step_high": 2.1 * other})
@@ -789,7 +789,7 @@ def test_where_nothing_is_measured_at_the_smaller_micro_batch_the_fallback_names
 def test_a_damaged_job_is_told_and_left_out(run: RunDir) -> None:
     (run.path / "jobs").mkdir()
     (run.path / "jobs/probe-n001.json").write_text("{")
-    assert count_pending_probes(run, run.spec(), lambda _: make.FakeLauncher()) == {None: 0}
+    assert count_pending_probes(run, run.read_spec(), lambda _: make.FakeLauncher()) == {None: 0}
     assert ["probe-n001.json is damaged" in text for text in ask(run).warnings].count(True) == 1
 
 

@@ -13,7 +13,7 @@ import tula_cli as tula
 from tula_cli.cluster.scripts.resume_test import require_resumable
 from tula_cli.cluster.scripts.training import ScriptTraining
 from tula_cli.errors import CannotResume, JobFailed, NotRehearsed, OverBudget, SpecError
-from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.imports import Source
 from tula_cli.run.records.scripts import Rehearsal, Rehearsed
 from tula_cli.run.records.tasks import RehearsalTask, Rung, TrainTask
@@ -56,7 +56,7 @@ def code() -> Source:
 
 def keep(run: RunDir, verdict: Any, job: JobSpec | None = None, *, number: int = 1, why: str = "KeyError: 'a'") -> None:
     """Leave what a rehearsal of the job has found."""
-    key = compute_rehearsal_signature(job or run.spec(), "")
+    key = compute_rehearsal_signature(job or run.read_spec(), "")
     found = Rehearsal(
         task=f"rehearse-{key}-{number}", key=key, began_at=float(number), over_at=number + 1.0, verdict=verdict, told=(why,),
         faults=(why,) if verdict == "none" else (),
@@ -73,7 +73,7 @@ def train_task(job: JobSpec, **changes: Any) -> TrainTask:
 
 def training(run: RunDir, job: JobSpec, *, hours: float | None = 2.0, wanted: bool = True) -> resume_test.TrainingStart:
     predicted = None if hours is None else make_runs.prediction(2, 64, hours=hours)
-    return resume_test.TrainingStart(Part(None, run, job), train_task(job), code(), predicted, wanted)
+    return resume_test.TrainingStart(Run(run.path, job), train_task(job), code(), predicted, wanted)
 
 
 def prepared(found: resume_test.TrainingStart, launcher: FakeLauncher | None = None) -> tuple[str, list[Event]]:
@@ -127,7 +127,7 @@ def test_python_has_what_the_command_finds(run: RunDir) -> None:
 
 
 def test_the_same_rehearsal_is_submitted_once(run: RunDir) -> None:
-    launcher, part = FakeLauncher(), Part(None, run, spec())
+    launcher, part = FakeLauncher(), Run(run.path, spec())
     first = resume_test.submit_resume_test(part, launcher, code(), batch=None)
     assert resume_test.submit_resume_test(part, launcher, code(), batch=None) == first
     launcher.says[first.job] = "ended"
@@ -138,7 +138,7 @@ def test_the_same_rehearsal_is_submitted_once(run: RunDir) -> None:
 
 def test_status_shows_a_rehearsal_while_it_runs_and_what_it_found(run: RunDir) -> None:
     launcher = FakeLauncher()
-    task = resume_test.submit_resume_test(Part(None, run, spec()), launcher, code(), batch=None)
+    task = resume_test.submit_resume_test(Run(run.path, spec()), launcher, code(), batch=None)
     now = status.run_status(run, launcher, now=make_runs.START)
     assert [(job.id, job.kind, job.state) for job in now.jobs] == [(task.job, "rehearse", "running")]
     keep(run, "none")
@@ -151,20 +151,24 @@ def test_status_shows_a_rehearsal_while_it_runs_and_what_it_found(run: RunDir) -
 def test_what_found_nothing_out_is_no_success(run: RunDir) -> None:
     keep(run, None, why="not rehearsed: no checkpoint within 30 s")
     nothing = resume_test.ResumeFinding(
-        ResumeTestRecords(run.path).records_of(compute_rehearsal_signature(run.spec(), ""))[0], "rehearse", kept=False
+        ResumeTestRecords(run.path).records_of(compute_rehearsal_signature(run.read_spec(), ""))[0],
+        "rehearse",
+        kept=False,
     )
     with pytest.raises(NotRehearsed, match="was inconclusive: not rehearsed: no checkpoint within 30 s") as error:
         nothing.require_found("job.yaml")
     assert error.value.exit_code == 12
     nothing.require_resumable("job.yaml", "")
     keep(run, "same", number=2)
-    resume_test.load_finding(run, run.spec(), code()).require_found("job.yaml")  # type: ignore[union-attr]
+    resume_test.load_finding(run, run.read_spec(), code()).require_found("job.yaml")  # type: ignore[union-attr]
 
 
 def capped(run: RunDir, *, hours: float) -> JobSpec:
     """Return the job with a cap on node-hours, of which a rehearsal has taken half an hour."""
-    job = run.spec().model_copy(update={"search": run.spec().search.model_copy(update={"max_node_hours": hours})})
-    task = resume_test.submit_resume_test(Part(None, run, job), FakeLauncher(), code(), batch=None)
+    job = run.read_spec().model_copy(
+        update={"search": run.read_spec().search.model_copy(update={"max_node_hours": hours})}
+    )
+    task = resume_test.submit_resume_test(Run(run.path, job), FakeLauncher(), code(), batch=None)
     run.write_attempt(make_runs.attempt(task.id, start=make_runs.START, end=make_runs.START + 1800))
     assert count_measured_node_hours(run) == 0.5
     return job
@@ -180,7 +184,7 @@ def test_a_rehearsal_counts_to_the_cap_on_node_hours(run: RunDir) -> None:
 
 def test_a_training_is_not_kept_back_by_a_rehearsal_that_may_not_be_paid_for(run: RunDir) -> None:
     over = "a rehearsal may take too much"
-    found = dataclasses.replace(training(run, run.spec()), over_cap=over)
+    found = dataclasses.replace(training(run, run.read_spec()), over_cap=over)
     job, said = prepared(found)
     assert (found.is_test_due, job) == (False, "")
     assert [event.text for event in said if isinstance(event, WarningEvent)] == [
@@ -192,7 +196,7 @@ def test_a_training_is_not_kept_back_by_a_rehearsal_that_may_not_be_paid_for(run
 
 
 def test_a_rehearsal_comes_once_before_the_first_long_training(run: RunDir) -> None:
-    job = run.spec()
+    job = run.read_spec()
     assert training(run, job).is_test_due
     for other in (
         training(run, job, hours=0.9), training(run, job, hours=None), training(run, job, wanted=False),
@@ -208,21 +212,21 @@ def test_a_rehearsal_comes_once_before_the_first_long_training(run: RunDir) -> N
 
 def test_a_training_that_nobody_waits_for_is_submitted_behind_its_rehearsal(run: RunDir) -> None:
     launcher = FakeLauncher()
-    job, said = prepared(training(run, run.spec()), launcher)
+    job, said = prepared(training(run, run.read_spec()), launcher)
     assert [job] == launcher.submitted and run.task(job).batch == 32  # type: ignore[union-attr]
     assert isinstance(said[-1], Note) and f"starts after {job}" in said[-1].text
     keep(run, "none")
     with pytest.raises(JobFailed, match="cannot go on after an interruption: KeyError"):
-        require_resumable(run, train_task(run.spec(), after=job))
-    require_resumable(run, train_task(run.spec()))
+        require_resumable(run, train_task(run.read_spec(), after=job))
+    require_resumable(run, train_task(run.read_spec()))
 
 
 def test_a_long_training_by_a_script_that_cannot_resume_is_refused_until_that_is_wished(run: RunDir) -> None:
     keep(run, "none")
     with pytest.raises(CannotResume, match="KeyError") as error:
-        prepared(training(run, run.spec()))
+        prepared(training(run, run.read_spec()))
     assert error.value.exit_code == 11 and "--no-rehearse" in error.value.hint
-    for found in (training(run, run.spec(), wanted=False), training(run, run.spec(), hours=0.5)):
+    for found in (training(run, run.read_spec(), wanted=False), training(run, run.read_spec(), hours=0.5)):
         job, said = prepared(found)
         assert job == "" and isinstance(said[0], WarningEvent) and said[0].warning.code == "script-cannot-resume"
 

@@ -16,7 +16,7 @@ from tula_cli.show import compare as show_compare
 from tula_cli.show.screen import Screen
 
 if TYPE_CHECKING:
-    from tula_cli.run.directory import Part, RunDir
+    from tula_cli.run.directory import Run, RunDir
     from tula_cli.run.records.results import Comparison
     from tula_cli.services.comparison.session import ComparisonResult, PreparedComparison
     from tula_cli.services.waiting import Dependencies
@@ -63,7 +63,7 @@ def compare(
         screen,
         session.run_comparison(prepared, own_dependencies, wait_policy, file=chosen.find_settings_origin(run)),
     )
-    _answer_with_table(screen, prepared.part, prepared.plan.comparison, comparison, html=html)
+    _answer_with_table(screen, prepared.variant, prepared.plan.comparison, comparison, html=html)
     return comparison.require_none_failed()
 
 
@@ -85,16 +85,18 @@ def _show(
             "--show always shows the whole comparison",
             "remove --show, or remove --methods, --batch and similar options",
         )
-    part, comparison = session.load_comparison(run, spec, node_type=node_type)
-    say_type(screen, part)
-    looks = launcher.make_launcher(part.spec, submits=False)
-    _answer_with_table(screen, part, comparison, session.read_comparison_result(part, comparison, looks), html=html)
+    variant, comparison = session.load_comparison(run, spec, node_type=node_type)
+    say_type(screen, variant)
+    looks = launcher.make_launcher(variant.spec, submits=False)
+    _answer_with_table(
+        screen, variant, comparison, session.read_comparison_result(variant, comparison, looks), html=html
+    )
 
 
 def _show_dry_run(screen: Screen, prepared: "PreparedComparison", dependencies: "Dependencies") -> None:
-    plan, part = prepared.plan, prepared.part
-    launcher = dependencies.launcher_for(part.spec)
-    scripts = [launcher.script(part.run, plan.first.task)] if plan.first is not None else []
+    plan, run = prepared.plan, prepared.variant
+    launcher = dependencies.launcher_for(run.spec)
+    scripts = [launcher.script(run, plan.first.task)] if plan.first is not None else []
     data = {
         "comparison": plan.comparison,
         "missing": plan.missing,
@@ -115,7 +117,7 @@ def _check_page(html: Path | None) -> None:
 
 
 def _answer_with_table(
-    screen: Screen, part: "Part", comparison: "Comparison", comparison_result: "ComparisonResult", *, html: Path | None
+    screen: Screen, run: "Run", comparison: "Comparison", comparison_result: "ComparisonResult", *, html: Path | None
 ) -> None:
     """Show the comparison table, and write the page if requested."""
     report = comparison_result.report
@@ -127,6 +129,6 @@ def _answer_with_table(
         from tula_cli.services.document import load_report_package
 
         package = load_report_package()
-        document = package.build_comparison(part, comparison, report, at=time.time())
+        document = package.build_comparison(run, comparison, report, at=time.time())
         write_atomic(html, package.render_page(document), mode=MODE_FOR_ALL)
         screen.note(f"wrote {words.make_relative_path(html)}")

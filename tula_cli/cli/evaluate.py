@@ -29,9 +29,9 @@ def evaluate(
     run, spec = chosen.open(screen)
     prepared = service.prepare_evaluation(run, spec, request)
     own_dependencies = make_dependencies(make_inspector(screen, run.path.parent), make_confirm(screen, spec, yes=yes))
-    part, task = prepared.part, prepared.task
+    run, task = prepared.run, prepared.task
     if dry_run:
-        script = own_dependencies.launcher_for(part.spec).script(part.run, task)
+        script = own_dependencies.launcher_for(run.spec).script(run, task)
         return screen.answer(
             {"task": task, "found": prepared.found, "scripts": [script]},
             [*show_train.render_evaluation_plan(task), "", script],
@@ -40,5 +40,5 @@ def evaluate(
         screen, service.run_evaluation(prepared, own_dependencies, WaitPolicy(wait, timeout, cancel_on_interrupt))
     )
     if isinstance(evaluation, DetachedJobs):
-        return answer_detached(screen, part.run, evaluation, {"task": task})
+        return answer_detached(screen, run, evaluation, {"task": task})
     return screen.answer(evaluation, show_train.render_evaluation(evaluation))

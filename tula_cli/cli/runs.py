@@ -18,7 +18,7 @@ from tula_cli.show import check
 from tula_cli.show.screen import Screen
 
 if TYPE_CHECKING:
-    from tula_cli.run.directory import Part, RunDir
+    from tula_cli.run.directory import Run, RunDir
     from tula_cli.run.jobfile import ConfigDrift
     from tula_cli.run.records.results import JobFile
     from tula_cli.services.events import Planned
@@ -241,10 +241,10 @@ def _make_edited_error(screen: Screen, run: "RunDir", config_drift: "ConfigDrift
     )
 
 
-def say_type(screen: Screen, part: "Part") -> None:
+def say_type(screen: Screen, run: "Run") -> None:
     """Print the node type that a command is about, if the job has node types."""
-    if part.type is not None:
-        screen.note(f"node type {part.type}")
+    if run.type is not None:
+        screen.note(f"node type {run.type}")
 
 
 def parse_age(text: str, option: str) -> float:

@@ -21,17 +21,17 @@ def status(screen: Screen, chosen: ExistingRun) -> None:
 
     from tula_cli.cluster import launcher
     from tula_cli.run.directory import RunDir
-    from tula_cli.run.jobfile import list_parts_with_data
+    from tula_cli.run.jobfile import list_variants_with_data
     from tula_cli.services import status as services_status
     from tula_cli.services.site_charges import find_site_charge
 
     run = chosen.find(screen)
-    spec = run.spec()
+    spec = run.read_spec()
     statuses = {
-        part.name: services_status.run_status(
-            part.run, launcher.make_launcher(part.spec, submits=False), now=time.time()
+        variant.name: services_status.run_status(
+            variant, launcher.make_launcher(variant.spec, submits=False), now=time.time()
         )
-        for part in list_parts_with_data(run, spec)
+        for variant in list_variants_with_data(run, spec)
     }
     screen.status = "pending" if any(now.active() for now in statuses.values()) else "done"
     look = run.read(skip_damaged=True)
@@ -101,19 +101,21 @@ def logs(
     import time
 
     from tula_cli.cluster import launcher
-    from tula_cli.run.jobfile import list_parts_with_data
+    from tula_cli.run.jobfile import list_variants_with_data
     from tula_cli.services import logs as services_logs
     from tula_cli.services import status as services_status
 
     whole = chosen.find(screen)
-    run = services_logs.find_part_written_last(list_parts_with_data(whole, whole.spec(), node_type), job) or whole
+    run = (
+        services_logs.find_run_written_last(list_variants_with_data(whole, whole.read_spec(), node_type), job) or whole
+    )
 
     def active() -> bool:
         return services_status.run_status(
-            run, launcher.make_launcher(run.spec(), submits=False), now=time.time()
+            run, launcher.make_launcher(run.read_spec(), submits=False), now=time.time()
         ).active(job and [job])
 
-    pause = run.spec().cluster.backend.poll[0] if follow else 0.0
+    pause = run.read_spec().cluster.backend.poll[0] if follow else 0.0
     moment = None if since is None else parse_since(since, now=time.time())
     wanted = services_logs.LogQuery(job=job, rank=rank, since=moment, every=every, last=last)
     place = None
@@ -139,12 +141,12 @@ def cancel(
 ) -> None:
     """Cancel the jobs of a run; its results are kept."""
     from tula_cli.cluster import launcher
-    from tula_cli.run.jobfile import list_parts_with_data
+    from tula_cli.run.jobfile import list_variants_with_data
     from tula_cli.services import status as services_status
 
     run = chosen.find(screen)
-    parts = list_parts_with_data(run, run.spec())
-    for part in parts:
-        warn_all(screen, part.run.read().job_warnings)
-    ended = services_status.cancel_jobs(parts, lambda part: launcher.make_launcher(part.spec, submits=False))
+    variants = list_variants_with_data(run, run.read_spec())
+    for variant in variants:
+        warn_all(screen, variant.read().job_warnings)
+    ended = services_status.cancel_jobs(variants, lambda variant: launcher.make_launcher(variant.spec, submits=False))
     screen.answer({"cancelled": ended}, [f"cancelled {', '.join(ended)}" if ended else "no job was queued or running"])

@@ -46,14 +46,14 @@ def train(
         service.run_training(training, own_dependencies, wait_policy, file=chosen.find_settings_origin(run)),
     )
     if isinstance(summary, DetachedJobs):
-        return answer_detached(screen, training.part.run, summary, {"plan": training.plan})
+        return answer_detached(screen, training.variant, summary, {"plan": training.plan})
     return _answer_training(screen, training, summary)
 
 
 def _answer_training(screen: Screen, training: "PreparedTraining", summary: "Summary") -> None:
     from tula_cli.services.site_charges import find_site_charge
 
-    run = training.part.run
+    run = training.variant
     weights, charge = run.training(summary.signature).weights(), find_site_charge(run, summary.signature)
     data = {**dict(summary), "causes": summary.causes, "weights": weights, "site_charge": charge}
     return screen.answer(data, show_train.render_summary(summary, weights=weights, charge=charge))
@@ -63,6 +63,6 @@ def _show_dry_run(screen: Screen, training: "PreparedTraining", dependencies: "D
     from tula_cli.cluster.chains import list_nodes_of_links
 
     plan: TrainPlan = training.plan
-    scripts = [dependencies.launcher_for(training.part.spec).script(training.part.run, plan.task)]
+    scripts = [dependencies.launcher_for(training.variant.spec).script(training.variant, plan.task)]
     shown = show_train.render_train_plan(plan, links=list_nodes_of_links(plan.task), scripts=scripts)
     screen.answer({"plan": plan, "scripts": scripts}, shown)

@@ -57,7 +57,7 @@ def measure_size_and_time(path: Path) -> tuple[int, float]:
     return size, newest
 
 
-def list_part_folders(run: Path) -> list[Path]:
+def list_variant_folders(run: Path) -> list[Path]:
     """Return the folders of all measurements and trainings of a run, including node types and text lengths."""
     folders = [run]
     for folder in folders:
@@ -65,15 +65,15 @@ def list_part_folders(run: Path) -> list[Path]:
     return folders
 
 
-def list_removable_files(part: Path, wish: CleanPolicy) -> Iterator[RemovableFile]:
+def list_removable_files(folder: Path, wish: CleanPolicy) -> Iterator[RemovableFile]:
     """Yield the removable files of one of a run's folders. No job of the run may be alive.
 
     Raises:
         BadMeasurements: a record that shows whether a training has finished is damaged.
     """
-    for training in _list_folders(part / "train"):
-        yield from _list_removable_of_training(TrainingRun(part, training.name), wish)
-    for attempt in _list_folders(part / "script"):
+    for training in _list_folders(folder / "train"):
+        yield from _list_removable_of_training(TrainingRun(folder, training.name), wish)
+    for attempt in _list_folders(folder / "script"):
         out = attempt / "out"
         if _PROBE_OUT.fullmatch(attempt.name) and _is_folder(out):
             yield _make_removable_file("scratch", out)

@@ -205,7 +205,7 @@ def list_runs_with_other_code(run: RunDir, spec: JobSpec) -> list[RunDir]:
 def _read_signature(run: RunDir) -> str:
     """Return the signature of a run's spec without its code; empty if the spec is damaged."""
     try:
-        return compute_measurement_signature(run.spec())
+        return compute_measurement_signature(run.read_spec())
     except SpecError:
         return ""
 

@@ -6,7 +6,6 @@ reader sees either the old file or the new one, never a partial one, on NFS and 
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -111,36 +110,16 @@ class ClusterChecks:
 LATEST = "latest"
 
 
-@dataclass(frozen=True)
-class Part:
-    """The part of a job on one node type or at one sequence length: a run with a complete job file of its own."""
-
-    type: str | None  # None where the job names no types
-    run: "RunDir"
-    spec: JobSpec
-    length: int | None = None  # of text, where it is not the job's own: then it is measured and not trained
-    sizes: tuple["Part", ...] = ()  # the same nodes with other numbers of GPUs, measured for themselves
-
-    @property
-    def name(self) -> str | None:
-        """Name of the part, or None for the whole job."""
-        return "-".join(filter(None, (self.type, f"length-{self.length}" if self.length else ""))) or None
-
-    def name_jobs(self, jobs: Iterable[str]) -> list[str]:
-        """Return job names prefixed with the name of the part, as shown to the user."""
-        return [job if self.name is None else f"{self.name}/{job}" for job in jobs]
-
-
 class RunDir:
-    """One run. Reading a file that does not exist yet never fails; the result is None or an empty list."""
+    """The files of one run. Reading a file that does not exist yet never fails; the result is None or an empty list."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     # --- which run
 
-    @classmethod
-    def of(cls, root: Path, spec: JobSpec, *, code: str = "") -> "RunDir":
+    @staticmethod
+    def of(root: Path, spec: JobSpec, *, code: str = "") -> "RunDir":
         """Return the run of `spec` under `root`, which may not exist yet; nothing is written.
 
         Args:
@@ -148,12 +127,12 @@ class RunDir:
             spec: the job.
             code: digest of the user's code that the spec names; empty for none.
         """
-        return cls(root / f"{spec.name}-{compute_measurement_signature(spec, code)}")
+        return RunDir(root / f"{spec.name}-{compute_measurement_signature(spec, code)}")
 
-    @classmethod
-    def create(cls, root: Path, spec: JobSpec, *, code: str = "") -> "RunDir":
+    @staticmethod
+    def create(root: Path, spec: JobSpec, *, code: str = "") -> "RunDir":
         """Return the run of `spec` under `root`, creating it if it does not exist."""
-        run = cls.of(root, spec, code=code)
+        run = RunDir.of(root, spec, code=code)
         run.save_job(spec)
         return run
 
@@ -175,13 +154,13 @@ class RunDir:
         if file is not None:
             write_record(self.path / "job_file.json", file)
         spec = spec.without_bill()  # it is asked for by each command
-        parts = {part.type or "": str(part.run.path.relative_to(self.path)) for part in self.parts(spec)}
-        parsed_spec.write_spec(self.path, dump_yaml(spec), spec.model_dump(mode="json"), parts)
+        variants = {run.type or "": str(run.path.relative_to(self.path)) for run in self.variants(spec)}
+        parsed_spec.write_spec(self.path, dump_yaml(spec), spec.model_dump(mode="json"), variants)
         if not find_other_owner(self.path.parent / LATEST):  # of those who share the folder another has named theirs
             write_atomic(self.path.parent / LATEST, f"{self.path.name}\n")
 
-    @classmethod
-    def open(cls, path: Path) -> "RunDir":
+    @staticmethod
+    def open(path: Path) -> "RunDir":
         """Return an existing run.
 
         Raises:
@@ -189,10 +168,10 @@ class RunDir:
             NotYours: it belongs to another user and is not readable.
         """
         require_run(path)
-        return cls(path)
+        return RunDir(path)
 
-    @classmethod
-    def newest(cls, root: Path) -> "RunDir":
+    @staticmethod
+    def newest(root: Path) -> "RunDir":
         """Return the most recently used readable run under `root`, preferring the user's own runs.
 
         Raises:
@@ -200,16 +179,16 @@ class RunDir:
             TulaError: `root` cannot be read.
         """
         latest = "" if find_other_owner(root / LATEST) else read_text(root / LATEST)
-        return cls(parsed_spec.find_newest_run(root, latest))
+        return RunDir(parsed_spec.find_newest_run(root, latest))
 
-    @classmethod
-    def all(cls, root: Path) -> list["RunDir"]:
+    @staticmethod
+    def all(root: Path) -> list["RunDir"]:
         """Return the runs under `root`, most recently changed first; unreadable runs of other users are left out.
 
         Raises:
             TulaError: `root` cannot be read.
         """
-        return [cls(path) for path in parsed_spec.list_run_folders(root)]
+        return [RunDir(path) for path in parsed_spec.list_run_folders(root)]
 
     @property
     def id(self) -> str:
@@ -219,7 +198,8 @@ class RunDir:
     def exists(self) -> bool:
         return parsed_spec.get_change_time(self.path) is not None
 
-    def spec(self) -> JobSpec:
+    def read_spec(self) -> JobSpec:
+        """Return the stored job, of all its hardware."""
         path, parsed = self.path / "spec.yaml", parsed_spec.read_spec(self.path)
         content = read_yaml(path) if parsed is None else parsed.spec
         return validate(without_removed_values(content), source=str(path))
@@ -227,36 +207,27 @@ class RunDir:
     def job_file(self) -> JobFile | None:
         return read_record(self.path / "job_file.json", TypeAdapter(JobFile))
 
-    def parts(self, spec: JobSpec, only: str | None = None) -> tuple[Part, ...]:
-        """Return the run of each node type of `spec`, inside this one; the run itself if it names none.
+    def variants(self, spec: JobSpec, only: str | None = None) -> tuple["Run", ...]:
+        """Return the run of each hardware of `spec` (node type, GPUs per node), inside this one; this run if it names none.
 
-        A fit uses one type only, but also other numbers of GPUs on the same nodes (`Part.sizes`). A part's name
-        contains the signature of its type's settings: a changed type is measured again, the others are kept.
+        A fit uses one variant only, but also those with other numbers of GPUs on the same nodes (`Run.sizes`). A
+        variant's folder has the signature of its settings: a changed node type is measured again, the others are kept.
 
         Raises:
-            SpecError: there is no such type as `only`.
+            SpecError: there is no such variant as `only`.
         """
-        requested_types = spec.by_type(only)
-        jobs_by_type = (requested_types if only is None else spec.by_type()).items()
-        parts_by_type = {
-            name: Part(name, self._inner_run("types", name, job_of_type) if name else self, job_of_type)
-            for name, job_of_type in jobs_by_type
+        requested = spec.by_type(only)
+        jobs_by_type = requested if only is None else spec.by_type()
+        runs = {
+            name: Run(self._get_inner_path("types", name, job) if name else self.path, job, type=name)
+            for name, job in jobs_by_type.items()
         }
-        return tuple(
-            replace(parts_by_type[name], sizes=tuple(map(parts_by_type.__getitem__, spec.beside(name))))
-            for name in requested_types
-        )
+        for name in requested:
+            runs[name].sizes = tuple(runs[other] for other in spec.beside(name))
+        return tuple(runs[name] for name in requested)
 
-    def lengths(self, spec: JobSpec, node_type: str | None) -> tuple[Part, ...]:
-        """Return the parts measured at text lengths (search.sequence) other than that of `spec`, inside this run."""
-        jobs_by_length = spec.by_length().items()
-        return tuple(
-            Part(node_type, self._inner_run("lengths", str(length), job_of_length), job_of_length, length)
-            for length, job_of_length in jobs_by_length
-        )
-
-    def _inner_run(self, folder: str, name: str, spec: JobSpec) -> "RunDir":
-        return RunDir(self.path / folder / f"{spec.name}-{name}-{compute_measurement_signature(spec)}")
+    def _get_inner_path(self, folder: str, name: str, spec: JobSpec) -> Path:
+        return self.path / folder / f"{spec.name}-{name}-{compute_measurement_signature(spec)}"
 
     def read(self, *, skip_damaged: bool = False) -> Snapshot:
         """Return a snapshot of the run's records, to be shared by all queries of a caller. Args: as of `Snapshot`."""
@@ -520,3 +491,35 @@ class RunDir:
     def logs(self) -> list[Path]:
         logs = [path for path in (self.path / "logs").glob("*.log") if path.is_file()]
         return sorted(logs, key=lambda path: path.stat().st_mtime)
+
+
+class Run(RunDir):
+    """A run of a job on one hardware: its files and its job, to which overrides of the current command may apply.
+
+    Args:
+        path: the run directory, which may not exist yet.
+        spec: the job on this hardware.
+        type: name of the node type and number of GPUs per node; None if the job names neither.
+        length: text length that is measured here and not trained; None for that of the job.
+    """
+
+    def __init__(self, path: Path, spec: JobSpec, *, type: str | None = None, length: int | None = None) -> None:
+        super().__init__(path)
+        self.spec, self.type, self.length = spec, type, length
+        self.sizes: tuple[Run, ...] = ()  # the same nodes with other numbers of GPUs, measured for themselves
+
+    @property
+    def name(self) -> str | None:
+        """Name among the variants of the job, or None if it has no others."""
+        return "-".join(filter(None, (self.type, f"length-{self.length}" if self.length else ""))) or None
+
+    def name_jobs(self, jobs: Iterable[str]) -> list[str]:
+        """Return job names prefixed with the name of the variant, as shown to the user."""
+        return [job if self.name is None else f"{self.name}/{job}" for job in jobs]
+
+    def lengths(self) -> tuple["Run", ...]:
+        """Return the runs measured at other text lengths (search.sequence), inside this one."""
+        return tuple(
+            Run(self._get_inner_path("lengths", str(length), job), job, type=self.type, length=length)
+            for length, job in self.spec.by_length().items()
+        )

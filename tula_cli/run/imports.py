@@ -101,7 +101,7 @@ def import_strings(spec: JobSpec) -> tuple[str, ...]:
     names = [
         spec.model.name,
         spec.dataset.name,
-        *spec.dataset.own_parts,
+        *spec.dataset.own_runs,
         spec.loss.name,
         spec.optimizer.name,
         spec.schedule.kind,

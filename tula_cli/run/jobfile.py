@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tula_cli.errors import SpecError
-from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.results import JobFile
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import load_spec, validate
@@ -45,11 +45,11 @@ def load_with_overrides(run: RunDir, overrides: Sequence[str]) -> JobSpec:
     Raises:
         SpecError: an override changes settings that were measured, or is invalid.
     """
-    stored = run.spec()
+    stored = run.read_spec()
     if not overrides:
         return stored
     changed = _load_with_overrides(run.path / "spec.yaml", stored, overrides)
-    parts_before, after = ({part.run.path for part in run.parts(spec)} for spec in (stored, changed))
+    parts_before, after = ({variant.path for variant in run.variants(spec)} for spec in (stored, changed))
     if compute_measurement_signature(changed) != compute_measurement_signature(stored) or (
         stored.types and not parts_before <= after
     ):
@@ -73,24 +73,24 @@ def _load_with_overrides(path: Path, stored: JobSpec, overrides: Sequence[str]) 
     return validate(content, source=" --set ".join((str(path), *overrides)))
 
 
-def save_job(run: RunDir, spec: JobSpec, parts: Iterable[Part], file: JobFile | None) -> None:
+def save_job(run: RunDir, spec: JobSpec, variants: Iterable[Run], file: JobFile | None) -> None:
     """Make a run and its parts the newest, with this spec, which comes from `file`.
 
     Raises:
         TulaError: it cannot be written.
     """
-    for part in parts:
-        if part.name is not None:
-            part.run.save_job(part.spec)
+    for variant in variants:
+        if variant.name is not None:
+            variant.save_job(variant.spec)
     run.save_job(spec, file)
 
 
-def list_parts_with_data(run: RunDir, spec: JobSpec, node_type: str | None = None) -> list[Part]:
+def list_variants_with_data(run: RunDir, spec: JobSpec, node_type: str | None = None) -> list[Run]:
     """Return the parts of a run (of the given node type) that have records, including those at other text lengths."""
-    return [part for part in list_all_parts(run, spec, node_type) if part.name is None or part.run.exists]
+    return [variant for variant in list_all_variants(run, spec, node_type) if variant.name is None or variant.exists]
 
 
-def list_all_parts(run: RunDir, spec: JobSpec, node_type: str | None = None) -> tuple[Part, ...]:
+def list_all_variants(run: RunDir, spec: JobSpec, node_type: str | None = None) -> tuple[Run, ...]:
     """Return a run's parts, each followed by its parts at other text lengths.
 
     Args:
@@ -101,8 +101,8 @@ def list_all_parts(run: RunDir, spec: JobSpec, node_type: str | None = None) -> 
     Raises:
         SpecError: there is no such type.
     """
-    parts = run.parts(spec, node_type)
-    return tuple(part_or_length for part in parts for part_or_length in (part, *part.run.lengths(part.spec, part.type)))
+    variants = run.variants(spec, node_type)
+    return tuple(part_or_length for variant in variants for part_or_length in (variant, *variant.lengths()))
 
 
 def find_config_drift(run: RunDir, spec: JobSpec, overrides: Sequence[str] = ()) -> ConfigDrift | None:

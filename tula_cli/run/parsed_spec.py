@@ -21,21 +21,21 @@ _YAML, _JSON = "spec.yaml", "spec.json"
 
 @dataclass(frozen=True)
 class ParsedSpec:
-    """A job as plain values, and the folders of its parts."""
+    """A job as plain values, and the folders of its variants."""
 
     digest: str  # SHA-256 of the YAML that it was written beside
     spec: Mapping[str, Any]
-    parts: Mapping[str, str]  # node type (empty where the job names none) to folder inside the run
+    variants: Mapping[str, str]  # node type (empty where the job names none) to folder inside the run
 
 
-def write_spec(run: Path, yaml: str, spec: Mapping[str, Any], parts: Mapping[str, str]) -> None:
+def write_spec(run: Path, yaml: str, spec: Mapping[str, Any], variants: Mapping[str, str]) -> None:
     """Replace the job of a run in both forms, and record the format of a new run.
 
     Args:
         run: the run directory.
         yaml: the job as text.
         spec: the same as plain values.
-        parts: folder inside the run by node type (empty if the job names none).
+        variants: folder inside the run by node type (empty if the job names none).
 
     Raises:
         OtherFormat: the run exists in a format of another version of tula.
@@ -45,7 +45,9 @@ def write_spec(run: Path, yaml: str, spec: Mapping[str, Any], parts: Mapping[str
     if get_change_time(run) is None:
         run_format.write_format(run)
     files.write_atomic(run / _YAML, yaml)
-    files.write_atomic(run / _JSON, json.dumps(asdict(ParsedSpec(_compute_digest(yaml.encode()), spec, parts))) + "\n")
+    files.write_atomic(
+        run / _JSON, json.dumps(asdict(ParsedSpec(_compute_digest(yaml.encode()), spec, variants))) + "\n"
+    )
 
 
 def read_spec(run: Path) -> ParsedSpec | None:

@@ -45,7 +45,7 @@ from tula_cli.run.code import run_of_job
 from tula_cli.run.directory import RunDir
 from tula_cli.run.frames import make_frame
 from tula_cli.run.html_table import render_html
-from tula_cli.run.jobfile import find_settings_origin, list_parts_with_data, load_with_overrides
+from tula_cli.run.jobfile import find_settings_origin, list_variants_with_data, load_with_overrides
 from tula_cli.run.owner import find_other_owner
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Recommendation
@@ -170,7 +170,7 @@ class Run:
 
     def spec(self) -> JobSpec:
         """Return the job's settings, resolved."""
-        return self.directory.spec()
+        return self.directory.read_spec()
 
     def probes(self) -> dict[str | None, list[Result]]:
         """Return what was measured, as typed records by the name of a part: a type of node, `length-128` of other
@@ -179,7 +179,7 @@ class Run:
         Raises:
             BadMeasurements: a result is damaged.
         """
-        return {part.name: part.run.results() for part in list_parts_with_data(self.directory, self.spec())}
+        return {run.name: run.results() for run in list_variants_with_data(self.directory, self.spec())}
 
     def results(self) -> "pd.DataFrame":
         """Return one row per probe; `RESULT_COLUMNS` and docs/reference/tables.md have the columns with their units.
@@ -206,8 +206,8 @@ class Run:
         Returns:
             None where there is none yet, and for a script, which saves where it likes.
         """
-        parts = list_parts_with_data(self.directory, self.spec())
-        return next((path for part in parts if (path := part.run.training(signature).weights())), None)
+        runs = list_variants_with_data(self.directory, self.spec())
+        return next((path for run in runs if (path := run.training(signature).weights())), None)
 
     def steps(self, signature: str) -> StepSeries:
         """Return what is kept of every step of a training, in columns, plain lists; empty ones where nothing is.
@@ -215,8 +215,8 @@ class Run:
         Args:
             signature: of the training, as `tula.train` returns it.
         """
-        parts = list_parts_with_data(self.directory, self.spec())
-        trainings = (part.run.training(signature) for part in parts)
+        runs = list_variants_with_data(self.directory, self.spec())
+        trainings = (run.training(signature) for run in runs)
         return next((training.steps() for training in trainings if training.steps_path.exists()), StepSeries())
 
     def report(self) -> "Document":
@@ -230,13 +230,13 @@ class Run:
 
     def status(self) -> Status:
         """Return how far its jobs and its training are; the scheduler is asked."""
-        parts = list_parts_with_data(self.directory, self.spec())
+        runs = list_variants_with_data(self.directory, self.spec())
         return Status(
             {
-                part.name: status_service.run_status(
-                    part.run, launcher.make_launcher(part.spec, submits=False), now=time.time()
+                run.name: status_service.run_status(
+                    run, launcher.make_launcher(run.spec, submits=False), now=time.time()
                 )
-                for part in parts
+                for run in runs
             }
         )
 

@@ -203,9 +203,10 @@ def check_all(
     inspectors = dict.fromkeys(jobs, inspector or inspect)
     if online and run is not None:
         inspectors = {
-            part.type: inspect_with_stored(inspector or inspect, part.run) for part in run.parts(spec, node_type)
+            variant.type: inspect_with_stored(inspector or inspect, variant)
+            for variant in run.variants(spec, node_type)
         }
-    runs = {} if run is None else {part.type: part.run for part in run.parts(spec, node_type)}
+    runs = {} if run is None else {variant.type: variant for variant in run.variants(spec, node_type)}
     reports = {
         name: check(job, online=online, inspector=inspectors[name], run=runs.get(name)) for name, job in jobs.items()
     }

@@ -20,8 +20,8 @@ from tula_cli.run import format as run_format
 from tula_cli.run.clean import (
     CleanPolicy,
     RemovableFile,
-    list_part_folders,
     list_removable_files,
+    list_variant_folders,
     measure_size_and_time,
     remove_file,
 )
@@ -109,7 +109,7 @@ def _keep_all(run_space: RunSpace, why: str) -> RunSpace:
 def _measure_run(
     run: RunDir, size: int, changed: float, *, keep_best: bool, compared: bool
 ) -> tuple[RunSpace, list[Snapshot]]:
-    """Return the disk space of a run and a snapshot of each part.
+    """Return the disk space of a run and a snapshot of each variant.
 
     Nothing is removable if the run is damaged or of another format.
     """
@@ -117,10 +117,12 @@ def _measure_run(
     snapshots: list[Snapshot] = []
     try:
         run_format.require_known_format(run.path)
-        for part in list_part_folders(run.path):
-            snapshots.append(Snapshot(part))
-            cells = comparison.cells if compared and (comparison := RunDir(part).comparison()) else ()
-            removable += list_removable_files(part, CleanPolicy(keep_best, frozenset(cell.signature for cell in cells)))
+        for folder in list_variant_folders(run.path):
+            snapshots.append(Snapshot(folder))
+            cells = comparison.cells if compared and (comparison := RunDir(folder).comparison()) else ()
+            removable += list_removable_files(
+                folder, CleanPolicy(keep_best, frozenset(cell.signature for cell in cells))
+            )
     except TulaError as error:
         return RunSpace(run.id, run.path, size, changed, (), kept=error.message), snapshots
     compared_trainings = tuple(
@@ -183,7 +185,7 @@ def _describe_why_alive(
             return f"{snapshot.damaged_jobs[0].message}: nobody knows whether that job runs"
         local = LocalLauncher().states(snapshot, [job for job in jobs if job.scheduler == "local"])
         if job_ids := [id_ for job in jobs if job.scheduler not in BACKENDS for id_ in job.ids]:
-            states = {**states, **make_scheduler(RunDir(snapshot.path).spec().cluster).ask(job_ids)}
+            states = {**states, **make_scheduler(RunDir(snapshot.path).read_spec().cluster).ask(job_ids)}
     except TulaError as error:
         return error.message
     for name, _, run in (holder.partition(" of ") for holder in holders):
@@ -237,14 +239,14 @@ def _lock_run(run_space: RunSpace) -> Iterator[None]:
         TulaError: another command is submitting jobs, or has submitted some since the run was measured.
     """
     with contextlib.ExitStack() as locks:
-        for part in list_part_folders(run_space.path):
-            lock = RunDir(part).lock
+        for folder in list_variant_folders(run_space.path):
+            lock = RunDir(folder).lock
             if lock.acquire() and (owner := lock.acquire()):  # the first call takes away what a killed command has left
                 raise TulaError(
                     f"another tula command ({owner}) is submitting jobs of this run; nothing more was freed"
                 )
             locks.callback(lock.release)
-            jobs = part / "jobs"
+            jobs = folder / "jobs"
             with contextlib.suppress(FileNotFoundError):
                 newest = max((entry.stat(follow_symlinks=False).st_mtime for entry in os.scandir(jobs)), default=0.0)
                 if newest > run_space.changed:

@@ -16,9 +16,9 @@ from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SpecError
 from tula_cli.models.time.changes import MIN_DIFFERENCE, TEST, StepRatio, compare_step_times, find_changed_parts
 from tula_cli.models.time.noise import compute_trimmed_mean
-from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.frames import make_frame
-from tula_cli.run.jobfile import compare_jobs, list_parts_with_data
+from tula_cli.run.jobfile import compare_jobs, list_variants_with_data
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import JobFile, StepPart, StepParts
@@ -589,11 +589,9 @@ def compare_runs(before: RunDir, after: RunDir) -> RunDifference:
     """
     if before.path.resolve() == after.path.resolve():
         raise SpecError(f"A and B are one run: {before.path.resolve()}", "name two runs, or a run and its copy")
-    specs = before.spec(), after.spec()
+    specs = before.read_spec(), after.read_spec()
     pairs, only = _match_parts(before, specs[0], after, specs[1])
-    snapshots_by_part = [
-        (name, part_before.run.read(), part_after.run.read()) for name, part_before, part_after in pairs
-    ]
+    snapshots_by_part = [(name, part_before.read(), part_after.read()) for name, part_before, part_after in pairs]
     measured = [
         (name, _select_measured_probes(part_before.results), _select_measured_probes(part_after.results))
         for name, part_before, part_after in snapshots_by_part
@@ -603,15 +601,13 @@ def compare_runs(before: RunDir, after: RunDir) -> RunDifference:
         for name, part_before, part_after in measured
         for difference in list_environment_differences(part_before, part_after, part=name)
     ]
-    trained = [
-        (name, part_before.run, part_after.run) for name, part_before, part_after in pairs if part_before.length is None
-    ]
+    trained = [(name, part_before, part_after) for name, part_before, part_after in pairs if part_before.length is None]
     difference = RunDifference(
         before=_run_overview(before, specs[0]),
         after=_run_overview(after, specs[1]),
         job=tuple(FieldDifference(key, *values) for key, values in compare_jobs(*specs).items()),
         environment=tuple(environment),
-        code=_compare_code_of_parts((part_before.run, part_after.run) for _, part_before, part_after in pairs),
+        code=_compare_code_of_parts((part_before, part_after) for _, part_before, part_after in pairs),
         steps=compare_steps(
             (name, part_before.results, part_after.results) for name, part_before, part_after in snapshots_by_part
         ),
@@ -656,25 +652,25 @@ def _select_measured_probes(results: Iterable[Result]) -> list[Measured]:
 def _run_overview(run: RunDir, spec: JobSpec) -> RunOverview:
     moments = [
         probe.measured_at
-        for part in list_parts_with_data(run, spec)
-        for probe in _select_measured_probes(part.run.read().results)
+        for variant in list_variants_with_data(run, spec)
+        for probe in _select_measured_probes(variant.read().results)
     ]
     return RunOverview(run.id, run.path, (min(moments), max(moments)) if moments else None, run.job_file())
 
 
 def _match_parts(
     before: RunDir, job_before: JobSpec, after: RunDir, job_after: JobSpec
-) -> tuple[list[tuple[str, Part, Part]], tuple[tuple[str, ...], tuple[str, ...]]]:
+) -> tuple[list[tuple[str, Run, Run]], tuple[tuple[str, ...], tuple[str, ...]]]:
     """Return pairs of parts with the same name, or the only part of each run; and the names of the unmatched parts."""
-    parts_before = {part.name or "": part for part in list_parts_with_data(before, job_before)}
-    right = {part.name or "": part for part in list_parts_with_data(after, job_after)}
+    parts_before = {run.name or "": run for run in list_variants_with_data(before, job_before)}
+    right = {run.name or "": run for run in list_variants_with_data(after, job_after)}
     if len(parts_before) == len(right) == 1:
         (name, part_before), (_, part_after) = *parts_before.items(), *right.items()
         return [(name, part_before, part_after)], ((), ())
     pairs = [(name, parts_before[name], right[name]) for name in parts_before if name in right]
     alone = tuple(
-        tuple(name or "the job's own" for name in own_parts if name not in other_parts)
-        for own_parts, other_parts in ((parts_before, right), (right, parts_before))
+        tuple(name or "the job's own" for name in own_runs if name not in other_runs)
+        for own_runs, other_runs in ((parts_before, right), (right, parts_before))
     )
     return pairs, (alone[0], alone[1])
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast
 
 from tula_cli.entry_points import load_extra
-from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.recommendations import Recommendation, TradeOff
 from tula_cli.run.records.results import Comparison
 from tula_cli.services.comparison.accuracy import CompareReport
@@ -148,7 +148,7 @@ class ReportPackage(Protocol):
         """
         ...
 
-    def build_comparison(self, part: Part, comparison: Comparison, report: CompareReport, *, at: float) -> Document:
+    def build_comparison(self, run: Run, comparison: Comparison, report: CompareReport, *, at: float) -> Document:
         """Build the document of a comparison of methods; `at` is the Unix time shown as its creation time."""
         ...
 

@@ -90,13 +90,13 @@ def estimate_all(
         SpecError, JobFailed: as in `estimate`; or the job has no such node type.
     """
     return {
-        part.type: estimate(
-            part.spec,
+        variant.type: estimate(
+            variant.spec,
             capacity=capacity,
-            results=part.run.results(),
-            inspector=inspect_with_stored(inspector or inspect, part.run),
+            results=variant.results(),
+            inspector=inspect_with_stored(inspector or inspect, variant),
         )
-        for part in run.parts(spec, node_type)
+        for variant in run.variants(spec, node_type)
     }
 
 

@@ -10,10 +10,10 @@ from tula_cli.host.failures import FAILURE_KINDS, advise
 from tula_cli.options import EvaluationRequest
 from tula_cli.plugins import is_import_string
 from tula_cli.run import imports
-from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.files import is_regular
 from tula_cli.run.format import require_current_format
-from tula_cli.run.jobfile import list_parts_with_data
+from tula_cli.run.jobfile import list_variants_with_data
 from tula_cli.run.records.results import EvaluationRecord
 from tula_cli.run.records.tasks import EvaluateTask, TrainTask
 from tula_cli.run.training_run import TrainingRun
@@ -38,7 +38,7 @@ BEST, LAST = "best", "last"
 class PreparedEvaluation:
     """An evaluation before anything is submitted."""
 
-    part: Part
+    run: Run
     task: EvaluateTask
     found: EvaluationRecord | None  # what is known of it already
 
@@ -61,8 +61,8 @@ def prepare_evaluation(run: RunDir, spec: JobSpec, request: EvaluationRequest) -
             "tula evaluate is for tula's own loop, and this job has section script",
             "how its weights are loaded and evaluated is the script's own matter",
         )
-    part, trained = _find_training(run, spec, request)
-    files = part.run.training(trained.signature)
+    variant, trained = _find_training(run, spec, request)
+    files = variant.training(trained.signature)
     name, path = _find_weights(files, request.weights)
     is_own_checkpoint = name in (BEST, LAST)
     if not (path.is_dir() or is_regular(path)):
@@ -73,7 +73,7 @@ def prepare_evaluation(run: RunDir, spec: JobSpec, request: EvaluationRequest) -
         if is_own_checkpoint
         else {"path": str(path), "stamp": [stat.st_size, stat.st_mtime_ns]}
     )
-    job = _make_evaluation_job(trained.spec, part.spec)
+    job = _make_evaluation_job(trained.spec, variant.spec)
     key = compute_evaluation_signature(job, identity, code=_compute_code_digest(job, Path(trained.workdir)))
     id_ = f"evaluate-{trained.signature}-{key}"
     task = EvaluateTask(
@@ -81,17 +81,17 @@ def prepare_evaluation(run: RunDir, spec: JobSpec, request: EvaluationRequest) -
         weights=name, path=str(path), samples=int(path.stem) if is_own_checkpoint else None, local_batch=compute_micro_batch(trained),
         code=trained.code,
     )  # fmt: skip
-    return PreparedEvaluation(part, task, None if request.fresh else files.evaluation(key))
+    return PreparedEvaluation(variant, task, None if request.fresh else files.evaluation(key))
 
 
-def _find_training(run: RunDir, spec: JobSpec, request: EvaluationRequest) -> tuple[Part, TrainTask]:
+def _find_training(run: RunDir, spec: JobSpec, request: EvaluationRequest) -> tuple[Run, TrainTask]:
     """Return the requested training, as its newest task, and the part of the run that contains it."""
-    parts = list_parts_with_data(run, spec, request.node_type) if run.exists else []
-    trainings: list[tuple[float, int, Part, TrainTask]] = []
-    for number, part in enumerate(parts):
-        snapshot = part.run.read()
+    variants = list_variants_with_data(run, spec, request.node_type) if run.exists else []
+    trainings: list[tuple[float, int, Run, TrainTask]] = []
+    for number, variant in enumerate(variants):
+        snapshot = variant.read()
         submitted = {job.id: job.submitted_at for job in snapshot.jobs}
-        trainings += [(submitted.get(task.job, 0.0), number, part, task) for task in snapshot.train_tasks]
+        trainings += [(submitted.get(task.job, 0.0), number, variant, task) for task in snapshot.train_tasks]
     signatures = list(dict.fromkeys(task.signature for *_, task in trainings))
     if not signatures:
         raise BadMeasurements(
@@ -102,8 +102,8 @@ def _find_training(run: RunDir, spec: JobSpec, request: EvaluationRequest) -> tu
             f"--training {request.training}: there is no such training", f"there are {', '.join(signatures)}"
         )
     matching = [entry for entry in trainings if request.training in (None, entry[3].signature)]
-    *_, part, task = max(matching, key=lambda entry: (entry[0], entry[3].attempt, -entry[1]))
-    return part, task
+    *_, variant, task = max(matching, key=lambda entry: (entry[0], entry[3].attempt, -entry[1]))
+    return variant, task
 
 
 def _find_weights(files: TrainingRun, requested: str | Path | None) -> tuple[str, Path]:
@@ -164,30 +164,30 @@ def run_evaluation(
         TulaError: the evaluation failed, as classified by the table of exit reasons.
         SchedulerError: the scheduler refused the job.
     """
-    part, task = evaluation.part, evaluation.task
-    if part.type is not None:
-        yield Note(f"node type {part.type}")
+    run, task = evaluation.run, evaluation.task
+    if run.type is not None:
+        yield Note(f"node type {run.type}")
     if evaluation.found is not None:
         when = words.format_moment(evaluation.found.evaluated_at)
         yield Note(f"evaluated before, {when}; --fresh evaluates again, as where the samples have changed")
         return evaluation.found
-    require_current_format(part.run.path)
-    launcher = dependencies.launcher_for(part.spec)
-    going_on = list_unfinished_jobs(part.run, launcher, [task.job])
+    require_current_format(run.path)
+    launcher = dependencies.launcher_for(run.spec)
+    going_on = list_unfinished_jobs(run, launcher, [task.job])
     if not going_on:
         planned = EvaluationPlanned(task)
         yield planned
-        if part.spec.cluster.backend.has_queue:  # else it costs nothing, and no more memory than the training
+        if run.spec.cluster.backend.has_queue:  # else it costs nothing, and no more memory than the training
             require_confirmed(dependencies.confirm, planned)
     try:
-        _start_job(part.run, task, launcher)
-        if not wait_policy.should_wait(part.spec):
-            yield from warn_new_jobs(part.run, launcher, [task.job], going_on, part.spec)
+        _start_job(run, task, launcher)
+        if not wait_policy.should_wait(run.spec):
+            yield from warn_new_jobs(run, launcher, [task.job], going_on, run.spec)
             return DetachedJobs((task.job,), tuple(going_on))
-        yield from wait_for_jobs(part.run, launcher, [task.job], wait_policy)
+        yield from wait_for_jobs(run, launcher, [task.job], wait_policy)
     except KeyboardInterrupt:
-        raise make_interruption_of_jobs(part.run, [(part, launcher)], wait_policy) from None
-    return read_evaluation_result(part.run, task)
+        raise make_interruption_of_jobs(run, [(run, launcher)], wait_policy) from None
+    return read_evaluation_result(run, task)
 
 
 def _start_job(run: RunDir, task: EvaluateTask, launcher: Launcher) -> None:

@@ -18,7 +18,7 @@ from tula_cli.cluster.rank_processes import (
 from tula_cli.errors import SpecError
 from tula_cli.host.failures import find_root_failure
 from tula_cli.plugins import suggest_nearest
-from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.files import open_file, read_error, read_lines, read_lines_back
 from tula_cli.run.records.tasks import Task
 from tula_cli.run.snapshot import Snapshot
@@ -305,9 +305,9 @@ def limit_rate(
     return remembered
 
 
-def find_part_written_last(parts: Iterable[Part], job: str | None) -> RunDir | None:
+def find_run_written_last(variants: Iterable[Run], job: str | None) -> RunDir | None:
     """Return the run of the part that wrote a log last, among those that have the job; None if there is none."""
-    having = [part.run for part in parts if job is None or job in _list_job_ids(part.run.read())]
+    having = [variant for variant in variants if job is None or job in _list_job_ids(variant.read())]
     return max(having, key=lambda run: max((log.stat().st_mtime for log in run.logs()), default=0.0), default=None)
 
 

@@ -27,7 +27,7 @@ from tula_cli.run.records.results import JobFile
 from tula_cli.run.records.tasks import CheckTask
 from tula_cli.services import messages
 from tula_cli.services.events import NodeCheckProgress, Work
-from tula_cli.services.waiting import get_only_part
+from tula_cli.services.waiting import get_only_variant
 from tula_cli.spec.backend import get_backend
 from tula_cli.spec.job import JobSpec
 
@@ -212,19 +212,19 @@ def run_node_check(
         SchedulerError: the scheduler refused the job, or the job will never start.
         JobFailed: the check failed; the message has what is known of the nodes.
     """
-    part = get_only_part(run, spec, node_type, purpose="--on-cluster")
-    launcher, count = launcher_for(part.spec), check_node_count(part.spec, nodes)
-    save_job(run, spec, [part], file)
-    task = start_on_cluster(part.run, part.spec, launcher, nodes=count)
+    variant = get_only_variant(run, spec, node_type, purpose="--on-cluster")
+    launcher, count = launcher_for(variant.spec), check_node_count(variant.spec, nodes)
+    save_job(run, spec, [variant], file)
+    task = start_on_cluster(variant, variant.spec, launcher, nodes=count)
     last_state = None
     try:
-        for state in watch_cluster(part.run, launcher, task, timeout=timeout):
+        for state in watch_cluster(variant, launcher, task, timeout=timeout):
             if (state_shown := _to_the_minute(state)) != last_state:
                 yield NodeCheckProgress(task, state)
             last_state = state_shown
-        return conclude_cluster(part.run, task)
+        return conclude_cluster(variant, task)
     except KeyboardInterrupt:
-        raise _make_interruption(part.run, task) from None
+        raise _make_interruption(variant, task) from None
 
 
 def _make_interruption(run: RunDir, task: CheckTask | None) -> Interruption:

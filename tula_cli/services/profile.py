@@ -13,7 +13,7 @@ from tula_cli.errors import BadMeasurements, Infeasible, JobFailed, OutOfMemoryA
 from tula_cli.host.failures import FAILURE_KINDS, advise
 from tula_cli.models.cost import compute_max_price, describe_price
 from tula_cli.run.code import choose_code, take_snapshot
-from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.imports import Source
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
@@ -81,7 +81,7 @@ def plan_probes(
     *,
     elsewhere: float = 0.0,
     again: bool = True,
-    sizes: Sequence[Part] = (),
+    sizes: Sequence[Run] = (),
 ) -> ProfilePlan:
     """Return the missing probes, grouped into jobs, and their maximum cost.
 
@@ -91,7 +91,7 @@ def plan_probes(
         run: the run that may have results already; None for no run.
         elsewhere: node-hours that other node types of the same job have used or are about to use.
         again: whether failed probes are measured again.
-        sizes: parts with other numbers of GPUs on the same nodes, whose measurements also inform an adaptive search.
+        sizes: runs with other numbers of GPUs on the same nodes, whose measurements also inform an adaptive search.
 
     Raises:
         Infeasible: no configuration of the search can run.
@@ -143,7 +143,7 @@ def _choose_batches(
     results_by_id: Known,
     *,
     elsewhere: float,
-    sizes: Sequence[Part],
+    sizes: Sequence[Run],
 ) -> tuple[Mapping[int, Sequence[int]], Round]:
     """Return all local batches to measure by number of nodes; with `adaptive`, those so far and the next round."""
     largest = find_largest_local_batch(spec, inspection)
@@ -170,7 +170,7 @@ def _choose_batches(
 
 
 def _collect_adaptive_inputs(
-    run: RunDir | None, spec: JobSpec, results_by_id: Known, sizes: Sequence[Part]
+    run: RunDir | None, spec: JobSpec, results_by_id: Known, sizes: Sequence[Run]
 ) -> dict[str, Any]:
     """Return the inputs of an adaptive search other than probes, as arguments of `choose_next_round`."""
     if run is None or not run.exists:
@@ -184,7 +184,7 @@ def _collect_adaptive_inputs(
     return {
         "attempts": run.attempts(),
         "trained": list_observations_from_trainings(run, spec, list(results_by_id.values())).found,
-        "others": read_measurements_of_other_sizes(Part(None, run, spec, sizes=tuple(sizes)), CachedTrainings()),
+        "others": read_measurements_of_other_sizes(sizes, CachedTrainings()),
     }
 
 

@@ -8,9 +8,9 @@ from tula_cli.cluster.inspection import NotInspectable
 from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs
 from tula_cli.cluster.slurm import first_job
 from tula_cli.errors import BadMeasurements, Infeasible, Interruption, JobFailed, OutOfMemoryAtMinimum, TulaError
-from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.format import require_current_format
-from tula_cli.run.jobfile import list_all_parts, save_job
+from tula_cli.run.jobfile import list_all_variants, save_job
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.results import JobFile
 from tula_cli.services import messages, profile
@@ -30,12 +30,12 @@ from tula_cli.services.waiting import (
 from tula_cli.spec.job import JobSpec
 from tula_cli.words import describe_part
 
-Plans = Sequence[tuple[Part, ProfilePlan]]
+Plans = Sequence[tuple[Run, ProfilePlan]]
 
 
 @dataclass(frozen=True)
 class ProfileResult:
-    """The measurements of each part (node type, sequence length); the key is None for a job without parts."""
+    """The measurements of each variant (node type, sequence length); the key is None for a job without variants."""
 
     reports: Mapping[str | None, ProfileReport]
     partial: bool  # a probe failed or has no result, or a type has none at all
@@ -57,43 +57,41 @@ class DryRun:
 
 
 Inspections = Mapping[str | None, Inspection]
-"""Inspections of the model and the dataset, by the name of a part."""
+"""Inspections of the model and the dataset, by the name of a variant."""
 
 
-def plan_parts(
-    parts: Sequence[Part], inspections: Inspections, *, again: bool = True
-) -> Work[list[tuple[Part, ProfilePlan]]]:
-    """Return the probes to measure for each part; yield a warning for a part that has none, if another can be trained.
+def plan_variants(
+    runs: Sequence[Run], inspections: Inspections, *, again: bool = True
+) -> Work[list[tuple[Run, ProfilePlan]]]:
+    """Return the probes to measure for each variant; yield a warning for one that has none, if another can be trained.
 
     Args:
-        parts: parts of the run, which need not exist yet.
-        inspections: inspection of each part.
+        runs: the run of each variant, which need not exist yet.
+        inspections: inspection of each variant.
         again: whether failed probes are measured again.
 
     Raises:
-        Infeasible: no part that can be trained has a feasible configuration.
+        Infeasible: no variant that can be trained has a feasible configuration.
     """
-    planned: list[tuple[Part, ProfilePlan]] = []
+    planned: list[tuple[Run, ProfilePlan]] = []
     errors = []
-    rounds = any(part.spec.search.strategy in ("auto", "adaptive") for part in parts)
-    spent = {part.name: profile.count_measured_node_hours(part.run) if rounds else 0.0 for part in parts}
-    for part in parts:
-        elsewhere = sum(spent.values()) - spent[part.name] + sum(plan.node_hours_at_most for _, plan in planned)
-        inspection = inspections[part.name]
+    rounds = any(run.spec.search.strategy in ("auto", "adaptive") for run in runs)
+    spent = {run.name: profile.count_measured_node_hours(run) if rounds else 0.0 for run in runs}
+    for run in runs:
+        elsewhere = sum(spent.values()) - spent[run.name] + sum(plan.node_hours_at_most for _, plan in planned)
+        inspection = inspections[run.name]
         for text in inspection.warnings:
             yield WarningEvent(messages.inspection_warning(text=text))
         try:
             planned.append(
                 (
-                    part,
-                    profile.plan_probes(
-                        part.spec, inspection, part.run, elsewhere=elsewhere, again=again, sizes=part.sizes
-                    ),
+                    run,
+                    profile.plan_probes(run.spec, inspection, run, elsewhere=elsewhere, again=again, sizes=run.sizes),
                 )
             )
         except Infeasible as error:
-            errors.append((part.name, error))
-    if all(part.length is not None for part, _ in planned):
+            errors.append((run.name, error))
+    if all(run.length is not None for run, _ in planned):
         raise errors[0][1]
     for name, infeasible in errors:
         if name is not None:
@@ -102,8 +100,8 @@ def plan_parts(
     return planned
 
 
-def inspect_part(part: Part, dependencies: Dependencies) -> Inspection | NotInspectable:
-    """Return the inspection of a part's model and dataset, or the error if only a node can inspect them.
+def inspect_variant(run: Run, dependencies: Dependencies) -> Inspection | NotInspectable:
+    """Return the inspection of a variant's model and dataset, or the error if only a node can inspect them.
 
     Raises:
         SpecError: they cannot be built.
@@ -111,20 +109,20 @@ def inspect_part(part: Part, dependencies: Dependencies) -> Inspection | NotInsp
         NotInspectable: they cannot be inspected here, and the job does not run on SLURM.
     """
     try:
-        return first_job.inspect_with_stored(dependencies.inspect, part.run)(part.spec)
+        return first_job.inspect_with_stored(dependencies.inspect, run)(run.spec)
     except NotInspectable as error:
-        if part.spec.cluster.kind != "slurm":
+        if run.spec.cluster.kind != "slurm":
             raise
         return error
 
 
 def _plan_first_jobs(
-    parts: Sequence[Part], inspections: Mapping[str | None, Inspection | NotInspectable]
+    runs: Sequence[Run], inspections: Mapping[str | None, Inspection | NotInspectable]
 ) -> FirstJobPlanned:
     """Return the plan for jobs of which some model and dataset must first be inspected on a node."""
     failures = {name: inspection for name, inspection in inspections.items() if isinstance(inspection, NotInspectable)}
-    settled_later = {part.name: plan_upper_bound(part.spec, why=failures.get(part.name)) for part in parts}
-    return FirstJobPlanned(settled_later, parts[0].spec.search.max_node_hours)
+    settled_later = {run.name: plan_upper_bound(run.spec, why=failures.get(run.name)) for run in runs}
+    return FirstJobPlanned(settled_later, runs[0].spec.search.max_node_hours)
 
 
 def make_dry_run(run: RunDir, spec: JobSpec, dependencies: Dependencies) -> Work[dict[str | None, DryRun]]:
@@ -134,22 +132,24 @@ def make_dry_run(run: RunDir, spec: JobSpec, dependencies: Dependencies) -> Work
         Infeasible: no configuration is feasible.
     """
     require_current_format(run.path)
-    parts = list_all_parts(run, with_site_billing(spec, run.path.parent))
-    inspections = {part.name: inspect_part(part, dependencies) for part in parts}
+    variants = list_all_variants(run, with_site_billing(spec, run.path.parent))
+    inspections = {variant.name: inspect_variant(variant, dependencies) for variant in variants}
     settled = {
         name: inspection for name, inspection in inspections.items() if not isinstance(inspection, NotInspectable)
     }
     if len(settled) < len(inspections):
-        planned = _plan_first_jobs(parts, inspections).plans
+        planned = _plan_first_jobs(variants, inspections).plans
         scripts = {
-            part.name: () if part.name in settled else (first_job.render_inspection_script(part.run, part.spec),)
-            for part in parts
+            variant.name: ()
+            if variant.name in settled
+            else (first_job.render_inspection_script(variant, variant.spec),)
+            for variant in variants
         }
         return {name: DryRun(plan, scripts[name]) for name, plan in planned.items()}
     dry_runs = {}
-    for part, plan in (yield from plan_parts(parts, settled)):
-        launcher = dependencies.launcher_for(part.spec)
-        dry_runs[part.name] = DryRun(plan, tuple(launcher.script(part.run, task) for task in plan.tasks))
+    for variant, plan in (yield from plan_variants(variants, settled)):
+        launcher = dependencies.launcher_for(variant.spec)
+        dry_runs[variant.name] = DryRun(plan, tuple(launcher.script(variant, task) for task in plan.tasks))
     return dry_runs
 
 
@@ -181,16 +181,16 @@ def run_profile(
 
 
 @dataclass
-class _SubmittedPart:
-    """The jobs that measure one part of a run."""
+class _SubmittedRun:
+    """The jobs that measure one variant of a job."""
 
-    part: Part
+    run: Run
     plan: ProfilePlan
     launcher: Launcher
     started: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        self.under_way = list_unfinished_jobs(self.part.run, self.launcher, list(self.plan.jobs))
+        self.under_way = list_unfinished_jobs(self.run, self.launcher, list(self.plan.jobs))
 
     @property
     def has_missing(self) -> bool:
@@ -200,7 +200,7 @@ class _SubmittedPart:
     @property
     def may_go_on(self) -> bool:
         """Whether the results may lead to a further round."""
-        return self.plan.in_rounds and profile.is_measured(self.part.run, self.plan)
+        return self.plan.in_rounds and profile.is_measured(self.run, self.plan)
 
 
 @dataclass
@@ -215,29 +215,27 @@ class _Profiling:
     confirmed: bool = False
     first_jobs: float = 0.0  # node-hours that building the model and the dataset on nodes has taken
 
-    def _inspect_parts(self, parts: Sequence[Part], deadline: float | None) -> Work[Inspections]:
+    def _inspect_variants(self, runs: Sequence[Run], deadline: float | None) -> Work[Inspections]:
         """Inspect the model and the dataset: here or, if that is not possible, on a node after confirmation."""
-        results = {part.name: inspect_part(part, self.dependencies) for part in parts}
+        results = {run.name: inspect_variant(run, self.dependencies) for run in runs}
         inspections = {
             name: inspection for name, inspection in results.items() if not isinstance(inspection, NotInspectable)
         }
-        elsewhere = [part for part in parts if part.name not in inspections]
+        elsewhere = [run for run in runs if run.name not in inspections]
         if not elsewhere:
             return inspections
-        for part in elsewhere:
-            self.dependencies.launcher_for(part.spec)  # says so where nothing can be submitted from here
-        planned_event = _plan_first_jobs(parts, results)
+        for run in elsewhere:
+            self.dependencies.launcher_for(run.spec)  # says so where nothing can be submitted from here
+        planned_event = _plan_first_jobs(runs, results)
         yield planned_event
         first_jobs = sum(plan.first_job_node_hours for plan in planned_event.plans.values())
         require_within_cap([], self.spec.search.max_node_hours, first_jobs=first_jobs)
         require_confirmed(self.dependencies.confirm, planned_event)
         self.confirmed = True
         save_job(self.run, self.spec, elsewhere, self.file)
-        for part in elsewhere:
-            inspections[part.name] = first_job.inspect_on_node(
-                part.run, part.spec, timeout=self._remaining_seconds(deadline)
-            )
-            self.first_jobs += first_job.count_newest_node_hours(part.run)
+        for run in elsewhere:
+            inspections[run.name] = first_job.inspect_on_node(run, run.spec, timeout=self._remaining_seconds(deadline))
+            self.first_jobs += first_job.count_newest_node_hours(run)
         return inspections
 
     def _remaining_seconds(self, deadline: float | None) -> float | None:
@@ -247,73 +245,73 @@ class _Profiling:
     def work(self) -> Work[ProfileResult | SubmittedProbes]:
         timeout, clock = self.wait_policy.timeout, self.wait_policy.clock
         deadline = None if timeout is None else clock() + timeout
-        parts = list_all_parts(self.run, self.spec)
-        inspections = yield from self._inspect_parts(parts, deadline)
+        runs = list_all_variants(self.run, self.spec)
+        inspections = yield from self._inspect_variants(runs, deadline)
         stopped: set[str | None] = set()  # types whose last round ended without all its results
         measures_failed_again = True  # what failed before; what fails now is left to the next call
         while True:
-            planned = yield from plan_parts(parts, inspections, again=measures_failed_again)
-            missing = [(part, plan) for part, plan in planned if plan.missing and part.name not in stopped]
+            planned = yield from plan_variants(runs, inspections, again=measures_failed_again)
+            missing = [(run, plan) for run, plan in planned if plan.missing and run.name not in stopped]
             if not missing:
-                save_job(self.run, self.spec, [part for part, _ in planned], self.file)
+                save_job(self.run, self.spec, [run for run, _ in planned], self.file)
                 yield Note(_describe_nothing_missing(planned))
                 break
             jobs = yield from self._start(planned, missing)
-            if not all(self.wait_policy.should_wait(submitted.part.spec) for submitted in jobs):
+            if not all(self.wait_policy.should_wait(submitted.run.spec) for submitted in jobs):
                 return (yield from _list_submitted_probes(planned, jobs))
             yield from self._wait(jobs, deadline)
             measures_failed_again = False
-            going_on = {submitted.part.name for submitted in jobs if submitted.may_go_on}
-            stopped |= {submitted.part.name for submitted in jobs} - going_on
+            going_on = {submitted.run.name for submitted in jobs if submitted.may_go_on}
+            stopped |= {submitted.run.name for submitted in jobs} - going_on
             if not going_on:
                 break
         return (yield from _collect_reports(planned))
 
-    def _start(self, planned: Plans, missing: Plans) -> Work[list[_SubmittedPart]]:
+    def _start(self, planned: Plans, missing: Plans) -> Work[list[_SubmittedRun]]:
         """Submit a round, after confirmation if there are jobs to submit."""
-        for part, plan in missing:
-            profile.wait_for_exits(part.run, self.dependencies.launcher_for(part.spec), plan)
-        jobs = [_SubmittedPart(part, plan, self.dependencies.launcher_for(part.spec)) for part, plan in missing]
+        for run, plan in missing:
+            profile.wait_for_exits(run, self.dependencies.launcher_for(run.spec), plan)
+        jobs = [_SubmittedRun(run, plan, self.dependencies.launcher_for(run.spec)) for run, plan in missing]
         if any(submitted.has_missing for submitted in jobs):
-            for part, plan in missing:
-                yield from map(WarningEvent, warn_balance_for_probes(part.spec, plan.node_hours_at_most))
-            planned_event = ProfilePlanned({part.name: plan for part, plan in planned})
+            for run, plan in missing:
+                yield from map(WarningEvent, warn_balance_for_probes(run.spec, plan.node_hours_at_most))
+            planned_event = ProfilePlanned({run.name: plan for run, plan in planned})
             yield planned_event
             hours = [plan.node_hours_at_most for plan in planned_event.plans.values()]
             require_within_cap(hours, self.spec.search.max_node_hours, first_jobs=self.first_jobs)
             if not self.confirmed:  # the rounds to come are within what was allowed
                 require_confirmed(self.dependencies.confirm, planned_event)
             self.confirmed = True
-        save_job(self.run, self.spec, [part for part, _ in planned], self.file)
+        save_job(self.run, self.spec, [run for run, _ in planned], self.file)
         self._submit(jobs)
         return jobs
 
-    def _submit(self, jobs: Sequence[_SubmittedPart]) -> None:
-        """Submit the jobs of each part.
+    def _submit(self, jobs: Sequence[_SubmittedRun]) -> None:
+        """Submit the jobs of each variant.
 
         Raises:
             Interruption: Ctrl-C; submitted jobs continue to run, unless they are to be cancelled.
         """
         try:
             for submitted in jobs:
-                submitted.started = profile.submit_probes(submitted.part.run, submitted.plan, submitted.launcher)
+                submitted.started = profile.submit_probes(submitted.run, submitted.plan, submitted.launcher)
         except KeyboardInterrupt:
             raise self._interruption(jobs) from None
 
-    def _interruption(self, jobs: Sequence[_SubmittedPart]) -> Interruption:
-        """Return the error to raise on Ctrl-C; if jobs are to be cancelled, those of every part are."""
+    def _interruption(self, jobs: Sequence[_SubmittedRun]) -> Interruption:
+        """Return the error to raise on Ctrl-C; if jobs are to be cancelled, those of every variant are."""
         return make_interruption_of_jobs(
-            self.run, [(submitted.part, submitted.launcher) for submitted in jobs], self.wait_policy
+            self.run, [(submitted.run, submitted.launcher) for submitted in jobs], self.wait_policy
         )
 
-    def _wait(self, jobs: Sequence[_SubmittedPart], deadline: float | None) -> Work[None]:
-        """Wait until `deadline` for the jobs of one part after another; all of them have been submitted."""
+    def _wait(self, jobs: Sequence[_SubmittedRun], deadline: float | None) -> Work[None]:
+        """Wait until `deadline` for the jobs of one variant after another; all of them have been submitted."""
         try:
             for submitted in jobs:
-                if submitted.part.name is not None:
-                    yield Note(f"{describe_part(submitted.part.name)}:")
+                if submitted.run.name is not None:
+                    yield Note(f"{describe_part(submitted.run.name)}:")
                 wait_policy = dataclasses.replace(self.wait_policy, timeout=self._remaining_seconds(deadline))
-                yield from wait_for_jobs(submitted.part.run, submitted.launcher, submitted.started, wait_policy)
+                yield from wait_for_jobs(submitted.run, submitted.launcher, submitted.started, wait_policy)
         except KeyboardInterrupt:
             raise self._interruption(jobs) from None
 
@@ -322,31 +320,31 @@ def _describe_nothing_missing(planned: Plans) -> str:
     return next((plan.certainty for _, plan in planned if plan.certainty), "every probe has a result already")
 
 
-def _list_submitted_probes(planned: Plans, jobs: Sequence[_SubmittedPart]) -> Work[SubmittedProbes]:
+def _list_submitted_probes(planned: Plans, jobs: Sequence[_SubmittedRun]) -> Work[SubmittedProbes]:
     for submitted in jobs:
         yield from warn_new_jobs(
-            submitted.part.run, submitted.launcher, submitted.started, submitted.under_way, submitted.part.spec
+            submitted.run, submitted.launcher, submitted.started, submitted.under_way, submitted.run.spec
         )
-    started = [job for submitted in jobs for job in submitted.part.name_jobs(submitted.started)]
-    going_on = [job for submitted in jobs for job in submitted.part.name_jobs(submitted.under_way)]
-    return SubmittedProbes(tuple(started), tuple(going_on), {part.name: plan for part, plan in planned})
+    started = [job for submitted in jobs for job in submitted.run.name_jobs(submitted.started)]
+    going_on = [job for submitted in jobs for job in submitted.run.name_jobs(submitted.under_way)]
+    return SubmittedProbes(tuple(started), tuple(going_on), {run.name: plan for run, plan in planned})
 
 
 def _collect_reports(planned: Plans) -> Work[ProfileResult]:
-    """Return the measurements; a part without any is a warning if another can be trained.
+    """Return the measurements; a variant without any is a warning if another can be trained.
 
     Raises:
-        TulaError: no part that can be trained was measured.
+        TulaError: no variant that can be trained was measured.
     """
     reports: dict[str | None, ProfileReport] = {}
     errors: list[TulaError] = []
-    for part, plan in planned:
+    for run, plan in planned:
         try:
-            reports[part.name] = profile.make_profile_report(part.run, plan)
+            reports[run.name] = profile.make_profile_report(run, plan)
         except (BadMeasurements, JobFailed, OutOfMemoryAtMinimum) as error:
             errors.append(error)
-            if part.name is not None:
-                yield WarningEvent(messages.part_failed(part=describe_part(part.name), reason=error.message))
-    if all(part.length is not None for part, _ in planned if part.name in reports):
+            if run.name is not None:
+                yield WarningEvent(messages.part_failed(part=describe_part(run.name), reason=error.message))
+    if all(run.length is not None for run, _ in planned if run.name in reports):
         raise errors[0]
     return ProfileResult(reports, bool(errors) or any(report.failed or report.missing for report in reports.values()))

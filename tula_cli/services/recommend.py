@@ -27,9 +27,9 @@ from tula_cli.models.efficiency import Noise
 from tula_cli.models.estimator import Estimator
 from tula_cli.models.ramp.by_noise import with_epochs
 from tula_cli.query import Query
-from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.format import require_current_format
-from tula_cli.run.jobfile import find_settings_origin, list_parts_with_data, save_job
+from tula_cli.run.jobfile import find_settings_origin, list_variants_with_data, save_job
 from tula_cli.run.owner import require_own
 from tula_cli.run.records.recommendations import Caveats, Prediction, Recommendation, SequenceLength
 from tula_cli.services.recommendation.alternatives import (
@@ -120,16 +120,16 @@ def answer_query(run: RunDir, spec: JobSpec, query: Query, *, overrides: Sequenc
         Pending, BadMeasurements, Infeasible, SpecError: as in `recommend`.
     """
     now = time.time()
-    overrides = tuple(overrides) if overrides and spec != run.spec() else ()
+    overrides = tuple(overrides) if overrides and spec != run.read_spec() else ()
     pending = count_pending_probes(run, spec, _make_launcher)
     answer = recommend(run, spec, query, overrides=overrides, pending=pending, now=now)
     choice = answer.recommendation.choice
-    part = get_measurements_of_type(answer.all_measurements, choice.type).part
-    if part.spec.cluster.kind != "slurm":
+    run = get_measurements_of_type(answer.all_measurements, choice.type).run
+    if run.spec.cluster.kind != "slurm":
         return answer
     from tula_cli.cluster.slurm.start_estimate import estimate_start  # submitit, which only jobs of SLURM need
 
-    estimate = estimate_start(part.run, part.spec, nodes=choice.nodes, batch=choice.batch, now=now)
+    estimate = estimate_start(run, run.spec, nodes=choice.nodes, batch=choice.batch, now=now)
     return replace(answer, recommendation=answer.recommendation.model_copy(update={"start_estimate": estimate}))
 
 
@@ -143,15 +143,15 @@ def count_pending_probes(
     run: RunDir, spec: JobSpec, launcher_for: "Callable[[JobSpec], Launcher]"
 ) -> dict[str | None, int]:
     """Return the number of probes of each node type that are queued or running."""
-    return {part.type: _count_pending_of_part(part, launcher_for) for part in run.parts(spec)}
+    return {variant.type: _count_pending_of_run(variant, launcher_for) for variant in run.variants(spec)}
 
 
-def _count_pending_of_part(part: Part, launcher_for: "Callable[[JobSpec], Launcher]") -> int:
-    if not part.run.jobs():
+def _count_pending_of_run(run: Run, launcher_for: "Callable[[JobSpec], Launcher]") -> int:
+    if not run.jobs():
         return 0
     from tula_cli.services import status  # and with it the schedulers
 
-    run_status = status.run_status(part.run, launcher_for(part.spec), now=time.time())
+    run_status = status.run_status(run, launcher_for(run.spec), now=time.time())
     return sum(job.total - job.done for job in run_status.jobs if job.kind == "probe" and job.state in status.ACTIVE)
 
 
@@ -183,19 +183,19 @@ def recommend(
             the closest configuration.
         SpecError: the job names no such node type.
     """
-    parts = _list_parts_with_prices(run, spec, query)
-    waiting = pending if isinstance(pending, Mapping) else {part.type: pending for part in parts}
+    variants = _list_variants_with_prices(run, spec, query)
+    waiting = pending if isinstance(pending, Mapping) else {variant.type: pending for variant in variants}
     training = None
     warnings: list[Diagnostic] = []
     if query.from_training:
         from tula_cli.services.recommendation import from_training
 
-        training = from_training.find_unfinished_training(parts)
+        training = from_training.find_unfinished_training(variants)
         results, paces = from_training.scale_results_now(training)
         warnings += paces
-        all_measurements, left_out = gather_measurements([training.part], query, waiting, results)
+        all_measurements, left_out = gather_measurements([training.run], query, waiting, results)
     else:
-        all_measurements, left_out = gather_measurements(parts, query, waiting)
+        all_measurements, left_out = gather_measurements(variants, query, waiting)
     warnings += left_out
     if query.objective == "energy":
         all_measurements, warnings = require_energy(all_measurements, warnings)
@@ -219,14 +219,14 @@ def recommend(
     return replace(answer, by_type=by_type)
 
 
-def _list_parts_with_prices(run: RunDir, spec: JobSpec, query: Query) -> tuple[Part, ...]:
-    """Return the parts of a query, with the billing of SLURM if a price is taken from there."""
-    parts = run.parts(spec, query.node_type)
-    if all(part.spec.pricing.kind != "billing" for part in parts):
-        return parts
+def _list_variants_with_prices(run: RunDir, spec: JobSpec, query: Query) -> tuple[Run, ...]:
+    """Return the variants of a query, with the billing of SLURM if a price is taken from there."""
+    variants = run.variants(spec, query.node_type)
+    if all(variant.spec.pricing.kind != "billing" for variant in variants):
+        return variants
     from tula_cli.services.site_charges import with_site_billing  # asks SLURM
 
-    return run.parts(with_site_billing(spec, run.path.parent), query.node_type)
+    return run.variants(with_site_billing(spec, run.path.parent), query.node_type)
 
 
 # --- Candidates
@@ -241,7 +241,7 @@ def _select_candidates(all_measurements: Sequence[TypeMeasurements], query: Quer
     """
     tables = []
     for measurements in all_measurements:
-        estimator, spec = measurements.estimator, measurements.part.spec
+        estimator, spec = measurements.estimator, measurements.run.spec
         table = estimator.candidates(query.node_counts).with_columns({"type": measurements.type})
         if noise is not None:
             epochs = get_workload(spec).count_epochs(estimator.dataset_size)
@@ -255,7 +255,7 @@ def _select_candidates(all_measurements: Sequence[TypeMeasurements], query: Quer
     candidates = select_within_bins(candidates, all_measurements)
     satisfying = candidates.satisfying(query)
     if not len(satisfying):
-        raise _make_binding_limit_error(candidates, query, all_measurements[0].part.spec.pricing.currency)
+        raise _make_binding_limit_error(candidates, query, all_measurements[0].run.spec.pricing.currency)
     return satisfying.ordered()
 
 
@@ -327,7 +327,7 @@ def _build_answer(
     choice = choose(choosable, objective=query.objective, curve=query.curve, among=among)
     prediction = choice.prediction
     measurements = get_measurements_of_type(all_measurements, prediction.type)
-    part, estimator = measurements.part, measurements.estimator
+    run, estimator = measurements.run, measurements.estimator
     knees = _describe_knees(measurements, candidates, query) if query.objective == "knee" else ""
     epochs = describe_epochs(prediction, measurements, query.objective)
     stages = with_epochs(
@@ -336,14 +336,14 @@ def _build_answer(
     alternatives = predict_ramp_alternatives(estimator, prediction)
     lengths: tuple[SequenceLength, ...] = ()
     growth, accuracy = "", None
-    if part.spec.length is not None:
+    if run.spec.length is not None:
         from tula_cli.services.recommendation.lengths import predict_lengths
 
         lengths, growth = predict_lengths(measurements)
-    if part.run.comparison() is not None:
+    if run.comparison() is not None:
         from tula_cli.services.comparison.accuracy import find_accuracy_evidence
 
-        accuracy = find_accuracy_evidence(part.run, part.spec, batch=prediction.batch)
+        accuracy = find_accuracy_evidence(run, run.spec, batch=prediction.batch)
     quantity: Quantity = "accuracy-time" if query.objective == "accuracy-time" else "time"
     all_warnings = (
         *warnings,
@@ -357,14 +357,14 @@ def _build_answer(
         overrides=tuple(overrides),
         headline=make_headline(choice, candidates, estimator, noise, objective=query.objective, accuracy=accuracy),
         choice=prediction,
-        reason=f"{choice.reason}{knees}; {epochs}{describe_chain(prediction, part.spec, measurements.results)}",
+        reason=f"{choice.reason}{knees}; {epochs}{describe_chain(prediction, run.spec, measurements.results)}",
         rows=candidates.take(select_rows(candidates, choice, quantity)).predictions(),
         candidates=int(candidates.number_configurations().max()) + 1,
         beaten_by_none=int(candidates["pareto"].sum()),
         runners_up=choice.runners_up,
         warnings=tuple(warning.text for warning in all_warnings),
-        currency=part.spec.pricing.currency,
-        price=_join_by_type(all_measurements, lambda of_type: cost.describe_price(of_type.part.spec.pricing)),
+        currency=run.spec.pricing.currency,
+        price=_join_by_type(all_measurements, lambda of_type: cost.describe_price(of_type.run.spec.pricing)),
         fit_error=estimator.steps.error,
         fit=_join_by_type(all_measurements, lambda of_type: of_type.estimator.steps.words),
         power=_join_by_type(
@@ -376,7 +376,7 @@ def _build_answer(
         lengths=lengths,
         growth=growth,
         stages=stages,
-        ramp=describe_ramp(part.spec, prediction, stages, alternatives) if stages else "",
+        ramp=describe_ramp(run.spec, prediction, stages, alternatives) if stages else "",
         beside=alternatives,
         accuracy=accuracy,
         other_market=measurements.other_market(prediction),
@@ -486,11 +486,13 @@ def store_answer(run: RunDir, job: JobSpec, answer: Answer, *, every: bool = Fal
     Raises:
         TulaError: the files cannot be written.
     """
-    all_measurements = {measurements.part.type: measurements for measurements in answer.all_measurements}
-    for part in run.parts(job):
-        if part.type is not None and part.type in answer.by_type:
-            candidates = answer.candidates.select(type=part.type).with_pareto_front() if every else None
-            write_answer(part.run, part.spec, [all_measurements[part.type]], answer.by_type[part.type], candidates)
+    all_measurements = {measurements.run.type: measurements for measurements in answer.all_measurements}
+    for variant in run.variants(job):
+        if variant.type is not None and variant.type in answer.by_type:
+            candidates = answer.candidates.select(type=variant.type).with_pareto_front() if every else None
+            write_answer(
+                variant, variant.spec, [all_measurements[variant.type]], answer.by_type[variant.type], candidates
+            )
     write_answer(run, job, answer.all_measurements, answer.recommendation, answer.candidates if every else None)
 
 
@@ -520,7 +522,7 @@ def save_answer(
     require_own(run.path)
     require_current_format(run.path)
     assumed = bool(answer.recommendation.overrides)
-    own_spec = run.spec() if assumed else spec
+    own_spec = run.read_spec() if assumed else spec
     store_answer(run, own_spec, answer, every=every)
     file = find_settings_origin(run, None, ()) if assumed else find_settings_origin(run, job, overrides)
-    save_job(run, own_spec, list_parts_with_data(run, own_spec), file)
+    save_job(run, own_spec, list_variants_with_data(run, own_spec), file)

@@ -11,7 +11,7 @@ from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import CannotResume, JobFailed, NotRehearsed, OverBudget, SpecError
 from tula_cli.models.interruptions import find_checkpoint_schedule
 from tula_cli.run.code import choose_code, take_snapshot
-from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.format import require_current_format
 from tula_cli.run.imports import Source
 from tula_cli.run.jobfile import save_job
@@ -27,7 +27,7 @@ from tula_cli.services.profile import count_measured_node_hours
 from tula_cli.services.waiting import (
     WaitPolicy,
     describe_beyond_cap,
-    get_only_part,
+    get_only_variant,
     make_interruption_of_jobs,
     wait_for_jobs,
 )
@@ -132,27 +132,27 @@ def run_resume_test(
         SchedulerError: the scheduler refused the job.
         JobFailed: the test ended without a finding.
     """
-    part = get_only_part(run, spec, node_type, purpose="--rehearse")
+    variant = get_only_variant(run, spec, node_type, purpose="--rehearse")
     resume_settings(spec)
-    code = choose_code(part.run, part.spec, Path.cwd(), keep=False)
-    if not fresh and (earlier := load_finding(part.run, part.spec, code)) is not None:
+    code = choose_code(variant, variant.spec, Path.cwd(), keep=False)
+    if not fresh and (earlier := load_finding(variant, variant.spec, code)) is not None:
         yield Note(f"already tested {words.format_moment(earlier.rehearsal.over_at)}; --fresh tests again")
         return earlier
     require_current_format(run.path)
     if over := describe_cap_exceeded(run, spec):
         raise OverBudget(over, "raise it with --set search.max_node_hours=..., or lower search.max_minutes")
-    save_job(run, spec, [part], file)
+    save_job(run, spec, [variant], file)
     policy = WaitPolicy(wait=True, timeout=timeout)
-    return (yield from submit_and_wait(part, launcher_for(part.spec), code, policy, batch=None))
+    return (yield from submit_and_wait(variant, launcher_for(variant.spec), code, policy, batch=None))
 
 
 def submit_and_wait(
-    part: Part, launcher: Launcher, code: Source, policy: WaitPolicy, *, batch: int | None
+    run: Run, launcher: Launcher, code: Source, policy: WaitPolicy, *, batch: int | None
 ) -> Work[ResumeFinding]:
     """Submit a resume test, or attach to the one that is already running, and return its finding.
 
     Args:
-        part: the run and its job.
+        run: the run and its job.
         launcher: submits the job.
         code: the user code that the test runs.
         policy: how long to wait.
@@ -162,27 +162,27 @@ def submit_and_wait(
         Pending, Interruption, SchedulerError, JobFailed: as in `run_resume_test`.
     """
     try:
-        task = submit_resume_test(part, launcher, code, batch=batch)
-        minutes = f"{part.spec.measuring_minutes():g} min"
+        task = submit_resume_test(run, launcher, code, batch=batch)
+        minutes = f"{run.spec.measuring_minutes():g} min"
         yield Note(f"rehearsing the script's resume on 1 node at batch {task.batch}, at most {minutes}: {task.id}")
-        yield from wait_for_jobs(part.run, launcher, [task.job], policy)
+        yield from wait_for_jobs(run, launcher, [task.job], policy)
     except KeyboardInterrupt:
-        raise make_interruption_of_jobs(part.run, [(part, launcher)], policy) from None
-    record = ResumeTestRecords(part.run.path).read(task.id)
+        raise make_interruption_of_jobs(run, [(run, launcher)], policy) from None
+    record = ResumeTestRecords(run.path).read(task.id)
     if record is None or record.over_at is None:
-        attempts = part.run.attempts(task.id)
+        attempts = run.attempts(task.id)
         why = attempts[-1].message if attempts else "it has not started"
         raise JobFailed(f"{task.id} ended without a finding: {why}", "tula logs shows its output")
-    return ResumeFinding(record, resume_settings(part.spec).batch, kept=False)
+    return ResumeFinding(record, resume_settings(run.spec).batch, kept=False)
 
 
-def submit_resume_test(part: Part, launcher: Launcher, code: Source, *, batch: int | None) -> RehearsalTask:
+def submit_resume_test(variant: Run, launcher: Launcher, code: Source, *, batch: int | None) -> RehearsalTask:
     """Submit a resume test and return its task; one that is waiting or running is left alone.
 
     Raises:
         SchedulerError: the scheduler refused the job.
     """
-    run, spec = part.run, part.spec
+    run, spec = variant, variant.spec
     key = compute_rehearsal_signature(spec, code.digest)
     with lock_submission(run):
         earlier = [task for task in run.tasks() if isinstance(task, RehearsalTask) and task.key == key]
@@ -206,7 +206,7 @@ def describe_cap_exceeded(run: RunDir, spec: JobSpec) -> str:
         run: the whole run, with all node types.
         spec: its job.
     """
-    used_hours = sum(count_measured_node_hours(part.run) for part in run.parts(spec) if part.run.exists)
+    used_hours = sum(count_measured_node_hours(variant) for variant in run.variants(spec) if variant.exists)
     subject = (
         f"profiling so far ({words.format_number(used_hours)} node-hours) and a resume test"
         if used_hours
@@ -279,7 +279,7 @@ WITHOUT_RESUME_TEST = (
 class TrainingStart:
     """A training that is about to be started."""
 
-    part: Part
+    run: Run
     task: TrainTask
     code: Source
     prediction: Prediction | None
@@ -301,7 +301,7 @@ class TrainingStart:
 
         The duration of an unmeasured training is not known; use `tula check --rehearse` for it.
         """
-        run, spec = self.part.run, self.part.spec
+        run, spec = self.run, self.run.spec
         if (
             not (self.rehearse and self.is_long and can_test_resume(spec))
             or run.training(self.task.signature).attempts()
@@ -329,27 +329,27 @@ def run_resume_test_if_due(training: TrainingStart, launcher: Launcher, policy: 
         CannotResume: the training is long, and its script cannot resume from its checkpoint.
         Pending, Interruption, SchedulerError, JobFailed: raised by the resume test.
     """
-    part, task, code = training.part, training.task, training.code
-    if not can_test_resume(part.spec):
+    run, task, code = training.run, training.task, training.code
+    if not can_test_resume(run.spec):
         return ""
     if training.is_test_due:
-        local_batch = task.batch // (task.nodes * part.spec.cluster.gpus_per_node)
-        batch = resume_test_batch(part.run, part.spec, local_batch=local_batch)
-        if not policy.should_wait(part.spec):
-            job = submit_resume_test(part, launcher, code, batch=batch).job
+        local_batch = task.batch // (task.nodes * run.spec.cluster.gpus_per_node)
+        batch = resume_test_batch(run, run.spec, local_batch=local_batch)
+        if not policy.should_wait(run.spec):
+            job = submit_resume_test(run, launcher, code, batch=batch).job
             yield Note(f"the training starts after {job}, if the script can resume from its checkpoint")
             return job
-        finding = yield from submit_and_wait(part, launcher, code, policy, batch=batch)
+        finding = yield from submit_and_wait(run, launcher, code, policy, batch=batch)
     else:
         if training.needs_test:
             yield WarningEvent(messages.resume_untested(reason=training.over_cap))
-        earlier = load_finding(part.run, part.spec, code)
+        earlier = load_finding(run, run.spec, code)
         if earlier is None:
             return ""
         finding = earlier
     yield from _list_finding_events(finding)
     if training.rehearse and training.is_long:
-        finding.require_resumable(part.spec.name, WITHOUT_RESUME_TEST)
+        finding.require_resumable(run.spec.name, WITHOUT_RESUME_TEST)
     return ""
 
 

@@ -52,20 +52,20 @@ def list_runs(root: Path) -> tuple[RunSummary, ...]:
 def _summarize_run(run: Path) -> RunSummary:
     damaged: list[str] = []
     try:
-        names, parts = _read_job_names_and_folders(run)
+        names, folders = _read_job_names_and_folders(run)
         recommended = _read_sound_records([run / "recommendation.json"], damaged, "choice", "created_at")
         results = [
             job_record
-            for part in parts
-            for job_record in _read_sound_records(files.list_files(part / "results"), damaged, "kind")
+            for folder in folders
+            for job_record in _read_sound_records(files.list_files(folder / "results"), damaged, "kind")
         ]
         jobs = [
             job_record
-            for part in parts
-            for job_record in _read_sound_records(files.list_files(part / "jobs"), damaged, "submitted_at")
+            for folder in folders
+            for job_record in _read_sound_records(files.list_files(folder / "jobs"), damaged, "submitted_at")
         ]
         trainings = [
-            part / "train" / name / "result.json" for part in parts for name in files.list_names(part / "train")
+            folder / "train" / name / "result.json" for folder in folders for name in files.list_names(folder / "train")
         ]
         finished = _read_sound_records(trainings, damaged, "finished_at", "best_top1")
     except TulaError as error:
@@ -106,11 +106,11 @@ def _read_job_names_and_folders(run: Path) -> tuple[dict[str, str], list[Path]]:
     """Return the names of a run's model and dataset, or script; and its folders of measurements, one per node type."""
     known = parsed_spec.read_spec(run)
     if known is not None:
-        return _get_model_and_dataset(known.spec), [run / part for part in known.parts.values()]
+        return _get_model_and_dataset(known.spec), [run / variant for variant in known.variants.values()]
     from tula_cli.run.directory import RunDir  # the job has been edited by hand: it is read as every command reads it
 
-    spec = RunDir(run).spec()
-    return _get_model_and_dataset(spec.model_dump()), [part.run.path for part in RunDir(run).parts(spec)]
+    spec = RunDir(run).read_spec()
+    return _get_model_and_dataset(spec.model_dump()), [variant.path for variant in RunDir(run).variants(spec)]
 
 
 def _get_model_and_dataset(spec: Mapping[str, Any]) -> dict[str, str]:

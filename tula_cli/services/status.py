@@ -28,7 +28,7 @@ from tula_cli.errors import (
 )
 from tula_cli.host.failures import FAILURE_KINDS, advise
 from tula_cli.models import halving
-from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.files import list_names
 from tula_cli.run.owner import require_own
 from tula_cli.run.package import list_upgrades
@@ -759,7 +759,7 @@ def _is_waiting(job: JobStatus, lost_since: dict[str, float], *, now: float) -> 
 # --- ending
 
 
-def cancel_jobs(parts: Sequence[Part], launcher_for: Callable[[Part], Launcher]) -> list[str]:
+def cancel_jobs(runs: Sequence[Run], launcher_for: Callable[[Run], Launcher]) -> list[str]:
     """Cancel the queued and running jobs of the parts, and return their names; unreadable job records are left out.
 
     Each job is marked as cancelled first, so that nothing (a supervisor, the next job of a chain) restarts it. A job or
@@ -769,24 +769,24 @@ def cancel_jobs(parts: Sequence[Part], launcher_for: Callable[[Part], Launcher])
         NotYours: the run belongs to another user.
         TulaError: some jobs could not be cancelled; the message names them, and those that were.
     """
-    for part in parts:
-        require_own(part.run.path)
+    for run in runs:
+        require_own(run.path)
     cancelled: list[str] = []
     failures: dict[str, TulaError] = {}
-    for part in parts:
+    for run in runs:
         try:
-            launcher, files_snapshot = launcher_for(part), part.run.read()
+            launcher, files_snapshot = launcher_for(run), run.read()
             states = launcher.states(files_snapshot, files_snapshot.jobs)
         except TulaError as error:
-            failures[f"all jobs of {part.name}" if part.name else "all jobs"] = error
+            failures[f"all jobs of {run.name}" if run.name else "all jobs"] = error
             continue
         for job in files_snapshot.jobs:
             if states[job.id].state == "ended":
                 continue
-            (name,) = part.name_jobs([job.id])
+            (name,) = run.name_jobs([job.id])
             try:
-                part.run.cancel(job.id)
-                launcher.cancel(part.run, job)
+                run.cancel(job.id)
+                launcher.cancel(run, job)
                 cancelled.append(name)
             except TulaError as error:
                 failures[name] = error

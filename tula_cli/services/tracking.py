@@ -81,11 +81,11 @@ def export_while_waiting(run: RunDir, jobs: Sequence[str] | None, waiting: Itera
     """Yield the events of waiting for jobs, and export the run meanwhile if its job file has a section export.
 
     Args:
-        run: the run, or the part of it whose jobs are waited for.
+        run: the run whose jobs are waited for.
         jobs: ids of these jobs; None for trainings, of which some may not be submitted yet.
         waiting: events of waiting for the jobs.
     """
-    if all(section.by != "command" for section in run.spec().export):
+    if all(section.by != "command" for section in run.read_spec().export):
         yield from waiting
         return
     try:

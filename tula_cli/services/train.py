@@ -26,7 +26,7 @@ from tula_cli.models.ramp.stage_nodes import (
 )
 from tula_cli.options import TrainRequest
 from tula_cli.run.code import choose_code, get_user_code, take_snapshot
-from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.format import require_current_format
 from tula_cli.run.imports import Source, with_weights
 from tula_cli.run.jobfile import compare_jobs, save_job
@@ -81,7 +81,7 @@ class TrainPlan:
     ends: ExpectedEnd | None = None  # where train.early_stopping is expected to end it; None where nothing tells
 
 
-def choose_part_to_train(run: RunDir, spec: JobSpec, node_type: str | None) -> tuple[Part, Recommendation | None]:
+def choose_variant_to_train(run: RunDir, spec: JobSpec, node_type: str | None) -> tuple[Run, Recommendation | None]:
     """Return the part of a job to train and its recommendation; for a job without node types, the whole job.
 
     Args:
@@ -101,9 +101,9 @@ def choose_part_to_train(run: RunDir, spec: JobSpec, node_type: str | None) -> t
                 "run tula recommend first, or name all: tula train --type NAME --nodes N --batch B",
             )
         node_type = recommendation.choice.type
-    (chosen,) = run.parts(spec, node_type)
+    (chosen,) = run.variants(spec, node_type)
     if recommendation is None or recommendation.choice.type != (chosen.type or ""):
-        recommendation = chosen.run.recommendation()
+        recommendation = chosen.recommendation()
     return chosen, recommendation
 
 
@@ -292,11 +292,11 @@ def submit_training(run: RunDir, plan: TrainPlan, launcher: Launcher, *, after: 
 
 @dataclass(frozen=True)
 class PreparedTraining:
-    """A training before anything is submitted: the whole run, the part of it to train on, and the plan."""
+    """A training before anything is submitted: the job's run, that of the hardware to train on, and the plan."""
 
     run: RunDir
     spec: JobSpec
-    part: Part
+    variant: Run
     plan: TrainPlan
     request: TrainRequest
 
@@ -305,7 +305,9 @@ class PreparedTraining:
         """The arguments of a resume test of the training's script."""
         plan = self.plan
         over = describe_cap_exceeded(self.run, self.spec) if self.spec.script is not None else ""
-        return resume_test.TrainingStart(self.part, plan.task, plan.code, plan.prediction, self.request.rehearse, over)
+        return resume_test.TrainingStart(
+            self.variant, plan.task, plan.code, plan.prediction, self.request.rehearse, over
+        )
 
 
 def prepare_training(
@@ -324,32 +326,32 @@ def prepare_training(
 
     Raises:
         OtherFormat: the run has an older format.
-        BadMeasurements, SpecError: as in `choose_part_to_train` and `plan_training`.
+        BadMeasurements, SpecError: as in `choose_variant_to_train` and `plan_training`.
     """
     require_current_format(run.path)
     spec = with_site_billing(spec, run.path.parent)
-    part, recommendation = choose_part_to_train(run, spec, request.node_type)
-    if part.type is not None:
-        yield Note(f"node type {part.type}")
+    variant, recommendation = choose_variant_to_train(run, spec, request.node_type)
+    if variant.type is not None:
+        yield Note(f"node type {variant.type}")
     plan_found = plan_training(
-        part.run,
-        part.spec,
+        variant,
+        variant.spec,
         nodes=request.nodes,
         batch=request.batch,
         recommendation=recommendation,
-        other_sizes=read_measurements_of_other_sizes(part, CachedTrainings()),
+        other_sizes=read_measurements_of_other_sizes(variant.sizes, CachedTrainings()),
         inspect=inspect,
     )
     yield from map(WarningEvent, plan_found.code.warnings)
-    yield from map(WarningEvent, warn_interrupted_training(part.run, plan_found.task))
-    if part.spec.cluster.collective == "parameter_server":
+    yield from map(WarningEvent, warn_interrupted_training(variant, plan_found.task))
+    if variant.spec.cluster.collective == "parameter_server":
         yield WarningEvent(messages.parameter_server_collective())
-    ready = PreparedTraining(run, spec, part, plan_found, request)
-    ends = predict_end(part.run, plan_found.task, code=plan_found.code.digest)
+    ready = PreparedTraining(run, spec, variant, plan_found, request)
+    ends = predict_end(variant, plan_found.task, code=plan_found.code.digest)
     remaining_share = 1.0
     if plan_found.resumes is not None:
         remaining_share -= plan_found.resumes / (
-            _find_dataset_size(part.run, part.spec, inspect) * part.spec.train.epochs_at_most
+            _find_dataset_size(variant, variant.spec, inspect) * variant.spec.train.epochs_at_most
         )
     balance = (
         None
@@ -381,32 +383,32 @@ def run_training(
         OutOfMemoryAtMinimum, Diverged, DeviceFault, JobFailed: the training failed for that reason.
         SchedulerError: the scheduler refused the job.
     """
-    plan, part = training.plan, training.part
+    plan, run = training.plan, training.variant
     if plan.finished:
         yield Note("this training has already finished")
-        return load_summary(part.run, plan.task.signature)
-    launcher = dependencies.launcher_for(part.spec)
-    going_on = list_unfinished_jobs(part.run, launcher, [plan.task.job])
+        return load_summary(run, plan.task.signature)
+    launcher = dependencies.launcher_for(run.spec)
+    going_on = list_unfinished_jobs(run, launcher, [plan.task.job])
     if not going_on:
         if training.request.within_balance:
             require_balance(plan.balance)
         planned = TrainPlanned(plan, list_nodes_of_links(plan.task))
         yield planned
         require_confirmed(dependencies.confirm, planned)
-    save_job(training.run, training.spec, [part], file)
+    save_job(training.run, training.spec, [run], file)
     after = (
         "" if going_on else (yield from resume_test.run_resume_test_if_due(training.by_script, launcher, wait_policy))
     )
     try:
-        jobs = (submit_training(part.run, plan, launcher, after=after),)
-        if not wait_policy.should_wait(part.spec):
-            yield from warn_new_jobs(part.run, launcher, jobs, going_on, part.spec)
+        jobs = (submit_training(run, plan, launcher, after=after),)
+        if not wait_policy.should_wait(run.spec):
+            yield from warn_new_jobs(run, launcher, jobs, going_on, run.spec)
             return DetachedJobs(jobs, tuple(going_on))
-        run_status = yield from wait_for_jobs(part.run, launcher, jobs, wait_policy)
+        run_status = yield from wait_for_jobs(run, launcher, jobs, wait_policy)
     except KeyboardInterrupt:
-        raise make_interruption_of_jobs(part.run, [(part, launcher)], wait_policy) from None
+        raise make_interruption_of_jobs(run, [(run, launcher)], wait_policy) from None
     require_known_job(run_status, plan.task.job)
-    return load_summary(part.run, plan.task.signature)
+    return load_summary(run, plan.task.signature)
 
 
 # --- A training that resumes at another configuration, or with other settings

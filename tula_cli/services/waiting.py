@@ -9,7 +9,7 @@ from tula_cli import words
 from tula_cli.cluster.launcher import Launcher
 from tula_cli.cluster.slurm.scheduler import list_overriding_variables
 from tula_cli.errors import Interruption, OverBudget, Pending, SpecError
-from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Measured
 from tula_cli.run.records.tasks import make_probe_id
@@ -45,12 +45,12 @@ class WaitPolicy:
         """Return whether to wait for jobs of this cluster."""
         return not spec.cluster.backend.has_queue if self.wait is None else self.wait
 
-    def interruption(self, parts: Iterable[tuple[Part, Launcher]], *, hint: str, message: str) -> Interruption:
+    def interruption(self, runs: Iterable[tuple[Run, Launcher]], *, hint: str, message: str) -> Interruption:
         """Return the error to raise on Ctrl-C, after cancelling the jobs of all parts if they are to be cancelled."""
         if self.cancel_on_interrupt:
-            parts = tuple(parts)
-            launchers = {part.name: launcher for part, launcher in parts}
-            cancelled = status.cancel_jobs([part for part, _ in parts], lambda part: launchers[part.name])
+            runs = tuple(runs)
+            launchers = {run.name: launcher for run, launcher in runs}
+            cancelled = status.cancel_jobs([run for run, _ in runs], lambda run: launchers[run.name])
             return Interruption(f"interrupted; cancelled {', '.join(cancelled) or 'nothing'}")
         return Interruption(message, hint)
 
@@ -63,7 +63,7 @@ class DetachedJobs:
     under_way: tuple[str, ...]  # those of them that this call did not submit
 
 
-def get_only_part(run: RunDir, spec: JobSpec, node_type: str | None, *, purpose: str) -> Part:
+def get_only_variant(run: RunDir, spec: JobSpec, node_type: str | None, *, purpose: str) -> Run:
     """Return the part of a job for one node type.
 
     Args:
@@ -75,10 +75,10 @@ def get_only_part(run: RunDir, spec: JobSpec, node_type: str | None, *, purpose:
     Raises:
         SpecError: the job names several node types and none is given, or has no such node type.
     """
-    parts = run.parts(spec, node_type)
-    if len(parts) > 1:
+    variants = run.variants(spec, node_type)
+    if len(variants) > 1:
         raise SpecError(f"{purpose} needs a node type: add --type {' or --type '.join(spec.types)}")
-    return parts[0]
+    return variants[0]
 
 
 def require_confirmed(confirm: Callable[[Planned], bool], planned: Planned) -> None:
@@ -179,11 +179,11 @@ def _list_reported_failures(run: RunDir) -> set[str]:
 
 
 def make_interruption_of_jobs(
-    run: RunDir, parts: Iterable[tuple[Part, Launcher]], wait_policy: WaitPolicy
+    run: RunDir, variants: Iterable[tuple[Run, Launcher]], wait_policy: WaitPolicy
 ) -> Interruption:
     """Return the error to raise on Ctrl-C while jobs of some parts of a run are submitted or running."""
     hint = f"the same command attaches to them again; tula cancel {words.make_relative_path(run.path)} cancels them"
-    return wait_policy.interruption(parts, hint=hint, message="interrupted; the jobs continue")
+    return wait_policy.interruption(variants, hint=hint, message="interrupted; the jobs continue")
 
 
 def warn_new_jobs(

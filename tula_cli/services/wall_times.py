@@ -102,11 +102,11 @@ def select_within_bins(rows: Candidates, all_measurements: "Sequence[TypeMeasure
     fits = np.zeros(len(rows), dtype=bool)
     for measurements in all_measurements:
         is_of_type = rows["type"] == measurements.type
-        fits[is_of_type] = _fits_wall_time(rows.take(is_of_type), measurements.part.spec, measurements.results)
+        fits[is_of_type] = _fits_wall_time(rows.take(is_of_type), measurements.run.spec, measurements.results)
     if fits.any():
         return rows.take(fits)
     fastest = rows.ordered().prediction(0)
-    spec = next(measurements.part.spec for measurements in all_measurements if measurements.type == fastest.type)
+    spec = next(measurements.run.spec for measurements in all_measurements if measurements.type == fastest.type)
     raise Infeasible(
         f"no configuration can be trained within the site's bins of wall time (cluster.slurm.limits: {describe_bins(spec)}): the"
         f" fastest takes {format_duration(3600 * fastest.hours)} on {format_count(fastest.nodes)}, and a training has at most {LINKS} jobs",

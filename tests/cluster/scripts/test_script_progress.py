@@ -54,7 +54,7 @@ def run(tmp_path: Path) -> RunDir:
 
 def task(run: RunDir, name: str, batch: int) -> TrainTask:
     return TrainTask(
-        id=name, job="train-x", spec=run.spec(), workdir=str(run.path), nodes=1, signature="x", attempt=int(name[-1]),
+        id=name, job="train-x", spec=run.read_spec(), workdir=str(run.path), nodes=1, signature="x", attempt=int(name[-1]),
         ladder=(Rung(batch=batch),), workers=0,
     )  # fmt: skip
 
@@ -157,7 +157,7 @@ def looked(run: RunDir, of: TrainTask, *, slower_from: int, looks: int = 70) -> 
 def test_a_change_of_its_pace_is_told_without_evaluations_and_its_end_where_that_is_known(
     tmp_path: Path, run: RunDir, size: int | None
 ) -> None:
-    script = {**run.spec().model_dump(exclude_unset=True)["script"], "dataset_size": size or "auto"}
+    script = {**run.read_spec().model_dump(exclude_unset=True)["script"], "dataset_size": size or "auto"}
     script["length"] = {"epochs": 10}
     priced = validate({"script": script, "cluster": {"device": "cpu"}, "pricing": {"price": 3.0}}, source="test")
     (found,) = looked(run, task(run, "train-x-1", 16).model_copy(update={"spec": priced}), slower_from=36)
@@ -258,11 +258,11 @@ def fails_at_once(run: RunDir, first: TrainTask, checkpoint: Path) -> Failure:
 
 
 def test_a_checkpoint_that_cannot_be_loaded_is_left_out_for_the_one_before(run: RunDir) -> None:
-    own = run.spec().script
+    own = run.read_spec().script
     assert own is not None and own.resume is not None
     resume = own.resume.model_copy(update={"checkpoint": "{out}/step-*"})
     update = {"script": own.model_copy(update={"resume": resume})}
-    first = task(run, "train-x-1", 16).model_copy(update={"spec": run.spec().model_copy(update=update)})
+    first = task(run, "train-x-1", 16).model_copy(update={"spec": run.read_spec().model_copy(update=update)})
     run.write_task(first)
     training, out = ScriptTraining(run, first), ScriptTraining(run, first).output_folder
     folder_of(out, "step-30", STARTED + 20, "state")
@@ -363,7 +363,9 @@ def test_an_epoch_is_unknown_where_nothing_tells_its_samples(run: RunDir) -> Non
     training = ScriptTraining(run, task(run, "train-x-1", 16))
     training.log_start(LeaderCommand(task="train-x-1", attempt=1, ranks=1, batch=16))
     assert run.training("x").metrics()[-1]["epoch"] == 0.0, "length.samples stands for it"
-    epochs = run.spec().model_copy(update={"script": run.spec().script.model_copy(update={"length": Length(epochs=3)})})
+    epochs = run.read_spec().model_copy(
+        update={"script": run.read_spec().script.model_copy(update={"length": Length(epochs=3)})}
+    )
     unknown = ScriptTraining(run, training.task.model_copy(update={"spec": epochs}))
     unknown.log_start(LeaderCommand(task="train-x-1", attempt=1, ranks=1, batch=16))
     assert run.training("x").metrics()[-1]["epoch"] is None
@@ -433,7 +435,7 @@ def test_samples_that_an_interruption_costs_are_kept(run: RunDir) -> None:
     training.settle_attempt(command(), Failure(outcome="time_limit", message="over"))
     kept = run.training("x").script_saves()
     assert kept.lost == (480,) and [save.samples for save in kept.saves] == [480]
-    anew = run.spec().model_copy(update={"script": run.spec().script.model_copy(update={"resume": None})})
+    anew = run.read_spec().model_copy(update={"script": run.read_spec().script.model_copy(update={"resume": None})})
     without = ScriptTraining(run, training.task.model_copy(update={"spec": anew, "signature": "y"}))
     without.settle_attempt(command(), Failure(outcome="time_limit", message="over"))
     assert run.training("y").script_saves().lost == (960,), "it begins anew"
@@ -443,7 +445,7 @@ def test_a_training_that_never_steps_is_ended(run: RunDir, monkeypatch: pytest.M
     watched = watching(run, 2)
     run.write_result(measured(Truth(overheads=Truth().overheads.model_copy(update={"startup": 90.0})), 1, 16))
     assert watched.find_reason_to_kill() is None
-    watched._began -= 60 * run.spec().search.max_minutes + 1
+    watched._began -= 60 * run.read_spec().search.max_minutes + 1
     assert watched.find_reason_to_kill() is None, "20 starts of a probe are longer: 30 min"
     watched._began -= 600
     reason = watched.find_reason_to_kill()

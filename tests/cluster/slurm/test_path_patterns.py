@@ -16,7 +16,9 @@ SLURM = {"kind": "slurm", "device": "cpu", "slurm": {"minutes": 60}}
 
 
 def task(run: RunDir) -> ProbeTask:
-    found = ProbeTask(id="probe-n001", job="probe-n001", spec=run.spec(), workdir="/", nodes=1, local_batches=(32,))
+    found = ProbeTask(
+        id="probe-n001", job="probe-n001", spec=run.read_spec(), workdir="/", nodes=1, local_batches=(32,)
+    )
     run.write_task(found)
     return found
 

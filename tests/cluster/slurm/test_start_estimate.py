@@ -47,7 +47,7 @@ def test_the_scheduler_is_asked_with_the_script_of_the_training_and_nothing_is_s
     monkeypatch.setattr("tula_cli.cluster.slurm.start_estimate.make_sbatch_environment", environment)
     slurm.fault(starts=local(NOW + 1800))
     before = files(run)
-    estimate = estimate_start(run, run.spec(), nodes=2, batch=512, now=NOW)
+    estimate = estimate_start(run, run.read_spec(), nodes=2, batch=512, now=NOW)
     assert estimate == StartEstimate(nodes=2, minutes=240, asked_at=NOW, wait=1800)
     (call,) = slurm.calls("sbatch")
     assert call.arguments[0] == "--test-only" and slurm.jobs() == []
@@ -58,27 +58,29 @@ def test_the_scheduler_is_asked_with_the_script_of_the_training_and_nothing_is_s
 
 def test_a_start_that_has_passed_is_no_wait(slurm, run):
     slurm.fault(starts=local(NOW - 60))
-    estimate = estimate_start(run, run.spec(), nodes=2, batch=512, now=NOW)
+    estimate = estimate_start(run, run.read_spec(), nodes=2, batch=512, now=NOW)
     assert estimate is not None and estimate.wait == 0
 
 
 def test_a_refusal_is_an_estimate_without_a_start_and_with_its_reason(slurm, run):
     slurm.fault(sbatch=["refuse:Batch job submission failed: Requested node configuration is not available"])
-    estimate = estimate_start(run, run.spec(), nodes=2, batch=512, now=NOW)
+    estimate = estimate_start(run, run.read_spec(), nodes=2, batch=512, now=NOW)
     assert estimate is not None and estimate.wait is None
     assert estimate.reason == "Batch job submission failed: Requested node configuration is not available"
 
 
 def test_without_sbatch_there_is_no_estimate(slurm, run):
     slurm.without("sbatch")
-    assert estimate_start(run, run.spec(), nodes=2, batch=512, now=NOW) is None
+    assert estimate_start(run, run.read_spec(), nodes=2, batch=512, now=NOW) is None
 
 
 def test_a_recommendation_has_the_estimate_of_its_choice_which_has_no_part_in_it(slurm, run):
     slurm.fault(starts=local(NOW + 1800))
-    answer = services_recommend.answer_query(run, run.spec(), Query(objective="time", max_nodes=2))
+    answer = services_recommend.answer_query(run, run.read_spec(), Query(objective="time", max_nodes=2))
     found = answer.recommendation
-    plain = services_recommend.recommend(run, run.spec(), Query(objective="time", max_nodes=2), now=NOW).recommendation
+    plain = services_recommend.recommend(
+        run, run.read_spec(), Query(objective="time", max_nodes=2), now=NOW
+    ).recommendation
     assert plain.start_estimate is None and plain.choice == found.choice
     assert found.start_estimate is not None and found.start_estimate.nodes == found.choice.nodes
     assert found.start_estimate.minutes == 240

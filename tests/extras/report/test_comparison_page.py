@@ -28,7 +28,7 @@ from quiet import poll_quickly, quiet
 from tula_cli.errors import SpecError
 from tula_cli.extras.report import comparison_document
 from tula_cli.extras.report.page import render_page
-from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.results import Comparison
 from tula_cli.services import compare as services_compare
 from tula_cli.services.compare import Grid
@@ -83,7 +83,7 @@ def test_what_no_training_tells_of_its_machine_is_said_to_be_unknown(run: RunDir
 def test_a_page_shows_no_text_of_arguments(run: RunDir) -> None:
     spec = make.spec(**{**SPEC, "model": {"name": "resnet18", "args": {"width": 8, "token": "hf_planted"}}})
     found = comparison_document.build_document_of_comparison(
-        Part(None, run, spec), plan(run).comparison, table(run, plan(run).comparison), at=0.0
+        Run(run.path, spec), plan(run).comparison, table(run, plan(run).comparison), at=0.0
     )
     assert Fact("model", "resnet18 (width 8)") in found.facts and "hf_planted" not in render_page(found)
 
@@ -108,7 +108,7 @@ def test_without_matplotlib_nothing_is_trained_for_a_page(here: Trains, monkeypa
 
 
 def document(run: RunDir, comparison: Comparison) -> Document:
-    part = Part(None, run, make.spec(**SPEC))
+    part = Run(run.path, make.spec(**SPEC))
     return comparison_document.build_document_of_comparison(part, comparison, table(run, comparison), at=0.0)
 
 
@@ -142,7 +142,7 @@ def test_a_metric_that_no_training_told_has_no_number(tmp_path: Path) -> None:
 def test_a_comparison_in_rounds_has_a_table_of_the_first_round(run: RunDir) -> None:
     grid = Grid(("lbt", "lrs", "ags", "ortho"), (512,), 2, nodes=1, controls=False, halving=True)
     report = trained(run, Trains(), grid)
-    part = Part(None, run, run.spec())
-    comparison = services_compare.plan_comparison(run, run.spec(), grid, inspect=inspect, now=1.0).comparison
+    part = Run(run.path, run.read_spec())
+    comparison = services_compare.plan_comparison(run, run.read_spec(), grid, inspect=inspect, now=1.0).comparison
     content = render_page(comparison_document.build_document_of_comparison(part, comparison, report, at=0.0))
     assert "First round: 1 of 4 epochs" in content and "dropped in round 1: number 3 of 3" in content

@@ -15,7 +15,7 @@ from tula_cli.extras.report.run_report import build_document
 from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.query import Query
 from tula_cli.run.directory import RunDir
-from tula_cli.run.jobfile import list_all_parts
+from tula_cli.run.jobfile import list_all_variants
 from tula_cli.run.step_series import StepRow, format_rows
 from tula_cli.services import recommend as recommending
 from tula_cli.services import status
@@ -76,7 +76,7 @@ def test_the_answer_is_the_one_that_recommend_has_kept(whole: RunDir, told: Docu
 
 
 def test_the_table_of_configurations_has_the_rows_of_recommend(whole: RunDir, told: Document) -> None:
-    now = recommending.recommend(whole, whole.spec(), Query(objective="time"), now=1.0).recommendation
+    now = recommending.recommend(whole, whole.read_spec(), Query(objective="time"), now=1.0).recommendation
     found = table(told, "configurations")
     rows = sorted(now.rows, key=lambda row: row != now.choice)
     assert found.marks[0] == "chosen"
@@ -108,7 +108,7 @@ def test_an_answer_that_would_be_another_now_is_told(tmp_path: Path) -> None:
 def test_without_an_answer_the_knee_is_told(tmp_path: Path) -> None:
     run = reports.probed(tmp_path)
     document = report(run)
-    now = recommending.recommend(run, run.spec(), Query(objective="knee"), now=1.0).recommendation
+    now = recommending.recommend(run, run.read_spec(), Query(objective="knee"), now=1.0).recommendation
     assert document.answer.startswith(f"{now.choice.nodes} nodes, batch {now.choice.batch} ") or now.choice.nodes == 1
     assert run.recommendation() is None, "a report keeps no answer"
     assert section(document, "training").missing == "nothing was trained yet. Run tula train."
@@ -368,10 +368,10 @@ def test_lengths_of_text_are_told_beside_the_choice(tmp_path: Path) -> None:
         source="test",
     )
     run = RunDir.create(tmp_path, job)
-    for part in list_all_parts(run, job):
+    for part in list_all_variants(run, job):
         for nodes, local in ((1, 32), (1, 128), (1, 256), *(((2, 16), (2, 128)) if part.length is None else ())):
-            part.run.write_result(measured(Truth(slope=0.001, dataset_size=1000), nodes, local))
-        part.run.save_job(part.spec)
+            part.write_result(measured(Truth(slope=0.001, dataset_size=1000), nodes, local))
+        part.save_job(part.spec)
     run.save_job(job)
     document = report(reports.answered(run))
     assert column(table(document, "lengths"), "length") == [64, 128]

@@ -8,24 +8,24 @@ from make_runs import add_measured
 from make_runs import spec as toy_spec
 
 from tula_cli.extras.trackers.export import write_report_files
-from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.services.document import Document
 
 
 @pytest.fixture
-def part(tmp_path: Path) -> Part:
+def part(tmp_path: Path) -> Run:
     run = RunDir.create(tmp_path, toy_spec())
-    return run.parts(run.spec())[0]
+    return run.variants(run.read_spec())[0]
 
 
-def test_a_run_without_results_has_no_report(part: Part) -> None:
-    assert write_report_files(part) == () and not (part.run.path / "exports").exists()
+def test_a_run_without_results_has_no_report(part: Run) -> None:
+    assert write_report_files(part) == () and not (part.path / "exports").exists()
 
 
-def test_a_report_is_written_anew_only_where_something_is_newer(part: Part) -> None:
+def test_a_report_is_written_anew_only_where_something_is_newer(part: Run) -> None:
     for nodes in (1, 2):
         for local in (32, 64, 128):
-            add_measured(part.run, nodes, local)
+            add_measured(part, nodes, local)
     (written,) = write_report_files(part)
     assert written.name == "report.md" and "measured" in written.read_text()
     os.utime(written, (at := written.stat().st_mtime + 60, at))
@@ -35,8 +35,8 @@ def test_a_report_is_written_anew_only_where_something_is_newer(part: Part) -> N
     assert written.stat().st_mtime > 1
 
 
-def test_a_page_is_drawn_where_something_draws_it(part: Part) -> None:
-    add_measured(part.run, 1, 32)
+def test_a_page_is_drawn_where_something_draws_it(part: Run) -> None:
+    add_measured(part, 1, 32)
 
     def page(document: Document) -> str:
         return f"<p>{document.title}</p>"

@@ -28,7 +28,7 @@ from tula_cli.errors import CannotWrite, NotYours, SpecError, TrackerError
 from tula_cli.extras.trackers import export as service
 from tula_cli.extras.trackers.export import ExportResult, export_run, list_requested_trackers
 from tula_cli.run import owner
-from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.files import read_text
 from tula_cli.run.step_series import StepSeries
 from tula_cli.run.training_run import TrainingRun
@@ -309,7 +309,7 @@ def test_it_follows_to_the_end_of_the_jobs(run: RunDir, place: str, monkeypatch:
     monkeypatch.setattr("tula_cli.extras.trackers.export.time.monotonic", lambda: float(next(clock)))
     more = [*metrics(), {**metrics()[-1], "samples": 2560, "loss": 1.5, "time": START + 70}]
 
-    def active(_: Part) -> bool:
+    def active(_: Run) -> bool:
         seen.append(len(PLACES[place].get(KEY, FakeRun("", None)).curve))  # type: ignore[arg-type]
         if len(seen) == 3:
             write(run, more)

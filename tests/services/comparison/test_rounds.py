@@ -14,7 +14,7 @@ from quiet import poll_quickly, quiet
 
 from tula_cli.errors import JobFailed
 from tula_cli.options import ComparisonRequest
-from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.results import Comparison
 from tula_cli.run.records.tasks import TrainTask
@@ -126,7 +126,7 @@ def grid(
 
 
 def plan(run: RunDir, asked: Grid | None = None, spec: JobSpec | None = None) -> ComparePlan:
-    return services_compare.plan_comparison(run, spec or run.spec(), asked or grid(), inspect=inspect, now=1.0)
+    return services_compare.plan_comparison(run, spec or run.read_spec(), asked or grid(), inspect=inspect, now=1.0)
 
 
 def trained(
@@ -142,7 +142,7 @@ def trained(
 
 def table(run: RunDir, comparison: Comparison) -> accuracy.CompareReport:
     now = services_status.run_status(run, make.FakeLauncher(), now=time.time())
-    return accuracy.build_compare_report(run, comparison, run.spec(), jobs=now.jobs)
+    return accuracy.build_compare_report(run, comparison, run.read_spec(), jobs=now.jobs)
 
 
 FULL = ["5", "6", "7"]
@@ -578,7 +578,7 @@ def test_a_scheduler_gets_a_round_at_a_time(tmp_path: Path, wait: bool) -> None:
     spec = make.spec(**{**SPEC, "cluster": {**SPEC.get("cluster", {}), "kind": "slurm"}})
     run, launcher, notes = RunDir.create(tmp_path / "tula-runs", spec), Trains(), list[str]()
     for call in range(1 if wait else 6):
-        part = Part(None, run, spec)
+        part = Run(run.path, spec)
         prepared = session.PreparedComparison(run, spec, part, plan(run, grid(), spec))
         before = len(launcher.tasks)
         result = follow(

@@ -103,7 +103,7 @@ def test_a_setting_that_the_spec_does_not_take_is_told_as_it_tells_it(row: str, 
 
 def plan(run: RunDir, *rows: str, inspect=lambda spec: inspected()) -> compare.ComparePlan:
     grid = Grid(methods=rows, batches=(128,), seeds=1, nodes=1, controls=False)
-    return compare.plan_comparison(run, run.spec(), grid, inspect=inspect, now=1.0)
+    return compare.plan_comparison(run, run.read_spec(), grid, inspect=inspect, now=1.0)
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_a_row_that_changes_nothing_is_one_with_the_other_and_that_is_said(run: 
 
 def test_a_control_that_a_row_with_settings_is_already_is_said_too(run: RunDir) -> None:
     grid = Grid(methods=("lbt", "lbt:optimizer.lr=0.2"), batches=(128,), seeds=1, nodes=1)
-    found = compare.plan_comparison(run, run.spec(), grid, inspect=lambda spec: inspected(), now=1.0)
+    found = compare.plan_comparison(run, run.read_spec(), grid, inspect=lambda spec: inspected(), now=1.0)
     assert messages.duplicate_row(row="lbt-x2", twin="lbt:optimizer.lr=0.2") in found.warnings
 
 

@@ -36,7 +36,7 @@ def run(tmp_path: Path) -> RunDir:
 def add_training(run: RunDir, name: str, *checkpoints: int, best: int | None = None, at: float = 0.0) -> TrainTask:
     """Add a training that was submitted `at` seconds after the start of all, with empty files for its checkpoints."""
     task = TrainTask(
-        id=f"train-{name}-1", job=f"train-{name}", spec=run.spec(), workdir="/data", nodes=2, signature=name, attempt=1,
+        id=f"train-{name}-1", job=f"train-{name}", spec=run.read_spec(), workdir="/data", nodes=2, signature=name, attempt=1,
         ladder=(Rung(batch=64),), workers="auto", code="c0de",
     )  # fmt: skip
     run.write_task(task)
@@ -51,7 +51,7 @@ def add_training(run: RunDir, name: str, *checkpoints: int, best: int | None = N
 
 
 def ready(run: RunDir, spec: JobSpec | None = None, **request: Any) -> PreparedEvaluation:
-    return prepare_evaluation(run, spec or run.spec(), EvaluationRequest(**request))
+    return prepare_evaluation(run, spec or run.read_spec(), EvaluationRequest(**request))
 
 
 def start(

@@ -21,7 +21,7 @@ from tula_cli.spec.job import JobSpec
 def plan(
     run: RunDir, spec: JobSpec | None = None, *, nodes: int | None = None, batch: int | None = None
 ) -> train.TrainPlan:
-    return train.plan_training(run, spec or run.spec(), nodes=nodes, batch=batch, inspect=lambda _: inspected())
+    return train.plan_training(run, spec or run.read_spec(), nodes=nodes, batch=batch, inspect=lambda _: inspected())
 
 
 @pytest.fixture
@@ -112,13 +112,13 @@ def test_each_part_of_a_training_is_paid_for_its_own_nodes(run: RunDir) -> None:
     relaunch.write_summary(run, task)
     found = run.training(begun.signature).summary()
     assert found is not None and found.actual_hours == pytest.approx(3)
-    price = run.spec().pricing.price
+    price = run.read_spec().pricing.price
     assert found.actual_cost == pytest.approx(price * (2 * 1 + 1 * 2))
 
 
 def test_a_training_that_other_settings_make_one_of_its_own_says_what_it_leaves_behind(run: RunDir) -> None:
     begun = first(run)
-    ended = run.spec().model_copy(update={"train": run.spec().train.model_copy(update={"epochs": 11})})
+    ended = run.read_spec().model_copy(update={"train": run.read_spec().train.model_copy(update={"epochs": 11})})
     assert warn_interrupted_training(run, plan(run, ended, nodes=2, batch=128).task) == [
         messages.earlier_training_other_settings(training=begun.signature, samples=640, keys=["train.epochs"])
     ]

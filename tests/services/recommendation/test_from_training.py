@@ -46,12 +46,12 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def ask(run: RunDir, **limits: Any) -> Answer:
-    return recommend(run, run.spec(), Query(objective="time", from_training=True, **limits), now=1.0)
+    return recommend(run, run.read_spec(), Query(objective="time", from_training=True, **limits), now=1.0)
 
 
 def test_a_slower_network_makes_one_node_the_better_choice(run: RunDir) -> None:
     make.add_training(run, rows=rows(SLOWER))
-    assert recommend(run, run.spec(), Query(objective="time"), now=1.0).recommendation.choice.nodes == 4
+    assert recommend(run, run.read_spec(), Query(objective="time"), now=1.0).recommendation.choice.nodes == 4
     answer = ask(run)
     found = answer.recommendation
     rest = found.continuation
@@ -107,7 +107,7 @@ def test_it_is_kept_only_where_that_is_asked(run: RunDir) -> None:
     answer = ask(run)
     assert not should_replace(answer.recommendation, None)
     assert run.recommendation() is None
-    save_answer(run, run.spec(), answer)
+    save_answer(run, run.read_spec(), answer)
     assert run.recommendation() == answer.recommendation
 
 

@@ -86,7 +86,7 @@ def test_what_trainings_have_logged_is_read_once(run: RunDir, monkeypatch: pytes
 
     monkeypatch.setattr(training_run, "read_json_lines", counted)
     for objective in ("accuracy-time", "time"):
-        recommend.recommend(run, run.spec(), Query(objective=objective), now=1.0)  # type: ignore[arg-type]
+        recommend.recommend(run, run.read_spec(), Query(objective=objective), now=1.0)  # type: ignore[arg-type]
     assert sorted(read) == [run.training(name * 8).metrics_path for name in "ab"]
     trained(run, "a" * 8, batch=64, factor=2.0)
     assert find_noise_near_tenth(list_trainings_with_noise(run), reference=64, epochs=20).scale == pytest.approx(600)
@@ -101,20 +101,20 @@ def noisy_run(tmp_path: Path, **train: object) -> RunDir:
 
 
 def plan(run: RunDir, **named: object) -> train.TrainPlan:
-    return train.plan_training(run, run.spec(), **{"inspect": lambda _: inspected(), **named})  # type: ignore[arg-type]
+    return train.plan_training(run, run.read_spec(), **{"inspect": lambda _: inspected(), **named})  # type: ignore[arg-type]
 
 
 def test_the_noise_over_a_training_is_of_its_probes_and_of_each_epoch_measured(tmp_path: Path) -> None:
     run = noisy_run(tmp_path)
-    assert make_noise_path([run], run.spec(), []) is None
+    assert make_noise_path([run], run.read_spec(), []) is None
     probes = with_noise(probe_all(Truth(), {2: (8, 16)}), 50.0)
-    start = make_noise_path([run], run.spec(), probes)
+    start = make_noise_path([run], run.read_spec(), probes)
     assert start is not None and start.points == ((0.0, pytest.approx(50, rel=0.1)),)
     trained(run, "a" * 8, batch=512, factor=5.0)
     trained(run, "b" * 8, batch=64)
-    found = make_noise_path([run], run.spec(), probes)
+    found = make_noise_path([run], run.read_spec(), probes)
     assert found is not None and found.points[1:] == tuple((at, pytest.approx(NOISES[at])) for at in (1, 2, 10))
-    other = run.spec().model_copy(update={"train": run.spec().train.model_copy(update={"ramp": "auto"})})
+    other = run.read_spec().model_copy(update={"train": run.read_spec().train.model_copy(update={"ramp": "auto"})})
     assert make_noise_path([run], other, probes) is None
 
 
@@ -145,7 +145,7 @@ def test_a_recommendation_tells_the_stages_of_its_choice(tmp_path: Path) -> None
     for result in with_noise(probe_all(Truth(dataset_size=12_800), {2: (32, 256), 4: (32, 256)}), 50.0):
         run.write_result(result)
     trained(run, "b" * 8, batch=64)
-    found = recommend.recommend(run, run.spec(), Query(objective="time"), now=1.0).recommendation
+    found = recommend.recommend(run, run.read_spec(), Query(objective="time"), now=1.0).recommendation
     assert found.stages[-1].batch == found.choice.batch and found.stages[0].batch == 64
     assert found.ramp.startswith("batch 64 from epoch 0: noise scale 50.0; batch 128 from epoch ")
     assert [stage.batch for stage in found.choice.stages] == [stage.batch for stage in found.stages[:-1]]

@@ -32,7 +32,7 @@ def run_with(
 
 
 def ask(run: RunDir, objective: Any = "time", **limits: Any) -> Recommendation:
-    return recommend(run, run.spec(), Query(objective=objective, **limits), now=1.0).recommendation
+    return recommend(run, run.read_spec(), Query(objective=objective, **limits), now=1.0).recommendation
 
 
 def headline(run: RunDir, objective: Any = "time", **limits: Any) -> Headline:
@@ -114,7 +114,7 @@ def test_a_baseline_that_cannot_run_is_named_with_the_reason(tmp_path: Path, bas
 
 def test_without_prices_there_is_no_cost(tmp_path: Path) -> None:
     run = run_with(tmp_path)
-    free = run.spec().model_copy(update={"pricing": UNPRICED})
+    free = run.read_spec().model_copy(update={"pricing": UNPRICED})
     line = recommend(run, free, Query(objective="time"), now=1.0).recommendation.headline
     assert line is not None and line.cost is None and "USD" not in line.text and "node-h" not in line.text
 

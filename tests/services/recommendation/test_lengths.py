@@ -10,7 +10,7 @@ from read_diagnostics import values
 from tula_cli.errors import BadMeasurements, Infeasible
 from tula_cli.query import Query
 from tula_cli.run.directory import RunDir
-from tula_cli.run.jobfile import list_all_parts, list_parts_with_data
+from tula_cli.run.jobfile import list_all_variants, list_variants_with_data
 from tula_cli.run.records.base import Components, Footprint
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Tokens
@@ -50,18 +50,16 @@ def step(length: int) -> Truth:
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     found = RunDir.create(tmp_path, text())
-    for part in list_all_parts(found, found.spec()):
+    for part in list_all_variants(found, found.read_spec()):
         length = part.length or 128
         sizes = {1: (32, 64, 128, 256), 2: (16, 128)} if part.length is None else {1: (32, 128, 256)}
         for nodes, local in ((nodes, local) for nodes, locals_ in sizes.items() for local in locals_):
-            part.run.write_result(
-                measured(step(length), nodes, local, tokens=Tokens(length=length, real=0.75 * length))
-            )
+            part.write_result(measured(step(length), nodes, local, tokens=Tokens(length=length, real=0.75 * length)))
     return found
 
 
 def ask(run: RunDir) -> Recommendation:
-    return recommend(run, run.spec(), Query(objective="time"), now=1.0).recommendation
+    return recommend(run, run.read_spec(), Query(objective="time"), now=1.0).recommendation
 
 
 # --- what a job at another length is
@@ -111,19 +109,19 @@ def test_a_script_has_no_lengths_of_its_own() -> None:
 
 
 def test_lengths_are_parts_inside_the_run_that_are_told_apart(run: RunDir) -> None:
-    spec = run.spec()
-    assert [(part.name, part.length) for part in list_all_parts(run, spec)] == [
+    spec = run.read_spec()
+    assert [(part.name, part.length) for part in list_all_variants(run, spec)] == [
         (None, None),
         ("length-64", 64),
         ("length-256", 256),
     ]
-    assert list_all_parts(run, spec)[2].name_jobs(["probe-n001"]) == ["length-256/probe-n001"]
-    assert len(run.parts(spec)) == 1, "what may be trained"
+    assert list_all_variants(run, spec)[2].name_jobs(["probe-n001"]) == ["length-256/probe-n001"]
+    assert len(run.variants(spec)) == 1, "what may be trained"
     typed = validate(TEXT | {"node_types": {"a": {}, "b": {}}}, source="test")
-    names = [part.name for part in list_all_parts(RunDir.of(run.path.parent, typed), typed)]
+    names = [part.name for part in list_all_variants(RunDir.of(run.path.parent, typed), typed)]
     assert names == ["a", "a-length-64", "a-length-256", "b", "b-length-64", "b-length-256"]
     longer = text({"lengths": [64, 512]}, model={"name": "mine:net"})
-    assert [part.name for part in list_parts_with_data(run, longer)] == [None], "what was never begun"
+    assert [part.name for part in list_variants_with_data(run, longer)] == [None], "what was never begun"
 
 
 # --- what would be measured
@@ -166,8 +164,8 @@ def test_check_leaves_a_length_out_that_does_not_fit_and_says_so() -> None:
 
 
 def planned(job: JobSpec, run: RunDir, most: int) -> tuple[dict[str | None, dict[int, tuple[int, ...]]], list[str]]:
-    told, work = [], profiling_rounds.plan_parts(list_all_parts(run, job), {
-        part.name: inspection(part.length or 128).model_copy(update={"capacity": most * MIB}) for part in list_all_parts(run, job)
+    told, work = [], profiling_rounds.plan_variants(list_all_variants(run, job), {
+        part.name: inspection(part.length or 128).model_copy(update={"capacity": most * MIB}) for part in list_all_variants(run, job)
     })  # fmt: skip
     while True:
         try:
@@ -211,7 +209,7 @@ def test_each_length_tells_what_fits_and_its_tokens_a_second(run: RunDir) -> Non
 
 
 def test_a_length_without_results_says_so_and_keeps_the_others(run: RunDir) -> None:
-    longest = list_all_parts(run, run.spec())[2].run
+    longest = list_all_variants(run, run.read_spec())[2]
     for result in longest.results():
         (longest.path / f"results/{result.id}.json").unlink()
     longest.write_result(out_of_memory(1, 32))
@@ -221,7 +219,7 @@ def test_a_length_without_results_says_so_and_keeps_the_others(run: RunDir) -> N
 
 
 def test_what_was_out_of_memory_bounds_the_largest_batch(run: RunDir) -> None:
-    longest = list_all_parts(run, run.spec())[2].run
+    longest = list_all_variants(run, run.read_spec())[2]
     longest.write_result(out_of_memory(1, 256))
     last = ask(run).lengths[-1]
     assert last.largest_batch == 255 and last.fastest is not None and last.fastest.batch == 128

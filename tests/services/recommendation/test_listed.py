@@ -42,7 +42,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def ask(run: RunDir, objective: Any = "knee", **limits: Any) -> Answer:
-    return recommend(run, run.spec(), Query(objective=objective, **limits), now=1.0)
+    return recommend(run, run.read_spec(), Query(objective=objective, **limits), now=1.0)
 
 
 def places(rows: Any) -> set[tuple[int, int]]:
@@ -76,15 +76,15 @@ def test_a_record_is_made_only_of_what_is_listed(run: RunDir, monkeypatch: pytes
         candidates, "read_records", lambda frame, kind: made.extend(frame.index) or read_records(frame, kind)
     )
     answer = ask(run)
-    store_answer(run, run.spec(), answer)
+    store_answer(run, run.read_spec(), answer)
     assert len(made) < len(answer.candidates) / 2
 
 
 def test_the_table_holds_what_was_measured_and_listed_and_all_where_that_is_asked(run: RunDir) -> None:
     answer = ask(run)
-    store_answer(run, run.spec(), answer)
+    store_answer(run, run.read_spec(), answer)
     listed = table(run)
-    store_answer(run, run.spec(), answer, every=True)
+    store_answer(run, run.read_spec(), answer, every=True)
     every = table(run)
     assert set(listed) == places(answer.recommendation.rows) | {(n, n * b) for n, sizes in PLAN.items() for b in sizes}
     assert set(every) == {

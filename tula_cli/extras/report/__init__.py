@@ -5,7 +5,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tula_cli.run.directory import Part, RunDir
+    from tula_cli.run.directory import Run, RunDir
     from tula_cli.run.records.recommendations import Recommendation, TradeOff
     from tula_cli.run.records.results import Comparison
     from tula_cli.services.comparison.accuracy import CompareReport
@@ -29,11 +29,11 @@ class Report:
         return build_run_report(run, spec, partial(launcher.make_launcher, submits=False), now=now)
 
     def build_comparison(
-        self, part: "Part", comparison: "Comparison", report: "CompareReport", *, at: float
+        self, run: "Run", comparison: "Comparison", report: "CompareReport", *, at: float
     ) -> "Document":
         from tula_cli.extras.report.comparison_document import build_document_of_comparison
 
-        return build_document_of_comparison(part, comparison, report, at=at)
+        return build_document_of_comparison(run, comparison, report, at=at)
 
     def render_text(self, document: "Document", form: "TextForm") -> str:
         from tula_cli.extras.report import formats

@@ -58,7 +58,7 @@ def report(
     _check_places(html, svg, csv)
     run = chosen.find(screen)
     looks = functools.partial(launcher.make_launcher, submits=False)
-    material = gather_material(run, run.spec(), looks, now=time.time())
+    material = gather_material(run, run.read_spec(), looks, now=time.time())
     for part in material.parts:
         warn_all(screen, part.now.warnings)
     document = service.build_document(material)

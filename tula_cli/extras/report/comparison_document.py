@@ -15,7 +15,7 @@ from tula_cli.extras.report.values import (
     find_paper_figures,
     make_mean_series,
 )
-from tula_cli.run.directory import Part
+from tula_cli.run.directory import Run
 from tula_cli.run.records.results import Comparison
 from tula_cli.run.secrets import without_secrets
 from tula_cli.services.comparison import accuracy
@@ -236,27 +236,27 @@ Environment = Mapping[str, Any]
 """A row of kind "environment" of a training's log: device, hardware, versions."""
 
 
-def build_document_of_comparison(part: Part, comparison: Comparison, report: CompareReport, *, at: float) -> Document:
+def build_document_of_comparison(run: Run, comparison: Comparison, report: CompareReport, *, at: float) -> Document:
     """Build the document of a comparison, including facts about the job, the seeds, the hardware and the software.
 
     Args:
-        part: the part of the run in which the comparison was trained.
+        run: the run in which the comparison was trained.
         comparison: trainings of the comparison.
         report: table of the comparison.
         at: time shown as the creation time of the document, in Unix seconds.
     """
-    curves = accuracy.read_training_curves(part.run, comparison)
-    document = build_comparison_document(report, curves, spec=part.spec, run_id=part.run.id, at=at)
-    environments = [row for cell in comparison.cells for row in _list_environments(part, cell.signature)]
-    facts = [*_list_job_facts(part.spec), *_seed_facts(comparison), *_list_machine_facts(environments, part.spec)]
+    curves = accuracy.read_training_curves(run, comparison)
+    document = build_comparison_document(report, curves, spec=run.spec, run_id=run.id, at=at)
+    environments = [row for cell in comparison.cells for row in _list_environments(run, cell.signature)]
+    facts = [*_list_job_facts(run.spec), *_seed_facts(comparison), *_list_machine_facts(environments, run.spec)]
     fact_names = {fact.name for fact in document.facts}
     return dataclasses.replace(
         document, facts=(*(fact for fact in facts if fact.name not in fact_names), *document.facts)
     )
 
 
-def _list_environments(part: Part, signature: str) -> Iterator[Environment]:
-    yield from part.run.training(signature).metrics("environment")
+def _list_environments(run: Run, signature: str) -> Iterator[Environment]:
+    yield from run.training(signature).metrics("environment")
 
 
 def _list_job_facts(spec: JobSpec) -> Iterator[Fact]:

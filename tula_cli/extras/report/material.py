@@ -10,8 +10,8 @@ from tula_cli.extras.report.values import Row, get_metric_value, is_placed
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.choice.objective import find_knee_batch
 from tula_cli.query import Query
-from tula_cli.run.directory import Part, RunDir
-from tula_cli.run.jobfile import list_parts_with_data
+from tula_cli.run.directory import Run, RunDir
+from tula_cli.run.jobfile import list_variants_with_data
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, Recommendation
@@ -32,17 +32,17 @@ MIN_RELATIVE_CHANGE = 0.005
 
 
 @dataclass(frozen=True)
-class PartMaterial:
-    """The records and status of one part of a run: one node type or one sequence length."""
+class RunMaterial:
+    """The records and status of one run: one node type or one sequence length."""
 
-    part: Part
+    run: Run
     look: Snapshot
     now: RunStatus
 
     @property
     def name(self) -> str:
         """Node type or sequence length of the part; empty if the job names neither."""
-        return self.part.name or ""
+        return self.run.name or ""
 
     @property
     def measured(self) -> list[Measured]:
@@ -65,20 +65,20 @@ class Material:
 
     run: RunDir
     spec: JobSpec
-    parts: tuple[PartMaterial, ...]
+    parts: tuple[RunMaterial, ...]
     kept: Recommendation | None
     answer: Answer | None
     unanswered: str
     at: float  # Unix time
 
     @property
-    def own_parts(self) -> list[PartMaterial]:
+    def own_runs(self) -> list[RunMaterial]:
         """The parts that can train: those at the job's own sequence length."""
-        return [part_material for part_material in self.parts if part_material.part.length is None]
+        return [run_material for run_material in self.parts if run_material.run.length is None]
 
     @property
     def measured(self) -> list[Measured]:
-        return [probe for part_material in self.own_parts for probe in part_material.measured]
+        return [probe for run_material in self.own_runs for probe in run_material.measured]
 
     @cached_property
     def choice(self) -> Prediction | None:
@@ -185,27 +185,27 @@ def gather_material(run: RunDir, spec: JobSpec, launcher_for: Callable[[JobSpec]
     Raises:
         TulaError: a record of the run cannot be read.
     """
-    parts = [
-        PartMaterial(
-            part, part.run.read(skip_damaged=True), status.run_status(part.run, launcher_for(part.spec), now=now)
+    variants = [
+        RunMaterial(
+            variant, variant.read(skip_damaged=True), status.run_status(variant, launcher_for(variant.spec), now=now)
         )
-        for part in list_parts_with_data(run, spec)
+        for variant in list_variants_with_data(run, spec)
     ]
     stored = run.recommendation()
-    answer, why = _recommend_now(run, spec, parts, stored, now=now)
-    return Material(run, spec, tuple(parts), stored, answer, why, now)
+    answer, why = _recommend_now(run, spec, variants, stored, now=now)
+    return Material(run, spec, tuple(variants), stored, answer, why, now)
 
 
 def _recommend_now(
-    run: RunDir, spec: JobSpec, parts: Sequence[PartMaterial], stored: Recommendation | None, *, now: float
+    run: RunDir, spec: JobSpec, parts: Sequence[RunMaterial], stored: Recommendation | None, *, now: float
 ) -> tuple[Answer | None, str]:
     """Recommend from the current probes by the stored objective, else by the knee; return the answer or the reason."""
     pending = {
-        part_material.part.type: sum(
-            job.total - job.done for job in part_material.now.jobs if job.kind == "probe" and job.state in ACTIVE
+        run_material.run.type: sum(
+            job.total - job.done for job in run_material.now.jobs if job.kind == "probe" and job.state in ACTIVE
         )
-        for part_material in parts
-        if part_material.part.length is None
+        for run_material in parts
+        if run_material.run.length is None
     }
     objective, curve = (stored.objective, stored.curve) if stored is not None else ("knee", "time")
     for objective_tried in (objective, "knee"):
@@ -232,7 +232,7 @@ class TrainingMaterial:
     If all trainings belong to the comparison, `count` is their number.
     """
 
-    part: PartMaterial
+    part: RunMaterial
     files: TrainingRun
     task: TrainTask
     count: int
@@ -282,16 +282,16 @@ class TrainingMaterial:
 
 def list_newest_trainings(material: Material) -> list[TrainingMaterial]:
     """Return the newest training of each part; one that belongs to a comparison only if there is no other."""
-    return [training for part_material in material.own_parts for training in _find_newest_training(part_material)]
+    return [training for run_material in material.own_runs for training in _find_newest_training(run_material)]
 
 
-def _find_newest_training(part_material: PartMaterial) -> Iterator[TrainingMaterial]:
-    comparison = part_material.part.run.comparison()
+def _find_newest_training(run_material: RunMaterial) -> Iterator[TrainingMaterial]:
+    comparison = run_material.run.comparison()
     compared = {cell.signature for cell in comparison.cells} if comparison is not None else set()
-    tasks = part_material.look.train_tasks
+    tasks = run_material.look.train_tasks
     own_tasks = [task for task in tasks if task.signature not in compared] or tasks
-    submitted = {job.id: job.submitted_at for job in part_material.look.jobs}
+    submitted = {job.id: job.submitted_at for job in run_material.look.jobs}
     newest = max(own_tasks, key=lambda task: (submitted.get(task.job, 0.0), task.attempt), default=None)
     if newest is not None:
         count = len({task.signature for task in own_tasks})
-        yield TrainingMaterial(part_material, part_material.look.training(newest.signature), newest, count)
+        yield TrainingMaterial(run_material, run_material.look.training(newest.signature), newest, count)

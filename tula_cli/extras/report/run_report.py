@@ -72,11 +72,9 @@ def build_document(material: Material) -> Document:
 def _describe_question(material: Material) -> str:
     """Return the question that the run answers, in one line."""
     spec, recommendation = material.spec, material.shown_recommendation
-    nodes = sorted({count for part_material in material.own_parts for count in part_material.part.spec.search.nodes})
+    nodes = sorted({count for run_material in material.own_runs for count in run_material.run.spec.search.nodes})
     counts = ", ".join(map(str, nodes)) if len(nodes) <= 8 else f"{nodes[0]} to {nodes[-1]}"
-    types = sorted(
-        {part_material.part.type for part_material in material.own_parts if part_material.part.type is not None}
-    )
+    types = sorted({run_material.run.type for run_material in material.own_runs if run_material.run.type is not None})
     of_types = f" of types {', '.join(types)}" if types else ""
     asked_at = "" if material.kept is None else f", {format_moment(material.kept.created_at)}"
     by = "" if recommendation is None else f" (objective {recommendation.criteria}{asked_at})"
@@ -118,9 +116,9 @@ def _describe_choice(choice: Prediction, currency: str) -> str:
 def _run_facts(material: Material) -> Iterator[Fact]:
     spec = material.spec
     yield from _list_job_facts(spec)
-    for part_material in material.own_parts:
-        prefix = f"{part_material.name}: " if part_material.name else ""
-        gpus, probes = part_material.part.spec.cluster.gpus_per_node, part_material.measured
+    for run_material in material.own_runs:
+        prefix = f"{run_material.name}: " if run_material.name else ""
+        gpus, probes = run_material.run.spec.cluster.gpus_per_node, run_material.measured
         yield Fact(f"{prefix}hardware", _describe_hardware(probes, gpus))
         if probes:
             yield Fact(f"{prefix}software", describe_software(probes[-1].environment.model_dump()))
@@ -132,7 +130,7 @@ def _run_facts(material: Material) -> Iterator[Fact]:
             yield Fact(
                 f"{prefix}measured", f"{format_moment(dates[0])}{until_text}, {format_count(len(probes), 'probe')}"
             )
-        yield Fact(f"{prefix}price", describe_price(part_material.part.spec.pricing))
+        yield Fact(f"{prefix}price", describe_price(run_material.run.spec.pricing))
     if (code := _make_code_fact(material)) is not None:
         yield code
     yield Fact("run", material.run.id)
@@ -168,7 +166,7 @@ def _describe_hardware(probes: Sequence[Measured], gpus_per_node: int) -> str:
 
 def _make_code_fact(material: Material) -> Fact | None:
     """Return the commit of the user's code; None if no code was recorded or it has no git commit."""
-    names = [task.code for part_material in material.own_parts for task in part_material.look.tasks if task.code]
+    names = [task.code for run_material in material.own_runs for task in run_material.look.tasks if task.code]
     snapshot = material.run.code(names[-1]) if names else None
     if snapshot is None or not snapshot.commit:
         return None

@@ -9,7 +9,7 @@ from tula_cli.errors import BadMeasurements
 from tula_cli.extras.report import comparison_document
 from tula_cli.extras.report.material import (
     Material,
-    PartMaterial,
+    RunMaterial,
     TrainingMaterial,
     describe_error,
     list_newest_trainings,
@@ -289,7 +289,7 @@ def build_studies_of_choice(material: Material) -> tuple[ScalingStudy, ScalingSt
     measurements, choice = material.choice_measurements, material.choice
     if measurements is None or choice is None:
         return None
-    spec = measurements.part.spec
+    spec = measurements.run.spec
     nodes, gpus = sorted({*spec.search.nodes, choice.nodes}), spec.cluster.gpus_per_node
     strong = material.forecast([Config(count, choice.batch) for count in nodes])
     weak = material.forecast([Config(count, choice.local_batch * count * gpus) for count in nodes])
@@ -642,22 +642,22 @@ HOW_TO_MEASURE = "Run tula profile."
 
 def build_measured_section(material: Material) -> Section:
     """Build the table of all probes, including failed ones."""
-    tables = [_build_probe_table(part_material) for part_material in material.parts if part_material.look.results]
+    tables = [_build_probe_table(run_material) for run_material in material.parts if run_material.look.results]
     if not tables:
         return Section(*MEASURED, missing=f"no probe has a result. {HOW_TO_MEASURE}")
     counts = f"{format_count(len(material.measured), 'probe')} measured"
     waiting = [
         job
-        for part_material in material.parts
-        for job in part_material.now.jobs
+        for run_material in material.parts
+        for job in run_material.now.jobs
         if job.kind == "probe" and job.done < job.total
     ]
     remaining_text = f", {sum(job.total - job.done for job in waiting)} still to come (tula profile)" * bool(waiting)
     return Section(*MEASURED, (f"{counts}{remaining_text}.",), tables=tuple(tables))
 
 
-def _build_probe_table(part_material: PartMaterial) -> Table:
-    probes = part_material.measured
+def _build_probe_table(run_material: RunMaterial) -> Table:
+    probes = run_material.measured
     to_size, size = choose_bytes_unit(probe.memory.peak for probe in probes)
     columns = (Column("nodes"), Column("batch"), Column("batch/GPU"), Column("step", "ms", digits=3), Column("low", "ms", digits=3),
                Column("high", "ms", digits=3), Column("compute", "ms", digits=3), Column("exposed comm", "ms", digits=3),
@@ -677,7 +677,7 @@ def _build_probe_table(part_material: PartMaterial) -> Table:
             len(probe.step_times),
         )
         rows.append((probe.nodes, probe.local_batch, (probe.nodes, probe.batch, probe.local_batch, *cells, "measured")))
-    for result in part_material.ended_otherwise:
+    for result in run_material.ended_otherwise:
         batch, outcome = result.nodes * result.gpus_per_node * result.local_batch, result.kind.replace("_", " ")
         why = "" if result.kind == "out_of_memory" else f": {get_first_line(result.message)}"
         assumed = ", as a smaller one was" if result.kind == "out_of_memory" and result.assumed else ""
@@ -688,7 +688,7 @@ def _build_probe_table(part_material: PartMaterial) -> Table:
         "Mean step times without the fastest and the slowest tenth; low and high: 90 % interval of the mean. Exposed"
         " communication does not overlap with computing; compute is the rest of the step; -: not measured."
     )
-    return Table(f"probes{f'_{part_material.name}' if part_material.name else ''}", f"Probes{f': {part_material.name}' if part_material.name else ''}", columns, ordered, caption)  # fmt: skip
+    return Table(f"probes{f'_{run_material.name}' if run_material.name else ''}", f"Probes{f': {run_material.name}' if run_material.name else ''}", columns, ordered, caption)  # fmt: skip
 
 
 def _compute_step_interval(probe: Measured) -> tuple[float | None, float | None]:
@@ -716,9 +716,7 @@ def build_parts_section(material: Material) -> Section:
     """Build the section that shows the parts of a step by configuration."""
     if not material.measured:
         return Section(*WHERE, missing=f"no step was measured. {HOW_TO_MEASURE}")
-    figures = [
-        figure for part_material in material.own_parts for figure in _build_parts_figure(material, part_material)
-    ]
+    figures = [figure for run_material in material.own_runs for figure in _build_parts_figure(material, run_material)]
     if not figures:
         return Section(*WHERE, missing=_NO_PARTS)
     return Section(*WHERE, figures=tuple(figures))
@@ -730,8 +728,8 @@ _NO_PARTS = (
 )
 
 
-def _build_parts_figure(material: Material, part_material: PartMaterial) -> Iterator[Figure]:
-    complete_probes = [probe for probe in part_material.measured if None not in _list_step_parts(probe)]
+def _build_parts_figure(material: Material, run_material: RunMaterial) -> Iterator[Figure]:
+    complete_probes = [probe for probe in run_material.measured if None not in _list_step_parts(probe)]
     if not complete_probes:
         return
     shown = _select_probes_shown(material, complete_probes)
@@ -740,8 +738,8 @@ def _build_parts_figure(material: Material, part_material: PartMaterial) -> Iter
     names = ("compute", "exposed communication", "data-loader wait")
     drawn_text = f" Of {len(complete_probes)} probes {len(shown)} are shown." * (len(shown) < len(complete_probes))
     yield Figure(
-        f"step_parts{f'_{part_material.name}' if part_material.name else ''}",
-        f"Step time by component{f': {part_material.name}' if part_material.name else ''}",
+        f"step_parts{f'_{run_material.name}' if run_material.name else ''}",
+        f"Step time by component{f': {run_material.name}' if run_material.name else ''}",
         f"Measured step time by nodes and batch per GPU.{drawn_text}",
         "nodes x batch per GPU",
         "time per step (ms)",
@@ -782,7 +780,7 @@ def build_memory_section(material: Material) -> Section:
             MEMORY_TITLE,
             missing=f"memory is unknown: {why}. tula check --memory estimates it before any probe",
         )
-    model = measurements.estimator.memory.for_ranks(choice.nodes * measurements.part.spec.cluster.gpus_per_node)
+    model = measurements.estimator.memory.for_ranks(choice.nodes * measurements.run.spec.cluster.gpus_per_node)
     sizes = _list_drawn_sizes(measurements, choice.nodes)
     probes = [result for result in measurements.results if isinstance(result, Measured)]
     if measurements.estimator.memory.sharded:  # another number of GPUs holds other shares
@@ -798,7 +796,7 @@ def build_memory_section(material: Material) -> Section:
 
 def _list_drawn_sizes(measurements: TypeMeasurements, nodes: int) -> list[int]:
     """Return the local batches to draw: those of the candidates on `nodes` nodes, and the measured ones."""
-    gpus = measurements.part.spec.cluster.gpus_per_node
+    gpus = measurements.run.spec.cluster.gpus_per_node
     sizes = {config.local_batch(gpus) for config in measurements.estimator.configurations([nodes])}
     return sorted({*sizes, *(local for _, local in measurements.estimator.probes)})
 
@@ -944,7 +942,7 @@ def _fit_figures(material: Material, type_measurements: TypeMeasurements) -> Ite
     """Yield measured step times on the choice's nodes, with the fits to all probes and to the partial search's."""
     choice, estimator = material.choice, type_measurements.estimator
     assert choice is not None  # of which `own` is
-    spec, gpus, nodes = type_measurements.part.spec, type_measurements.part.spec.cluster.gpus_per_node, choice.nodes
+    spec, gpus, nodes = type_measurements.run.spec, type_measurements.run.spec.cluster.gpus_per_node, choice.nodes
     probes = estimator.probes
     partial = {
         (n, local) for n, locals_ in STRATEGIES["partial"](group_probes_by_nodes(probes)).items() for local in locals_
@@ -982,7 +980,7 @@ def _fit_figures(material: Material, type_measurements: TypeMeasurements) -> Ite
 
 
 def _make_measured_series(type_measurements: TypeMeasurements, sizes: list[int], nodes: int) -> Series:
-    gpus, probes = type_measurements.part.spec.cluster.gpus_per_node, type_measurements.estimator.probes
+    gpus, probes = type_measurements.run.spec.cluster.gpus_per_node, type_measurements.estimator.probes
     xs = tuple(float(size * nodes * gpus) for size in sizes)
     ys = tuple(1000 * compute_trimmed_mean(probes[nodes, size].step_times) for size in sizes)
     return Series("measured", xs, ys, style="points", measured=(True,) * len(sizes))
@@ -1039,9 +1037,9 @@ def _describe_scale(noise: Noise) -> str:
 
 def _list_noise_rows(material: Material) -> list[dict[str, Any]]:
     """Return the noise rows of the first part with a training that has measured a positive noise scale."""
-    for part_material in material.own_parts:
-        if part_material.now.training is not None:
-            rows = part_material.look.training(part_material.now.training.signature).sampled_metrics()
+    for run_material in material.own_runs:
+        if run_material.now.training is not None:
+            rows = run_material.look.training(run_material.now.training.signature).sampled_metrics()
             noisy = [row for row in rows if row["kind"] == "noise"]
             if rows_with_scale := [row for row in noisy if (get_metric_value(row, "scale") or 0.0) > 0]:
                 return rows_with_scale
@@ -1498,22 +1496,22 @@ HOW_TO_COMPARE = "no comparison. tula compare trains the job with several method
 def build_comparison_sections_of_parts(material: Material) -> Iterator[Section]:
     """Yield the sections of each part's comparison, or a single empty one if nothing was compared."""
     compared_parts = [
-        (part_material, comparison)
-        for part_material in material.own_parts
-        if (comparison := part_material.part.run.comparison()) is not None
+        (run_material, comparison)
+        for run_material in material.own_runs
+        if (comparison := run_material.run.comparison()) is not None
     ]
     if not compared_parts:
         yield Section("comparison", "Methods and batches", missing=HOW_TO_COMPARE)
-    for part_material, comparison in compared_parts:
+    for run_material, comparison in compared_parts:
         report = accuracy.build_compare_report(
-            part_material.part.run, comparison, part_material.part.spec, jobs=part_material.now.jobs
+            run_material.run, comparison, run_material.run.spec, jobs=run_material.now.jobs
         )
         for section in comparison_document.build_comparison_sections(
-            report, accuracy.read_training_curves(part_material.part.run, comparison)
+            report, accuracy.read_training_curves(run_material.run, comparison)
         ):
-            name = f": {part_material.name}" if part_material.name else ""
+            name = f": {run_material.name}" if run_material.name else ""
             yield replace(
                 section,
-                key=f"{section.key}{f'_{part_material.name}' if part_material.name else ''}",
+                key=f"{section.key}{f'_{run_material.name}' if run_material.name else ''}",
                 title=f"{section.title}{name}",
             )

@@ -31,7 +31,7 @@ class Trackers:
     ) -> "Work[tuple[ExportResult, ...]]":
         from tula_cli.extras.trackers.export import export_run, list_requested_trackers, require_sent
 
-        trackers = list_requested_trackers(run.spec(), to, uri=uri, project=project)
+        trackers = list_requested_trackers(run.read_spec(), to, uri=uri, project=project)
         results = yield from export_run(run, trackers, follow=follow, every=every)
         require_sent(results)
         return results

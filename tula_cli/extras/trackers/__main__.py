@@ -27,7 +27,7 @@ def main(path: str, by: str, *how: str) -> int:
         signal.signal(number, signal.SIG_IGN)
     try:
         run = RunDir.open(Path(path))
-        trackers = list_requested_trackers(run.spec(), (), uri=None, project=None, by=by)
+        trackers = list_requested_trackers(run.read_spec(), (), uri=None, project=None, by=by)
         work = export_run(
             run,
             trackers,

@@ -22,14 +22,14 @@ class BackgroundExport:
     their cores.
 
     Args:
-        run: the run, or the part of it whose jobs are waited for.
+        run: the run whose jobs are waited for.
         jobs: ids of these jobs; None for trainings, of which some may not be submitted yet.
     """
 
     def __init__(self, run: RunDir, jobs: Sequence[str] | None) -> None:
         self.run = run
         self.process: subprocess.Popen[bytes] | None = None
-        self.later = not run.spec().cluster.backend.has_queue and not _has_training(run, jobs)
+        self.later = not run.read_spec().cluster.backend.has_queue and not _has_training(run, jobs)
         self.told = b""
         if not self.later:
             self._start()

@@ -15,9 +15,9 @@ from tula_cli.entry_points import find_extra
 from tula_cli.errors import Interruption, SpecError, TrackerError
 from tula_cli.extras.trackers.destination import Destination, resolve_destination
 from tula_cli.extras.trackers.tracker_sync import SentCounts, Session
-from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.files import write_atomic
-from tula_cli.run.jobfile import list_parts_with_data
+from tula_cli.run.jobfile import list_variants_with_data
 from tula_cli.services import status
 from tula_cli.services.document import Document, ReportPackage
 from tula_cli.services.events import Event, Note, WarningEvent, Work
@@ -30,26 +30,26 @@ from tula_cli.spec.sections import Export
 _TOLD_FROM = ("recommendation.json", "results/*.json", "train/*/result.json", "train/*/summary.json", "comparison.json")
 
 
-def write_report_files(part: Part, *, page: Callable[[Document], str] | None = None) -> tuple[Path, ...]:
+def write_report_files(run: Run, *, page: Callable[[Document], str] | None = None) -> tuple[Path, ...]:
     """Write the report if results of the run are newer than it, and return its files.
 
     There are none for a run without results, and without the optional package that builds reports.
 
     Args:
-        part: the run, or the part of it for one node type.
+        run: the run of one hardware.
         page: renders the HTML page; None for Markdown only.
 
     Raises:
         TulaError: a record of the run cannot be read, or the report cannot be written.
     """
-    folder = part.run.path / FOLDER
+    folder = run.path / FOLDER
     wanted = [folder / "report.md", *([folder / "report.html"] if page else [])]
-    newest = max(_list_source_times(part.run.path), default=None)
+    newest = max(_list_source_times(run.path), default=None)
     package: ReportPackage | None = find_extra("report")
     if newest is None or package is None:
         return ()
     if any(not path.is_file() or path.stat().st_mtime < newest for path in wanted):
-        document = package.build(part.run, part.spec, now=time.time())
+        document = package.build(run, run.spec, now=time.time())
         render_markdown = partial(package.render_text, form="markdown")
         for path, form in zip(wanted, (render_markdown, page), strict=False):
             if form is not None:
@@ -83,11 +83,11 @@ class _TrackerTarget:
     again: float = 0.0  # moment of the next look
     pause: float = 0.0
 
-    def look(self, active: Callable[[Part], bool]) -> Iterator[Event]:
+    def look(self, active: Callable[[Run], bool]) -> Iterator[Event]:
         """Send what is new; an error is reported only once."""
         try:
             for session in self.sessions:
-                seen_now = session.look(active=active(session.part))
+                seen_now = session.look(active=active(session.run))
                 self.counted = self.counted + seen_now
             self.problem, self.pause = "", self.every
         except TrackerError as error:
@@ -164,9 +164,9 @@ def export_run(
     *,
     follow: bool = False,
     every: float | None = None,
-    active: Callable[[Part], bool] | None = None,
+    active: Callable[[Run], bool] | None = None,
     stop: Callable[[], bool] = lambda: False,
-    reports: Callable[[Part], tuple[Path, ...]] = write_report_files,
+    reports: Callable[[Run], tuple[Path, ...]] = write_report_files,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Work[tuple[ExportResult, ...]]:
     """Send new values of a run and its parts to trackers.
@@ -176,9 +176,9 @@ def export_run(
         trackers: the trackers to send to.
         follow: continue while jobs of the run are queued or running.
         every: seconds between two polls; None for `POLL_INTERVAL`.
-        active: whether a job of a part is queued or running; None queries the scheduler.
+        active: whether a job of a run is queued or running; None queries the scheduler.
         stop: whether to send once more and stop.
-        reports: writes a report on a part and returns its files, which are sent if they have changed; called once no
+        reports: writes a report on a run and returns its files, which are sent if they have changed; called once no
             job is running.
         sleep: waits for some seconds.
 
@@ -186,10 +186,10 @@ def export_run(
         TulaError: the run cannot be read or written, or another process sends it to the same trackers.
         Interruption: Ctrl-C while following.
     """
-    spec = run.spec()
-    parts = list_parts_with_data(run, spec)
+    spec = run.read_spec()
+    variants = list_variants_with_data(run, spec)
     asks = active or _ask_seldom(get_status)
-    targets = [_open_target(run, spec, parts, tracker, every, reports) for tracker in trackers]
+    targets = [_open_target(run, spec, variants, tracker, every, reports) for tracker in trackers]
     with ExitStack() as stack:
         for target in targets:
             owners = [stack.enter_context(session.held()) for session in target.sessions]
@@ -201,7 +201,7 @@ def export_run(
         for target in busy:
             yield WarningEvent(target.problem)
         try:
-            yield from _follow_looks(targets, parts, asks, follow=follow, stop=stop, sleep=sleep)
+            yield from _follow_looks(targets, variants, asks, follow=follow, stop=stop, sleep=sleep)
         except KeyboardInterrupt:
             raise Interruption("interrupted; what was sent is written down, and the next export goes on") from None
         finally:
@@ -215,8 +215,8 @@ def _describe_other_process(place: Destination, owner: str) -> str:
 
 def _follow_looks(
     targets: Sequence[_TrackerTarget],
-    parts: Sequence[Part],
-    asks: Callable[[Part], bool],
+    runs: Sequence[Run],
+    asks: Callable[[Run], bool],
     *,
     follow: bool,
     stop: Callable[[], bool],
@@ -224,14 +224,14 @@ def _follow_looks(
 ) -> Iterator[Event]:
     began, last_word = time.monotonic(), float("-inf")
     while True:
-        last = stop() or not follow or not any(asks(part) for part in parts)
+        last = stop() or not follow or not any(asks(run) for run in runs)
         now = time.monotonic()
         for target in targets:
             if last or now >= target.again:
                 yield from target.look(asks)
                 target.again = now + target.pause
         if last:
-            yield from (WarningEvent(damage) for part in parts for damage in part.run.read().training_warnings)
+            yield from (WarningEvent(damage) for run in runs for damage in run.read().training_warnings)
             return
         if now - last_word >= words.compute_log_pause(now - began):
             last_word = now
@@ -264,38 +264,38 @@ def _describe_counts(targets: Sequence[_TrackerTarget]) -> str:
 def _open_target(
     run: RunDir,
     spec: JobSpec,
-    parts: Sequence[Part],
+    variants: Sequence[Run],
     export: Export,
     every: float | None,
-    reports: Callable[[Part], tuple[Path, ...]],
+    reports: Callable[[Run], tuple[Path, ...]],
 ) -> _TrackerTarget:
     place = resolve_destination(
         export.to, uri=export.uri, project=export.project, run=run.path.absolute(), job=spec.name
     )
-    sessions = [Session(part, _make_name(run, part), place, reports) for part in parts]
+    sessions = [Session(variant, _make_name(run, variant), place, reports) for variant in variants]
     return _TrackerTarget(place, sessions, every or POLL_INTERVAL, SentCounts())
 
 
-def _make_name(run: RunDir, part: Part) -> str:
-    return run.id if part.name is None else f"{run.id}-{part.name}"
+def _make_name(run: RunDir, variant: Run) -> str:
+    return run.id if variant.name is None else f"{run.id}-{variant.name}"
 
 
-def get_status(part: Part) -> bool:
-    """Return whether a job of a part is queued or running, as the scheduler reports it."""
-    own_launcher = launcher.make_launcher(part.spec, submits=False)
-    return status.run_status(part.run, own_launcher, now=time.time()).active()
+def get_status(run: Run) -> bool:
+    """Return whether a job of a run is queued or running, as the scheduler reports it."""
+    own_launcher = launcher.make_launcher(run.spec, submits=False)
+    return status.run_status(run, own_launcher, now=time.time()).active()
 
 
-def _ask_seldom(ask: Callable[[Part], bool]) -> Callable[[Part], bool]:
+def _ask_seldom(ask: Callable[[Run], bool]) -> Callable[[Run], bool]:
     """Return the same check, which queries the scheduler no more often than `tula status --watch`."""
     known: dict[Path, tuple[float, bool]] = {}
 
-    def asked_of(part: Part) -> bool:
-        at, answer = known.get(part.run.path, (float("-inf"), False))
-        pause = part.spec.cluster.backend.poll[0]
+    def asked_of(run: Run) -> bool:
+        at, answer = known.get(run.path, (float("-inf"), False))
+        pause = run.spec.cluster.backend.poll[0]
         if time.monotonic() - at >= pause:
-            at, answer = time.monotonic(), ask(part)
-            known[part.run.path] = at, answer
+            at, answer = time.monotonic(), ask(run)
+            known[run.path] = at, answer
         return answer
 
     return asked_of

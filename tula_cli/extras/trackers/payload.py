@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from tula_cli.extras.trackers.destination import Point, Scalar, State, TrackerRun, compute_digest
 from tula_cli.models.time.noise import compute_trimmed_mean
-from tula_cli.run.directory import Part
+from tula_cli.run.directory import Run
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Environment, Measured
 from tula_cli.run.records.recommendations import Prediction, Recommendation
@@ -103,11 +103,11 @@ def read_environment(row: Mapping[str, Any]) -> dict[str, Scalar]:
         return {}
 
 
-def make_run_payload(part: Part, look: Snapshot, name: str, *, active: bool, artifacts: tuple[Path, ...]) -> RunPayload:
+def make_run_payload(run: Run, look: Snapshot, name: str, *, active: bool, artifacts: tuple[Path, ...]) -> RunPayload:
     """Return the payload of a whole run: its settings, environment and recommendation.
 
     Args:
-        part: the run, or the part of it for one node type.
+        run: the run of one hardware.
         look: snapshot of the run.
         name: name of the run.
         active: whether a job of it is queued or running.
@@ -121,7 +121,7 @@ def make_run_payload(part: Part, look: Snapshot, name: str, *, active: bool, art
         TrackerRun("run", "run", name, min(moments, default=0.0)),
         "running" if active else "finished",
         max([*moments, *([answer.created_at] if answer else [])], default=0.0),
-        {**list_settings(part.spec), **list_environment(ran_on)},
+        {**list_settings(run.spec), **list_environment(ran_on)},
         _list_answer_words(answer),
         {"probes/measured": len(measured), "probes/in_all": len(results), **_list_answer_numbers(answer)},
         artifacts,

@@ -27,7 +27,7 @@ from tula_cli.extras.trackers.payload import (
     read_environment,
     with_steps,
 )
-from tula_cli.run.directory import Part
+from tula_cli.run.directory import Run
 from tula_cli.run.files import make_folder, write_error
 from tula_cli.run.lock import SubmissionLock
 from tula_cli.run.owner import require_own
@@ -57,17 +57,17 @@ class Session:
     """A run that is sent to a tracker, one update after another.
 
     Args:
-        part: the run, or the part of it for one node type.
+        run: the run of one hardware.
         name: name of the run at the tracker.
         destination: the tracker.
         reports: writes the report and returns its files, to send in addition to those of the run; called in updates
             while no job is running.
     """
 
-    part: Part
+    run: Run
     name: str
     destination: Destination
-    reports: Callable[[Part], tuple[Path, ...]] = lambda _: ()
+    reports: Callable[[Run], tuple[Path, ...]] = lambda _: ()
     _exporter: Exporter | None = None
     _open: dict[str, TrackedRun] = field(default_factory=dict)
     _sent: ExportRecord = field(init=False)
@@ -80,7 +80,7 @@ class Session:
 
     @property
     def record(self) -> Path:
-        return self.destination.record(self.part.run.path)
+        return self.destination.record(self.run.path)
 
     @property
     def runs(self) -> dict[str, RunExportRecord]:
@@ -98,7 +98,7 @@ class Session:
     @contextlib.contextmanager
     def held(self) -> Iterator[str]:
         """Lock the export of this run to the tracker; yield the owner if another process has the lock, else ""."""
-        require_own(self.part.run.path)
+        require_own(self.run.path)
         try:
             make_folder(self.record.parent)
         except OSError as error:
@@ -127,7 +127,7 @@ class Session:
             TulaError: the run cannot be read or written.
         """
         try:
-            return self._look(self.part.run.read(), active=active)
+            return self._look(self.run.read(), active=active)
         except TrackerError as error:
             self._open, self._exporter = {}, None  # what is open there may be of no use any more
             self._sent = self._sent.model_copy(update={"problem": error.message})
@@ -137,8 +137,8 @@ class Session:
     def _look(self, look: Snapshot, *, active: bool) -> SentCounts:
         files = tuple(path for name in FILES if (path := look.path / name).is_file())
         if not active:  # a report on what goes on would be another one at each look
-            files += self.reports(self.part)
-        whole = make_run_payload(self.part, look, self.name, active=active, artifacts=files)
+            files += self.reports(self.run)
+        whole = make_run_payload(self.run, look, self.name, active=active, artifacts=files)
         if self._exporter is None:
             self._exporter = self.destination.exporter()
         self._lock.heartbeat()

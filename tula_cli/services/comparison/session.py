@@ -8,7 +8,7 @@ from tula_cli import words
 from tula_cli.cluster.launcher import Launcher
 from tula_cli.errors import BadMeasurements, JobFailed, SpecError, require_list
 from tula_cli.options import ComparisonRequest
-from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.format import require_current_format
 from tula_cli.run.jobfile import save_job
 from tula_cli.run.records.results import Comparison, JobFile
@@ -19,7 +19,7 @@ from tula_cli.services.comparison.accuracy import CompareReport
 from tula_cli.services.events import ComparePlanned, ComparisonProgress, Note, WarningEvent, Work
 from tula_cli.services.site_charges import with_site_billing
 from tula_cli.services.tracking import export_while_waiting
-from tula_cli.services.train import choose_part_to_train as part_to_train
+from tula_cli.services.train import choose_variant_to_train
 from tula_cli.services.waiting import Dependencies, WaitPolicy, require_confirmed, warn_new_jobs
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.workload import get_workload
@@ -59,11 +59,11 @@ def complete_grid(request: ComparisonRequest, run: RunDir, spec: JobSpec, previo
 
 @dataclass(frozen=True)
 class PreparedComparison:
-    """A comparison before anything is submitted: the whole run, the part of it to train on, and the plan."""
+    """A comparison before anything is submitted: the job's run, that of the hardware to train on, and the plan."""
 
     run: RunDir
     spec: JobSpec
-    part: Part
+    variant: Run
     plan: ComparePlan
 
 
@@ -108,37 +108,37 @@ def prepare(
     """
     require_current_format(run.path)
     spec = with_site_billing(spec, run.path.parent)
-    part, _ = part_to_train(run, spec, node_type)
-    if part.type is not None:
-        yield Note(f"node type {part.type}")
-    previous = part.run.comparison()
-    grid = complete_grid(request, part.run, part.spec, previous)
+    variant, _ = choose_variant_to_train(run, spec, node_type)
+    if variant.type is not None:
+        yield Note(f"node type {variant.type}")
+    previous = variant.comparison()
+    grid = complete_grid(request, variant, variant.spec, previous)
     if request.methods is None and previous is None:
-        yield Note(compare.list_default_rows(part.spec, nodes=grid.nodes).words)
-    plan = compare.plan_comparison(part.run, part.spec, grid, inspect=dependencies.inspect, now=time.time())
+        yield Note(compare.list_default_rows(variant.spec, nodes=grid.nodes).words)
+    plan = compare.plan_comparison(variant, variant.spec, grid, inspect=dependencies.inspect, now=time.time())
     for text in plan.warnings:
         yield WarningEvent(text)
-    return PreparedComparison(run, spec, part, plan)
+    return PreparedComparison(run, spec, variant, plan)
 
 
-def load_comparison(run: RunDir, spec: JobSpec, *, node_type: str | None = None) -> tuple[Part, Comparison]:
+def load_comparison(run: RunDir, spec: JobSpec, *, node_type: str | None = None) -> tuple[Run, Comparison]:
     """Return the stored comparison of a run, and its part.
 
     Raises:
         BadMeasurements: there is no comparison.
     """
-    part, _ = part_to_train(run, spec, node_type)
-    comparison = part.run.comparison()
+    variant, _ = choose_variant_to_train(run, spec, node_type)
+    comparison = variant.comparison()
     if comparison is None:
-        raise BadMeasurements(f"nothing was compared in {part.run.id} yet", "tula compare job.yaml --batch N,M")
-    return part, comparison
+        raise BadMeasurements(f"nothing was compared in {variant.id} yet", "tula compare job.yaml --batch N,M")
+    return variant, comparison
 
 
-def read_comparison_result(part: Part, comparison: Comparison, launcher: Launcher) -> ComparisonResult:
+def read_comparison_result(run: Run, comparison: Comparison, launcher: Launcher) -> ComparisonResult:
     """Return the current table."""
-    run_status = status.run_status(part.run, launcher, now=time.time())
+    run_status = status.run_status(run, launcher, now=time.time())
     return ComparisonResult(
-        accuracy.build_compare_report(part.run, comparison, part.spec, jobs=run_status.jobs), run_status.active()
+        accuracy.build_compare_report(run, comparison, run.spec, jobs=run_status.jobs), run_status.active()
     )
 
 
@@ -160,20 +160,20 @@ def run_comparison(
         SchedulerError: the scheduler refused a training.
         JobFailed: the first trainings have all failed.
     """
-    plan, part = prepared.plan, prepared.part
-    launcher = dependencies.launcher_for(part.spec)
+    plan, run = prepared.plan, prepared.variant
+    launcher = dependencies.launcher_for(run.spec)
     if plan.missing:
-        _require_waiting(part.spec, wait_policy)
+        _require_waiting(run.spec, wait_policy)
         planned = ComparePlanned(plan)
         yield planned
         require_confirmed(dependencies.confirm, planned)
     else:
         yield Note("every training of this comparison is finished already")
-    save_job(prepared.run, prepared.spec, [part], file)
-    part.run.write_comparison(plan.comparison)
+    save_job(prepared.run, prepared.spec, [run], file)
+    run.write_comparison(plan.comparison)
     if plan.missing:
-        yield from _train_missing(part, plan, launcher, dependencies, wait_policy)
-    return read_comparison_result(part, plan.comparison, launcher)
+        yield from _train_missing(run, plan, launcher, dependencies, wait_policy)
+    return read_comparison_result(run, plan.comparison, launcher)
 
 
 def _require_waiting(spec: JobSpec, wait_policy: WaitPolicy) -> None:
@@ -190,19 +190,19 @@ def _require_waiting(spec: JobSpec, wait_policy: WaitPolicy) -> None:
 
 
 def _train_missing(
-    part: Part, plan: ComparePlan, launcher: Launcher, dependencies: Dependencies, wait_policy: WaitPolicy
+    variant: Run, plan: ComparePlan, launcher: Launcher, dependencies: Dependencies, wait_policy: WaitPolicy
 ) -> Work[None]:
     """Run the missing trainings: one after another on this machine, in parallel on a cluster."""
-    run = part.run
+    run = variant
     try:
-        if not part.spec.cluster.backend.has_queue:
+        if not variant.spec.cluster.backend.has_queue:
             one_by_one = trainings.train_cells_one_by_one(run, plan, launcher, inspect=dependencies.inspect)
             yield from export_while_waiting(run, None, map(ComparisonProgress, one_by_one))
             return
         tried: set[str] = set()
         while plan.missing:
             jobs = yield from _submit(run, plan, launcher, dependencies)
-            if not wait_policy.should_wait(part.spec):
+            if not wait_policy.should_wait(variant.spec):
                 if plan.standing.undecided:
                     yield Note("the same command starts the next round once these trainings have ended")
                 return
@@ -213,7 +213,7 @@ def _train_missing(
     except KeyboardInterrupt:
         hint = f"the same command attaches to it and goes on; tula cancel {words.make_relative_path(run.path)} ends it"
         message = "interrupted; what is trained stays, and what runs goes on"
-        raise wait_policy.interruption([(part, launcher)], hint=hint, message=message) from None
+        raise wait_policy.interruption([(variant, launcher)], hint=hint, message=message) from None
 
 
 def _submit(run: RunDir, plan: ComparePlan, launcher: Launcher, dependencies: Dependencies) -> Work[Sequence[str]]:

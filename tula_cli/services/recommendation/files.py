@@ -42,7 +42,7 @@ def make_training_command(run: RunDir, spec: JobSpec, choice: Prediction) -> str
     kind = f" --type {choice.type}" if spec.types else ""
     where = f"--run {shlex.quote(str(run.path.absolute()))}{kind}"
     train = f"tula train {where} --nodes {choice.nodes} --batch {choice.batch}"
-    tasks = (task for part in run.parts(spec) for task in part.run.tasks())
+    tasks = (task for variant in run.variants(spec) for task in variant.tasks())
     folder = next((task.workdir for task in tasks if isinstance(task, ProbeTask)), None)
     return train if folder is None else f"cd {shlex.quote(folder)} && {train}"
 
@@ -157,7 +157,7 @@ def _select_listed_configs(
 
     These are the probes and the listed configurations, and all candidates if there are few or `every` is set.
     """
-    gpus = measurements.part.spec.cluster.gpus_per_node
+    gpus = measurements.run.spec.cluster.gpus_per_node
     probes = {Config(result.nodes, result.local_batch * result.nodes * gpus): result for result in measurements.results}
     estimator = measurements.estimator
     configurations = {

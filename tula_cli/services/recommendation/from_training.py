@@ -12,7 +12,7 @@ from tula_cli.models.cost import compute_cost
 from tula_cli.models.estimator import Estimator
 from tula_cli.models.time.changes import compute_median_parts
 from tula_cli.models.time.pace import TrainingPace, scale_results_to_pace
-from tula_cli.run.directory import Part
+from tula_cli.run.directory import Run
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Continuation, Prediction
 from tula_cli.run.records.results import StepParts
@@ -29,41 +29,39 @@ MAX_ROWS = 60
 class UnfinishedTraining:
     """A training that has not ended, and its pace."""
 
-    part: Part
+    run: Run
     task: TrainTask
     pace: TrainingPace
     samples: int  # trained
     left: float  # share of the training that is still to come
 
 
-def find_unfinished_training(parts: Sequence[Part]) -> UnfinishedTraining:
-    """Return the unfinished training with the newest progress, over all parts of a job.
+def find_unfinished_training(runs: Sequence[Run]) -> UnfinishedTraining:
+    """Return the unfinished training with the newest progress, over all variants of a job.
 
     Raises:
         BadMeasurements: there is none, it has recorded too few steps since its step time changed, or the job has no
             probes.
         SpecError: it is a training by a script, which reports whole steps only.
     """
-    trainings = [
-        (rows[-1]["time"], part, task, rows) for part in parts for task, rows in _list_unfinished_trainings(part)
-    ]
+    trainings = [(rows[-1]["time"], run, task, rows) for run in runs for task, rows in _list_unfinished_trainings(run)]
     if not trainings:
         raise BadMeasurements("no training of this run is under way", "tula train starts one")
-    _, part, task, rows = max(trainings, key=lambda training: training[0])
+    _, run, task, rows = max(trainings, key=lambda training: training[0])
     if task.spec.script is not None:
         raise SpecError("a training by a script tells whole steps alone", "tula recommend without --from-training")
-    if not any(isinstance(result, Measured) for result in part.run.results()):
+    if not any(isinstance(result, Measured) for result in run.results()):
         raise BadMeasurements("nothing was measured for this job", "run tula profile first")
     samples = int(rows[-1]["samples"])
     remaining_share = max(0.0, 1 - float(rows[-1]["epoch"]) / task.spec.train.epochs_at_most)
-    return UnfinishedTraining(part, task, _measure_training_pace(task, rows), samples, remaining_share)
+    return UnfinishedTraining(run, task, _measure_training_pace(task, rows), samples, remaining_share)
 
 
-def _list_unfinished_trainings(part: Part) -> list[tuple[TrainTask, list[dict[str, Any]]]]:
+def _list_unfinished_trainings(run: Run) -> list[tuple[TrainTask, list[dict[str, Any]]]]:
     """Return the newest task of each training that has not ended, with its rows of progress."""
-    signatures = dict.fromkeys(task.signature for task in part.run.tasks() if isinstance(task, TrainTask))
+    signatures = dict.fromkeys(task.signature for task in run.tasks() if isinstance(task, TrainTask))
     trainings = []
-    for training in map(part.run.training, signatures):
+    for training in map(run.training, signatures):
         if training.result() is not None:
             continue
         task, rows = (
@@ -115,8 +113,8 @@ def scale_results_now(training: UnfinishedTraining) -> tuple[Results, tuple[Diag
     Raises:
         BadMeasurements, Infeasible: the probes cannot be fitted.
     """
-    results, gpus = training.part.run.results(), training.pace.gpus_per_node
-    steps = Estimator.fit(training.part.spec, results).steps
+    results, gpus = training.run.results(), training.pace.gpus_per_node
+    steps = Estimator.fit(training.run.spec, results).steps
     paced_results = scale_results_to_pace(
         results,
         training.pace,
@@ -135,11 +133,11 @@ def predict_continuation(training: UnfinishedTraining, choice: Prediction, candi
         candidates: all candidates, likewise; the training's configuration may no longer be among them.
     """
     task, remaining_share = training.task, training.left
-    here = candidates.select(type=training.part.type or "", nodes=task.nodes, batch=task.batch, market=choice.market)
+    here = candidates.select(type=training.run.type or "", nodes=task.nodes, batch=task.batch, market=choice.market)
     stay = here.prediction(0) if len(here) else None
     moves = (choice.nodes, choice.batch) != (task.nodes, task.batch)
     restart = choice.parts.rest / 3600 if choice.parts and moves else 0.0
-    spec = training.part.spec
+    spec = training.run.spec
     price = compute_cost(
         spec.pricing,
         hours=restart,

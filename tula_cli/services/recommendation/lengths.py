@@ -30,25 +30,25 @@ def predict_lengths(measurements: TypeMeasurements) -> tuple[tuple[SequenceLengt
     Returns:
         An empty tuple and an empty string if search.sequence has no other length.
     """
-    part = measurements.part
-    own_length = part.spec.length
-    other_parts = part.run.lengths(part.spec, part.type)
-    if own_length is None or not other_parts:
+    run = measurements.run
+    own_length = run.spec.length
+    other_runs = run.lengths()
+    if own_length is None or not other_runs:
         return (), ""
-    nodes = min(part.spec.search.nodes)
+    nodes = min(run.spec.search.nodes)
     forecasts: dict[int, Estimator] = {own_length: measurements.estimator}
     rows = [_predict_length(own_length, measurements.estimator, nodes=nodes, is_own_length=True)]
-    for other_part in other_parts:
-        assert other_part.length is not None
-        results = other_part.run.results()
+    for other_run in other_runs:
+        assert other_run.length is not None
+        results = other_run.results()
         try:
-            estimator = Estimator.fit(other_part.spec, results, attempts=other_part.run.attempts())
+            estimator = Estimator.fit(other_run.spec, results, attempts=other_run.attempts())
         except (BadMeasurements, Infeasible) as error:
-            rows.append(SequenceLength(length=other_part.length, own=False, nodes=nodes, note=error.message))
+            rows.append(SequenceLength(length=other_run.length, own=False, nodes=nodes, note=error.message))
         else:
-            forecasts[other_part.length] = estimator
+            forecasts[other_run.length] = estimator
             failed = " ".join(map(str, warn_failed_probes(results)))
-            rows.append(_predict_length(other_part.length, estimator, nodes=nodes, is_own_length=False, note=failed))
+            rows.append(_predict_length(other_run.length, estimator, nodes=nodes, is_own_length=False, note=failed))
     return tuple(sorted(rows, key=lambda row: row.length)), _describe_growth(forecasts, nodes)
 
 

@@ -25,7 +25,7 @@ from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.models.time.stretches import TrainingObservations
 from tula_cli.query import Objective, Query
 from tula_cli.run.code import find_measured_snapshot
-from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.probes import Failed, GradientStats, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, Recommendation, Stage, TrainedSteps
 from tula_cli.run.records.tasks import ProbeTask, TrainTask
@@ -52,7 +52,7 @@ class UnknownConfigurations:
 class TypeMeasurements:
     """The measurements of one node type, and the models fitted to them."""
 
-    part: Part
+    run: Run
     results: Results
     estimator: Estimator
     unknown: tuple[UnknownConfigurations, ...]
@@ -63,7 +63,7 @@ class TypeMeasurements:
     @property
     def type(self) -> str:
         """The node type as in records: empty if the job names none."""
-        return self.part.type or ""
+        return self.run.type or ""
 
     @property
     def prefix(self) -> str:
@@ -104,7 +104,7 @@ def get_measurements_of_type(all_measurements: Iterable[TypeMeasurements], type_
 
 
 def gather_measurements(
-    parts: Sequence[Part],
+    runs: Sequence[Run],
     query: Query,
     pending: Mapping[str | None, int],
     paced_results: Results | None = None,
@@ -112,51 +112,51 @@ def gather_measurements(
     """Return the measurements of each node type, and warnings about types that are left out.
 
     Args:
-        parts: parts of the job, one per node type.
+        runs: the run of each node type of the job.
         query: objective and limits of the user.
         pending: number of queued or running probes by node type.
-        paced_results: results scaled to the pace of a training, of the only part; no trainings are used in addition
+        paced_results: results scaled to the pace of a training, of the only run; no trainings are used in addition
             then. None for the results of the probes.
 
     Raises:
         Pending, BadMeasurements, Infeasible: no node type is left.
     """
     all_measurements, errors = [], []
-    results_of = {part.type: part.run.results() if paced_results is None else paced_results for part in parts}
+    results_of = {run.type: run.results() if paced_results is None else paced_results for run in runs}
     all_results = [result for results in results_of.values() for result in results]
-    noise = make_noise_path([part.run for part in parts], parts[0].spec, all_results)
+    noise = make_noise_path(runs, runs[0].spec, all_results)
     trainings, stage_objective = CachedTrainings(), choose_stage_objective(query.objective, query.curve)
-    for part in parts:
-        results, pending_here = results_of[part.type], pending.get(part.type, 0)
+    for run in runs:
+        results, pending_here = results_of[run.type], pending.get(run.type, 0)
         observations, sizes = TrainingObservations(), NO_OTHER_SIZES
         if paced_results is None:
-            observations, sizes = trainings(part), read_measurements_of_other_sizes(part, trainings)
+            observations, sizes = trainings(run), read_measurements_of_other_sizes(run.sizes, trainings)
         try:
             estimator = Estimator.fit(
-                part.spec,
+                run.spec,
                 results,
-                attempts=part.run.attempts(),
-                saves=part.run.newest_script_saves(),
+                attempts=run.attempts(),
+                saves=run.newest_script_saves(),
                 trained=observations.found,
                 other_sizes=sizes,
                 noise=noise,
-                queue=compute_median_queue_wait(part.run.jobs(), part.run.attempts()),
+                queue=compute_median_queue_wait(run.jobs(), run.attempts()),
                 stages_by=stage_objective,
             )
             unknown = _list_unknown_configurations(estimator, query)
             _require_enough(estimator, unknown, pending=pending_here)
         except (Pending, BadMeasurements, Infeasible) as error:
             is_early = pending_here and isinstance(error, TooFew | Infeasible)
-            errors.append((part, _make_pending_error(pending_here, error.message) if is_early else error))
+            errors.append((run, _make_pending_error(pending_here, error.message) if is_early else error))
         else:
             all_measurements.append(
-                TypeMeasurements(part, results, estimator, unknown, pending_here, observations.left_out, sizes)
+                TypeMeasurements(run, results, estimator, unknown, pending_here, observations.left_out, sizes)
             )
     if not all_measurements:
         raise next((error for _, error in errors if isinstance(error, Pending)), errors[0][1])
     return all_measurements, [
-        messages.node_type_left_out(node_type=part.type, problems=[f"{start_sentence(error.message)}."])
-        for part, error in errors
+        messages.node_type_left_out(node_type=run.type, problems=[f"{start_sentence(error.message)}."])
+        for run, error in errors
     ]
 
 
@@ -173,8 +173,8 @@ def find_gradient_noise_of_job(all_measurements: Sequence[TypeMeasurements], *, 
         result for measurements in all_measurements for result in measurements.results if isinstance(result, Measured)
     ]
     gradient_stats = [probe.gradients for probe in probes if probe.gradients is not None]
-    runs = [measurements.part.run for measurements in all_measurements]
-    noise = read_noise_from_trainings(runs, all_measurements[0].part.spec) or efficiency.estimate_noise_scale(
+    runs = [measurements.run for measurements in all_measurements]
+    noise = read_noise_from_trainings(runs, all_measurements[0].run.spec) or efficiency.estimate_noise_scale(
         gradient_stats
     )
     if noise is not None or not needed:
@@ -228,7 +228,7 @@ def require_energy(
 
 def describe_epochs(chosen: Prediction, measurements: TypeMeasurements, objective: Objective) -> str:
     """Describe the number of epochs that the times refer to."""
-    spec, same_progress = measurements.part.spec, chosen.same_progress
+    spec, same_progress = measurements.run.spec, chosen.same_progress
     length = describe_train_length(spec)
     if objective != "accuracy-time" or same_progress is None:
         return f"every time is for {length}, whatever the batch"
@@ -246,7 +246,7 @@ def describe_epochs(chosen: Prediction, measurements: TypeMeasurements, objectiv
 
 
 def describe_noise_basis(noise: Noise, measurements: TypeMeasurements) -> str:
-    spec = measurements.part.spec
+    spec = measurements.run.spec
     epochs = get_workload(spec).count_epochs(measurements.estimator.dataset_size)
     return efficiency.describe_noise(noise, epochs=epochs, reference=spec.train.reference_batch)
 
@@ -400,23 +400,21 @@ def _describe_why_not_counted(
 
 
 class CachedTrainings:
-    """Observations from the trainings of parts; each part is read once."""
+    """Observations from the trainings of runs; each run is read once."""
 
     def __init__(self) -> None:
         self._known: dict[Path, TrainingObservations] = {}
 
-    def __call__(self, part: Part) -> TrainingObservations:
-        if part.run.path not in self._known:
-            self._known[part.run.path] = list_observations_from_trainings(part.run, part.spec, part.run.results())
-        return self._known[part.run.path]
+    def __call__(self, run: Run) -> TrainingObservations:
+        if run.path not in self._known:
+            self._known[run.path] = list_observations_from_trainings(run, run.spec, run.results())
+        return self._known[run.path]
 
 
-def read_measurements_of_other_sizes(part: Part, trainings: CachedTrainings) -> OtherSizes:
-    """Return the measurements with other numbers of GPUs on the nodes of a part."""
-    probes = [
-        result for other_part in part.sizes for result in other_part.run.results() if isinstance(result, Measured)
-    ]
-    return OtherSizes(tuple(probes), tuple(steps for other_part in part.sizes for steps in trainings(other_part).found))
+def read_measurements_of_other_sizes(sizes: Sequence[Run], trainings: CachedTrainings) -> OtherSizes:
+    """Return the measurements with other numbers of GPUs on the same nodes, as of `Run.sizes`."""
+    probes = [result for run in sizes for result in run.results() if isinstance(result, Measured)]
+    return OtherSizes(tuple(probes), tuple(steps for run in sizes for steps in trainings(run).found))
 
 
 # --- Gradient noise

@@ -41,7 +41,7 @@ def list_measurement_warnings(measurements: TypeMeasurements) -> Iterator[Diagno
             configurations=sum(group.count for group in remaining),
             nodes=[count for group in remaining for count in group.nodes],
         )
-    snapshot = measurements.part.run.read()
+    snapshot = measurements.run.read()
     for attempt in snapshot.attempts:
         if attempt.disturbed_by:
             yield messages.probe_disturbed(task=attempt.task, trainings=attempt.disturbed_by)

@@ -129,7 +129,13 @@ def code(run: RunDir, files: dict[str, str], commit: str) -> None:
     )  # fmt: skip
     run.write_task(
         ProbeTask(
-            id="probe-n001", job="probe-n001", spec=run.spec(), workdir="/", nodes=1, local_batches=(64,), code=name
+            id="probe-n001",
+            job="probe-n001",
+            spec=run.read_spec(),
+            workdir="/",
+            nodes=1,
+            local_batches=(64,),
+            code=name,
         )
     )
 
@@ -172,16 +178,16 @@ def test_types_of_nodes_are_held_against_their_own(runs):
     one = runs("a", make.spec(**both))
     other = runs("b", make.spec(node_types={"large": both["node_types"]["large"], "tiny": {"pricing": {"price": 2}}}))
     for run, names in ((one, ("large", "small")), (other, ("large", "tiny"))):
-        for part in run.parts(run.spec()):
-            part.run.path.mkdir(parents=True, exist_ok=True)
-            part.run.save_job(part.spec)
-            add(part.run, hardware=f"GPU of {part.name}" if part.name != "large" or run is one else "another GPU")
-        assert {part.name for part in run.parts(run.spec())} == set(names)
+        for part in run.variants(run.read_spec()):
+            part.path.mkdir(parents=True, exist_ok=True)
+            part.save_job(part.spec)
+            add(part, hardware=f"GPU of {part.name}" if part.name != "large" or run is one else "another GPU")
+        assert {part.name for part in run.variants(run.read_spec())} == set(names)
     found = compare_runs(one, other)
     assert [(told.about, told.part) for told in found.environment] == [("hardware", "large")]
     assert found.only == (("small",), ("tiny",))
     for run, text in ((one, "a\n"), (other, "b\n")):
-        code(run.parts(run.spec(), "large")[0].run, {"train.py": text}, "")
+        code(run.variants(run.read_spec(), "large")[0], {"train.py": text}, "")
     assert [file.name for file in compare_runs(one, other).code.files] == ["train.py"]
     assert {row.part for row in found.steps.rows} == {"large"}
     assert "in A alone: node type small" in shown(found)

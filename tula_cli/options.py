@@ -86,6 +86,8 @@ def _describe_fields(options: Callable[..., object]) -> list[str]:
 # --- options of several commands
 
 ROOT = "tula-runs"
+OBSERVED = "tula-observed"
+"""Folder of the observations of `tula observe`."""
 Root = Annotated[
     str | Path, Option("Folder that contains the runs.", "--run-dir", metavar="FOLDER", type=Path, advanced=True)
 ]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from script_ranks import SCRIPTS, Ended, ScriptRanks
 
+import tula_cli
 from tula_cli.models.observed import MeasuredJob
 from tula_cli.run.observed import ObservedJob, list_observed_jobs
 from tula_cli.run.records.scripts import ShimPlan
@@ -154,3 +155,11 @@ def test_signals_reach_the_command_and_its_exit_code_the_shell(tmp_path: Path) -
     begun = time.monotonic()
     ended.communicate(timeout=60)
     assert ended.returncode == 128 + signal.SIGKILL and time.monotonic() - begun < 30
+
+
+def test_python_reads_the_observations(run: ScriptRanks, tmp_path: Path) -> None:
+    run("plain_ddp.py", "--samples", 640, "--epochs", 1, plan=make_plan(tmp_path), world=2)
+    (report,) = tula_cli.observed_jobs(tmp_path)
+    assert (report.script, report.batch) == ("plain_ddp", 16)
+    with pytest.raises(tula_cli.TulaError, match="no observed job is called other"):
+        tula_cli.observed_jobs(tmp_path, "other")

@@ -6,9 +6,8 @@ from typing import Annotated
 import typer
 
 from tula_cli.errors import BadMeasurements, SpecError
+from tula_cli.options import OBSERVED
 from tula_cli.show.screen import Screen
-
-OBSERVED = "tula-observed"
 
 
 def observe(

@@ -21,8 +21,10 @@ from tula_cli.errors import (
     require_number,
 )
 from tula_cli.models.choice.campaign import Campaign
+from tula_cli.models.observed import ObservedReport
 from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.options import (
+    OBSERVED,
     ROOT,
     CheckedNodes,
     ComparisonRequest,
@@ -68,6 +70,7 @@ from tula_cli.services.estimate import EstimateReport
 from tula_cli.services.evaluate import prepare_evaluation, run_evaluation
 from tula_cli.services.events import Event, Note, Planned, WarningEvent, Work, follow
 from tula_cli.services.nodes import ClusterCheck
+from tula_cli.services.observe import report_observed
 from tula_cli.services.resume_test import ResumeFinding, run_resume_test
 from tula_cli.services.status import RunStatus
 from tula_cli.services.tracking import ExportResult, load_trackers_package
@@ -973,6 +976,20 @@ def rehearse(arguments: RehearseArguments) -> ResumeFinding:
         file=call.file,
     )
     return follow(work, arguments.tell)
+
+
+def observed_jobs(root: str | Path = OBSERVED, name: str | None = None) -> list[ObservedReport]:
+    """Return what `tula observe` saw of jobs that ran anyway.
+
+    Args:
+        root: folder of the observations.
+        name: SCRIPT for all jobs of a script, SCRIPT/JOB for one; None for the newest job.
+
+    Raises:
+        SpecError: there is no such job.
+        BadMeasurements: the job has not been measured yet.
+    """
+    return report_observed(Path(root).expanduser(), name)
 
 
 def report(run: Target, *, root: str | Path = ROOT) -> Document:

@@ -175,9 +175,13 @@ def test_profile_recommend_train(cluster):
     assert recommended.code == 0
     assert re.match(r"\d nodes?, batch \d+: ", recommended.out)
     assert "(the newest)" in recommended.err
+    recommended_json = tula("recommend", "--objective", "time", "--json").json["data"]
     trained = tula("train")
     assert trained.code == 0
     assert "predicted" in trained.out
+    assert trained.out.rstrip().endswith("predicted -> measured.")
+    gain = tula("train", "--json").json["data"]["gain"]
+    assert gain["time"]["before"] == recommended_json["headline"]["baseline"]["hours"]
     assert cluster.launcher.submitted[2].startswith("train-")
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
+    from tula_cli.models.choice.baseline import Gain
     from tula_cli.run.records.recommendations import Prediction
     from tula_cli.run.records.results import EvaluationRecord, Summary
     from tula_cli.run.records.tasks import EvaluateTask, TrainTask
@@ -216,9 +217,13 @@ WHOLE = 0.95
 
 
 def render_summary(
-    summary: "Summary", *, weights: "Path | None" = None, charge: "SiteCharge | None" = None
+    summary: "Summary",
+    *,
+    weights: "Path | None" = None,
+    charge: "SiteCharge | None" = None,
+    gain: "Gain | None" = None,
 ) -> Iterator["RenderableType"]:
-    """Yield predicted and actual values, result metrics, and the path of the best weights."""
+    """Yield predicted and actual values, result metrics, the path of the best weights, and what was gained."""
     changed = "" if summary.batch == summary.start_batch else f" (started with {summary.start_batch})"
     at = f", {_describe_best_epoch(summary)} at epoch {summary.best_epoch}" * bool(
         summary.best_epoch
@@ -253,6 +258,8 @@ def render_summary(
     yield from (f"warning: {text}" for text in summary.warnings)
     if weights is not None:
         yield f"best weights: {make_relative_path(weights)}"
+    if gain is not None:
+        yield gain.text
 
 
 def _make_predicted_against_actual(summary: "Summary", charge: "SiteCharge | None") -> "Table":

@@ -13,6 +13,7 @@ from tula_cli.query import Query
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.recommendations import Accuracy, Headline, Prediction, Recommendation, RiskBasis
 from tula_cli.services.recommend import recommend
+from tula_cli.show.train import render_summary
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.resources import UNPRICED
 
@@ -228,5 +229,9 @@ def test_a_training_ends_with_what_it_gained(tmp_path: Path) -> None:
     gain = compute_gain(line, summary)
     assert gain is not None and gain.cost is not None and gain.time.ratio == pytest.approx(2) and gain.cost.within_noise
     assert "2.0x faster" in gain.text and "predicted -> measured" in gain.text
+    (*_, last) = render_summary(summary, gain=gain)
+    assert last == gain.text
     assert compute_gain(line, summary.model_copy(update={"ended": "after 3 epochs"})) is None
     assert compute_gain(None, summary) is None
+    same = summary.model_copy(update={"nodes": line.nodes, "start_batch": line.batch})
+    assert compute_gain(line, same) is None

@@ -303,10 +303,12 @@ class Gain:
 def compute_gain(headline: Headline | None, summary: Summary) -> Gain | None:
     """Compare a finished training with the baseline of its recommendation.
 
-    None if there is no forecast of the baseline, or if the training ended before its last epoch, because the forecast is
-    for all of them.
+    None if there is no forecast of the baseline, if it was trained itself, or if the training ended before its last
+    epoch, because the forecast is for all of them.
     """
     if headline is None or headline.baseline is None or summary.ended:
+        return None
+    if (summary.nodes, summary.start_batch) == (headline.nodes, headline.batch):
         return None
     baseline = headline.baseline
     time = _compare(baseline.hours, summary.actual_hours, _compute_log_deviation(baseline))

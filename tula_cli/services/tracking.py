@@ -100,5 +100,5 @@ def export_while_waiting(run: RunDir, jobs: Sequence[str] | None, waiting: Itera
 def describe_export_problems(run: RunDir) -> list[str]:
     """Return a message for each tracker to which the last export of a run failed."""
     folder = run.path / FOLDER
-    package = find_extra("trackers") if list_names(folder) else None
-    return [] if package is None else list(cast(TrackersPackage, package).describe_problems(folder))
+    package: TrackersPackage | None = find_extra("trackers") if list_names(folder) else None
+    return [] if package is None else package.describe_problems(folder)

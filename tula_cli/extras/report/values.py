@@ -5,9 +5,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeVar
 
-from tula_cli.entry_points import find_extra, load_extra
+from tula_cli.entry_points import find_extra
 from tula_cli.run.records.recommendations import CAVEATS, Prediction, get_caveat_kind
 from tula_cli.run.step_series import StepSeries
 from tula_cli.services.document import Annotation, Figure, Series
@@ -196,4 +196,5 @@ class PaperFigures(Protocol):
 
 def find_paper_figures() -> PaperFigures | None:
     """Return the optional package `figures`, or None if it is not installed."""
-    return None if find_extra("figures") is None else cast(PaperFigures, load_extra("figures"))
+    package: PaperFigures | None = find_extra("figures")
+    return package

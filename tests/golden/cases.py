@@ -162,6 +162,9 @@ CASES = (
     Case("recommend-not-measured", words="recommend trained.yaml --json"),
     Case("train-not-measured", words="train trained.yaml --dry-run --json"),
     Case("list-no-run", words="list --json"),
+    Case("observe-no-command", words="observe --json"),
+    Case("observe-no-job", words="observe --report --json"),
+    Case("observe-nothing-trained", words="observe --json -- python -c pass"),
     # --- probes that wait
     Case("status-pending", "pending", "status --json", slurm=True),
     Case("profile-pending", "pending", "profile queued.yaml --json --no-wait", slurm=True, slow=True),

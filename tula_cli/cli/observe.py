@@ -57,6 +57,7 @@ def observe(
         if service.is_reporting_process():
             _show_report(screen, folder.expanduser(), job, code)
         if code:
+            screen.finish()
             raise typer.Exit(code)
     else:
         raise SpecError("no command to observe", "put it behind --: tula observe -- python train.py --epochs 3")
@@ -77,7 +78,5 @@ def _show_report(screen: Screen, folder: Path, job: str, code: int) -> None:
         reports = []
     if screen.as_json:
         screen.answer({"exit_code": code, "jobs": reports}, ())
-        screen.finish()
-        return
-    if reports:
+    elif reports:
         screen.aside(["", *render_observations(reports)])

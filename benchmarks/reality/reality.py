@@ -304,7 +304,7 @@ def main() -> int:
         return 0
     out = options.out.absolute() / ("tiny" if options.tiny else "")
     jobs = options.jobs or list(DEFAULT_JOBS)
-    if any(map(on_links, jobs)) and (reason := _cluster_module().why_not()):
+    if any(map(on_links, jobs)) and (reason := _cluster_module().describe_why_no_cluster()):
         if options.jobs:
             sys.exit(f"no cluster can run here: {reason}")
         print(f"no jobs on links: {reason}", file=sys.stderr)

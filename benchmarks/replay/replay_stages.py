@@ -104,10 +104,10 @@ class Trainings:
             Config(nodes, batch)
             for batch in doubled
             for nodes in self.lines
-            if not self.why_unknown(Config(nodes, batch))
+            if not self.describe_why_unknown(Config(nodes, batch))
         ]
 
-    def why_unknown(self, config: Config) -> str:
+    def describe_why_unknown(self, config: Config) -> str:
         """Return why nothing tells the time of a configuration; empty where something does."""
         line = self.lines.get(config.nodes, [])
         local_batch, rest = divmod(config.batch, config.nodes * self.gpus)
@@ -117,7 +117,7 @@ class Trainings:
     def seconds(self, config: Config) -> float:
         """Return the step time at a configuration, measured where it was."""
         local_batch = max(1, config.batch // (config.nodes * self.gpus))
-        if self.why_unknown(config):
+        if self.describe_why_unknown(config):
             return float(self.model([Where(config.nodes, self.gpus, local_batch)])[0].seconds)
         sizes, times = zip(*self.lines[config.nodes], strict=True)
         return float(np.exp(np.interp(math.log(local_batch), np.log(sizes), np.log(times))))

@@ -97,9 +97,9 @@ def fake_slurm(folder: Path) -> Iterator[Site]:
 def slurm_cluster() -> Iterator[dict[str, str]]:
     """A real cluster of two nodes; the environment in which its commands are called."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "slurm"))
-    from cluster import SlurmCluster, why_not
+    from cluster import SlurmCluster, describe_why_no_cluster
 
-    if reason := why_not():
+    if reason := describe_why_no_cluster():
         (pytest.fail if os.environ.get("TULA_REQUIRE_SLURM") == "1" else pytest.skip)(
             f"no SLURM cluster here: {reason}"
         )

@@ -113,7 +113,9 @@ def one_by_one(found: Estimator, job: JobSpec, row: Prediction) -> tuple[float, 
 def test_what_fits_and_is_known_is_what_nothing_speaks_against(name: str) -> None:
     found = fitted(name)
     candidates = found.configurations([1, 2, 4, 8, 16, 64, 128, 256])
-    told = {config: (found.why_not(config), found.why_unknown(config)) for config in candidates}
+    told = {
+        config: (found.describe_why_infeasible(config), found.describe_why_unknown(config)) for config in candidates
+    }
     nodes = [1, 2, 4, 8, 16, 64, 128, 256]
     assert found.feasible(nodes) == [config for config, (why, _) in told.items() if not why]
     assert to_configs(*found.known_configurations(nodes)) == [config for config, whys in told.items() if not any(whys)]

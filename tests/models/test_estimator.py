@@ -97,7 +97,7 @@ def test_an_out_of_memory_masks_its_local_batch_and_larger_ones_everywhere(assum
     results = [*probe_all(Truth(capacity=None), {2: (16, 32, 64), 16: (2, 8)}), out_of_memory(2, 128, assumed=assumed)]
     forecast = Estimator.fit(spec(), results)
     assert max(row.local_batch for row in forecast.predictions()) == 64
-    assert "128 was out of memory" in forecast.why_not(Config(8, 8 * 256))
+    assert "128 was out of memory" in forecast.describe_why_infeasible(Config(8, 8 * 256))
     with pytest.raises(Infeasible, match="128 was out of memory"):
         forecast.predict(Config(4, 512))
 
@@ -106,7 +106,7 @@ def test_a_probe_that_ran_is_believed_over_an_out_of_memory_elsewhere() -> None:
     results = [*probe_all(Truth(), {2: (16, 32), 16: (2, 64)}), out_of_memory(2, 64)]
     forecast = Estimator.fit(spec(), results)
     assert forecast.predict(Config(16, 1024)).measured
-    assert forecast.why_not(Config(8, 512))
+    assert forecast.describe_why_infeasible(Config(8, 512))
 
 
 def test_memory_and_margin_mask_what_was_not_measured() -> None:
@@ -114,24 +114,24 @@ def test_memory_and_margin_mask_what_was_not_measured() -> None:
     for mib, largest in ((1100, 256), (1000, 128)):
         forecast = Estimator.fit(spec(), probe_all(Truth(capacity=mib * MIB), {2: (16, 32), 16: (2, 8)}))
         assert max(row.local_batch for row in forecast.predictions()) == largest, mib
-    assert "10%" in forecast.why_not(Config(2, 512))
+    assert "10%" in forecast.describe_why_infeasible(Config(2, 512))
 
 
 def test_an_inspection_tells_capacity_and_growth_where_the_probes_do_not() -> None:
     truth = Truth(capacity=None)
     results = [measured(truth, 2, 16), measured(truth, 4, 16)]
     open_ended = Estimator.fit(spec(), results)
-    assert open_ended.capacity is None and not open_ended.why_not(Config(2, 4096))
+    assert open_ended.capacity is None and not open_ended.describe_why_infeasible(Config(2, 4096))
     bounded = Estimator.fit(spec(), results, inspection=inspection(truth, capacity=1000 * MIB))
-    assert bounded.why_not(Config(2, 4096))
+    assert bounded.describe_why_infeasible(Config(2, 4096))
     assert Estimator.fit(spec(cluster={"memory_per_gpu": "1000MiB"}), results).capacity == 1000 * MIB
 
 
 def test_no_batch_is_larger_than_the_dataset_or_broken_among_the_gpus() -> None:
     forecast = Estimator.fit(spec(), probe_all(Truth(dataset_size=1000, gpus_per_node=1), SWEEP))
     assert max(row.batch for row in forecast.predictions()) == 512
-    assert "larger than the dataset" in forecast.why_not(Config(2, 1024))
-    assert "does not divide" in forecast.why_not(Config(3, 32))
+    assert "larger than the dataset" in forecast.describe_why_infeasible(Config(2, 1024))
+    assert "does not divide" in forecast.describe_why_infeasible(Config(3, 32))
 
 
 def test_out_of_memory_everywhere_is_infeasible() -> None:
@@ -179,7 +179,7 @@ def test_nodes_with_different_drivers_are_told() -> None:
 def test_one_number_of_nodes_leaves_the_others_out() -> None:
     forecast = Estimator.fit(spec(), probe_all(Truth(), {4: (8, 64, 256)}))
     assert {row.nodes for row in forecast.predictions()} == {4}
-    assert "one number of nodes" in forecast.why_unknown(Config(8, 512))
+    assert "one number of nodes" in forecast.describe_why_unknown(Config(8, 512))
 
 
 def test_one_probe_predicts_only_itself() -> None:

@@ -75,7 +75,7 @@ def missing() -> list[str]:
     ]
 
 
-def why_not() -> str | None:
+def describe_why_no_cluster() -> str | None:
     """Return why no cluster can live on this machine, or None where one can; takes some 50 ms."""
     if sys.platform != "linux":
         return "needs Linux"
@@ -363,7 +363,7 @@ def main() -> int | str:
     arguments = _arguments(sys.argv[1:])
     match arguments.command:
         case "check":
-            reason = why_not()
+            reason = describe_why_no_cluster()
             print(reason or "a cluster can live here")
             return 1 if reason else 0
         case "install":

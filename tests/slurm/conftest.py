@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cluster import SlurmCluster, why_not
+from cluster import SlurmCluster, describe_why_no_cluster
 from driver import Tula
 
 JOB = """
@@ -26,7 +26,7 @@ cluster: {kind: slurm, device: cpu, slurm: {minutes: 10, memory: 1500M}}
 @pytest.fixture(scope="session")
 def needs_slurm() -> None:
     """Skip where no cluster can live; fail instead where TULA_REQUIRE_SLURM=1 says that one has to."""
-    if reason := why_not():
+    if reason := describe_why_no_cluster():
         (pytest.fail if os.environ.get("TULA_REQUIRE_SLURM") == "1" else pytest.skip)(
             f"no SLURM cluster here: {reason}"
         )

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import ClusterError, SlurmCluster, missing, until, why_not
+from cluster import ClusterError, SlurmCluster, describe_why_no_cluster, missing, until
 from cluster_files import CGROUPS, LOGIN
 from cluster_keeper import namespace_of, processes_in
 
@@ -268,4 +268,4 @@ def test_what_is_missing_is_named(needs_slurm: None, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("cluster.SYSTEM_PATH", "")
     monkeypatch.setenv("PATH", "/nonexistent")
     assert "munge" in missing()
-    assert "apt-get install" in (why_not() or "")
+    assert "apt-get install" in (describe_why_no_cluster() or "")

@@ -228,14 +228,14 @@ class Estimator:
         return counts[~refused], batch[~refused]
 
     def _unknown_mask(self, nodes: Ints, batch: Ints) -> Flags:
-        """Return a mask of the configurations whose step time cannot be predicted (see `why_unknown`)."""
+        """Return a mask of the configurations whose step time cannot be predicted (see `describe_why_unknown`)."""
         gpus = self.spec.cluster.gpus_per_node
         local_batch = batch // (nodes * gpus)
         refused = self.steps.refused(nodes, gpus, local_batch)
         refused[list(self._probes_at(nodes, local_batch))] = False
         return refused
 
-    def why_not(self, config: Config) -> str:
+    def describe_why_infeasible(self, config: Config) -> str:
         """Return why a configuration cannot run; empty if it can.
 
         A probe that ran takes precedence over the models. A probe that was out of memory rules out its local batch and
@@ -247,15 +247,15 @@ class Estimator:
             return f"the batch is larger than the dataset ({self.dataset_size} training samples)"
         if config.batch < 1 or config.batch % (world * self.spec.train.accumulate):
             return f"the batch does not divide among {world} GPUs x {self.spec.train.accumulate} accumulation steps"
-        if why := self.stages.why_not(config):
+        if why := self.stages.describe_why_infeasible(config):
             return why
-        return self.too_large(config)
+        return self.describe_why_too_large(config)
 
-    def why_not_begun(self, config: Config) -> str:
+    def describe_why_not_startable(self, config: Config) -> str:
         """Return why a training cannot start at a configuration or with its stages; empty if it can."""
-        return self.why_not(config) or self.stages.why_not_begun(config)
+        return self.describe_why_infeasible(config) or self.stages.describe_why_not_startable(config)
 
-    def too_large(self, config: Config) -> str:
+    def describe_why_too_large(self, config: Config) -> str:
         """Return why a batch does not fit the GPUs' memory; empty if it does."""
         local_batch = config.local_batch(self.spec.cluster.gpus_per_node)
         if (config.nodes, local_batch) in self.probes:
@@ -268,7 +268,7 @@ class Estimator:
             return f"at most {largest} samples fit one GPU with {MEMORY_MARGIN:.0%} of its memory left free"
         return ""
 
-    def why_unknown(self, config: Config) -> str:
+    def describe_why_unknown(self, config: Config) -> str:
         """Return why the step time of a configuration cannot be predicted from the probes; empty if it can."""
         local_batch = config.local_batch(self.spec.cluster.gpus_per_node)
         if (config.nodes, local_batch) in self.probes:
@@ -282,11 +282,11 @@ class Estimator:
             Infeasible: it cannot run.
             BadMeasurements: its step time cannot be predicted from the probes.
         """
-        if why := self.why_not(config):
+        if why := self.describe_why_infeasible(config):
             raise Infeasible(
                 f"batch {config.batch} on {format_count(config.nodes)}: {why}", "tula recommend shows what fits"
             )
-        if why := self.why_unknown(config):
+        if why := self.describe_why_unknown(config):
             raise steptime.make_prediction_error(f"batch {config.batch} on {format_count(config.nodes)}", why)
         return self.estimate(*to_columns([config])).prediction(0)
 
@@ -325,7 +325,7 @@ class Estimator:
 
     def predict_if_known(self, config: Config, market: Market) -> Prediction | None:
         """Predict a configuration on a market; None if it cannot run there or its step time is unknown."""
-        if self.why_not(config) or self.why_unknown(config):
+        if self.describe_why_infeasible(config) or self.describe_why_unknown(config):
             return None
         return self._move_to_market(self.estimate(*to_columns([config])).prediction(0), market)
 
@@ -362,7 +362,9 @@ class Estimator:
         time is unknown, the parts are not equal, or the market has no such nodes.
         """
         gpus, smaller = self.spec.cluster.gpus_per_node, Config(config.nodes, config.batch // split)
-        if config.batch % (config.nodes * gpus * self.spec.train.accumulate * split) or self.why_unknown(smaller):
+        if config.batch % (config.nodes * gpus * self.spec.train.accumulate * split) or self.describe_why_unknown(
+            smaller
+        ):
             return None
         nodes, batch, size = to_columns([smaller])[0], to_columns([config])[1], smaller.local_batch(gpus)
         probes = self._probes_at(nodes, np.array([size]))
@@ -414,9 +416,9 @@ class Estimator:
             self.spec,
             self.dataset_size,
             predict_steps,
-            self.why_unknown,
+            self.describe_why_unknown,
             noise=self.noise,
-            too_large=self.too_large,
+            describe_why_too_large=self.describe_why_too_large,
             change=make_change_costs(self.overheads, self.spec.cluster.gpus_per_node, self.queue),
             by=self.stages_by,
         )

@@ -328,7 +328,7 @@ class JobArguments(Settings):
     def __post_init__(self) -> None:
         require_callable(on_event=self.on_event)
 
-    def tell(self, event: Event) -> None:
+    def report_event(self, event: Event) -> None:
         """Give an event to the caller's function, or else make a Python warning of what deserves one."""
         (self.on_event or warn_of_event)(event)
 
@@ -392,7 +392,7 @@ class Submission:
     call: Call
     dependencies: Dependencies
     wait_policy: WaitPolicy
-    tell: OnEvent
+    report_event: OnEvent
 
     @classmethod
     def from_arguments(
@@ -406,10 +406,10 @@ class Submission:
         require_number(timeout=timeout)
         require_callable(confirm=arguments.confirm)
         call = arguments.resolve(target)
-        inspect = make_inspector(call.run.path.parent, fresh=fresh, tell=arguments.tell)
+        inspect = make_inspector(call.run.path.parent, fresh=fresh, report_event=arguments.report_event)
         asks = _make_confirm(call.spec, arguments.confirm)
         dependencies = Dependencies(launcher.make_launcher, inspect, asks)
-        return cls(call, dependencies, WaitPolicy(arguments.wait, timeout), arguments.tell)
+        return cls(call, dependencies, WaitPolicy(arguments.wait, timeout), arguments.report_event)
 
 
 def load_job(job: Job, overrides: Sequence[str] = ()) -> JobSpec:
@@ -430,9 +430,9 @@ def load_job(job: Job, overrides: Sequence[str] = ()) -> JobSpec:
     return validate(content, source="the job")
 
 
-def make_inspector(root: str | Path, *, fresh: bool = False, tell: OnEvent | None = None) -> CachedInspection:
+def make_inspector(root: str | Path, *, fresh: bool = False, report_event: OnEvent | None = None) -> CachedInspection:
     """Return what inspects jobs, and remembers under `root` what it found."""
-    note = tell or warn_of_event
+    note = report_event or warn_of_event
     return CachedInspection(Path(root).absolute(), inspection.inspect, fresh=fresh, note=lambda text: note(Note(text)))
 
 
@@ -498,7 +498,7 @@ class CheckArguments(Settings):
 
 @with_arguments(CheckArguments)
 def check(arguments: CheckArguments) -> CheckResult:
-    """Check a job, and tell what it would search and cost.
+    """Check a job, and return what its search would measure and cost.
 
     Returns:
         A report for each type of node; `require_sound("my job")` raises where nothing can run.
@@ -680,7 +680,7 @@ def check_nodes(arguments: NodeCheckArguments) -> ClusterCheck:
         timeout=arguments.timeout,
         file=call.file,
     )
-    return follow(work, arguments.tell)
+    return follow(work, arguments.report_event)
 
 
 @dataclass(frozen=True)
@@ -723,7 +723,7 @@ def profile(arguments: ProfileArguments) -> Run:
         >>> run.results()[["nodes", "batch", "step_time_s"]]
     """
     submission = arguments.prepare()
-    follow(_run_profile_work(submission), submission.tell)
+    follow(_run_profile_work(submission), submission.report_event)
     return Run.of(submission.call.run)
 
 
@@ -788,9 +788,9 @@ def train(arguments: TrainArguments) -> Summary | None:
     work = training.prepare_training(call.run, call.spec, arguments, inspect)
     summary = follow(
         training.run_training(
-            follow(work, submission.tell), submission.dependencies, submission.wait_policy, file=call.file
+            follow(work, submission.report_event), submission.dependencies, submission.wait_policy, file=call.file
         ),
-        submission.tell,
+        submission.report_event,
     )
     return None if isinstance(summary, DetachedJobs) else summary
 
@@ -822,10 +822,11 @@ def compare(arguments: CompareArguments) -> CompareReport:
     call = submission.call
     ready = follow(
         session.prepare(call.run, call.spec, arguments, submission.dependencies, node_type=arguments.node_type),
-        submission.tell,
+        submission.report_event,
     )
     return follow(
-        session.run_comparison(ready, submission.dependencies, submission.wait_policy, file=call.file), submission.tell
+        session.run_comparison(ready, submission.dependencies, submission.wait_policy, file=call.file),
+        submission.report_event,
     ).report
 
 
@@ -889,7 +890,9 @@ def evaluate(arguments: EvaluateArguments) -> EvaluationRecord | None:
     """
     submission = Submission.from_arguments(arguments.run, arguments, timeout=arguments.timeout)
     prepared = prepare_evaluation(submission.call.run, submission.call.spec, arguments)
-    evaluation = follow(run_evaluation(prepared, submission.dependencies, submission.wait_policy), submission.tell)
+    evaluation = follow(
+        run_evaluation(prepared, submission.dependencies, submission.wait_policy), submission.report_event
+    )
     return None if isinstance(evaluation, DetachedJobs) else evaluation
 
 
@@ -975,7 +978,7 @@ def rehearse(arguments: RehearseArguments) -> ResumeFinding:
         fresh=arguments.fresh,
         file=call.file,
     )
-    return follow(work, arguments.tell)
+    return follow(work, arguments.report_event)
 
 
 def observed_jobs(root: str | Path = OBSERVED, name: str | None = None) -> list[ObservedReport]:

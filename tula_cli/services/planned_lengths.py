@@ -181,7 +181,11 @@ def predict_end(run: RunDir, task: TrainTask, *, code: str) -> ExpectedEnd | Non
     for signature in run.train_signatures():
         training = run.training(signature)
         newest = training.newest_task()
-        if signature == task.signature or newest is None or not _trains_alike(run, newest, task.spec, code):
+        if (
+            signature == task.signature
+            or newest is None
+            or not _differs_only_in_scale_and_seed(run, newest, task.spec, code)
+        ):
             continue
         epoch = _find_end_epoch(training, task.spec)
         if epoch is not None:
@@ -194,7 +198,8 @@ def predict_end(run: RunDir, task: TrainTask, *, code: str) -> ExpectedEnd | Non
     return ExpectedEnd(epoch, tuple(sorted(batches_by_epoch[batch])), batch, prediction)
 
 
-def _trains_alike(run: RunDir, earlier: TrainTask, spec: JobSpec, code: str) -> bool:
+def _differs_only_in_scale_and_seed(run: RunDir, earlier: TrainTask, spec: JobSpec, code: str) -> bool:
+    """Return whether a training runs the same code and settings, except seed, nodes, batch and early stopping."""
     snapshot = run.code(earlier.code)
     return (snapshot.digest if snapshot is not None else "") == code and _compute_job_signature(
         earlier.spec

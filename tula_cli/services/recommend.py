@@ -263,7 +263,7 @@ def _make_nothing_fits_error(estimator: Estimator, query: Query) -> Infeasible:
     """Return an error with the reason why the first candidate on the requested nodes cannot run, or is not known."""
     on = f" on {format_count(query.nodes)}" if query.nodes is not None else ""
     tried = estimator.configurations(query.node_counts)
-    whys = (estimator.why_not_begun(config) or estimator.why_unknown(config) for config in tried)
+    whys = (estimator.describe_why_not_startable(config) or estimator.describe_why_unknown(config) for config in tried)
     why = next(filter(None, whys), "no batch divides among its GPUs")
     hint = (
         "tula recommend without --nodes shows those that are" if on else "tula check tells what is searched, and where"

@@ -31,7 +31,7 @@ def training(folder: Path, **train: Any) -> tuple[RunDir, TrainTask]:
     return RunDir(folder / "run"), task
 
 
-def tell(run: RunDir, *norms: str) -> None:
+def write_norms(run: RunDir, *norms: str) -> None:
     folder = ScriptAttempt(run.path, "t-1", 1).path
     folder.mkdir(parents=True)
     for rank, norm in enumerate(norms):
@@ -50,7 +50,7 @@ def tell(run: RunDir, *norms: str) -> None:
 )
 def test_batch_norm_bounds_it(tmp_path: Path, norms: list[str], into: tuple[int, ...], normalised: int) -> None:
     run, task = training(tmp_path)
-    tell(run, *norms)
+    write_norms(run, *norms)
     found = ScriptTraining(run, task).possible_micro_batches()
     own, smaller = found.splits
     assert (own.batch, own.micro_batch, own.into) == (128, 64, into)
@@ -59,13 +59,13 @@ def test_batch_norm_bounds_it(tmp_path: Path, norms: list[str], into: tuple[int,
 
 def test_it_starts_from_the_accumulation_asked_for(tmp_path: Path) -> None:
     run, task = training(tmp_path, accumulate=2)
-    tell(run, "")
+    write_norms(run, "")
     own = ScriptTraining(run, task).possible_micro_batches().splits_of_batch(128)
     assert own is not None and (own.micro_batch, own.micro_batches, own.into) == (32, 2, (2, 4, 8, 16, 32))
 
 
 def test_the_small_batch_of_gradient_scaling_stays_whole(tmp_path: Path) -> None:
     run, task = training(tmp_path, method="ags")  # its small batch of 16 samples is one GPU's
-    tell(run, "")
+    write_norms(run, "")
     own = ScriptTraining(run, task).possible_micro_batches().splits_of_batch(128)
     assert own is not None and own.into == (2, 4) and own.limit == "AGS takes a small batch of 16 samples of it"

@@ -88,16 +88,16 @@ def test_spot_nodes_wait_for_the_stages_too() -> None:
 
 def test_a_stage_that_does_not_divide_rules_a_configuration_out() -> None:
     subject = forecast([{"epochs": 1, "batch": 40}])
-    assert subject.why_not(Config(2, 128)) == ""
-    assert "batch 40 does not divide by 16" in subject.why_not(Config(16, 128))
+    assert subject.describe_why_infeasible(Config(2, 128)) == ""
+    assert "batch 40 does not divide by 16" in subject.describe_why_infeasible(Config(16, 128))
     assert {row.nodes for row in subject.predictions() if row.batch > 40} == {2, 4, 8}
 
 
 def test_what_a_training_would_refuse_to_begin_at_is_not_offered_and_stays_to_fall_back_to() -> None:
     subject = forecast([{"epochs": 1, "batch": 64}], min_batch=16)
     assert min(row.batch for row in subject.predictions()) == 128
-    assert "batch 64 is not below the training's own, 64" in subject.why_not_begun(Config(2, 64))
-    assert subject.why_not(Config(2, 64)) == "" == subject.why_not_begun(Config(2, 128))
+    assert "batch 64 is not below the training's own, 64" in subject.describe_why_not_startable(Config(2, 64))
+    assert subject.describe_why_infeasible(Config(2, 64)) == "" == subject.describe_why_not_startable(Config(2, 128))
     assert [rung.batch for rung in subject.fallback_rungs(2, 256)] == [256, 128, 64, 32, 16]
 
 

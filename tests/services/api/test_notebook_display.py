@@ -65,6 +65,7 @@ def test_a_recommendation_is_a_table_with_the_choice_first(recommendation: Recom
     rows, choice = list_rows(html), recommendation.choice
     assert len(rows) == min(len(recommendation.rows), MAX_ROWS)
     assert rows[0][:3] == [str(choice.nodes), str(choice.batch), str(choice.local_batch)]
+    assert recommendation.headline is not None and escape(recommendation.headline.text) in html
     assert html.count("bold") == 1 and html.index("bold") < html.index("<td>")
     assert [row[:3] for row in rows].count(rows[0][:3]) == 1, "the choice is listed once"
     assert "<th>cost (USD)</th>" in html and re.search(r"<th>time \((s|min|h)\)</th>", html)

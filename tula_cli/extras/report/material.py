@@ -144,7 +144,7 @@ class Material:
         rows = [
             estimator.predict_if_known(configuration, choice.market)
             for configuration in places
-            if not estimator.why_not_begun(configuration)
+            if not estimator.describe_why_not_startable(configuration)
         ]
         return [row.model_copy(update={"type": measurements.type}) for row in rows if row is not None]
 

@@ -62,7 +62,9 @@ def predict_baseline(estimator: Estimator, noise: Noise | None, *, node_type: st
     try:
         prediction = estimator.predict(config).model_copy(update={"type": node_type})
     except (Infeasible, BadMeasurements):
-        return Baseline(config, None, estimator.why_not(config) or estimator.why_unknown(config))
+        return Baseline(
+            config, None, estimator.describe_why_infeasible(config) or estimator.describe_why_unknown(config)
+        )
     if noise is not None:
         epochs = get_workload(spec).count_epochs(estimator.dataset_size)
         table = Candidates.from_predictions([prediction])

@@ -55,14 +55,16 @@ class StageTimes:
     spec: JobSpec
     dataset_size: int
     predicted: Callable[[Sequence[Config]], Sequence[Estimate]]  # step times, all at once
-    why_unknown: Callable[[Config], str]  # why there is none; empty where there is
+    describe_why_unknown: Callable[[Config], str]  # why there is none; empty where there is
     noise: NoisePath | None = None  # of the gradients
-    too_large: Callable[[Config], str] = lambda _: ""  # why a batch does not fit the memory; empty where it does
+    describe_why_too_large: Callable[[Config], str] = lambda _: (
+        ""
+    )  # why a batch does not fit the memory; empty where it does
     change: Callable[[Config], Change] = lambda _: Change(0.0)  # what going on with other nodes takes
     by: Worth = "time"  # that the nodes of stages are chosen by
     _known: dict[Config, tuple[StageSteps, ...]] = field(default_factory=dict)
 
-    def why_not(self, config: Config) -> str:
+    def describe_why_infeasible(self, config: Config) -> str:
         """Return why a configuration cannot be trained with the stages that the job names; empty if it can."""
         if self.spec.train.stages is None:
             return ""
@@ -74,7 +76,7 @@ class StageTimes:
             return describe_error(error)
         return ""
 
-    def why_not_begun(self, config: Config) -> str:
+    def describe_why_not_startable(self, config: Config) -> str:
         """Return why a training cannot start at a configuration; empty if it can.
 
         A training may still reach such a configuration after an out-of-memory error.
@@ -106,7 +108,7 @@ class StageTimes:
             key=lambda option: (option.nodes, option.batch),
         )
         times = dict(zip(distinct_options, self.predicted(distinct_options), strict=True)) if distinct_options else {}
-        known_times = {option: time for option, time in times.items() if not self.why_unknown(option)}
+        known_times = {option: time for option, time in times.items() if not self.describe_why_unknown(option)}
         for config, ramp in ramps.items():
             times_of_options = [
                 {option.nodes: known_times.get(option) or times[config] for option in options}
@@ -126,12 +128,13 @@ class StageTimes:
         if batch == config.batch or self.spec.train.ramp_nodes == "same" or named_nodes is not None:
             return [named_nodes or config.nodes]
         counts = list_allowed_stage_nodes(self.spec, batch, nodes=config.nodes)
-        if config.nodes in counts and self.why_unknown(Config(config.nodes, batch)):
+        if config.nodes in counts and self.describe_why_unknown(Config(config.nodes, batch)):
             return [config.nodes]  # what other nodes would save is not known
         fitting = [
             count
             for count in counts
-            if count == config.nodes or not (self.why_unknown(at := Config(count, batch)) or self.too_large(at))
+            if count == config.nodes
+            or not (self.describe_why_unknown(at := Config(count, batch)) or self.describe_why_too_large(at))
         ]
         return fitting or counts[:1]
 
@@ -169,16 +172,18 @@ class StageTimes:
         )
 
     def fits_mask(self, nodes: Ints, batch: Ints) -> Flags:
-        """Return a mask, shape (n,), of the configurations for which `why_not` has no objection."""
+        """Return a mask, shape (n,), of the configurations for which `describe_why_infeasible` has no objection."""
         if not isinstance(self.spec.train.stages, list):
             return np.ones(len(nodes), dtype=bool)
-        return np.array([not self.why_not(config) for config in to_configs(nodes, batch)], dtype=bool)
+        return np.array([not self.describe_why_infeasible(config) for config in to_configs(nodes, batch)], dtype=bool)
 
     def can_begin_mask(self, nodes: Ints, batch: Ints) -> Flags:
-        """Return a mask, shape (n,), of the configurations for which `why_not_begun` has no objection."""
+        """Return a mask, shape (n,), of the configurations for which `describe_why_not_startable` has no objection."""
         if self.spec.train.stages in (None, "auto", "noise"):
             return np.ones(len(nodes), dtype=bool)
-        return np.array([not self.why_not_begun(config) for config in to_configs(nodes, batch)], dtype=bool)
+        return np.array(
+            [not self.describe_why_not_startable(config) for config in to_configs(nodes, batch)], dtype=bool
+        )
 
     def stages_column(self, nodes: Ints, batch: Ints) -> NDArray[np.object_]:
         """Return the stages of configurations, shape (n,), as returned by `stages_at`."""

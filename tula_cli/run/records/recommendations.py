@@ -550,7 +550,8 @@ class Recommendation(Record):
             "source",
         ]
         title = f"Chosen by {self.objective}: {self.summary}"
-        return render_html(title, columns, cells, notes=[self.reason, *self.warnings], bold_rows=1)
+        headline = [] if self.headline is None else [self.headline.text]
+        return render_html(title, columns, cells, notes=[*headline, self.reason, *self.warnings], bold_rows=1)
 
     @property
     def summary(self) -> str:

@@ -173,7 +173,10 @@ def _make_forecasts_of_configs(
 ) -> tuple[dict[Config, Prediction], dict[Config, Prediction], dict[Config, str]]:
     """Return the forecasts of configurations on demand and on spot nodes, and the reasons why others have none."""
     estimator = measurements.estimator
-    whys = {config: estimator.why_not_begun(config) or estimator.why_unknown(config) for config in configs}
+    whys = {
+        config: estimator.describe_why_not_startable(config) or estimator.describe_why_unknown(config)
+        for config in configs
+    }
     candidates = estimator.estimate(*to_columns([config for config, why in whys.items() if not why]))
     on_demand, on_spot = (
         {Config(row.nodes, row.batch): row for row in rows.predictions()}

@@ -300,7 +300,7 @@ def _list_unknown_configurations(estimator: Estimator, query: Query) -> tuple[Un
     nodes, batch = nodes[is_within_limits], batch[is_within_limits]
     groups: dict[str, UnknownConfigurations] = {}  # whatever the batch, there is one reason on a number of nodes
     for count, first_index, many in zip(*np.unique(nodes, return_index=True, return_counts=True), strict=True):
-        why = estimator.why_unknown(Config(int(count), int(batch[first_index])))
+        why = estimator.describe_why_unknown(Config(int(count), int(batch[first_index])))
         group = groups.get(why, UnknownConfigurations(why, 0, ()))
         groups[why] = UnknownConfigurations(why, group.count + int(many), (*group.nodes, int(count)))
     return tuple(groups.values())
@@ -348,7 +348,7 @@ def list_observations_from_trainings(
     left_out: list[str] = []
     for name in sorted(names):
         steps_here = [task for task in tasks if isinstance(task, TrainTask) and task.signature == name]
-        if not steps_here or not _trains_alike(
+        if not steps_here or not _runs_same_steps_as_probes(
             run, steps_here[-1], probed_job, code="" if snapshot is None else snapshot.digest
         ):
             continue
@@ -367,7 +367,7 @@ def list_observations_from_trainings(
     )
 
 
-def _trains_alike(run: RunDir, task: TrainTask, probed_job: JobSpec, *, code: str) -> bool:
+def _runs_same_steps_as_probes(run: RunDir, task: TrainTask, probed_job: JobSpec, *, code: str) -> bool:
     """Return whether a training runs the same steps as the probes."""
     method, train = task.spec.train.training_method, task.spec.train
     if method.tunes or method.probes_overestimate or ("gradient_norms" in train.diagnostics and not method.scales):

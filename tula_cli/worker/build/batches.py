@@ -120,7 +120,7 @@ def _make_sample_list_predicate(batch: Any, samples: int, *, own: bool) -> Calla
     It is false for the batch itself, because (input, target) would look like a list of two samples.
     """
 
-    def tell(node: Any) -> bool:
+    def is_list_of_samples(node: Any) -> bool:
         if node is batch or not _is_list(node) or hasattr(node, "_asdict") or len(node) != samples:
             return False
         inside = [leaf for leaf in list_tensors(node) if leaf.ndim]
@@ -134,7 +134,7 @@ def _make_sample_list_predicate(batch: Any, samples: int, *, own: bool) -> Calla
             )
         return own and any(len(leaf) != samples for leaf in inside)
 
-    return tell
+    return is_list_of_samples
 
 
 def _is_list(node: Any) -> bool:
@@ -422,7 +422,7 @@ def takes_batch(loss: Callable[..., Any]) -> bool:
     try:
         function = loss.forward if isinstance(loss, nn.Module) else loss
         names = [p.name for p in inspect.signature(function).parameters.values()]
-    except (TypeError, ValueError):  # it does not tell
+    except (TypeError, ValueError):  # it does not is_list_of_samples
         return False
     return len(names) > 1 and names[1] == "batch"
 

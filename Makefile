@@ -25,17 +25,19 @@ $(VENV)/.installed: pyproject.toml
 	touch $@ $(VENV)/.trainable
 
 $(VENV)/.trainable: pyproject.toml
+	@echo "This downloads 3.1 GB: torch with its CUDA libraries. Without a GPU, PyTorch's builds for CPUs are a tenth of it:"
+	@echo "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make quickstart"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet --editable '.[torch]'
+	$(BIN)/pip install --quiet --editable '.[torch,report]'
 	touch $@
 
-quickstart: $(VENV)/.trainable ## profile, recommend and train a small job on this machine (a few minutes)
+quickstart: $(VENV)/.trainable ## profile, recommend and train a small job on this machine (a few minutes), and write quickstart.html
 	$(BIN)/tula check configs/quickstart.yaml
 	$(BIN)/tula profile configs/quickstart.yaml --yes
-	$(BIN)/tula recommend --objective knee
+	$(BIN)/tula recommend
 	$(BIN)/tula train --yes
-	$(BIN)/tula status
+	$(BIN)/tula report --html quickstart.html
 
 test: install ## run all tests but those of `make proof`
 	$(BIN)/python -m compileall -q tula_cli # hundreds of processes import it, where PYTHONDONTWRITEBYTECODE is set too

@@ -46,14 +46,14 @@ class Command:
 
 
 PROFILE = Command(f"profile {JOB} --yes", until="    1    128")
-RECOMMEND = Command("recommend", until="3")
+RECOMMEND = Command("recommend", until=" P")
 TRAIN = Command("train --yes", until="  steps", is_trained=True)
 FROM_COMMAND = Command(
     'init --from-command "torchrun --nproc-per-node 4 train.py --batch-size 64 --lr 0.1 --epochs 90 --output-dir out"',
     is_recorded=False,
 )
 SESSIONS = {
-    "readme": (Command("recommend", until=" P"), Command("train --yes", until="time", is_trained=True)),
+    "readme": (Command("recommend", until="2  "), Command("train --yes", until="time", is_trained=True)),
     "profile": (PROFILE,),
     "recommend": (RECOMMEND,),
     "train": (TRAIN,),

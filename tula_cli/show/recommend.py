@@ -467,7 +467,7 @@ class _ColumnFormat:
         """Return the accuracy risk and how the step time is known."""
         accuracy = self.recommendation.accuracy
         risk = [self.risk_basis.assess(row.batch, accuracy).level] if self.risk_basis else []
-        return [*risk, _describe_basis(row)]
+        return [*risk, row.source]
 
 
 def make_details_table(recommendation: "Recommendation") -> "Table":
@@ -515,7 +515,7 @@ def make_lengths_table(recommendation: "Recommendation") -> "Table":
         if row is not None:
             cells = [
                 str(row.batch), format_number(1000 * row.step_time), format_size(row.peak_memory, byte), format_percent(row.headroom),
-                format_number(3600 * row.hours / divisor), format_number(row.cost), _describe_basis(row),
+                format_number(3600 * row.hours / divisor), format_number(row.cost), row.source,
             ]  # fmt: skip
         rate = "-" if row is None else format_number(length.tokens_per_second(row))
         largest = "-" if length.largest_batch is None else str(length.largest_batch)
@@ -550,12 +550,6 @@ def make_front_table(recommendation: "Recommendation") -> "Table":
             style="bold green" if mark == "*" else None,
         )
     return made
-
-
-def _describe_basis(row: "Prediction") -> str:
-    if row.trained:
-        return "training"
-    return "measured" if row.measured else "extrapolated" if row.further else "predicted"
 
 
 def _list_row_marks(recommendation: "Recommendation") -> dict[tuple[str, int, int], str]:

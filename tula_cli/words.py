@@ -3,7 +3,7 @@
 import math
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 
@@ -248,6 +248,28 @@ def shorten_pair(before: str, after: str, longest: int) -> tuple[str, str]:
         return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
     return shortened(before), shortened(after)
+
+
+_EXPECTED_VALUES: Mapping[str, str] = {
+    "Value error, ": "",
+    "Input should be": "must be",
+    "a valid integer, unable to parse string as an integer": "a whole number",
+    "a valid integer, got a number with a fractional part": "a whole number",
+    "a valid integer": "a whole number",
+    "a valid number, unable to parse string as a number": "a number",
+    "a valid number": "a number",
+    "a valid boolean, unable to interpret input": "true or false",
+    "a valid boolean": "true or false",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+}
+
+
+def describe_expected_value(message: str) -> str:
+    """Return pydantic's message about a value in plain words."""
+    for theirs, ours in _EXPECTED_VALUES.items():
+        message = message.replace(theirs, ours)
+    return message
 
 
 def get_first_line(text: str) -> str:

@@ -223,7 +223,7 @@ def test_a_changed_price_keeps_the_probes(cluster):
     assert tula("recommend", "--set", "pricing.price=1000").code == 0
     other = tula("recommend", "--set", "model.name=resnet34")
     assert other.code == 2
-    assert "was measured otherwise" in other.err
+    assert "was measured with other settings" in other.err
 
 
 @pytest.fixture
@@ -440,7 +440,7 @@ def test_130_on_ctrl_c_elsewhere(cluster, monkeypatch):
 def test_8_without_terminal_cap_and_yes(cluster):
     refused = tula("profile", "job.yaml", "--set", "search.max_node_hours=null")
     assert refused.code == 8
-    assert "no terminal to ask" in refused.err
+    assert "there is no terminal" in refused.err
     assert cluster.launcher.submitted == []
     assert tula("profile", "job.yaml", "--set", "search.max_node_hours=null", "-y").code == 0
 
@@ -1540,7 +1540,7 @@ def test_the_same_command_does_not_measure_a_type_again(two_types, here):
     assert [len(launcher.submitted) for launcher in two_types.launchers.values()] == [2, 2, 2]
     assert tula("recommend", "--set", "node_types.pair.pricing.price=99").code == 0
     changed = tula("recommend", "--set", "node_types.pair.cluster.gpus_per_node=3")
-    assert changed.code == 2 and "was measured otherwise" in changed.err
+    assert changed.code == 2 and "was measured with other settings" in changed.err
 
 
 def test_the_screens_tell_the_types_apart(two_types):
@@ -1667,7 +1667,7 @@ def test_pareto_shows_the_front_alone(cluster):
 def test_a_choice_by_energy_is_refused_where_no_probe_tells_it(cluster):
     tula("profile", "job.yaml")
     refused = tula("recommend", "--objective", "energy")
-    assert refused.code == 4 and "tells the energy of its steps" in refused.err and "Traceback" not in refused.err
+    assert refused.code == 4 and "measured the energy of its steps" in refused.err and "Traceback" not in refused.err
     assert {row["kwh"] for row in tula("recommend", "--json").json["data"]["rows"]} == {None}
 
 
@@ -1720,7 +1720,7 @@ def test_detached_one_call_is_one_round(cluster):
     words = ("profile", "job.yaml", "--no-wait", "--set", "search.strategy=adaptive", "--set", "search.nodes=[1,2,4]")
     assert tula(*words).code == 0
     first = len(newest().results())
-    assert "next: tula profile submits the next round" in tula("status").out
+    assert "next: run tula profile again; it submits the next round" in tula("status").out
     assert tula(*words).code == 0
     assert first == 4 <= len(newest().results())
 

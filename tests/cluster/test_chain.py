@@ -357,7 +357,7 @@ def test_an_out_of_memory_in_a_stage_goes_on_with_more_nodes_at_the_same_batch(c
     chain.start("11")
     newest = chain.newest()
     assert (newest.nodes, newest.batch, newest.splits) == (2, 64, 1)
-    assert newest.cause == "out of memory on 1 node, so it goes on with 2"
+    assert newest.cause == "out of memory on 1 node, so it continues with 2"
 
 
 def test_a_stage_whose_supervisor_was_killed_goes_on_in_the_next_link_of_that_stage(
@@ -758,7 +758,7 @@ def test_a_lost_rank_is_told_in_short_by_those_that_noticed(chain: Chain, tmp_pa
     attempt = make_runs.attempt("train-s-1", start=1.0)
     exited = failures.RankExit(exit_code=1, oom_kill=False, words="", rank=0)
     own = failures.find_failure_of_ranks(chain.run, chain.task, attempt, exited)
-    assert own.summary == "rank 1 lost its connection to another rank, which has not said why"
+    assert own.summary == "rank 1 lost its connection to another rank, which reported no error"
     exited = failures.RankExit(exit_code=-9, oom_kill=False, words="", rank=0)
     own = failures.find_failure_of_ranks(chain.run, chain.task, attempt, exited)
     assert (own.outcome, own.message) == ("signal", "its process was killed by SIGKILL"), (

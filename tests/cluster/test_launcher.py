@@ -458,7 +458,7 @@ def test_a_job_newer_than_the_shared_answer_is_not_taken_for_forgotten(slurm, ru
     later = submitted(run, training(run, hours=0.1)).model_copy(update={"submitted_at": 0.0})
     slurm.fault(sacct="disabled")
     told = SlurmLauncher().patient().states(run.read(), [later])[later.id]
-    assert (told.state, told.reason) == ("unknown", "squeue is asked again within a minute")
+    assert (told.state, told.reason) == ("unknown", "squeue is queried again within a minute")
 
 
 def test_a_planted_answer_is_not_taken(slurm, run, tmp_path, monkeypatch):

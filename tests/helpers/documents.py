@@ -125,7 +125,7 @@ def document() -> Document:
         Fact("hardware", "NVIDIA A100-SXM4-80GB; 8 GPUs a node"),
         Fact("run", "/lustre/project/abc123/somebody/with/a/very/long/path/tula-runs/resnet50-imagenet-e7dc068f"),
     )
-    missing = "no probe tells the energy of its steps: pip install 'tula-cli[nvml]' and tula profile again"
+    missing = "no probe measured the energy of its steps: pip install 'tula-cli[nvml]' and tula profile again"
     return Document(
         "resnet50-imagenet: what was measured and chosen",
         "How many nodes and which batch, for the least time at no more than 500 USD?",

@@ -77,7 +77,7 @@ def test_every_command_refuses_a_run_of_a_newer_format_and_leaves_it(run: RunDir
     error = json.loads(screen.out.getvalue())["error"]
     assert error["code"] == "format"
     assert (
-        "made by tula 9.1, is in format 3" in error["message"]
+        "made by tula 9.1, has format 3" in error["message"]
         and f"tula {__version__} reads format 1 to 2" in error["message"]
     )
     assert files(run) == before
@@ -210,7 +210,7 @@ def test_a_link_that_meets_a_newer_format_changes_nothing_and_the_chain_is_held(
     assert [job["reason"] for job in slurm.jobs()] == ["None", "JobHeldUser", "JobHeldUser"]
     told = capsys.readouterr().err
     assert f"scontrol release {chain[1]},{chain[2]}" in told
-    assert told.count("is in format 3") == 1
+    assert told.count("has format 3") == 1
     assert files(run) == before
 
 
@@ -241,7 +241,7 @@ def test_a_job_that_another_tula_runs_says_so(run: RunDir) -> None:
     assert notes() == ()
     run.write_attempt(make.attempt(name, number=2, start=make.START + 5, tula="0.2.0"))
     (told,) = notes()
-    assert told.startswith(f"{name} was submitted with tula 0.1.0, and goes on with tula 0.2.0")
+    assert told.startswith(f"{name} was submitted with tula 0.1.0, and continues with tula 0.2.0")
     run.write_job(make.job(name))  # of a tula that did not write it down
     assert notes() == ()
 

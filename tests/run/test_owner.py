@@ -111,9 +111,9 @@ def test_a_list_leaves_it_out_and_says_so_once(
 ) -> None:
     code, out, told = command("list", "--run-dir", str(shared), capture=capsys)
     assert code == 0 and theirs.id not in out
-    assert told.count("left out: a run of nobody, not open to you") == 1
+    assert told.count("not shown: a run of nobody, which you may not read") == 1
     code, _, told = command("status", "--run-dir", str(shared), capture=capsys)
-    assert code == 2 and "(left out: a run of nobody, not open to you)" in told
+    assert code == 2 and "(not shown: a run of nobody, which you may not read)" in told
 
 
 @pytest.mark.parametrize("arguments", [("status",), ("recommend", "--json"), ("recommend",), ("compare", "--show")])

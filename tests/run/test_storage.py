@@ -59,7 +59,7 @@ def test_a_file_system_that_is_really_full_is_told_and_has_room_for_an_ending(tm
     told = json.loads(ended.stdout)
     assert (told["empty"], told["full"]) == (0, errno.ENOSPC)
     assert told["total"] == 2**18 and told["missing"] == 2**20 - (2**18 - shortages.RESERVE_BYTES)
-    free = f"0.234 MiB of 0.250 MiB are free where {tmp_path} is"
+    free = f"0.234 MiB of 0.250 MiB are free on the disk of {tmp_path}"
     assert told["words"] == f"{free}, 1.00 MiB are needed, so 0.766 MiB are missing"
     assert (told["before"], told["after"]) == (False, 5000)
 
@@ -115,7 +115,7 @@ def test_what_a_process_said_tells_the_folder() -> None:
     said = "OSError: [Errno 28] No space left on device: '/dev/shm/x/model.pt'"
     assert shortages.parse_shortage(said, ()).folder == "/dev/shm/x"
     quota = shortages.parse_shortage("OSError: [Errno 122] Disk quota exceeded", [Path("/dev/shm")])
-    assert quota.quota and quota.description == "the quota is used up where /dev/shm is"
+    assert quota.quota and quota.description == "the disk quota for /dev/shm is used up"
 
 
 def test_a_file_system_without_files_left_is_told_so() -> None:

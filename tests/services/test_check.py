@@ -846,10 +846,10 @@ def test_gradients_of_one_gpu_cannot_be_scaled_in_a_script(nodes, gpus, method, 
 def test_what_an_interruption_of_a_script_costs_is_told(tmp_path):
     own = own_job("train.py -b {local_batch}")
     run = RunDir.create(tmp_path, own)
-    assert "it goes on from no checkpoint (no script.resume)" in check(own, run=run).interruption
+    assert "the script cannot resume (no script.resume)" in check(own, run=run).interruption
     assert check(spec(), online=False).interruption == ""
     text = "\n".join(str(part) for part in show_check.render_check(check(own, run=run), {}))
-    assert "checkpoints: it goes on from no checkpoint" in text
+    assert "checkpoints: the script cannot resume" in text
 
 
 def test_the_figures_of_an_adaptive_search_are_told_to_be_those_of_its_first_round(found):

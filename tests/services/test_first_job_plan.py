@@ -119,7 +119,7 @@ def test_the_first_job_and_the_probes_are_shown_and_asked_for_once(world: World)
     world.profile()
     assert world.first_jobs == 1, "start is resume"
     assert world.tried == tried, "what could not be built here is not tried again"
-    assert "built them on a node" in world.said[-1] and "--fresh" in world.said[-1]
+    assert "found by a job on a node" in world.said[-1] and "--fresh" in world.said[-1]
 
 
 def test_nothing_is_submitted_where_the_answer_is_no(world: World) -> None:

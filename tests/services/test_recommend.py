@@ -349,7 +349,7 @@ def test_without_a_counter_nothing_has_energy_and_nothing_is_chosen_by_it(run: R
     assert {(row.energy, row.kwh, row.kwh_low, row.kwh_high) for row in answer.rows} == {(None,) * 4}
     assert answer.power == ""
     assert pd.read_csv(run.path / "results.csv").energy_kwh.isna().all()
-    with pytest.raises(BadMeasurements, match=r"no probe \(9 measured\) tells the energy of its steps") as raised:
+    with pytest.raises(BadMeasurements, match=r"no probe \(9 measured\) measured the energy of its steps") as raised:
         ask(run, "energy")
     assert "tula-cli[nvml]" in raised.value.hint
     with pytest.raises(Pending, match="no probe"):
@@ -642,7 +642,7 @@ def test_a_deadline_and_a_budget_hold_for_the_same_progress(noisy: RunDir) -> No
 
 
 def test_without_gradient_statistics_there_is_no_time_to_accuracy(run: RunDir) -> None:
-    with pytest.raises(BadMeasurements, match=r"no probe .* tells the gradient noise") as caught:
+    with pytest.raises(BadMeasurements, match=r"no probe .* measured the gradient noise") as caught:
         ask(run, "accuracy-time")
     assert caught.value.exit_code == 4 and "two or more GPUs" in caught.value.hint
     with pytest.raises(Pending, match="gradient noise"):
@@ -717,7 +717,7 @@ def test_the_cost_of_an_interruption_of_a_script_is_told(tmp_path: Path) -> None
     job = validate({**content, "search": {"nodes": [2, 4], "max_batch": 4096}}, source="test")
     run = run_with(tmp_path, [of_a_script(probe) for probe in probe_all(Truth(noise=0.01), SWEEP)], job=job)
     found = ask(run)
-    assert found.interruption.startswith("how often it saves is not known until it trains")
+    assert found.interruption.startswith("the checkpoint interval is unknown until the script trains")
     assert values(warnings_of(run), "no-spot-saves-unknown") == {"nodes": found.choice.nodes}
     save = Save(saved_at=5.0, batch=64, steps=100, samples=6400, seconds=None)
     run.training("old").write_script_saves(ScriptSaves(saves=(save.model_copy(update={"saved_at": 1.0, "steps": 7}),)))

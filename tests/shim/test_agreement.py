@@ -101,4 +101,4 @@ def test_requests_are_off_where_ranks_cannot_agree(monkeypatch: pytest.MonkeyPat
     pulse = Asked(read_plan(str(tmp_path / "plan.json")))
     requests = Requests(pulse.plan)
     assert [requests.look(step, pulse, 2) for step in (1, 2)] == ["", ""]
-    assert "cannot be asked for" in requests.note
+    assert "cannot be requested" in requests.note

@@ -79,7 +79,7 @@ def test_ranks_that_reduce_by_themselves_train_not_a_step_more(run: ScriptRanks,
     [
         (("--accumulate", 2, "--sync-each"), "reduces its gradients 2 times a step"),
         (("--within", "--own-reduction"), "no gradient came through its DistributedDataParallel"),
-        (("--compressed",), "hook of its own on its DistributedDataParallel (fp16_compress_hook)"),
+        (("--compressed",), "own communication hook (fp16_compress_hook) on DistributedDataParallel"),
     ],
     ids=["reduced-twice", "within", "compressed"],
 )

@@ -230,7 +230,7 @@ def test_gradients_of_adam_are_refused(around: Callable[..., AgsSteps]) -> None:
 
 
 def test_no_optimizer_of_torch_is_refused(around: Callable[..., AgsSteps]) -> None:
-    with pytest.raises(CannotScaleError, match=r"builtins.object is no optimizer of torch"):
+    with pytest.raises(CannotScaleError, match=r"builtins.object is not a torch optimizer"):
         around().declare(object(), nn.Linear(1, 1))
 
 

@@ -69,4 +69,4 @@ def test_parameters_that_are_sharded_give_totals(run: ScriptRanks, tmp_path: Pat
     for rank in ranks:
         assert (rank.parameters, rank.split, len(rank.timed)) == (elements, None, 5)
         assert rank.bytes == {"parameters": 2 * elements, "gradients": 2 * elements, "optimizer": 4 * elements + 2 * 4}
-        assert "there is no DistributedDataParallel" in rank.notes[0]
+        assert "does not use DistributedDataParallel" in rank.notes[0]

@@ -569,7 +569,7 @@ def test_the_status_shows_what_tuning_has_come_to(run):
 def test_the_summary_names_the_winner_and_what_it_took():
     found = make.tuning([make.branch("lbt"), make.branch("x2", top1=61.5)], chosen="x2")
     text = printed(show_train.render_summary(make.summary(tuning=found)))
-    assert "tuned: x2, 1280 samples in 2 branches beside the training" in text
+    assert "tuned: x2, 1280 samples in 2 branches in addition to the training" in text
     assert re.search(r"x2 .*61\.50 .*chosen", text)
 
 
@@ -666,7 +666,7 @@ def test_a_script_is_shown_by_its_name_and_as_long_as_it_is(tmp_path, length, pl
     )  # fmt: skip
     text = printed(show_train.render_train_plan(plan))
     assert planned in text and "checkpoints: saves each epoch\n" in text
-    assert "resume is rehearsed, on 1 node for at most 20 min (--no-rehearse" in text
+    assert "a test of at most 20 min on 1 node checks that the script can resume (--no-rehearse" in text
     assert now in show_status.describe_training(snapshot(own).training)
     assert re.search(r"finetune\.py +- +0", printed(show_status.render_runs(run_list.list_runs(tmp_path), width=120)))
 
@@ -677,7 +677,7 @@ def test_the_plan_of_a_finished_training_says_so_and_promises_nothing(run):
         task=run.tasks()[0], prediction=make.prediction(2, 128), source="as given", resumes=128, finished=True
     )
     text = printed(show_train.render_train_plan(plan, links=(2, 2, 2), scripts=["#!/bin/bash"]))
-    assert "finished already" in text
+    assert "already finished" in text
     assert not [word for word in ("goes on from", "node-h", "chain", "#!/bin/bash") if word in text]
 
 
@@ -811,7 +811,7 @@ def test_the_summary_tells_the_energy_that_was_counted_and_of_how_much_of_the_ti
     text = printed(show_train.render_summary(make.summary(predicted_kwh=1.1, actual_kwh=1.0, counted=0.98)))
     assert re.search(r"energy \(kWh\) +1.10 +1.00 +\+10.0", text) and "counted over" not in text
     text = printed(show_train.render_summary(make.summary(predicted_kwh=1.1, actual_kwh=0.4, counted=0.5)))
-    assert re.search(r"energy \(kWh\) +1.10 +0.400 +-\n", text) and "was counted over 50.0 % of the time" in text
+    assert re.search(r"energy \(kWh\) +1.10 +0.400 +-\n", text) and "was counted during 50.0 % of the time" in text
     text = printed(show_train.render_summary(make.summary(predicted_kwh=1.1)))
     assert re.search(r"energy \(kWh\) +1.10 +- +-\n", text) and "counted over" not in text
     assert "energy" not in printed(show_train.render_summary(make.summary()))
@@ -891,7 +891,7 @@ def test_what_probes_of_a_script_do_not_tell_is_told_once(run):
 
 def test_samples_that_were_trained_again_are_told():
     text = printed(show_train.render_summary(make.summary(lost=(480, 0, 960))))
-    assert "was trained again: 1440 samples in all, at each end 480, 0, 960" in text
+    assert "samples trained again after interruptions: 1440 samples in all, at each end 480, 0, 960" in text
     assert "trained again" not in printed(show_train.render_summary(make.summary(lost=())))
 
 

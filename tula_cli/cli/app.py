@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import signal
 import sys
 import warnings
@@ -21,6 +22,7 @@ from tula_cli.run.disk_space import FULL_DISK_ERRNOS
 from tula_cli.show.screen import Screen, replace_missing_letters
 from tula_cli.spec.old_keys import OldKeyWarning
 from tula_cli.version import __version__
+from tula_cli.words import describe_expected_value
 
 WORKFLOW = "Workflow"
 MORE = "More commands"
@@ -263,7 +265,7 @@ def _convert_usage_error(error: Any, arguments: Sequence[str]) -> SpecError:
     path = context.command_path if context is not None else "tula"
     if path == "tula" and arguments and arguments[0] in known:
         path = f"tula {arguments[0]}"  # an option without its value is reported without a context
-    message = error.format_message().replace("Value error, ", "")  # pydantic's, which checks typer's literals
+    message = describe_expected_value(error.format_message())
     option = getattr(error, "option_name", None)
     if path == "tula" and option in _SHARED:
         return SpecError(f"{option} comes after the command", f"for example tula status {option}")
@@ -275,7 +277,24 @@ def _convert_usage_error(error: Any, arguments: Sequence[str]) -> SpecError:
     for (command, name, value), hint in REMOVED_VALUES.items():
         if command == path and name in names and {value, f"{name}={value}"} & set(arguments):
             return SpecError(f"{path} {name} has no value {value} any more", hint)
+    if option is not None and message.startswith("No such option"):
+        nearest = " or ".join(getattr(error, "possibilities", None) or ())
+        message, help_hint = f"{path} has no option {option}", f"{path} --help lists its options"
+        return SpecError(message, f"did you mean {nearest}?" if nearest else help_hint)
+    if match := re.fullmatch(r"Got unexpected extra arguments? ?(?:\(s\))? \((.*)\)", message):
+        return _make_extra_argument_error(match[1], arguments, path)
+    if match := re.fullmatch(r"Invalid value for '([^']*)': (.*)", message):
+        message = f"{match[1]}: {match[2]}"
     return SpecError(message, f"{path} --help lists arguments and options")
+
+
+def _make_extra_argument_error(words: str, arguments: Sequence[str], path: str) -> SpecError:
+    """Return the error for arguments that a command does not have, often the value of --set after a space."""
+    value = words.split()[0]
+    before = list(arguments[: arguments.index(value)]) if value in arguments else []
+    if before[-2:-1] == ["--set"] and "=" not in before[-1]:
+        return SpecError(f"--set {before[-1]}: the value is missing", f"write --set {before[-1]}={value}")
+    return SpecError(f"{path} does not take the argument {words}", f"{path} --help lists arguments and options")
 
 
 def _make_unknown_command_error(arguments: Sequence[str], commands: Iterable[str]) -> SpecError:

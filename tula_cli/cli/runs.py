@@ -236,7 +236,7 @@ def _make_edited_error(screen: Screen, run: "RunDir", config_drift: "ConfigDrift
     )
     what = "cannot be used" if config_drift.problem else f"says otherwise ({', '.join(config_drift.changes)})"
     return SpecError(
-        f"{name} {what}, and nothing tells which settings to train with; nothing was started",
+        f"{name} {what}, so it is not clear which settings to train with; nothing was started",
         f"the file's: {check.describe_file_use(config_drift, screen.command)}; those of the run: tula {screen.command} --run {run_path}",
     )
 

@@ -110,7 +110,7 @@ def make_confirm(screen: Screen, spec: "JobSpec", *, yes: bool) -> "Callable[[Pl
         if yes or (spec.search.max_node_hours is not None and not sys.stdin.isatty()):
             return True
         if not sys.stdin.isatty():
-            raise OverBudget("not confirmed: there is no terminal to ask on", "add -y, or set search.max_node_hours")
+            raise OverBudget("confirmation is needed, but there is no terminal", "add -y, or set search.max_node_hours")
         return screen.confirm("start?")
 
     return confirm

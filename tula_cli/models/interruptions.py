@@ -63,9 +63,9 @@ class CheckpointSchedule:
             epoch_steps: steps per epoch at the batch that is trained; None likewise.
         """
         if not self.resumes:
-            return "it goes on from no checkpoint (no script.resume): an interruption costs all that was trained until then"
+            return "the script cannot resume (no script.resume): an interruption loses all progress"
         if not self.is_known:
-            return f"how often it saves is not known until it trains (or say script.resume.checkpoint_interval){self._setting_text}"
+            return f"the checkpoint interval is unknown until the script trains (or set script.resume.checkpoint_interval){self._setting_text}"
         interval_text = self._interval_text
         timed = None if step_time is None or epoch_steps is None else self.interval(step_time, epoch_steps=epoch_steps)
         seconds = self.seconds if timed is None else timed
@@ -86,7 +86,7 @@ class CheckpointSchedule:
     def _setting_text(self) -> str:
         if self.asked == "none":
             return "; nothing asks it to save before a time limit (script.save: none)"
-        return f"; before a time limit it is asked to save ({self.asked})"
+        return f"; before a time limit, tula requests a checkpoint ({self.asked})"
 
 
 def find_checkpoint_schedule_of_job(

@@ -60,7 +60,7 @@ def _summarize_step_time(model: StepModel) -> Iterator[RegressionSummary]:
         yield _summarize_overlap(model, "step time", "")
         return
     reason = (
-        "whole steps do not tell which is right"
+        "the durations of whole steps do not show which one is right"
         if model.whole_steps_alone
         else "gradients as small as these may be hidden or not"
     )
@@ -89,9 +89,7 @@ def _summarize_paper_fit(steps: StepTimeFit) -> RegressionSummary:
     columns = {"fixed": np.ones(len(points)), "local batch": points.local_batch}
     if len(np.unique(points.replicas)) > 1:
         columns["1 - 1/N"] = 1 - 1 / np.where(points.alone, 1.0, points.replicas)
-    about = (
-        "the paper's Eq. 2 as a second opinion, by ordinary least squares: milliseconds of a step, nothing overlapped"
-    )
+    about = "the paper's Eq. 2 for comparison, by ordinary least squares: milliseconds per step, without overlap"
     return _summarize_ols("step time by the paper", about, "step (ms)", 1e3 * seconds, columns)
 
 
@@ -112,7 +110,7 @@ def _summarize_cost(estimator: Estimator) -> RegressionSummary:
     columns |= {f"ln {name}": np.log([getattr(row, name) for row in rows]) for name in ("nodes", "batch")}
     about = (
         "the cost of a training at the measured configurations, by ordinary least squares in logarithms: a coefficient of"
-        " -0.5 for the batch divides the cost by 1.4 where the batch doubles"
+        " -0.5 for the batch divides the cost by 1.4 when the batch doubles"
     )
     cost = np.array([row.cost for row in rows])
     if not (cost > 0).all():

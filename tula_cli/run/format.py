@@ -38,7 +38,7 @@ def require_known_format(run: Path) -> None:
         return
     known = f"{OLDEST} to {RUN_FORMAT}"
     raise OtherFormat(
-        f"the run {run}{creator} is in format {number}, and tula {__version__} reads format {known}; it was left as it is",
+        f"the run {run}{creator} has format {number}, but tula {__version__} reads format {known}; it was not changed",
         f"use {'a newer' if number > RUN_FORMAT else 'the older'} tula, in the environment of the jobs too",
     )
 

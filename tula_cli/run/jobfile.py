@@ -54,8 +54,8 @@ def load_with_overrides(run: RunDir, overrides: Sequence[str]) -> JobSpec:
         stored.types and not parts_before <= after
     ):
         raise SpecError(
-            f"--set {' --set '.join(overrides)}: {run.id} was measured otherwise",
-            "make it a run of its own: tula profile job.yaml with the same --set",
+            f"--set {' --set '.join(overrides)}: {run.id} was measured with other settings",
+            "measure a new run: tula profile job.yaml with the same --set",
         )
     return changed
 

@@ -88,13 +88,13 @@ def describe_left_out_runs(folders: Iterable[Path]) -> str:
     if not owners:
         return ""
     runs = "a run" if len(owners) == 1 else f"{len(owners)} runs"
-    return f"left out: {runs} of {', '.join(sorted(set(owners)))}, not open to you"
+    return f"not shown: {runs} of {', '.join(sorted(set(owners)))}, which you may not read"
 
 
 def _make_ownership_error(path: Path, whose: str, what: str) -> NotYours:
     return NotYours(
         f"{path} belongs to {whose}: you may not {what} it",
-        f"ask {whose}, or train in a run of your own: --run-dir DIR names another folder for runs"
+        f"ask {whose}, or use your own run: --run-dir FOLDER names another folder for runs"
         if what == "change"
         else f"ask {whose} for a copy or for access (chmod -R go+rX); --run-dir DIR sets another folder for runs",
     )

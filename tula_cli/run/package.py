@@ -86,7 +86,9 @@ def describe_upgrade(job: Job | None, ran_with: str) -> str:
     """
     if job is None or not job.tula or not ran_with or job.tula == ran_with:
         return ""
-    return f"{job.id} was submitted with tula {job.tula}, and goes on with tula {ran_with}, which reads the same format"
+    return (
+        f"{job.id} was submitted with tula {job.tula}, and continues with tula {ran_with}, which uses the same format"
+    )
 
 
 def list_upgrades(look: Snapshot) -> tuple[str, ...]:

@@ -742,7 +742,7 @@ def profile_events(arguments: ProfileArguments) -> Iterator[Event | Finished]:
         ...     print(event)
     """
     if arguments.on_event is not None:
-        raise TypeError("profile_events() takes no on_event: it yields the events")
+        raise TypeError("profile_events() has no argument on_event: it yields the events")
     submission = arguments.prepare()
     yield from _run_profile_work(submission)
     yield Finished(Run.of(submission.call.run))

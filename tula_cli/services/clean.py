@@ -196,7 +196,7 @@ def _describe_why_alive(
         if state.state != "ended":
             reason_text = f" ({state.reason})" if state.reason else ""
             who = get_backend(job.scheduler).title
-            description = f"may run: {who} does not tell" if state.state == "unknown" else f"is {state.state}"
+            description = f"may be running: {who} does not answer" if state.state == "unknown" else f"is {state.state}"
             return f"{job.id} {description}{reason_text}"
     return ""
 

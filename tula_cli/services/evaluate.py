@@ -99,7 +99,7 @@ def _find_training(run: RunDir, spec: JobSpec, request: EvaluationRequest) -> tu
         )
     if request.training is not None and request.training not in signatures:
         raise SpecError(
-            f"--training {request.training}: there is no such training", f"there are {', '.join(signatures)}"
+            f"--training {request.training}: this training does not exist", f"there are {', '.join(signatures)}"
         )
     matching = [entry for entry in trainings if request.training in (None, entry[3].signature)]
     *_, variant, task = max(matching, key=lambda entry: (entry[0], entry[3].attempt, -entry[1]))
@@ -112,19 +112,19 @@ def _find_weights(files: TrainingRun, requested: str | Path | None) -> tuple[str
         assert requested is not None
         path = Path(requested).expanduser().absolute()
         if not path.exists():  # that of a model in shares is a folder
-            raise SpecError(f"--weights {requested}: there is no such file", "or name best or last")
+            raise SpecError(f"--weights {requested}: this file does not exist", "or name best or last")
         return str(path), path
     best, newest = files.weights(), files.checkpoints()
     if not newest:
         raise BadMeasurements(
             f"training {files.signature} has saved no weights yet",
-            "tula status tells how far it is; --training names another one, --weights a file",
+            "tula status shows its progress; --training chooses another training, --weights a file",
         )
     if best is not None and requested != LAST:
         return BEST, (best.parent / best.readlink() if best.is_symlink() else best).absolute()
     if requested == BEST:
         raise BadMeasurements(
-            f"training {files.signature} has ended no epoch yet, so there is no best one",
+            f"training {files.signature} has not finished an epoch yet, so it has no best weights",
             "--weights last takes the newest",
         )
     return LAST, newest[0].absolute()
@@ -169,7 +169,7 @@ def run_evaluation(
         yield Note(f"node type {run.type}")
     if evaluation.found is not None:
         when = words.format_moment(evaluation.found.evaluated_at)
-        yield Note(f"evaluated before, {when}; --fresh evaluates again, as where the samples have changed")
+        yield Note(f"evaluated before, {when}; --fresh evaluates again, for example after a change of the samples")
         return evaluation.found
     require_current_format(run.path)
     launcher = dependencies.launcher_for(run.spec)
@@ -215,7 +215,7 @@ def read_evaluation_result(run: RunDir, task: EvaluateTask) -> EvaluationRecord:
     last_attempt = attempts[-1] if attempts else None
     if last_attempt is None or last_attempt.failure is None or run.is_cancelled(task.job):
         raise JobFailed(
-            f"{task.id} ended without a result", "tula logs shows what it said; the same command starts it again"
+            f"{task.id} ended without a result", "tula logs shows its output; run the same command to start it again"
         )
     where = f" (rank {last_attempt.rank} on {last_attempt.host})" if last_attempt.rank is not None else ""
     hint = advise(last_attempt.failure, task.spec)

@@ -327,7 +327,7 @@ def _make_nothing_measured_error(report: ProfileReport, spec: JobSpec | None) ->
             f"out of memory at the smallest local batch, {first_oom.local_batch}: {first_oom.message}",
             advise("device_oom", spec),
         )
-    return BadMeasurements("no probe has a result", "run tula profile again; tula status tells what became of the jobs")
+    return BadMeasurements("no probe has a result", "run tula profile again; tula status shows the jobs")
 
 
 # --- Plans before the job is known

@@ -266,7 +266,9 @@ def _make_nothing_fits_error(estimator: Estimator, query: Query) -> Infeasible:
     whys = (estimator.describe_why_not_startable(config) or estimator.describe_why_unknown(config) for config in tried)
     why = next(filter(None, whys), "no batch divides among its GPUs")
     hint = (
-        "tula recommend without --nodes shows those that are" if on else "tula check tells what is searched, and where"
+        "tula recommend without --nodes shows those that are"
+        if on
+        else "tula check shows which configurations are searched"
     )
     return Infeasible(f"no configuration is feasible{on}: {why}", hint)
 

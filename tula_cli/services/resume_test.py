@@ -234,7 +234,7 @@ def resume_settings(spec: JobSpec) -> Resume:
     if spec.script.resume is None:
         raise SpecError(
             "script.resume is missing, so there is nothing to test",
-            'write how the script goes on: resume: {args: "--resume {checkpoint}", checkpoint: "{out}/checkpoint.pth"}',
+            'write how the script resumes, for example resume: {args: "--resume {checkpoint}", checkpoint: "{out}/checkpoint.pth"}',
         )
     if "out" not in find_placeholders(spec.script.resume.checkpoint):
         raise SpecError(

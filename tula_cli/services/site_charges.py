@@ -149,7 +149,7 @@ def _find_bill(spec: JobSpec, root: Path | None, billing: SiteBilling | None) ->
         return SiteBill(node=spec.pricing.per_node, charge_factor=factor, qos=slurm.qos or "", words="pricing.per_node")
     if spec.cluster.kind != "slurm":
         raise SpecError(
-            f"pricing.kind billing: SLURM tells what a job is billed, and cluster.kind is {spec.cluster.kind}",
+            f"pricing.kind billing: SLURM reports what a job is billed, but cluster.kind is {spec.cluster.kind}",
             "give what a whole node is billed: pricing.per_node",
         )
     return (billing or _load_site_billing()).find_bill(spec, root)

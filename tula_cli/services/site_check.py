@@ -151,7 +151,7 @@ def check_files(site: SiteSettings) -> Iterator[SiteFinding]:
     if "cluster.slurm" in site.sections and "cluster.kind" not in site.keys:
         yield make_warning_finding(
             "cluster.kind",
-            "is not set: cluster.slurm is for jobs alone that say kind: slurm",
+            "is not set: cluster.slurm only applies to jobs with kind: slurm",
             "set kind: slurm for all jobs",
         )
     try:
@@ -190,10 +190,12 @@ def _check_relative_paths(site: SiteSettings) -> Iterator[SiteFinding]:
         about = f"cluster.slurm.{key}"
         if not expanded.is_absolute():
             yield make_warning_finding(
-                about, f"{path!r} is looked for in the folder that each user is in", "write an absolute path"
+                about,
+                f"{path!r} is a relative path, so it depends on the folder that each user is in",
+                "write an absolute path",
             )
         elif not expanded.is_file():
-            yield make_problem_finding(about, f"there is no file {path}", "set it right, or leave it out")
+            yield make_problem_finding(about, f"the file {path} does not exist", "correct the path, or remove it")
 
 
 # --- What jobs start with
@@ -297,7 +299,7 @@ def _check_python(slurm: Slurm, lines: Sequence[str]) -> Iterator[SiteFinding]:
         yield make_problem_finding(
             about,
             f"{command} does not start here: {completed.last_error_line}",
-            "set it to a python that is on every node, or mend the set-up",
+            "set it to a python that exists on every node, or correct the setup lines",
             "jobs",
         )
         return
@@ -485,7 +487,7 @@ def _check_sizes(spec: JobSpec, slurm: Slurm, partition: Partition) -> Iterator[
     if slurm.memory == "0" and all(kind.limited_memory for kind in kinds):
         yield make_problem_finding(
             f"{_SECTION}.memory",
-            f"0 asks for all memory of a node, and a job in {partition.name} can have {memory} MB",
+            f"0 requests all memory of a node, but a job in {partition.name} can have {memory} MB",
             f"set it to {memory}M",
             "scheduler",
         )
@@ -494,7 +496,7 @@ def _check_sizes(spec: JobSpec, slurm: Slurm, partition: Partition) -> Iterator[
         yield make_problem_finding(
             "search.nodes",
             f"{most_nodes} is more than a job can have in {partition.name} ({partition.usable})",
-            "leave it to the jobs, or search fewer",
+            "remove it, so that jobs set it, or search fewer",
             "scheduler",
         )
 
@@ -520,13 +522,13 @@ def _check_gpus(spec: JobSpec, slurm: Slurm, partition: Partition) -> Iterator[S
     elif gpus < most and slurm.exclusive:
         yield make_warning_finding(
             "cluster.gpus_per_node",
-            f"{gpus} of the {most} that a node of {partition.name} has, and whole nodes are paid for (exclusive)",
+            f"{gpus} of the {most} that a node of {partition.name} has, but whole nodes are charged (exclusive)",
             f"set it to {most}",
             "scheduler",
         )
     if slurm.gpu_type and slurm.gpu_type not in types:
         advice = suggest_nearest(slurm.gpu_type, types) or (
-            f"there are: {', '.join(types)}" if types else "leave it out: SLURM tells no types apart"
+            f"there are: {', '.join(types)}" if types else "remove it: SLURM does not distinguish GPU types here"
         )
         yield make_problem_finding(
             f"{_SECTION}.gpu_type", f"no GPU {slurm.gpu_type!r} in {partition.name}", advice, "scheduler"
@@ -577,7 +579,8 @@ def _check_account(slurm: Slurm, facts: SiteFacts) -> Iterator[SiteFinding]:
         yield make_ok_finding(about, f"{slurm.account} exists; all users of this file charge it", "scheduler")
     else:
         advice = (
-            suggest_nearest(slurm.account, facts.accounts) or "leave it to the users, or name one that sacctmgr knows"
+            suggest_nearest(slurm.account, facts.accounts)
+            or "remove it, so that users set it, or name one that sacctmgr lists"
         )
         yield make_problem_finding(about, f"accounting knows no account {slurm.account!r}", advice, "scheduler")
 
@@ -648,7 +651,7 @@ class SiteCheck:
         names = ", ".join(dict.fromkeys(finding.about for finding in self.problems))
         raise _ERRORS[source](
             f"{', '.join(map(str, self.files))}: {format_count(len(self.problems), 'problem')} ({names})",
-            "mend what is said above, and check again",
+            "correct the settings listed above, and check again",
         )
 
 

@@ -495,5 +495,5 @@ def require_stopped(run: RunDir, task: TrainTask) -> None:
     if newest is not None and task.attempt > newest.attempt:
         raise SchedulerError(
             f"training {task.signature} is under way on {format_count(newest.nodes)} at batch {newest.batch}",
-            f"tula cancel {make_relative_path(run.path)} has it save and end; then the same command goes on from there",
+            f"tula cancel {make_relative_path(run.path)} saves a checkpoint and stops it; then run the same command to resume it",
         )

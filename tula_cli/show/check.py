@@ -166,7 +166,7 @@ def render_inspection(inspection: "Inspection") -> Iterator["RenderableType"]:
 
 def render_hooks(path: Path) -> Iterator["RenderableType"]:
     """Yield the lines to add to a script's training loop."""
-    yield f"wrote {path}, to lie beside the script; without tula it does nothing"
+    yield f"wrote {path}; keep it in the folder of the script; without tula it has no effect"
     yield ""
     yield "import tula_hooks as tula"
     yield "optimizer = tula.wrap(optimizer, model)    # before the loop"
@@ -294,10 +294,10 @@ def _render_network(report: "ClusterReport", names: Sequence[str]) -> Iterator["
 
 _PHASES = {"begin": "from the start", "same": "resumed", "half": "resumed at half"}
 _RESUMES = {
-    "none": "it cannot go on from its own checkpoint: after an interruption it would begin anew",
-    "same": "it goes on from its checkpoint at the same batch",
-    "epoch": "it goes on from its checkpoint at another batch too, from an epoch's end on",
-    "any": "it goes on from its checkpoint at another batch too, from anywhere",
+    "none": "it cannot resume from its own checkpoint: after an interruption it would start again from the beginning",
+    "same": "it resumes from its checkpoint at the same batch",
+    "epoch": "it resumes from its checkpoint, at another batch only from the end of an epoch",
+    "any": "it resumes from its checkpoint, also at another batch",
 }
 
 
@@ -328,7 +328,7 @@ def render_resume_test(resume_finding: "ResumeFinding") -> Iterator["RenderableT
     yield ""
     yield from resume_finding.rehearsal.told
     verdict = resume_finding.rehearsal.verdict
-    yield _RESUMES[verdict] if verdict is not None else "with which batch it goes on was not found out"
+    yield _RESUMES[verdict] if verdict is not None else "the batch sizes with which it can resume are unknown"
     yield f"script.resume.batch: {resume_finding.setting}" + f", which is now {resume_finding.resumes}" * (
         resume_finding.setting == "rehearse"
     )
@@ -378,7 +378,7 @@ def render_estimate(report: "EstimateReport") -> Iterator["RenderableType"]:
     if report.correction:
         yield report.correction
     if report.capacity is None:
-        yield "how much a GPU has is not known here; tell with --memory or cluster.memory_per_gpu"
+        yield "the GPU memory is unknown here; set --memory or cluster.memory_per_gpu"
         return
     largest = {None: "every batch fits", 0: "nothing fits"}.get(
         report.largest_local_batch, f"the largest local batch is {report.largest_local_batch}"

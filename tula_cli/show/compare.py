@@ -103,8 +103,8 @@ def render_comparison(compare_report: "CompareReport", *, width: int, color: boo
     )
     yield (
         f"mean ± standard deviation over n seeds, {describe_moment(compare_report)}; gap: {describe_lost_rows(compare_report)} against lbt at batch"
-        f" {compare_report.reference_batch}, over the seeds of both; recovered: share of lbt's gap at the same batch, - where that"
-        " is within the noise or not known (one seed, no lbt)"
+        f" {compare_report.reference_batch}, over the seeds of both; recovered: share of lbt's gap at the same batch, - if the gap"
+        " is within the noise or unknown (one seed, no lbt)"
     )
     drawn = draw_comparison_plot(compare_report, width=width, color=color)
     if drawn:

@@ -71,7 +71,7 @@ def render_status(now: "RunStatus") -> Iterator["RenderableType"]:
         yield from _render_causes(now)
     if now.between_rounds:
         yield ""
-        yield "next: tula profile submits the next round, or says that nothing more is worth measuring"
+        yield "next: run tula profile again; it submits the next round, or ends the search"
     if now.recommendation is not None:
         choice = now.recommendation.choice
         yield ""

@@ -170,4 +170,4 @@ def describe_learnt(recommendation: "Recommendation") -> Iterator[str]:
             f"measured by {who}: {format_count(nodes)}, batch {batch}, {took}{probe_in_words}, up to {format_moment(trainings[-1].until)}; counts as known"
             f" to {noise} %{changed}"
         )
-    yield from (f"left out of the fit: {why}" for why in recommendation.trainings_left_out)
+    yield from (f"not used in the fit: {why}" for why in recommendation.trainings_left_out)

@@ -43,7 +43,7 @@ def render_train_plan(
         counts = {nodes: links.count(nodes) for nodes in sorted(links)}
         on = ", ".join(f"{count} on {format_count(nodes)}" for nodes, count in counts.items())
         of = f"{len(links)} jobs" + f" ({on})" * (len(counts) > 1)
-        yield f"a chain of {of}, each waiting for the end of the one before (afterany); what is not needed ends at once"
+        yield f"a chain of {of}, each of which waits for the previous one (afterany); jobs that are not needed exit at once"
     if plan.balance is not None:
         yield f"balance: {plan.balance.words}"
     yield from _describe_bins(plan.task)
@@ -57,7 +57,7 @@ def _describe_bins(task: "TrainTask") -> Iterator[str]:
     slurm = task.spec.cluster.slurm
     if slurm is not None and (allowed := slurm.job_minutes(task.own_nodes)) < slurm.minutes:
         on = format_count(task.own_nodes)
-        yield f"a job lasts at most {allowed} min: the site allows {on} no more (cluster.slurm.limits)"
+        yield f"a job runs for at most {allowed} min: the limit of the site for {on} (cluster.slurm.limits)"
 
 
 def _describe_planned_branches(task: "TrainTask") -> Iterator[str]:
@@ -74,7 +74,7 @@ def _describe_planned_branches(task: "TrainTask") -> Iterator[str]:
         count * halving.compute_branch_epochs(task.spec, rung, rungs[0]) for rung, count in enumerate(rungs, 1)
     )
     branches = f"{sum(rungs)} branches of {format_number(epochs)} epochs in all"
-    yield f"tunes itself after epoch {task.spec.auto.after}: {rungs[0]} arms, {branches} beside the training"
+    yield f"tunes itself after epoch {task.spec.auto.after}: {rungs[0]} arms, {branches} in addition to the training"
 
 
 def _describe_planned_stages(task: "TrainTask", predicted: "Prediction | None") -> Iterator[str]:
@@ -102,7 +102,7 @@ def _describe_planned_nodes(task: "TrainTask") -> Iterator[str]:
     """Describe which stages run on fewer nodes than the training."""
     texts = [f"{format_count(stage.nodes)} at batch {stage.batch}" for stage in task.stages if stage.nodes is not None]
     if texts:
-        yield f"its nodes become more with its batch: {', '.join(texts)}"
+        yield f"the number of nodes grows with the batch: {', '.join(texts)}"
 
 
 def _describe_early_end(plan: "TrainPlan") -> str:
@@ -132,21 +132,21 @@ def _render_training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
     yield from _describe_planned_stages(task, predicted)
     yield from _describe_planned_nodes(task)
     if plan.finished:
-        yield "finished already: nothing would start, and tula train shows what came of it"
+        yield "already finished: tula train shows the result"
         return
     if plan.resumes is not None:
-        yield f"goes on from the checkpoint at {plan.resumes} samples"
+        yield f"resumes from the checkpoint at {plan.resumes} samples"
     if plan.rehearses:
         minutes = f"{task.spec.measuring_minutes():g} min"
-        yield f"before it the script's resume is rehearsed, on 1 node for at most {minutes} (--no-rehearse leaves that out)"
+        yield f"first, a test of at most {minutes} on 1 node checks that the script can resume (--no-rehearse skips it)"
     if len(task.ladder) > 1:
         first = "" if cannot_accumulate(task.spec) else "in smaller micro-batches, then "
         smaller = ", ".join(str(rung.batch) for rung in task.ladder[1:])
-        yield f"after an out-of-memory {first}at the next smaller batch: {smaller}"
+        yield f"after an out-of-memory error: {first}at the next smaller batch: {smaller}"
     if plan.interruption:
         yield f"checkpoints: {plan.interruption}"
     if predicted is None:
-        yield "no prediction of time and cost: nothing was measured for this"
+        yield "no prediction of time and cost: this configuration has no measurements"
         return
     if task.spec.train.early_stopping is not None and task.spec.train.early_stopping.by_metric:
         yield _describe_early_end(plan)
@@ -179,7 +179,7 @@ def render_evaluation(evaluated: "EvaluationRecord") -> Iterator[str]:
         f"{name} {format_number(value, 4)}{' %' * (name in PERCENT)}" for name, value in evaluated.metrics.items()
     )
     if not evaluated.test:
-        yield "training chose its best epoch by these samples; dataset.test names a set of its own"
+        yield "the best epoch was chosen by these samples, so the result is optimistic; dataset.test names a separate test set"
 
 
 def _describe_weights(name: str) -> str:
@@ -238,7 +238,7 @@ def render_summary(
     if charge is not None:
         yield charge.description
     if summary.actual_kwh is not None and (summary.counted or 0.0) < WHOLE:
-        yield f"energy was counted over {format_percent(summary.counted)} % of the time: not while ranks start, nor up to a failure"
+        yield f"energy was counted during {format_percent(summary.counted)} % of the time (not while ranks start, and not before a failure)"
     yield from describe_changes(summary.changes)
     if summary.scaled is not None:
         did = describe_scaling(summary.scaled.mean, summary.scaled.scaled)
@@ -246,7 +246,7 @@ def render_summary(
     if summary.tuning is not None and summary.tuning.chosen is not None:
         yield ""
         branches_text = (
-            f"{summary.tuning.samples} samples in {len(summary.tuning.branches)} branches beside the training"
+            f"{summary.tuning.samples} samples in {len(summary.tuning.branches)} branches in addition to the training"
         )
         yield f"tuned: {summary.tuning.chosen.name}, {branches_text}"
         yield make_branches_table(summary.tuning.branches, summary.tuning.chosen.name)
@@ -254,7 +254,7 @@ def render_summary(
         yield ""
         yield f"{format_count(summary.attempts, 'attempt')}; relaunched because of: {'; '.join(summary.causes) or 'an earlier end'}"
     if summary.lost:
-        yield f"what came after the newest checkpoint was trained again: {sum(summary.lost)} samples in all, {_describe_each_interruption(summary.lost)}"
+        yield f"samples trained again after interruptions: {sum(summary.lost)} samples in all, {_describe_each_interruption(summary.lost)}"
     yield from (f"warning: {text}" for text in summary.warnings)
     if weights is not None:
         yield f"best weights: {make_relative_path(weights)}"

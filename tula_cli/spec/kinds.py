@@ -157,7 +157,7 @@ def require_shell_words(value: str) -> str:
     try:
         words = shlex.split(value)
     except ValueError as error:
-        raise ValueError(f"{value!r} is no command: {str(error).lower()}") from None
+        raise ValueError(f"{value!r} is not a command: {str(error).lower()}") from None
     if not words:
         raise ValueError("the command is empty")
     return value

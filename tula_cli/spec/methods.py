@@ -118,22 +118,28 @@ class TrainingMethod:
         """
         reason = f", the default because {default}" if default else ""
         advice = settings or self._advise(optimizer)
-        return f"method {self.name}{reason}: {self.summary}{f'. {advice} (docs/how-to/choose-a-method.md)' if advice else ''}"
+        return f"method {self.name}{reason}: {self.summary}{f'. {advice}' if advice else ''}"
 
     def _advise(self, optimizer: str | None) -> str:
         if optimizer is None:
-            return "" if self.orthogonalises else "If its optimizer is AdamW or Adam, compare train.method: ortho"
+            return (
+                ""
+                if self.orthogonalises
+                else "If its optimizer is AdamW or Adam, try train.method: ortho with tula compare"
+            )
         if optimizer == "Muon":
-            return "Muon itself orthogonalises its updates" if self.ramps else "Compare train.method: ramp"
+            return (
+                "Muon itself orthogonalises its updates" if self.ramps else "Try train.method: ramp with tula compare"
+            )
         if not (self.ramps or self.tunes):
             orthogonalised = (
-                f"With {optimizer} orthogonalised updates matter most: compare" if "Adam" in optimizer else "Compare"
+                f"With {optimizer} orthogonalised updates matter most: try" if "Adam" in optimizer else "Try"
             )
-            return f"{orthogonalised} train.method: ramp"
+            return f"{orthogonalised} train.method: ramp with tula compare"
         if "Adam" in optimizer:
             return (
-                f"With {optimizer} and few steps also compare schedule: {{kind: linear, decay_from: 0.7}} with beta1 0.8, the first"
-                " of optimizer.args.betas"
+                f"With {optimizer} and few steps, also try schedule: {{kind: linear, decay_from: 0.7}} with the first of"
+                " optimizer.args.betas at 0.8"
             )
         return ""
 

@@ -12,6 +12,7 @@ from tula_cli.spec.kinds import Section
 from tula_cli.spec.old_keys import advise_key
 from tula_cli.spec.resources import NodeType
 from tula_cli.spec.sections import REMOVED_STRATEGIES
+from tula_cli.words import describe_expected_value
 
 _BATCH = (
     "tula chooses the batch; see train.reference_batch (the batch that optimizer.lr was tuned for), search.min_batch,"
@@ -44,7 +45,7 @@ _USUAL_NAMES: Mapping[str, str] = {
 _SECTION = "must be a section"
 _WANTED: Mapping[str, str] = {
     **dict.fromkeys(("model_type", "model_attributes_type", "dataclass_type"), _SECTION),
-    **dict.fromkeys(("tuple_type", "list_type"), "must be a list"),
+    **dict.fromkeys(("tuple_type", "list_type"), "must be a list, as in [a, b]"),
     "dict_type": "must be a mapping (name: value)",
     "string_type": "must be text",
 }
@@ -78,7 +79,7 @@ def describe_problem(item: Any, *, of_script: bool = False) -> Problem:
         return Problem(path, f"{item['input']!r} was removed", REMOVED_STRATEGIES[item["input"]])
     if item["type"] == "literal_error":
         expected = item["ctx"]["expected"].replace(" or ", ", ")
-        close = difflib.get_close_matches(str(item["input"]), re.findall(r"'([^']+)'", expected), n=1)
+        close = difflib.get_close_matches(str(item["input"]).lower(), re.findall(r"'([^']+)'", expected), n=1)
         return Problem(
             path, f"{item['input']!r} must be one of {expected}", f"did you mean {close[0]}?" if close else ""
         )
@@ -146,7 +147,7 @@ def _list_paths_of_keys() -> dict[str, list[str]]:
 def _describe_expected(item: Any) -> str:
     """Describe the expected value; for a section, list its keys."""
     if item["type"] not in _WANTED:
-        return str(item["msg"]).removeprefix("Value error, ").replace("Input should be", "must be")
+        return describe_expected_value(item["msg"])
     names = _list_keys_at(item["loc"]) if _WANTED[item["type"]] == _SECTION else []
     return _WANTED[item["type"]] + (f" of its own (with {', '.join(names)})" if names else "")
 

@@ -1,6 +1,7 @@
 """YAML with the plain scalars of YAML 1.2, and errors with line and column."""
 
 import contextlib
+import difflib
 import os
 import re
 import select
@@ -176,6 +177,10 @@ def _parse_in_python(text: str, *, source: str) -> Any:
             else ""
         )
         hint = _make_quoting_hint(text, error.problem_mark)
+        if "\\t" in (error.problem or ""):
+            hint = "use spaces for indentation: YAML does not allow tabs there"
+        elif "could not find expected ':'" in (error.problem or ""):
+            hint = "every key is followed by a colon; look at this line and the one above it"
         raise SpecError(f"{source}{where}: not valid YAML: {error.problem or error.context}", hint) from None
     except RecursionError:
         raise SpecError(f"{source}: not valid YAML: {_TOO_DEEP}") from None
@@ -229,15 +234,28 @@ def read_yaml(path: Path) -> dict[str, Any]:
             raise SpecError(f"{path} is larger than {_LARGEST >> 20} MiB; a job file has about a page of text")
         text = content.decode()
     except FileNotFoundError:
-        raise SpecError(f"no such file: {path}", "tula init writes a template") from None
+        raise SpecError(f"no such file: {path}", _suggest_file(path) or "tula init writes a job file") from None
     except IsADirectoryError:
-        raise SpecError(f"{path} is a folder, but a job is a file", f"if it is a run: --run {path}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+        raise SpecError(
+            f"{path} is a folder, not a job file", _suggest_file(path / "job.yaml") or "name a file in it, or a run"
+        ) from None
+    except UnicodeDecodeError:
+        raise SpecError(f"cannot read {path}: it is not a text file in UTF-8", "tula init writes a job file") from None
+    except OSError as error:
+        raise SpecError(f"cannot read {path}: {error.strerror or error}") from None
     sections = parse_yaml(text, source=str(path))
     if not isinstance(sections, dict):
-        kind = "nothing" if sections is None else f"a {type(sections).__name__}"
+        kind = "it is empty" if sections is None else "it is a list" if isinstance(sections, list) else "it is a text"
         raise SpecError(
-            f"{path}: a job file must be a mapping of sections, but it is {kind}", "tula init writes a template"
+            f"{path}: a job file must contain sections (name: value), but {kind}", "tula init writes a job file"
         )
     return sections
+
+
+def _suggest_file(path: Path) -> str:
+    """Return "did you mean ...?" with the YAML files in the folder of `path` whose names are similar, or an empty string."""
+    with contextlib.suppress(OSError):
+        names = [entry.name for entry in path.parent.iterdir() if entry.suffix in (".yaml", ".yml")]
+        nearest = difflib.get_close_matches(path.name, names, n=2)
+        return f"did you mean {' or '.join(str(path.with_name(name)) for name in nearest)}?" if nearest else ""
+    return ""

@@ -146,7 +146,9 @@ def test_squeue_outweighs_an_sacct_that_calls_a_requeued_job_over(slurm):
 
 def test_an_sacct_that_lags_does_not_bring_a_job_back_to_life(slurm):
     over = slurm.add("a", "COMPLETED", forgotten=True, accounted="RUNNING")
-    assert ask_states([over])[over] == SchedulerState("unknown", "sacct says RUNNING, squeue knows no more")
+    assert ask_states([over])[over] == SchedulerState(
+        "unknown", "sacct reports RUNNING, and squeue no longer lists the job"
+    )
 
 
 @pytest.mark.parametrize("squeue", ["unreachable", "timeout"])
@@ -220,11 +222,11 @@ def test_a_reason_that_waiting_does_not_cure_is_told(versions):
     ("reason", "words"),
     [
         ("JobHeldUser", "JobHeldUser: will not start, you hold it: scontrol release {id}"),
-        ("JobHeldAdmin", "an administrator holds it: ask them why, and to release it (scontrol release {id})"),
-        ("ReqNodeNotAvail, UnavailableNodes:node[1-2]", "it starts once they are back: sinfo --list-reasons tells why"),
+        ("JobHeldAdmin", "an administrator holds the job: ask them to release it (scontrol release {id})"),
+        ("ReqNodeNotAvail, UnavailableNodes:node[1-2]", "it starts when they return: sinfo --list-reasons shows why"),
         (
             "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions",
-            "once they are back",
+            "when they return",
         ),
         ("ReqNodeNotAvail, Reserved for maintenance", "ReqNodeNotAvail, Reserved for maintenance"),
     ],
@@ -432,7 +434,7 @@ def test_cancels_these_ids_and_nothing_else(slurm):
             "until some of your jobs have ended",
         ),
         ("sbatch: unrecognized option '--no-such-option=1'", "no-such-option", "cluster section"),
-        ("", "did not say why", "cluster section"),
+        ("", "without a reason", "cluster section"),
     ],
 )  # fmt: skip
 def test_a_refusal_keeps_sbatchs_words_and_says_what_to_do(words, message, hint):

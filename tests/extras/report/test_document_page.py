@@ -96,7 +96,7 @@ def test_each_figure_has_its_numbers_behind_it_and_what_is_missing_is_said(rich:
     assert rich.count("<svg") == 6 == rich.count("<details>")
     assert "Figure 4 of the paper, for this job." in rich
     assert "computing" in rich and "<td>1.1667</td>" not in rich
-    assert "<strong>Missing:</strong> no probe tells the energy" in rich
+    assert "<strong>Missing:</strong> no probe measured the energy" in rich
 
 
 def test_the_numbers_of_a_figure_are_what_is_drawn() -> None:

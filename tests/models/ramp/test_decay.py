@@ -272,7 +272,7 @@ def test_what_it_saves_is_held_against_the_reference_batch_on_its_best_nodes() -
     assert f"({100 * (chosen.hours / reference.hours - 1):+.0f} %)" in words
     assert words.endswith(f"({100 * (chosen.cost / reference.cost - 1):+.0f} %)")
     (alone,) = [row for row in rows.values() if row.what == "as chosen"]
-    assert "nothing tells the step time at batch 32" in describe_decay_savings(subject.spec, (alone,))
+    assert "there is no step time for batch 32" in describe_decay_savings(subject.spec, (alone,))
     assert describe_decay_savings(forecast(ramp="auto").spec, tuple(rows.values())) == ""
 
 

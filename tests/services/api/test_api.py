@@ -262,7 +262,7 @@ def test_a_node_check_that_is_refused_makes_no_run(cluster: AtOnce, monkeypatch:
         tula.check_nodes(make.SPEC, nodes=0)
 
     def refused(*_: object, **__: object) -> None:
-        raise SchedulerError("there is no sbatch here")
+        raise SchedulerError("sbatch was not found on this machine")
 
     monkeypatch.setattr(launcher, "make_launcher", refused)
     with pytest.raises(tula.TulaError, match="no sbatch"):
@@ -348,7 +348,7 @@ def test_overrides_are_what_set_is_on_the_command_line(cluster: AtOnce, tmp_path
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
-        (["model.name=vgg11"], "was measured otherwise"),
+        (["model.name=vgg11"], "was measured with other settings"),
         (["search.nods=[1]"], "has a problem"),
         (["search"], "not of the form key.subkey=value"),
     ],

@@ -58,19 +58,19 @@ def test_the_settings_are_laid_over_the_job_and_checked_by_the_spec() -> None:
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ("agz:delta=1", "'agz' is no method did you mean ags"),
-        ("nothing", "one of your own is written package.module:attribute"),
-        ("ags:0.1", "'0.1' is no setting write ags:KEY=VALUE, as in ags:delta=0.1"),
-        ("my.code:", "'my.code:' is no method"),
+        ("agz:delta=1", "there is no method 'agz' did you mean ags"),
+        ("nothing", "your own method is written package.module:attribute"),
+        ("ags:0.1", "'0.1' is not a setting write ags:KEY=VALUE, as in ags:delta=0.1"),
+        ("my.code:", "there is no method 'my.code:'"),
         (
             "lbt:lr=0.2",
-            "method lbt has no section of its own, so lr says too little name the section: lbt:train.lr=0.2",
+            "method lbt has no settings section; write the whole key in place of lr name the section: lbt:train.lr=0.2",
         ),
         ("lbt:model.name=vgg11", "section model is the same in all rows"),
         ("ags:train.seed=3", "sets train.seed, which --seeds changes"),
         ("ags:train.method=lbt", "sets train.method, which is the row's first word"),
-        ("lbt:ags.delta=0.1", "section ags means nothing to method lbt"),
-        ("ags:auto.after=1", "section auto means nothing to method ags"),
+        ("lbt:ags.delta=0.1", "section ags has no effect with method lbt"),
+        ("ags:auto.after=1", "section auto has no effect with method ags"),
         ("ags:delta=", "gives delta no value"),
         ("ags:delta=0.1:ags.delta=0.2", "sets ags.delta twice"),
         ("ags:delta=[0.1", "methods: 'ags:delta=[0.1': ags.delta, line 1, column 5: not valid YAML"),
@@ -86,8 +86,8 @@ def test_what_is_no_row_is_refused(row: str, words: str) -> None:
     ("row", "path", "words"),
     [
         ("ags:dleta=0.1", "ags.dleta", "did you mean delta"),
-        ("ags:delta=-1", "ags.delta", "greater than or equal to 0"),
-        ("lbt:train.epochs=none", "train.epochs", "integer"),
+        ("ags:delta=-1", "ags.delta", "at least 0"),
+        ("lbt:train.epochs=none", "train.epochs", "whole number"),
     ],
 )
 def test_a_setting_that_the_spec_does_not_take_is_told_as_it_tells_it(row: str, path: str, words: str) -> None:

@@ -97,12 +97,12 @@ def test_what_is_not_there_is_told(run: RunDir) -> None:
     with pytest.raises(BadMeasurements, match="training aaaa has saved no weights yet"):
         ready(run)
     add_training(run, "bbbb", 100, at=5)
-    with pytest.raises(BadMeasurements, match="training bbbb has ended no epoch yet"):
+    with pytest.raises(BadMeasurements, match="training bbbb has not finished an epoch yet"):
         ready(run, weights="best")
-    with pytest.raises(SpecError, match="--training cccc: there is no such training") as caught:
+    with pytest.raises(SpecError, match="--training cccc: this training does not exist") as caught:
         ready(run, training="cccc")
     assert caught.value.hint == "there are aaaa, bbbb"
-    with pytest.raises(SpecError, match="--weights bst: there is no such file"):
+    with pytest.raises(SpecError, match="--weights bst: this file does not exist"):
         ready(run, weights="bst")
     with pytest.raises(SpecError, match="nodes 0: must be 1 or more"):
         ready(run, nodes=0)

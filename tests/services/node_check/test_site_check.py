@@ -103,7 +103,7 @@ def test_settings_that_fit_the_site_are_found_sound(check):
         ("account: project", "account: phisics", "cluster.slurm.account", "knows no account", "did you mean physics?"),
         ("a100&ib", "a100&roce", "cluster.slurm.constraint", "no node here has roce", "a100, ib"),
         ("course", "exam", "cluster.slurm.reservation", "no reservation 'exam'", "there are: course"),
-        ("setup: []", "setup: /no/such.sh", "cluster.slurm.setup", "there is no file /no/such.sh", "leave it out"),
+        ("setup: []", "setup: /no/such.sh", "cluster.slurm.setup", "the file /no/such.sh does not exist", "correct the path, or remove it"),
         ("setup: []", "setup: ['if true']", "cluster.slurm.setup", "bash cannot read the set-up", "mend"),
         ("setup: []", "setup: [], python: /no/python", "cluster.slurm.python", "does not start here", "set it to"),
         ("cluster:\n", "search: {nodes: [1, 16]}\ncluster:\n", "search.nodes", "16 is more than", "fewer"),
@@ -133,7 +133,7 @@ def test_limits_of_a_node_and_maintenance_windows_are_held_against_the_settings(
     assert "a job of 1440 minutes would not start before the maintenance" in warning and "set it below 90" in warning
     assert problems == [
         "cluster.slurm.cpus_per_task: 16 for each of 4 ranks is more than a node of gpu has (32) (set it to 8)",
-        "cluster.slurm.memory: 0 asks for all memory of a node, and a job in gpu can have 100000 MB (set it to 100000M)",
+        "cluster.slurm.memory: 0 requests all memory of a node, but a job in gpu can have 100000 MB (set it to 100000M)",
     ]
 
 

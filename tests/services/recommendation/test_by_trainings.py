@@ -149,7 +149,7 @@ def test_one_that_ran_elsewhere_is_left_out_and_that_is_said(run: RunDir, where:
     train(run, 0.5, **where)
     after = ask(run)
     assert after.rows == before.rows and after.trainings_left_out == (f"training ab12cd34: {why}",)
-    assert list(tables.describe_learnt(after)) == [f"left out of the fit: training ab12cd34: {why}"]
+    assert list(tables.describe_learnt(after)) == [f"not used in the fit: training ab12cd34: {why}"]
 
 
 def test_oversubscribed_as_the_probes_were_it_counts(run: RunDir) -> None:

@@ -224,7 +224,7 @@ def test_imported_dataset_gets_train_transform_and_its_arguments(tmp_path, monke
     with pytest.raises(SpecError, match="no length"):
         build_datasets(spec({"name": "user_data:endless"}))
     assert build_datasets(spec({"name": "user_data:strange"})).train.samples == [1], "text has no transform"
-    with pytest.raises(SpecError, match="takes no transform, so they would do nothing"):
+    with pytest.raises(SpecError, match="takes no transforms, so they would have no effect"):
         build_datasets(spec({"name": "user_data:strange"}, transforms={"train": ["RandomHorizontalFlip"]}))
 
 

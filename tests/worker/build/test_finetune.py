@@ -192,7 +192,7 @@ def test_what_does_not_fit_is_refused_or_told(alone: Ranks, run: RunDir, tmp_pat
 
 @pytest.mark.parametrize(
     ("content", "why"),
-    [(None, "there is no file"), (b"text", "is damaged, or not a file of torch.save"), ([1, 2], "no tensors by name")],
+    [(None, "does not exist"), (b"text", "is damaged, or not a file of torch.save"), ([1, 2], "no named tensors")],
 )
 def test_files_of_another_kind_are_refused(content: Any, why: str, tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
@@ -227,7 +227,7 @@ def test_a_damaged_file_is_told_without_what_the_unpickler_says(harm: Any, tmp_p
 
 def test_code_in_a_file_does_not_run(tmp_path: Path) -> None:
     torch.save(model(), tmp_path / "a.pt")  # the module itself, which is code
-    with pytest.raises(SpecError, match="holds more than tensors") as caught:
+    with pytest.raises(SpecError, match="contains more than tensors") as caught:
         finetune.read_weights(str(tmp_path / "a.pt"))
     assert "state_dict" in caught.value.hint
 
@@ -308,7 +308,7 @@ def test_check_tells_groups_and_refuses_what_fits_nothing():
 
 def test_an_optimizer_without_weight_decay_takes_none_by_groups():
     of = grouped(name="Rprop", momentum=None, weight_decay=0)
-    with pytest.raises(SpecError, match=r"optimizer\.groups: Rprop takes no weight_decay"):
+    with pytest.raises(SpecError, match=r"optimizer\.groups: Rprop has no weight_decay"):
         built(of)
 
 

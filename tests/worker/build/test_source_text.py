@@ -62,7 +62,7 @@ def test_sizes_that_make_no_dataset_are_refused(arguments: dict[str, Any], probl
 
 def test_text_takes_no_transform() -> None:
     changed = {**job().model_dump(exclude_unset=True), "transforms": {"train": ["RandomHorizontalFlip"]}}
-    with pytest.raises(SpecError, match="text, which takes no transform"):
+    with pytest.raises(SpecError, match="text and takes no transform"):
         build_datasets(validate(changed, source="test"))
 
 

@@ -191,8 +191,8 @@ def test_weight_decay_of_the_spec_replaces_the_classes_own():
 @pytest.mark.parametrize(
     ("section", "words", "hint"),
     [
-        ({"name": "AdamW", "momentum": 0.9}, "AdamW takes no momentum", "betas"),
-        ({"name": "Rprop", "weight_decay": 0.1}, "Rprop takes no weight_decay", "leave it out"),
+        ({"name": "AdamW", "momentum": 0.9}, "AdamW has no argument momentum", "betas"),
+        ({"name": "Rprop", "weight_decay": 0.1}, "Rprop has no argument weight_decay", "leave it out"),
         ({"name": "LBFGS"}, "LBFGS", ""),
         ({"name": "Adamw"}, "unknown optimizer", "AdamW"),
         ({"name": "Optimizer"}, "unknown optimizer", ""),
@@ -215,7 +215,7 @@ def test_model_without_parameters_is_refused():
 def test_imported_optimizer_gets_what_it_takes(user_code):
     assert optimizer(name="user_zoo:Sgd", momentum=0.5).defaults["momentum"] == 0.5
     assert optimizer(name="user_zoo:bare").defaults["lr"] == 0.1
-    with pytest.raises(SpecError, match="takes no momentum"):
+    with pytest.raises(SpecError, match="has no argument momentum"):
         optimizer(name="user_zoo:bare", momentum=0.5)
 
 

@@ -137,8 +137,8 @@ def test_lars_and_lamb_take_over_the_optimizers_settings(alone: Ranks) -> None:
             "method lars replaces SGD, so it cannot be used with optimizer.name: Adam",
         ),
         ("lamb", {"name": "SGD"}, "method lamb replaces Adam or AdamW"),
-        ("lamb", {"name": "Adam", "momentum": 0.9}, "Adam takes no momentum"),
-        ("lars", {"args": {"dampening": 0.1}}, r"optimizer.args.dampening: SGD takes no such argument"),
+        ("lamb", {"name": "Adam", "momentum": 0.9}, "Adam has no argument momentum"),
+        ("lars", {"args": {"dampening": 0.1}}, r"optimizer.args.dampening: SGD has no such argument"),
         ("lars", {"args": {"trust_coefficient": -1.0}}, "trust_coefficient must be above 0"),
     ],
 )

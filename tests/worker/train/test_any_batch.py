@@ -176,7 +176,7 @@ def test_keys_that_the_model_does_not_take_are_told() -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dataset": {"collate_fn": None}}, r"make no batch: they are \{ids: int64 \(\d\), .* and \{ids: int64 \(\d\)"),
-    ({"dataset": {"collate_fn": "token_jobs:packed"}}, r"batch\['ids'\] is int64 \(\d+\), where 5 samples make the batch"),
+    ({"dataset": {"collate_fn": "token_jobs:packed"}}, r"batch\['ids'\] is int64 \(\d+\), but the batch has 5 samples"),
     ({"dataset": {"collate_fn": "token_jobs:nosuch"}}, "collate_fn 'token_jobs:nosuch'"),
     (even("dict", model={"name": "token_jobs:NextWord"}, loss={"name": "MSELoss"}), "loss MSELoss"),
     (even("pair", model={"name": "small_cnn"}), r"small_cnn cannot take the batch \(int64 \(2, 6\), int64 \(2\)\)"),

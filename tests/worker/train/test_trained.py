@@ -132,8 +132,8 @@ def test_the_test_set_of_an_image_folder_is_another_folder_with_all_of_its_image
     [
         ({"name": f"{HERE}:FourClasses"}, "its classes are not those of the training set: d"),
         ({"args": {"eval_size": 0}}, "has no samples"),
-        ({"args": {"split": "test"}}, "dataset.test.args.split: .*takes no such argument"),
-        ({"args": {"eval_size": 3}, "length": 3}, "is for iterable datasets"),
+        ({"args": {"split": "test"}}, "dataset.test.args.split: .*has no such argument"),
+        ({"args": {"eval_size": 3}, "length": 3}, "is only for iterable datasets"),
     ],
 )
 def test_a_test_set_that_cannot_be_meant_is_refused(test: dict[str, Any], why: str) -> None:

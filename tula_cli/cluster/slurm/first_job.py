@@ -90,7 +90,7 @@ def inspect_with_stored(inspect: Inspect, run: RunDir) -> Inspect:
         if (stored := load_inspection(run, spec)) is None:
             return inspect(spec)
         if cached:
-            cached.note("the model and the dataset are as a job built them on a node (--fresh builds them anew)")
+            cached.note("using the model and dataset sizes found by a job on a node (--fresh repeats that job)")
         return stored
 
     return build_anew if cached and cached.fresh else recall_or_build

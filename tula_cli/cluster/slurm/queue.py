@@ -137,7 +137,7 @@ _MAINTENANCE = re.compile(r"Reserved for maintenance|ReqNodeNotAvail(?!\W+Unavai
 """squeue's reasons for jobs that would still run when a reservation of their nodes starts."""
 RESERVATIONS = ("scontrol", "--oneliner", "show", "reservation")
 _UNTIL_BACK = (
-    "it starts once they are back: sinfo --list-reasons tells why they are away; or ask for other nodes (cluster.slurm)"
+    "it starts when they return: sinfo --list-reasons shows why they are down; or request other nodes (cluster.slurm)"
 )
 ENDED = {
     "COMPLETED": "",
@@ -150,7 +150,7 @@ ENDED = {
     "LAUNCH_FAILED": "it could not be launched on its nodes",
     "RECONFIG_FAIL": "its nodes could not be configured",
     "PREEMPTED": "a job of higher priority took its nodes",
-    "OUT_OF_MEMORY": "it took more memory than it had asked for",
+    "OUT_OF_MEMORY": "it used more memory than it requested",
     "REVOKED": "another cluster of the federation runs it",
 }
 """SLURM's states of ended jobs, and their meaning."""
@@ -184,8 +184,8 @@ HOPELESS = tuple((re.compile(form), why) for form, why in {
     "BadConstraints": "no node satisfies the constraints",
     "AccountNotAllowed": "the account may not use the partition",
     "QOSNotAllowed": "the QOS may not be used here",
-    "InvalidAccount": "there is no such account",
-    "InvalidQOS": "there is no such QOS",
+    "InvalidAccount": "the account does not exist",
+    "InvalidQOS": "the QOS does not exist",
     "Inva(?:lid|ild)Reason": "SLURM does not name the reason",
     ".*not in group permitted.*": "you may not use the partition",
     "Reservation(?:Deleted|Invalid)|Reservation .* (?:was deleted|is invalid|has ended)": "its reservation is gone",
@@ -194,7 +194,7 @@ HOPELESS = tuple((re.compile(form), why) for form, why in {
     "BurstBufferOperation|Burst buffer .*error.*": "its burst buffer failed",
     # what somebody has to release
     "JobHoldMaxRequeue|.*requeued held": f"SLURM has given it up after it could not be started: {_HELD}",
-    "JobHeldAdmin": f"an administrator holds it: ask them why, and to release it ({_HELD})",
+    "JobHeldAdmin": f"an administrator holds the job: ask them to release it ({_HELD})",
     "JobHeldUser|.*in held state": f"you hold it: {_HELD}",
 }.items())  # fmt: skip
 """Patterns of squeue's reasons for jobs that will never start, with explanations; other jobs may start.
@@ -249,7 +249,7 @@ def ask_states(ids: Sequence[str], *, patient: bool = False) -> dict[str, Schedu
         recent = (
             state
             if state.state == "ended"
-            else SchedulerState("unknown", f"sacct says {state_name}, squeue knows no more")
+            else SchedulerState("unknown", f"sacct reports {state_name}, and squeue no longer lists the job")
         )
         states[id_] = recent
     if any(_MAINTENANCE.search(state.reason) for state in states.values() if state.state == "pending"):
@@ -314,7 +314,7 @@ def _ask_shared_squeue(ids: Sequence[str]) -> tuple[dict[str, SchedulerState], s
         return {}, f"{NO_ANSWER}: {stored.complaint}"
     rows = _parse_rows(stored.text)
     too_new = {id_ for id_ in ids if id_ not in rows and stored.asked_at <= _wanted_since.setdefault(id_, now)}
-    return {**rows, **dict.fromkeys(too_new, SchedulerState("unknown", "squeue is asked again within a minute"))}, ""
+    return {**rows, **dict.fromkeys(too_new, SchedulerState("unknown", "squeue is queried again within a minute"))}, ""
 
 
 def _ask_all_jobs() -> StoredAnswer:

@@ -67,7 +67,7 @@ HINTS = {
 def make_refusal_error(output: str) -> SchedulerError:
     """Return the error for a refusal of sbatch, with sbatch's message and a hint."""
     messages = [line.strip().removeprefix("sbatch: error: ") for line in output.splitlines() if "sbatch:" in line]
-    text = "; ".join(messages) or output.strip().rpartition("\n")[2] or "it did not say why"
+    text = "; ".join(messages) or output.strip().rpartition("\n")[2] or "without a reason"
     hint = next(
         (hint for keyword, hint in HINTS.items() if keyword in text.lower()), "check the cluster section of the job"
     )
@@ -102,7 +102,7 @@ class SlurmScheduler:
     # --- where jobs are submitted
 
     def absent(self) -> str:
-        return "" if shutil.which("sbatch") else "there is no sbatch here"
+        return "" if shutil.which("sbatch") else "sbatch was not found on this machine"
 
     def script(self, job: JobRequest) -> str:
         """Return the script for a command; jobs with a task of tula use `sbatch.make_submitit_parameters` instead."""

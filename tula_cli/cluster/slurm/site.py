@@ -385,7 +385,7 @@ def _list_size_settings(partition: Partition) -> Iterator[TemplateLine]:
     yield from list_measuring_settings(suggest_nodes(partition), _choose_measuring_minutes(partition))
     limit = partition.minutes
     if limit is not None and limit < _MINUTES:
-        comment = "time limit of a training job, the most here; a longer training goes on in the next one"
+        comment = "time limit of a training job, the most here; a longer training continues in the next one"
         yield TemplateLine("cluster.slurm.minutes", str(limit), comment)
 
 

@@ -40,11 +40,9 @@ class Shortage(Record):
             return f"no more files can be made on the file system of {self.folder}"
         takes = "" if self.needed is None else f", {format_bytes(self.needed)} are needed"
         if self.quota:
-            return f"the quota is used up where {self.folder} is{takes}"
+            return f"the disk quota for {self.folder} is used up{takes}"
         missing = f", so {format_bytes(self.missing)} are missing" if self.missing else ""
-        return (
-            f"{format_bytes(self.free)} of {format_bytes(self.total)} are free where {self.folder} is{takes}{missing}"
-        )
+        return f"{format_bytes(self.free)} of {format_bytes(self.total)} are free on the disk of {self.folder}{takes}{missing}"
 
 
 class Failure(Record):
@@ -73,7 +71,7 @@ class Failure(Record):
     def summary(self) -> str:
         """The message; generic for a lost peer, whose cause only another rank knows."""
         if self.outcome == "peer" and self.rank is not None:
-            return f"rank {self.rank} lost its connection to another rank, which has not said why"
+            return f"rank {self.rank} lost its connection to another rank, which reported no error"
         if self.outcome == "disk" and self.shortage is not None:
             problem = "disk quota exceeded" if self.shortage.quota else "no space left on device"
             return f"{problem}: {self.shortage.description}"
@@ -157,7 +155,7 @@ class Relaunch(Record):
     def describe_cause(self, failure: Failure) -> str:
         """Return why a training is relaunched after a failure."""
         if self.nodes is not None and failure.outcome == "device_oom":
-            return f"out of memory on {format_count(self.nodes_before)}, so it goes on with {self.nodes}"
+            return f"out of memory on {format_count(self.nodes_before)}, so it continues with {self.nodes}"
         if self.nodes is not None:
             return f"batch {self.stage_batch} has {format_count(self.nodes)}"
         if self.fallback is not None:
@@ -253,7 +251,7 @@ class Move(Record):
     def description(self) -> str:
         """From where to where."""
         before = f"{format_count(self.nodes_before)} at {self.batch_before}"
-        return f"goes on with {format_count(self.nodes)} at batch {self.batch} instead of {before}, as its own steps recommend"
+        return f"goes on with {format_count(self.nodes)} at batch {self.batch} instead of {before}, as recommended from its own steps"
 
 
 class Recovery(Record):

@@ -152,7 +152,7 @@ class Measured(Record):
         """One line for the job's log."""
         step = sum(self.step_times) / len(self.step_times)
         configuration_text = words.describe_configuration(self.nodes, self.batch, self.local_batch)
-        pace = f"{words.format_number(1000 * step)} ms a step, {words.format_number(self.batch / step)} samples/s"
+        pace = f"{words.format_number(1000 * step)} ms per step, {words.format_number(self.batch / step)} samples/s"
         return words.stamp_line(f"measured {configuration_text}: {pace}, {words.format_bytes(self.memory.peak)} a GPU")
 
 

@@ -487,7 +487,7 @@ class Recommendation(Record):
     price: str  # in words, with unit, source and date; a line a node type
     fit_error: float | None  # median relative error of the fit; None where exactly determined
     fit: str  # the fit in words; a line a node type
-    power: str = ""  # what kWh rest on, in words, a line a node type; empty where no probe tells its energy
+    power: str = ""  # what kWh rest on, in words, a line a node type; empty where no probe measured its energy
     efficiency: str = ""  # what `same_progress` rests on, in words; empty where there is none
     interruption: str = ""  # what one costs a script, in words; empty for tula's own loop
     fallback: Fallback | None = None  # of the choice; None where there is none, or nothing tells what it takes

@@ -434,7 +434,7 @@ def describe_best(report: CompareReport) -> str:
     batch = max((row.batch for row in report.rows if not row.reference and row.stat(report.metric)), default=0)
     candidates = [row for row in report.rows if row.batch == batch and not row.reference and row.stat(report.metric)]
     if small is None or not candidates:
-        return f"Nothing tells yet: {report.finished} of {format_count(report.total, 'training')} done; tula compare trains the others."
+        return f"No result yet: {report.finished} of {format_count(report.total, 'training')} done; tula compare trains the others."
     first = find_best_row(candidates, report)
     result = f"{report.metric} {describe_spread(first.stat(report.metric))}, where batch {report.reference_batch} has {describe_spread(small)}"
     progress = "" if report.complete else f" ({report.finished} of {format_count(report.total, 'training')} done)"

@@ -43,12 +43,12 @@ def require_comparable_script(script: Script, *, seeds: int) -> None:
     """
     if not script.metric:
         raise SpecError(
-            "nothing tells how good the script is: the job has no script.metric",
-            "say where its number stands, for example script.metric: {top1: 'Acc@1 ([0-9.]+)'}; the first one is compared",
+            "the accuracy of the script is unknown: the job has no script.metric",
+            "set a pattern for its value, for example script.metric: {top1: 'Acc@1 ([0-9.]+)'}; the first one is compared",
         )
     if seeds > 1 and not takes_seed(script):
         raise SpecError(
-            f"{format_count(seeds, 'seed')} of a script whose command has no {{seed}}: its runs would differ by nothing that is told",
+            f"{format_count(seeds, 'seed')} of a script whose command has no {{seed}}: its runs could not differ",
             "add {seed} to script.command, for example --seed {seed}, or compare with --seeds 1",
         )
 
@@ -177,11 +177,11 @@ def _make_unknown_method_error(method: str, row: str) -> SpecError:
     if method_name in list_known_methods():
         wrong = method.partition(":")[2]
         return SpecError(
-            f"methods: {row!r}: {wrong!r} is no setting", f"write {method_name}:KEY=VALUE, as in ags:delta=0.1"
+            f"methods: {row!r}: {wrong!r} is not a setting", f"write {method_name}:KEY=VALUE, as in ags:delta=0.1"
         )
     hint = suggest_nearest(method, list_known_methods()) or f"there are: {', '.join(list_known_methods())}"
     return SpecError(
-        f"methods: {method!r} is no method", f"{hint}; one of your own is written package.module:attribute"
+        f"methods: there is no method {method!r}", f"{hint}; your own method is written package.module:attribute"
     )
 
 
@@ -193,7 +193,7 @@ def _parse_setting(row: str, variant: Variant, text: str) -> str:
     method_section = variant.training_method.section
     if "." not in key and not method_section:
         raise SpecError(
-            f"methods: {row!r}: method {variant.method} has no section of its own, so {key} says too little",
+            f"methods: {row!r}: method {variant.method} has no settings section; write the whole key in place of {key}",
             f"name the section: {variant.method}:train.{key}={value} or {variant.method}:optimizer.{key}={value}",
         )
     path = key if "." in key else f"{method_section}.{key}"
@@ -205,6 +205,8 @@ def _parse_setting(row: str, variant: Variant, text: str) -> str:
     if why := FIXED.get(path):
         raise SpecError(f"methods: {row!r} sets {path}, {why}", "leave it out")
     if not variant.training_method.reads(section):
-        raise SpecError(f"methods: {row!r}: section {section} means nothing to method {variant.method}", "leave it out")
+        raise SpecError(
+            f"methods: {row!r}: section {section} has no effect with method {variant.method}", "leave it out"
+        )
     parse_yaml(value, source=f"methods: {row!r}: {path}")  # refused under the row's name, not under that of --set
     return f"{path}={value}"

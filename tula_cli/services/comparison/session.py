@@ -85,7 +85,7 @@ class ComparisonResult:
         if failed and not report.complete and not self.active:
             raise JobFailed(
                 f"{failed} of {words.format_count(report.total, 'training')} failed",
-                "tula logs shows what they said; the same command tries them again",
+                "tula logs shows their output; run the same command to try them again",
             )
 
 
@@ -185,7 +185,7 @@ def _require_waiting(spec: JobSpec, wait_policy: WaitPolicy) -> None:
     if not spec.cluster.backend.has_queue and wait_policy.wait is False:
         raise SpecError(
             "--no-wait: on this machine one training follows the other, and this command starts the next",
-            "leave it out; what is done is kept whenever it ends",
+            "remove it; finished trainings are always kept",
         )
 
 
@@ -211,8 +211,8 @@ def _train_missing(
             tried |= {cell.signature for cell in plan.missing}
             plan = trainings.advance_plan(run, plan, tried)
     except KeyboardInterrupt:
-        hint = f"the same command attaches to it and goes on; tula cancel {words.make_relative_path(run.path)} ends it"
-        message = "interrupted; what is trained stays, and what runs goes on"
+        hint = f"run the same command to follow it; tula cancel {words.make_relative_path(run.path)} ends it"
+        message = "interrupted; finished trainings are kept, and running ones continue"
         raise wait_policy.interruption([(variant, launcher)], hint=hint, message=message) from None
 
 

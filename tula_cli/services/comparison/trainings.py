@@ -116,9 +116,7 @@ def train_cells_one_by_one(
         problem = _describe_failure(run, cell)
         failed += bool(problem)
         if failed == MAX_FIRST_FAILURES and failed == len(tried) + ended_before:
-            raise JobFailed(
-                f"the first {failed} trainings have all failed: {problem}", "tula logs shows what they said"
-            )
+            raise JobFailed(f"the first {failed} trainings have all failed: {problem}", "tula logs shows their output")
         if plan.comparison.has_rounds:
             plan = advance_plan(run, plan, tried)
             waiting = list(plan.missing)

@@ -111,7 +111,7 @@ def describe_decay_savings(spec: JobSpec, alternatives: tuple[RampAlternative, .
     rows = {row.what: row for row in alternatives}
     chosen, reference = rows["as chosen"], rows.get("the reference batch")
     if reference is None:
-        return f"what the decay saves is not known: nothing tells the step time at batch {spec.train.reference_batch}"
+        return f"the saving by the decay is unknown: there is no step time for batch {spec.train.reference_batch}"
     changes = [
         f"{after} instead of {reference_value} ({100 * (new / old - 1):+.0f} %)"
         for after, reference_value, new, old in (

@@ -49,7 +49,7 @@ def find_unfinished_training(runs: Sequence[Run]) -> UnfinishedTraining:
         raise BadMeasurements("no training of this run is under way", "tula train starts one")
     _, run, task, rows = max(trainings, key=lambda training: training[0])
     if task.spec.script is not None:
-        raise SpecError("a training by a script tells whole steps alone", "tula recommend without --from-training")
+        raise SpecError("a training by a script reports only whole steps", "tula recommend without --from-training")
     if not any(isinstance(result, Measured) for result in run.results()):
         raise BadMeasurements("nothing was measured for this job", "run tula profile first")
     samples = int(rows[-1]["samples"])

@@ -185,7 +185,7 @@ def find_gradient_noise_of_job(all_measurements: Sequence[TypeMeasurements], *, 
     )
     raise _make_unknown_error(
         all_measurements,
-        f"no probe ({len(probes)} measured) tells the gradient noise that time to accuracy follows from",
+        f"no probe ({len(probes)} measured) measured the gradient noise, which time to accuracy is computed from",
         hint
         if gradient_stats
         else f"of a script that takes {messages.GRADIENTS_OF_SCRIPT}; choose by another objective",
@@ -220,7 +220,7 @@ def require_energy(
     count = sum(len(measurements.estimator.probes) for measurements in all_measurements)
     raise _make_unknown_error(
         all_measurements,
-        f"no probe ({count} measured) tells the energy of its steps",
+        f"no probe ({count} measured) measured the energy of its steps",
         "it takes NVIDIA GPUs that have an energy counter, and pip install 'tula-cli[nvml]' in the jobs' environment; probes"
         " that were measured without it tell it once their files in results/ are deleted and tula profile has run again",
     )
@@ -287,7 +287,7 @@ def _make_unknown_error(all_measurements: Sequence[TypeMeasurements], why: str, 
 
 def _make_pending_error(pending: int, why: str) -> Pending:
     return Pending(
-        f"{messages.describe_pending(pending)}, and those done do not tell enough: {why}",
+        f"{messages.describe_pending(pending)}, and the finished ones are not enough: {why}",
         "tula status shows how far they are; run tula recommend again when they are done",
     )
 

@@ -98,7 +98,7 @@ class AgsSteps:
         if self.tula is not None or model is None:
             return
         if not hasattr(optimizer, "register_step_post_hook"):
-            self.fail(f"{get_full_name(optimizer)} is no optimizer of torch")
+            self.fail(f"{get_full_name(optimizer)} is not a torch optimizer")
         if count_ranks() > 1 and all(getattr(model, "_orig_mod", model) is not module for module in self.split.alive()):
             self.fail(
                 f"tula_hooks.wrap was given {get_full_name(model)} on {count_ranks()} ranks: give it the model as"
@@ -154,7 +154,7 @@ class AgsSteps:
             self._resume(state)
         elif self.settings["resumed"]:
             self.notes.append(
-                "the checkpoint holds nothing of AGS, whose factors begin anew: does the script save its optimizer?"
+                "the checkpoint contains no state of AGS, so its factors start again at 1: does the script save its optimizer?"
             )
 
     def _note_others(self, base: Any, model: Any) -> None:
@@ -174,8 +174,8 @@ class AgsSteps:
         if self.settings["settings"]["source"] != "local_norms" or not self.split.has_hook(model):
             return ""
         return (
-            f"the script has a communication hook of its own on its DistributedDataParallel ({self.split.hook}), and"
-            " ags.source local_norms needs that place: leave the hook out, or set ags.source: small_batch"
+            f"the script registers its own communication hook ({self.split.hook}) on DistributedDataParallel, but"
+            " ags.source: local_norms needs its own hook there: remove the script's, or set ags.source: small_batch"
         )
 
     def _wrapped(self, base: Any, model: Any, target: str) -> Any:
@@ -234,7 +234,7 @@ class AgsSteps:
         assert self.tula is not None
         if self.rounds > 1 and self._taken < COUNTED:
             self.fail(
-                f"the script reduces its gradients {self.rounds} times a step, after which no rank has its own:"
+                f"the script reduces its gradients {self.rounds} times per step, so the gradient of a single rank is not available:"
                 " accumulate within no_sync() of DistributedDataParallel"
             )
         needs = self.tula.factors.reads_b_small and self.tula.identity is None
@@ -289,7 +289,7 @@ class AgsSteps:
             return _ALONE
         return (
             f"the script's {ranks} ranks train without DistributedDataParallel (FSDP, ZeRO, tensor parallelism or its own"
-            " reduction), so that no rank holds the whole gradient"
+            " reduction), so no rank has the whole gradient"
         )
 
     def skipped(self) -> None:

@@ -117,7 +117,7 @@ class DdpSplit:
         import torch
 
         if self._rounds > len(self.alive()):
-            self.note = "no gradient norms: gradients are reduced more than once a step"
+            self.note = "no gradient norms: gradients are reduced more than once per step"
             return
         scale = 1.0
         for reference in self.scalers:

@@ -133,7 +133,7 @@ def count_step(mine: Recorder, *, lr: Any, samples: float | None = None, loss: A
 
 def give_up(mine: Recorder, error: Exception) -> None:
     """Stop recording, and report the reason to the supervisor."""
-    sys.stderr.write(f"tula: this training is no longer watched: {error!r}\n")
+    sys.stderr.write(f"tula: this training is no longer monitored: {error!r}\n")
     mine.over = True
     mine.pulse.lost = repr(error)
     with contextlib.suppress(OSError):  # the disk may be what failed

@@ -278,7 +278,9 @@ class Recorder:
         if self.world == 1 or self.plan.split_steps == 0:
             return False
         if not self.split.alive():
-            self.notes.append("no synchronisation, gradient norms and local work: there is no DistributedDataParallel")
+            self.notes.append(
+                "no communication time, gradient norms or local compute time: the script does not use DistributedDataParallel"
+            )
         return bool(self.split.alive())
 
     def _timed_steps(self, done: int) -> int:

@@ -138,7 +138,7 @@ class Requests:
             return share_decision(f"asked/{step}", self._asked, world=world)
         except NoStoreError as error:
             self._off = True
-            self.note = f"saves cannot be asked for: {error}"
+            self.note = f"checkpoints cannot be requested: {error}"
             return ""
 
     def _asked(self) -> str:

@@ -62,7 +62,7 @@ def find_training_command(
     try:
         commands = split_commands(typed, {**known, **(variables or {})})
     except ValueError as error:
-        raise SpecError(f"{text.strip()!r} is no command: {str(error).lower()}", "quote it as a whole") from None
+        raise SpecError(f"{text.strip()!r} is not a command: {str(error).lower()}", "quote it as a whole") from None
     return _Reader(typed, keeps_setup).read(list(_split_pipelines(commands)))
 
 

@@ -39,7 +39,7 @@ def _require_pattern(text: str) -> str:
     try:
         groups = re.compile(text).groups
     except re.error as error:
-        raise ValueError(f"{text!r} is no regular expression: {error}") from None
+        raise ValueError(f"{text!r} is not a regular expression: {error}") from None
     if groups != 1:
         raise ValueError(
             f"{text!r} must have exactly one group, around the number, for example 'top1 ([0-9.]+)'; it has {groups}"

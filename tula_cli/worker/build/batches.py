@@ -143,9 +143,9 @@ def _is_list(node: Any) -> bool:
 
 def _describe_wrong_first_dimension(path: Any, leaf: torch.Tensor, samples: int) -> SpecError:
     return SpecError(
-        f"batch{keystr(path)} is {describe_tree(leaf)}, where {samples} samples make the batch: a tensor has them first,"
+        f"batch{keystr(path)} is {describe_tree(leaf)}, but the batch has {samples} samples, which must be the first dimension:"
         f" ({samples}, ...)",
-        "let dataset.collate_fn put the samples first, or give a list with an entry a sample",
+        "let dataset.collate_fn put the samples first, or return a list with one entry per sample",
     )
 
 
@@ -345,9 +345,9 @@ class ModelCall:
         target = batch[1] if self._is_pair(batch) else self.target_of(batch)
         if target is None:
             raise SpecError(
-                f"{self.names[1]} needs a target, and none is left of the batch {describe_tree(batch)} beside what"
+                f"{self.names[1]} needs a target, but the batch {describe_tree(batch)} beside what"
                 f" {self.names[0]} takes",
-                "let the model return an object with .loss, or set loss.name to a callable(outputs, batch) of your own",
+                "let the model return an object with .loss, or set loss.name to your own callable(outputs, batch)",
             )
         return self.loss(outputs if self.own else find_scores(outputs), target)
 

@@ -90,7 +90,7 @@ def _describe_argument_problem(
         hint = suggest_nearest(unexpected[1], parameter_names) or (
             f"it takes {', '.join(parameter_names)}" if parameter_names else ""
         )
-        return SpecError(f"{path}.{unexpected[1]}: {name} takes no such argument", hint)
+        return SpecError(f"{path}.{unexpected[1]}: {name} has no such argument", hint)
     if _can_bind(target, *first, **given, **args):
         return None
     missing = _MISSING.search(str(error))
@@ -113,7 +113,7 @@ def _can_bind(target: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
 
 
 _MATRICES = (
-    "the model has parameters that are no matrices (biases, norms): set optimizer.name to a class of your own"
+    "the model has parameters that are not matrices (biases, norms): set optimizer.name to a class of your own"
     " (package.module:attribute) that trains the matrices with it and the rest with AdamW; or optimizer.name: SGD with"
     " train.method: ortho, which orthogonalises the steps of the matrices alone"
 )

@@ -215,7 +215,7 @@ def count_samples(samples: Samples) -> int:
     if not hasattr(samples, "__len__"):
         raise SpecError(
             f"dataset {type(samples).__name__} has no length",
-            "a dataset has __len__ and __getitem__(index); an iterable one has __iter__, and dataset.length if it does not tell",
+            "a dataset has __len__ and __getitem__(index); an iterable one has __iter__, and dataset.length if it has no length",
         )
     try:
         return len(samples)
@@ -538,7 +538,7 @@ def _build_argument(key: str, value: Any, *, path: str) -> Any:
     values = ENUMERATIONS[key]
     if value not in values:
         hint = suggest_nearest(value, values) or f"known: {', '.join(values)}"
-        raise SpecError(f"{path}.{key}: {value!r} is no {key}", hint)
+        raise SpecError(f"{path}.{key}: there is no {key} {value!r}", hint)
     return values[value]
 
 
@@ -637,16 +637,18 @@ def _make_training_dataset(spec: JobSpec, samples: Samples) -> SeededDataset | S
     ]
     if refused and spec.train.training_method.tunes:
         raise SpecError(
-            f"train.method {spec.train.method} holds out samples by their number, which {refused[0]} has not"
+            f"train.method {spec.train.method} holds out samples by their number, but {refused[0]} has no length"
         )
     if refused and "hessian" in spec.train.diagnostics:
-        raise SpecError(f"train.diagnostics: hessian asks for samples by their number, which {refused[0]} has not")
+        raise SpecError(f"train.diagnostics: hessian asks for samples by their number, but {refused[0]} has no length")
     if not streamed:
         if settings.length or settings.sharded:
-            raise SpecError("dataset.length and dataset.sharded are for iterable datasets, and this one is none")
+            raise SpecError(
+                "dataset.length and dataset.sharded are only for iterable datasets, and this dataset is not iterable"
+            )
         return SeededDataset(samples, seed=seed, order=sampler)
     if sampler:
-        raise SpecError("dataset.sampler: an iterable dataset has an order of its own", "leave dataset.sampler out")
+        raise SpecError("dataset.sampler: an iterable dataset determines its own order", "leave dataset.sampler out")
     size = settings.length or count_samples(samples)
     return StreamedDataset(samples, size=size, seed=seed, sharded=settings.sharded)
 
@@ -699,7 +701,7 @@ def _make_evaluation_dataset(spec: JobSpec, samples: Samples) -> EvaluationDatas
         size = spec.dataset.eval_length or count_samples(samples)
         return StreamedDataset(samples, size=size, seed=spec.train.seed, sharded=spec.dataset.sharded)
     if spec.dataset.eval_length:
-        raise SpecError("dataset.eval_length is for iterable datasets, and the evaluation's is none")
+        raise SpecError("dataset.eval_length is only for iterable datasets, and the evaluation dataset is not iterable")
     return EvaluationDataset(samples)
 
 
@@ -735,8 +737,8 @@ def _construct_user_dataset(spec: JobSpec, *, is_train: bool, transform: Transfo
     transforms = takes_transform(target)
     if not transforms and (spec.transforms.train or spec.transforms.eval):
         raise SpecError(
-            f"transforms: dataset {spec.dataset.name} takes no transform, so they would do nothing",
-            "let it take one, dataset(train, transform), or leave the section out",
+            f"transforms: dataset {spec.dataset.name} takes no transforms, so they would have no effect",
+            "add the argument, as in dataset(train, transform), or remove the section",
         )
     arguments = {"train": is_train, **({"transform": transform} if transforms else {})}
     return call_with_arguments(target, spec.dataset.args, path=path, name=spec.dataset.name, given=arguments)
@@ -811,9 +813,9 @@ def _construct_torchvision(spec: JobSpec, **given: Any) -> Any:
 def _make_missing_files_error(spec: JobSpec, folder: Path, *, reason: str = "") -> SpecError:
     name = spec.dataset.name
     why = f": {reason}" if folder.is_dir() and reason else ""
-    hint = SOURCES.get(name, "set dataset.download: true, or set dataset.root to where it lies")
+    hint = SOURCES.get(name, "set dataset.download: true, or set dataset.root to its folder")
     if spec.dataset.download and name in DOWNLOADABLE:
-        hint = "the download did not complete: remove the folder and try again where there is a network"
+        hint = "the download is incomplete: remove the folder, and download again on a machine with internet access"
     return SpecError(f"dataset {name} is not in {folder.absolute()}{why}", hint)
 
 

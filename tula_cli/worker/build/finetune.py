@@ -347,12 +347,12 @@ def read_weights(path: str, *, key: str = KEY) -> dict[str, Any]:
         key: the setting or option that names it.
 
     Raises:
-        SpecError: it cannot be read, or holds no tensors by name.
+        SpecError: it cannot be read, or contains no named tensors.
     """
     try:
         content = _read(path)
     except FileNotFoundError:
-        raise SpecError(f"{key}: there is no file {path}", f"it is looked for in {Path.cwd()}") from None
+        raise SpecError(f"{key}: the file {path} does not exist", f"relative paths start at {Path.cwd()}") from None
     except SpecError as error:
         raise SpecError(f"{key}: {error.message}", error.hint) from None
     except OSError as error:
@@ -363,7 +363,7 @@ def read_weights(path: str, *, key: str = KEY) -> dict[str, Any]:
         if isinstance(content, Mapping) and isinstance(content.get(key_name), Mapping):
             content = content[key_name]
     if not isinstance(content, Mapping) or not any(isinstance(value, Tensor) for value in content.values()):
-        raise SpecError(f"{key}: {path} holds no tensors by name", "save model.state_dict()")
+        raise SpecError(f"{key}: {path} contains no named tensors", "save model.state_dict()")
     return dict(content)
 
 
@@ -371,11 +371,11 @@ def _make_unreadable_file_error(path: str, key: str, error: Exception) -> SpecEr
     """Return the error for an unreadable file: it holds other objects, which torch names, or is damaged."""
     if Path(path).is_dir():
         why = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        return SpecError(f"{key}: {path} is no checkpoint of shares, or a damaged one: {why}")
+        return SpecError(f"{key}: {path} is not a sharded checkpoint, or is damaged: {why}")
     size = f"{Path(path).stat().st_size} bytes"
     if match := _OTHER_OBJECTS.search(str(error)):
         return SpecError(
-            f"{key}: {path} holds more than tensors: {match[1]}",
+            f"{key}: {path} contains more than tensors: {match[1]}",
             "save model.state_dict() alone, or convert the file to safetensors",
         )
     kind = "a file of safetensors" if path.endswith(".safetensors") else "a file of torch.save"
@@ -389,7 +389,7 @@ def _read(path: str) -> Any:
     if Path(path).is_dir():
         return _read_sharded(path)
     if not is_regular(path):
-        raise SpecError(f"{path} is no regular file")
+        raise SpecError(f"{path} is not a regular file")
     return _read_safetensors(path) if path.endswith(".safetensors") else _read_torch_file(path)
 
 
@@ -456,7 +456,10 @@ def check_fit(section: Model, model: nn.Module, *, key: str = KEY) -> WeightFit:
         raise SpecError(whose, "no tensor of it has the name and shape of one of the model's")
     if fit.mismatch_text and section.strict:
         raise SpecError(
-            whose, "" if key != KEY else "model.strict: false takes what fits and leaves the rest as it is initialised"
+            whose,
+            ""
+            if key != KEY
+            else "with model.strict: false, matching tensors are loaded and the others keep their initial values",
         )
     return fit
 

@@ -143,7 +143,7 @@ COLLATES: dict[str, Callable[[list[Any]], Any]] = {"python_packages": collate_pa
 def _refuse_transforms(spec: JobSpec) -> None:
     for key, transforms in (("train", spec.transforms.train), ("eval", spec.transforms.eval)):
         if transforms not in ([], ["ToTensor"]):
-            raise SpecError(f"transforms.{key}: dataset {spec.dataset.name} is text, which takes no transform")
+            raise SpecError(f"transforms.{key}: dataset {spec.dataset.name} is text and takes no transforms")
 
 
 def _require_positive(values: Any) -> Any:
@@ -164,8 +164,8 @@ def _list_source_files() -> list[tuple[str, bytes]]:
     included = [name for name in names if not set(name.split("/")[:-1]) & set(EXCLUDED_FOLDERS)]
     if not included:
         raise SpecError(
-            f"there is no source text of Python's standard library in {root}",
-            "run the jobs in a Python that has it, or take a dataset of your own",
+            f"{root} does not contain the source of Python's standard library",
+            "run the jobs in a Python that has it, or use your own dataset",
         )
     included.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
     texts = ((name, (root / name).read_bytes()[:MAX_FILE_BYTES]) for name in included)
@@ -316,8 +316,8 @@ class FromConfig:
         configurations = self.package.CONFIG_MAPPING
         if model_type is None:
             raise SpecError(
-                f"model.args: {self.name} needs model_type, which says what kind of transformer to build",
-                "for example model_type: gpt2 (llama, bert, distilbert ...), with the settings of its configuration beside it",
+                f"model.args: {self.name} needs model_type, the type of transformer to build",
+                "for example model_type: gpt2 (llama, bert, distilbert ...), with the settings of its configuration as further arguments",
             )
         if model_type not in configurations:
             raise SpecError(

@@ -155,7 +155,7 @@ def find_model_builder(name: str) -> Callable[..., Any]:
     names = torchvision.models.list_models()
     if name.lower() not in names:
         hint = suggest_nearest(name, [*TULA_MODELS, *names])
-        raise SpecError(f"unknown model {name!r}", hint or "a model of your own is written package.module:callable")
+        raise SpecError(f"unknown model {name!r}", hint or "name your own model as package.module:callable")
     return torchvision.models.get_model_builder(name.lower())  # type: ignore[no-any-return]
 
 
@@ -223,7 +223,7 @@ def build_optimizer(
     if any(group.weight_decay is not None for group in spec.optimizer.groups) and not accepts_argument(
         target, "weight_decay"
     ):
-        raise SpecError(f"optimizer.groups: {name} takes no weight_decay", "leave it out of the groups")
+        raise SpecError(f"optimizer.groups: {name} has no weight_decay", "remove it from the groups")
     arguments: dict[str, Any] = {"lr": spec.optimizer.lr, **_get_momentum_and_weight_decay(spec, target)}
     if target is torch.optim.SGD and not {"fused", "foreach", "differentiable"} & set(spec.optimizer.args):
         arguments["fused" if _has_fused_kernel(tensors) else "foreach"] = True
@@ -335,7 +335,7 @@ def _get_momentum_and_weight_decay(spec: JobSpec, target: Callable[..., Any]) ->
                 values[key] = value
         elif value:
             hint = "its moment decay rates are optimizer.args.betas" if accepts_argument(target, "betas") else ""
-            raise SpecError(f"optimizer.{key}: {spec.optimizer.name} takes no {key}", hint or "leave it out")
+            raise SpecError(f"optimizer.{key}: {spec.optimizer.name} has no argument {key}", hint or "leave it out")
     return values
 
 

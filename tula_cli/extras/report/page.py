@@ -55,7 +55,7 @@ th .unit{font-weight:400;color:var(--muted)}
 td{border-bottom:1px solid var(--grid)}
 th:first-child,td:first-child{padding-left:.2rem}
 .left{text-align:left}
-td.words{white-space:normal;min-width:24ch;max-width:48ch}
+td.words{white-space:normal;min-width:24ch;max-width:48ch;overflow-wrap:anywhere}
 tr.chosen td{font-weight:600;background:var(--chosen)}
 td.mark{text-align:center;padding:.28rem .2rem}
 details{margin-top:.5rem;font-size:.9rem}
@@ -70,7 +70,7 @@ _PRINT = """
 .cards thead{display:none}.cards table,.cards tbody,.cards caption{display:block}
 .cards tr{display:grid;grid-template-columns:repeat(auto-fill,minmax(7rem,1fr));gap:.25rem .75rem;padding:.6rem .3rem;
 border-bottom:1px solid var(--muted)}
-.cards td,.cards td.words{display:block;border:0;padding:0;text-align:left;white-space:normal;min-width:0;max-width:none}
+.cards td,.cards td.words{display:block;overflow-wrap:anywhere;border:0;padding:0;text-align:left;white-space:normal;min-width:0;max-width:none}
 .cards td:empty{display:none}.cards td.mark{grid-column:1/-1}
 .cards tr.chosen{background:var(--chosen)}.cards tr.chosen td{background:none}
 .cards td[data-label]::before{content:attr(data-label);display:block;color:var(--muted);font-size:.75rem;font-weight:400}

@@ -286,7 +286,8 @@ def _adapt_site_settings(text: str, recognised: RecognisedCommand, offered: Site
 
 
 def with_batches(text: str, recognised: RecognisedCommand) -> str:
-    """Set the range of batches to measure around the current batch, and the GPUs per node that the launcher starts."""
+    """Set the range of batches to measure around the current batch, the GPUs per node, and today's configuration."""
+    text = _with_baseline(text, recognised)
     if recognised.gpus_per_node is not None:
         text = _set_key(
             text,
@@ -310,6 +311,16 @@ def with_batches(text: str, recognised: RecognisedCommand) -> str:
     )
     above = f"\n  max_batch: {most} # {most // batch} times that of today; memory may end it earlier"
     return re.sub(r"^(  min_batch:.*)$", lambda line: line[0] + above, text, count=1, flags=re.MULTILINE)
+
+
+def _with_baseline(text: str, recognised: RecognisedCommand) -> str:
+    """Add today's configuration if it has several nodes, because the search also includes fewer."""
+    if recognised.nodes == 1:
+        return text
+    settings = {"nodes": recognised.nodes, "batch": recognised.script["reference"].get("batch")}
+    values = ", ".join(f"{key}: {value}" for key, value in settings.items() if value is not None)
+    line = f"baseline: {{{values}}} # today's configuration: tula recommend compares its choice with it\n\n"
+    return text.replace("\nsearch:", f"\n{line}search:", 1)
 
 
 def choose_batch_range(recognised: RecognisedCommand, batch: int, nodes: list[int]) -> tuple[int, int]:

@@ -58,6 +58,21 @@ def test_nodes_are_what_the_gpus_here_make(
 
 
 @pytest.mark.parametrize(
+    ("line", "nodes", "batch"),
+    [
+        ("torchrun --nproc-per-node 2 --nnodes 4 t.py -b 8 --epochs 1", 4, 64),
+        ("torchrun --nproc-per-node 2 --nnodes 4 t.py -b {local_batch} --epochs 1", 4, None),
+        (LINE, None, None),  # one node, as few as the search has anyway
+    ],
+)
+def test_the_command_of_several_nodes_is_the_baseline(line: str, nodes: int | None, batch: int | None) -> None:
+    text = make_job_from_command(line, "slurm").text
+    baseline = parse_yaml(text, source="job.yaml").get("baseline")
+    expected = {key: value for key, value in {"nodes": nodes, "batch": batch}.items() if value is not None}
+    assert baseline == (expected or None)
+
+
+@pytest.mark.parametrize(
     ("line", "span"),
     [
         (LINE, (128, 2048)),

@@ -39,6 +39,8 @@ def test_a_script_is_a_job(name: str) -> None:
         row["launch"], row["per_node"], row["nodes"], row["batch"],
     )  # fmt: skip
     assert row["nodes"] in spec.search.nodes
+    today = (row["nodes"], row["batch"]) if row["nodes"] > 1 else (None, None)
+    assert (spec.baseline.nodes, spec.baseline.batch) == today
     for key in ("epochs", "steps"):
         assert key not in row or getattr(spec.script.length, key) == row[key]
     slurm = spec.cluster.slurm.model_dump()

@@ -4,12 +4,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import Infeasible, SpecError
-from tula_cli.models.choice.candidates import Candidates
-from tula_cli.models.choice.columns import Flags, Floats
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.services import messages
@@ -18,6 +14,8 @@ from tula_cli.spec.slurm_options import MAX_LINKS, ROOM, SPARE_LINKS, Slurm
 from tula_cli.words import format_count, format_duration, format_number
 
 if TYPE_CHECKING:  # the models, which other commands do not need
+    from tula_cli.models.choice.candidates import Candidates
+    from tula_cli.models.choice.columns import Flags, Floats
     from tula_cli.services.recommendation.measurements import Results, TypeMeasurements
 
 
@@ -75,12 +73,14 @@ def find_restart_seconds(results: "Results") -> tuple[float, float]:
     )
 
 
-def _fits_wall_time(rows: Candidates, spec: JobSpec, results: "Results") -> Flags:
+def _fits_wall_time(rows: "Candidates", spec: JobSpec, results: "Results") -> "Flags":
     """Return which configurations of one node type can be trained within the wall-time bins, shape (n,).
 
     A training fits in one job, or in a chain with no more jobs than are submitted, each of which has time left after
     its start and checkpoint.
     """
+    import numpy as np  # only recommend needs it
+
     slurm = spec.cluster.slurm or Slurm()
     if not slurm.limits:
         return np.ones(len(rows), dtype=bool)
@@ -93,12 +93,14 @@ def _fits_wall_time(rows: Candidates, spec: JobSpec, results: "Results") -> Flag
     return fits
 
 
-def select_within_bins(rows: Candidates, all_measurements: "Sequence[TypeMeasurements]") -> Candidates:
+def select_within_bins(rows: "Candidates", all_measurements: "Sequence[TypeMeasurements]") -> "Candidates":
     """Return the configurations that can be trained within the wall-time bins of their node type.
 
     Raises:
         Infeasible: there is none; the message names the fastest configuration.
     """
+    import numpy as np
+
     fits = np.zeros(len(rows), dtype=bool)
     for measurements in all_measurements:
         is_of_type = rows["type"] == measurements.type

@@ -332,7 +332,7 @@ TABLES_HEAD = """The functions of [the Python API](../how-to/python.md) return r
 integer column is of type `Int64` if values may be missing."""
 ANSWER_HEAD = """`frame()` of the result of `tula.recommend`: one row per configuration, fastest first. `low` and `high` are the ends of a
 90 % interval. Columns of `parts` are a breakdown of the time, those of `same_progress` are for the progress that the job's epochs
-make at its reference batch."""
+make at its reference batch. The rows of `tula recommend --json` have the same fields, with `parts` and `same_progress` as objects."""
 
 
 def tables() -> str:

@@ -31,7 +31,7 @@ from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.format import require_current_format
 from tula_cli.run.jobfile import find_settings_origin, list_variants_with_data, save_job
 from tula_cli.run.owner import require_own
-from tula_cli.run.records.recommendations import Caveats, Prediction, Recommendation, SequenceLength
+from tula_cli.run.records.recommendations import Prediction, Recommendation, SequenceLength
 from tula_cli.services.recommendation.alternatives import (
     describe_ramp,
     predict_first_fallback,
@@ -85,24 +85,21 @@ class Answer:
         return self.recommendation.model_copy(update={"rows": self.candidates.predictions()})
 
     def rows_as_json(self, *, every: bool = True) -> Iterator[str]:
-        """Yield rows with their caveats as JSON texts: the listed rows, or all, which are created in blocks."""
+        """Yield rows with their notes as JSON texts: the listed rows, or all, which are created in blocks."""
         if not every:
-            caveats = self.recommendation.caveats
-            yield from (_convert_row_to_json(row, caveats) for row in self.recommendation.rows)
+            yield from (_convert_row_to_json(row, self.recommendation) for row in self.recommendation.rows)
             return
-        steps = (self.candidates[name].tolist() for name in ("type", "nodes", "batch", "local_batch", "step_time"))
-        caveats = Caveats(self.recommendation.choice, zip(*steps, strict=True))
         for at in range(0, len(self.candidates), _BLOCK):
             block = self.candidates.take(np.arange(at, min(at + _BLOCK, len(self.candidates))))
-            yield from (_convert_row_to_json(row, caveats) for row in block.predictions())
+            yield from (_convert_row_to_json(row, self.recommendation) for row in block.predictions())
 
     def with_drawn_rows(self) -> Recommendation:
         """Return the recommendation with the rows of its plots: all if there are few, else the listed ones."""
         return self.with_all_rows() if len(self.candidates) <= _MAX_ROWS_DRAWN else self.recommendation
 
 
-def _convert_row_to_json(row: Prediction, caveats: Caveats) -> str:
-    return f'{row.model_dump_json()[:-1]}, "caveats": {json.dumps(caveats.caveats_of(row))}}}'
+def _convert_row_to_json(row: Prediction, recommendation: Recommendation) -> str:
+    return f"{row.model_dump_json()[:-1]}, {json.dumps(recommendation.get_notes(row)._asdict())[1:]}"
 
 
 def answer_query(run: RunDir, spec: JobSpec, query: Query, *, overrides: Sequence[str] = ()) -> Answer:

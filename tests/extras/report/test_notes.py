@@ -28,7 +28,7 @@ def test_tables_of_the_report_have_notes_that_the_caption_explains(key: str, run
     own = table(reports.report(run), key)
     notes = column(own, "note")
     assert any("efficiency above 110 %" in note for note in notes) and any("efficiency" not in note for note in notes)
-    assert "Efficiency above 110 %: a node does over 110 %" in own.caption
+    assert "Efficiency above 110 %: samples/s per GPU exceed 110 %" in own.caption
     assert ("Wide interval" in own.caption) == any("wide interval" in note for note in notes)
 
 

@@ -13,7 +13,6 @@ from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.services.recommend import recommend
 from tula_cli.services.recommendation.measurements import MAX_TRAININGS, fit_estimator_of_recommendation
-from tula_cli.show import recommend as show_recommend
 from tula_cli.show import tables
 from tula_cli.spec.job import JobSpec
 
@@ -77,7 +76,7 @@ def test_the_next_answer_has_learnt_from_a_training(run: RunDir) -> None:
     assert (told.signature, told.nodes, told.batch, told.probed) == ("ab12cd34", 2, 128, None)
     assert Recommendation.model_validate_json(after.model_dump_json()) == after
     row = next(row for row in after.rows if (row.nodes, row.batch) == (2, 128))
-    assert row.measured and row.trained == "ab12cd34" and show_recommend._describe_basis(row) == "training"
+    assert row.measured and row.trained == "ab12cd34" and row.source == "training"
     (line,) = tables.describe_learnt(after)
     assert line.startswith("measured by training ab12cd34: 2 nodes, batch 128, ")
 

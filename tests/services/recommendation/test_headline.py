@@ -1,5 +1,6 @@
 """The first line of a recommendation compares the choice with today's configuration."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,34 @@ def test_the_baseline_is_the_reference_batch_on_the_fewest_nodes(tmp_path: Path)
     assert line.text.startswith(f"{choice.nodes} nodes, batch {choice.batch}: ") and "x faster (" in line.text
     assert "today's 2 nodes, batch 64: train.reference_batch on the fewest nodes" in line.comparison
     assert not line.baseline_predicted and "(predicted)" not in line.comparison
+
+
+def test_every_row_is_compared_with_the_baseline(tmp_path: Path) -> None:
+    run = run_with(tmp_path)
+    answer = recommend(run, run.read_spec(), Query(), now=1.0)
+    recommendation, line = answer.recommendation, answer.recommendation.headline
+    assert line is not None and line.baseline is not None
+    table = recommendation.frame()
+    assert table["speed_up"].tolist() == [line.baseline.hours / row.hours for row in recommendation.rows]
+    assert set(table["accuracy_risk"]) <= {"low", "medium", "high", "unknown"}
+    chosen = table[table["chosen"]].iloc[0]
+    assert line.time is not None and chosen["speed_up"] == line.time.ratio
+    assert chosen["accuracy_risk"] == line.risk.level
+    for rows, every in ((recommendation.rows, False), (answer.candidates.predictions(), True)):
+        notes = [recommendation.get_notes(row)._asdict() for row in rows]
+        as_json = [json.loads(text) for text in answer.rows_as_json(every=every)]
+        names = ("chosen", "speed_up", "accuracy_risk", "caveats")
+        assert [[row[name] for name in names] for row in as_json] == [
+            [values["chosen"], values["speed_up"], values["accuracy_risk"], list(values["caveats"])] for values in notes
+        ]
+        assert sum(row["chosen"] for row in as_json) == 1
+
+
+def test_rows_of_an_older_recommendation_are_not_compared(tmp_path: Path) -> None:
+    recommendation = ask(run_with(tmp_path)).model_copy(update={"headline": None})
+    table = recommendation.frame()
+    assert table["speed_up"].isna().all() and table["accuracy_risk"].isna().all()
+    assert Recommendation.model_validate_json(recommendation.model_dump_json()) == recommendation
 
 
 def test_the_job_names_another_baseline(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def build_configurations_table(rows: Sequence[Prediction], choice: Prediction, c
     """Build the table of configurations: the choice first, the others in the order of `rows`."""
     to_unit, unit = choose_hours_unit(row.hours for row in rows)
     to_size, size = choose_bytes_unit(row.peak_memory for row in rows)
-    caveats = Caveats.among_rows(rows, choice)
+    caveats = Caveats(choice)
     chosen_key = _get_offer_key(choice)
     rows = sorted(rows, key=lambda row: _get_offer_key(row) != chosen_key)
     notes = [[*caveats.caveats_of(row), *["interval_unknown"] * (row.hours_low is None)] for row in rows]
@@ -1071,7 +1071,7 @@ def _require_progress(row: Prediction) -> SameProgress:
 
 def _list_progress_caveats(material: Material, row: Prediction) -> list[str]:
     """Return the caveats on a batch's time to the same progress."""
-    names = [] if material.choice is None else Caveats.among_rows([row], material.choice).caveats_of(row)
+    names = [] if material.choice is None else Caveats(material.choice).caveats_of(row)
     wide = is_too_wide(_require_progress(row).hours_low, _require_progress(row).hours_high)
     return [*["wide_interval"] * wide, *(name for name in names if name == "progress_within_noise")]
 

@@ -1,7 +1,6 @@
 """A recommendation and its predictions."""
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from pydantic import Field, field_validator
 
@@ -163,20 +162,10 @@ class Caveats:
 
     Args:
         choice: the configuration that the others are compared with.
-        steps: type, nodes, global batch, local batch and step time of every configuration.
     """
 
-    def __init__(self, choice: Prediction, steps: Iterable[tuple[str, int, int, int, float]]) -> None:
+    def __init__(self, choice: Prediction) -> None:
         self._choice, self._intervals = choice, _list_quantity_intervals(choice)
-        self._fewest: dict[tuple[str, str, int], tuple[int, float]] = {}  # nodes, samples a second of each node
-        for type_, nodes, batch, local_batch, step_time in steps:
-            for key in (type_, "batch", batch), (type_, "local batch", local_batch):
-                if key not in self._fewest or nodes < self._fewest[key][0]:
-                    self._fewest[key] = nodes, batch / step_time / nodes
-
-    @classmethod
-    def among_rows(cls, rows: Iterable[Prediction], choice: Prediction) -> "Caveats":
-        return cls(choice, ((row.type, row.nodes, row.batch, row.local_batch, row.step_time) for row in rows))
 
     def caveats_of(self, row: Prediction) -> tuple[str, ...]:
         """Return the caveats of a configuration, by the keys of `CAVEATS`."""
@@ -188,23 +177,14 @@ class Caveats:
                 for name in intervals
                 if _intervals_overlap(intervals[name], self._intervals[name])
             ]
-        return (*names, *["efficiency_above_110"] * (self.efficiency(row) > HIGHEST_EFFICIENCY))
-
-    def efficiency(self, row: Prediction) -> float:
-        """Return the throughput per node relative to the fewest nodes with the same batch or local batch.
-
-        The larger of the two ratios.
-        """
-        throughput = row.batch / row.step_time / row.nodes
-        keys = (row.type, "batch", row.batch), (row.type, "local batch", row.local_batch)
-        return max(throughput / self._fewest[key][1] if key in self._fewest else 1.0 for key in keys)
+        return (*names, *["efficiency_above_110"] * ((row.scaling_efficiency or 0.0) > HIGHEST_EFFICIENCY))
 
 
 CAVEATS = {
     "wide_interval": "the 90 % interval is too wide to decide by",
     "within_noise": "the 90 % interval overlaps that of the choice, so the difference may be noise",
-    "efficiency_above_110": "a node does over 110 % of what it does on the fewest nodes with that batch or local batch, which"
-    " is hardly possible: a step time is off",
+    "efficiency_above_110": "samples/s per GPU exceed 110 % of those on the fewest nodes, which is hardly possible: a step"
+    " time is off",
 }
 """Descriptions of the caveats; those of a quantity (time, cost, energy, progress) are named `QUANTITY_within_noise`."""
 
@@ -455,9 +435,20 @@ TradeOff = Literal["cost", "nodes"]
 
 ADDED_COLUMNS = {
     "chosen": "whether the row is the choice",
+    "speed_up": "hours of today's configuration (section `baseline`) divided by those of the row; None if unknown",
+    "accuracy_risk": "accuracy risk of the batch: low, medium, high or unknown; None of an older tula",
     "caveats": "reasons not to trust a figure of the row, as names; empty if there are none",
 }
 """Columns of `Recommendation.frame()` that are not fields of `Prediction`, with their descriptions."""
+
+
+class RowNotes(NamedTuple):
+    """The values of `ADDED_COLUMNS` for a row, which also the rows of `tula recommend --json` have."""
+
+    chosen: bool
+    speed_up: float | None
+    accuracy_risk: RiskLevel | None
+    caveats: tuple[str, ...]
 
 
 def _format_interval(low: float | None, high: float | None, divisor: float) -> str:
@@ -567,13 +558,19 @@ class Recommendation(Record):
         The columns are the fields of `Prediction`, those of its time parts and of the same progress (`parts_steps`,
         `same_progress_hours`), and those of `ADDED_COLUMNS`; docs/reference/tables.md lists them with their units.
         """
-        caveats = self.caveats
-        values = {
-            "chosen": [row == self.choice for row in self.rows],
-            "caveats": [caveats.caveats_of(row) for row in self.rows],
-        }
-        additions: dict[str, Any] = {name: values[name] for name in ADDED_COLUMNS}
+        notes = [self.get_notes(row)._asdict() for row in self.rows]
+        additions: dict[str, Any] = {name: [values[name] for values in notes] for name in ADDED_COLUMNS}
         return make_record_frame(self.rows, Prediction).assign(**additions)
+
+    def get_notes(self, row: Prediction) -> RowNotes:
+        """Compare a row with the choice and with today's configuration."""
+        headline = self.headline
+        return RowNotes(
+            chosen=row == self.choice,
+            speed_up=headline.compute_speed_up(row) if headline is not None else None,
+            accuracy_risk=headline.risk_basis.assess(row.batch, self.accuracy).level if headline is not None else None,
+            caveats=self.caveats.caveats_of(row),
+        )
 
     def plot(self, against: TradeOff = "cost") -> Any:
         """Plot the time of every configuration against its cost or its number of nodes, with the choice marked.
@@ -592,8 +589,8 @@ class Recommendation(Record):
 
     @property
     def caveats(self) -> Caveats:
-        """The caveats of the rows."""
-        return Caveats.among_rows(self.rows, self.choice)
+        """The caveats of the rows, compared with the choice."""
+        return Caveats(self.choice)
 
     @property
     def criteria(self) -> str:

@@ -1,9 +1,13 @@
+import io
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from make_results import Truth, out_of_memory, probe_all, spec
+from quiet import quiet
 
+from tula_cli.cli import app
 from tula_cli.errors import Infeasible, SpecError
 from tula_cli.models.choice.campaign import Campaign
 from tula_cli.query import Query
@@ -11,6 +15,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.services.campaign import MAX_TRAININGS, plan_campaign
 from tula_cli.services.recommend import recommend
 from tula_cli.show.campaign import render_campaign
+from tula_cli.show.screen import Screen
 
 
 @pytest.fixture
@@ -74,6 +79,21 @@ def test_a_number_of_trainings_that_cannot_be_planned_is_refused(run: RunDir) ->
     answer = recommend(run, run.read_spec(), Query(), now=1.0)
     with pytest.raises(SpecError, match="--from-training"):
         plan_campaign(answer, run.read_spec(), Query(from_training=True), 2)
+
+
+def test_a_plan_has_the_warnings_of_the_answer_with_their_codes(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    quiet(monkeypatch, tmp_path)
+    query = Query(nodes=64, max_nodes=64)
+    answer = recommend(run, run.read_spec(), query, now=1.0)
+    assert answer.warnings and plan_campaign(answer, run.read_spec(), query, 3).warnings == tuple(answer.warnings)
+    screen = Screen(out=io.StringIO(), err=io.StringIO())
+    options = ["--trainings", "3", "--nodes", "64", "--max-nodes", "64", "--json"]
+    assert app.run(["recommend", "--run", str(run.path), *options], screen=screen) == 0
+    printed = json.loads(screen.out.getvalue())  # type: ignore[attr-defined]
+    assert [warning["code"] for warning in printed["diagnostics"]] == [warning.code for warning in answer.warnings]
+    assert printed["data"]["warnings"] == [warning.text for warning in answer.warnings]
 
 
 def test_the_screen_has_the_plan_its_alternative_and_the_waves(run: RunDir) -> None:

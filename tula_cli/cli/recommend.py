@@ -81,7 +81,7 @@ def recommend(
         answer = service.recommend(run, spec, query, overrides=chosen.overrides, now=time.time())
     else:
         run, spec = _find_measured_run(screen, chosen)
-        answer = service.answer_query(run, spec, query, overrides=chosen.overrides)
+        answer = service.answer_query(run, spec, query, overrides=chosen.overrides, estimates_start=trainings is None)
     if trainings is not None:
         _show_campaign(screen, answer, spec, query, trainings, demo=demo)
         return

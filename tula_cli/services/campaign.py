@@ -69,7 +69,7 @@ def plan_campaign(answer: Answer, spec: JobSpec, query: Query, trainings: int) -
         nodes=nodes,
         max_batch=max_batch,
         currency=currency,
-        warnings=tuple(map(str, answer.recommendation.warnings)),
+        warnings=answer.warnings,
     )
     if query.budget is not None and plan.cost > query.budget:
         raise Infeasible(

@@ -102,16 +102,17 @@ def _convert_row_to_json(row: Prediction, recommendation: Recommendation) -> str
     return f"{row.model_dump_json()[:-1]}, {json.dumps(recommendation.get_notes(row)._asdict())[1:]}"
 
 
-def answer_query(run: RunDir, spec: JobSpec, query: Query, *, overrides: Sequence[str] = ()) -> Answer:
+def answer_query(
+    run: RunDir, spec: JobSpec, query: Query, *, overrides: Sequence[str] = (), estimates_start: bool = True
+) -> Answer:
     """Choose a configuration from the current measurements; nothing is written.
-
-    On SLURM, the scheduler is asked when a training with the choice would start.
 
     Args:
         run: the run with the results.
         spec: the job.
         query: objective and limits.
         overrides: settings that override those of the job; the answer records them as assumptions.
+        estimates_start: on SLURM, whether to ask the scheduler when a training with the choice would start.
 
     Raises:
         Pending, BadMeasurements, Infeasible, SpecError: as in `recommend`.
@@ -122,7 +123,7 @@ def answer_query(run: RunDir, spec: JobSpec, query: Query, *, overrides: Sequenc
     answer = recommend(run, spec, query, overrides=overrides, pending=pending, now=now)
     choice = answer.recommendation.choice
     run = get_measurements_of_type(answer.all_measurements, choice.type).run
-    if run.spec.cluster.kind != "slurm":
+    if not estimates_start or run.spec.cluster.kind != "slurm":
         return answer
     from tula_cli.cluster.slurm.start_estimate import estimate_start  # submitit, which only jobs of SLURM need
 

@@ -1,17 +1,21 @@
 """The estimate of a start by sbatch --test-only, on the fake SLURM."""
 
+import io
 from pathlib import Path
 
 import pytest
 from fake_slurm import FakeSlurm, local
 from make_results import Truth, probe_all, spec
 
+import tula_cli as tula
+from tula_cli.cli import app
 from tula_cli.cluster.slurm.scheduler import make_sbatch_environment
 from tula_cli.cluster.slurm.start_estimate import estimate_start
 from tula_cli.query import Query
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.recommendations import StartEstimate
 from tula_cli.services import recommend as services_recommend
+from tula_cli.show.screen import Screen
 
 NOW = 1_700_000_000.0
 
@@ -72,6 +76,13 @@ def test_a_refusal_is_an_estimate_without_a_start_and_with_its_reason(slurm, run
 def test_without_sbatch_there_is_no_estimate(slurm, run):
     slurm.without("sbatch")
     assert estimate_start(run, run.read_spec(), nodes=2, batch=512, now=NOW) is None
+
+
+def test_a_plan_for_many_trainings_does_not_ask_for_the_start_of_a_single_one(slurm, run):
+    screen = Screen(out=io.StringIO(), err=io.StringIO())
+    assert app.run(["recommend", "--run", str(run.path), "--trainings", "3", "--json"], screen=screen) == 0
+    assert tula.plan_trainings(run.path, trainings=3).trainings == 3
+    assert slurm.calls("sbatch") == []
 
 
 def test_a_recommendation_has_the_estimate_of_its_choice_which_has_no_part_in_it(slurm, run):

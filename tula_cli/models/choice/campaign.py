@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.models.choice.candidates import Candidates, find_pareto_front
 from tula_cli.models.choice.columns import Floats, Ints
 from tula_cli.query import Query
@@ -304,7 +305,7 @@ class Campaign:
     at_fastest: AtFastest
     speedup: float  # how many times as fast the plan is as each training at its fastest
     currency: str
-    warnings: tuple[str, ...]  # about the measurements
+    warnings: tuple[Diagnostic, ...]  # about the measurements
 
     def frame(self) -> "pd.DataFrame":
         """Return the waves as a table, one row each; its columns are the fields of `Wave`."""
@@ -320,7 +321,7 @@ def describe_plan(
     nodes: int,
     max_batch: int | None,
     currency: str,
-    warnings: Sequence[str],
+    warnings: Sequence[Diagnostic],
 ) -> Campaign:
     """Return a plan with its figures.
 

@@ -113,6 +113,10 @@ def test_spot_stands_beside_on_demand_and_says_which_is_cheaper():
     text = printed(recommend.render_recommendation(swapped))
     assert text.startswith("2 nodes on spot, batch 128 (local 64): 75.0 min, 1.00 USD")
     assert "the same on demand: 60.0 min, 4.00 USD (300 % dearer, 20 % shorter)" in text
+    equal = here.model_copy(update={"market": "spot"})
+    found = make.recommendation(choice=here, rows=(here, equal), runners_up=(), other_market=equal)
+    text = printed(recommend.render_recommendation(found))
+    assert "4.00 USD (at the same cost, in the same time)" in text
 
 
 def test_energy_has_a_column_where_any_row_has_it_and_a_dash_where_it_is_unknown():

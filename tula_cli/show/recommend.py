@@ -318,7 +318,12 @@ def _describe_other_market(recommendation: "Recommendation") -> Iterator[str]:
     if there is None:
         return
     cost, hours = there.cost / here.cost - 1 if here.cost else 0.0, there.hours / here.hours - 1
-    compared = f"{_describe_change(cost, 'dearer', 'cheaper')}, {_describe_change(hours, 'longer', 'shorter')}"
+    compared = ", ".join(
+        [
+            _describe_change(cost, "dearer", "cheaper", equal="at the same cost"),
+            _describe_change(hours, "longer", "shorter", equal="in the same time"),
+        ]
+    )
     expected = " expected" * (there.market == "spot")
     yield (
         f"the same {MARKETS[there.market]}: {format_duration(3600 * there.hours)}{expected}, {format_number(there.cost)}"
@@ -326,12 +331,10 @@ def _describe_other_market(recommendation: "Recommendation") -> Iterator[str]:
     )
 
 
-def _describe_change(change: float, more: str, less: str) -> str:
-    return (
-        f"{format_number(100 * abs(change), 2)} % {more if change > 0 else less}"
-        if abs(change) >= 0.0005
-        else f"no {more}"
-    )
+def _describe_change(change: float, more: str, less: str, *, equal: str) -> str:
+    if abs(change) < 0.0005:
+        return equal
+    return f"{format_number(100 * abs(change), 2)} % {more if change > 0 else less}"
 
 
 def _select_rows(recommendation: "Recommendation") -> list[dict[str, "Prediction"]]:

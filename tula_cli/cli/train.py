@@ -51,13 +51,12 @@ def train(
 
 
 def _answer_training(screen: Screen, training: "PreparedTraining", summary: "Summary") -> None:
-    from tula_cli.models.choice.baseline import compute_gain
     from tula_cli.services.site_charges import find_site_charge
+    from tula_cli.services.train import find_gain
 
     run = training.variant
     weights, charge = run.training(summary.signature).weights(), find_site_charge(run, summary.signature)
-    recommendation = run.recommendation()
-    gain = compute_gain(recommendation.headline, summary) if recommendation is not None else None
+    gain = find_gain(run, summary)
     data = {**dict(summary), "causes": summary.causes, "weights": weights, "site_charge": charge}
     data |= {} if gain is None else {"gain": gain}
     return screen.answer(data, show_train.render_summary(summary, weights=weights, charge=charge, gain=gain))

@@ -20,6 +20,7 @@ from tula_cli.errors import (
     require_callable,
     require_number,
 )
+from tula_cli.models.choice.baseline import Gain
 from tula_cli.models.choice.campaign import Campaign
 from tula_cli.models.observed import ObservedReport
 from tula_cli.models.time.noise import compute_trimmed_mean
@@ -768,12 +769,18 @@ class TrainArguments(SubmitArguments, TrainRequest):
     timeout: Timeout = None
 
 
+class TrainingSummary(Summary):
+    """The summary of a training with what it gained over today's configuration."""
+
+    gain: Gain | None  # None without a forecast of the baseline, or if it was trained itself
+
+
 @with_arguments(TrainArguments)
-def train(arguments: TrainArguments) -> Summary | None:
+def train(arguments: TrainArguments) -> TrainingSummary | None:
     """Train at the recommended nodes and batch size, or attach to the training, or go on from its newest checkpoint.
 
     Returns:
-        Predicted against actual and how good it is; None where nobody waits for it (`tula.status(run)` tells).
+        Predicted against actual, how good it is, and the gain over today's configuration; None where nobody waits for it (`tula.status(run)` tells).
 
     Raises:
         SpecError: the job or the batch cannot be used.
@@ -788,13 +795,14 @@ def train(arguments: TrainArguments) -> Summary | None:
     submission = Submission.from_arguments(arguments.run, arguments, timeout=arguments.timeout)
     call, inspect = submission.call, submission.dependencies.inspect
     work = training.prepare_training(call.run, call.spec, arguments, inspect)
+    prepared = follow(work, submission.report_event)
     summary = follow(
-        training.run_training(
-            follow(work, submission.report_event), submission.dependencies, submission.wait_policy, file=call.file
-        ),
+        training.run_training(prepared, submission.dependencies, submission.wait_policy, file=call.file),
         submission.report_event,
     )
-    return None if isinstance(summary, DetachedJobs) else summary
+    if isinstance(summary, DetachedJobs):
+        return None
+    return TrainingSummary(**dict(summary), gain=training.find_gain(prepared.variant, summary))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tula_cli.cluster.chains import list_nodes_of_links
 from tula_cli.cluster.full_disk import release_held_jobs
@@ -62,6 +63,9 @@ from tula_cli.services.wall_times import require_allowed_nodes
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import compute_train_signature
 from tula_cli.words import format_count, make_relative_path
+
+if TYPE_CHECKING:
+    from tula_cli.models.choice.baseline import Gain
 
 
 @dataclass(frozen=True)
@@ -409,6 +413,14 @@ def run_training(
         raise make_interruption_of_jobs(run, [(run, launcher)], wait_policy) from None
     require_known_job(run_status, plan.task.job)
     return load_summary(run, plan.task.signature)
+
+
+def find_gain(run: Run, summary: Summary) -> "Gain | None":
+    """Return what a finished training gained over the baseline of the recommendation of its run, if that is known."""
+    from tula_cli.models.choice.baseline import compute_gain  # only needed at the end of a training
+
+    recommendation = run.recommendation()
+    return None if recommendation is None else compute_gain(recommendation.headline, summary)
 
 
 # --- A training that resumes at another configuration, or with other settings

@@ -438,9 +438,19 @@ def test_a_comparison_is_confirmed_or_capped(cluster: AtOnce) -> None:
     assert not cluster.submitted
 
 
+def test_a_training_is_compared_with_the_baseline_of_the_recommendation(cluster: AtOnce) -> None:
+    run = tula.profile({**make.SPEC, "search": {"nodes": [1, 2], "max_node_hours": 100}})
+    headline = tula.recommend(run, objective="time").headline
+    assert headline is not None and headline.baseline is not None and not headline.is_baseline
+    chosen = tula.train(run)
+    assert chosen is not None and chosen.gain is not None
+    assert (chosen.gain.nodes, chosen.gain.batch) == (headline.nodes, headline.batch)
+    assert chosen.gain.time.before == headline.baseline.hours and chosen.gain.time.after == chosen.actual_hours
+
+
 def test_weights_are_evaluated_and_what_they_come_to_is_returned(cluster: AtOnce) -> None:
     summary = tula.train(make.SPEC, nodes=1, batch=64)
-    assert summary is not None
+    assert summary is not None and summary.gain is None  # nothing was recommended
     run = tula.Run.open(next(Path("tula-runs").glob("toy-*")))
     path = run.directory.training(summary.signature).checkpoint_path(64)
     path.parent.mkdir(parents=True)

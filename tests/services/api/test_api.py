@@ -265,7 +265,7 @@ def test_a_node_check_that_is_refused_makes_no_run(cluster: AtOnce, monkeypatch:
         raise SchedulerError("sbatch was not found on this machine")
 
     monkeypatch.setattr(launcher, "make_launcher", refused)
-    with pytest.raises(tula.TulaError, match="no sbatch"):
+    with pytest.raises(tula.TulaError, match="sbatch was not found"):
         tula.check_nodes(make.SPEC)
     assert not Path("tula-runs").exists()
 
@@ -290,7 +290,7 @@ def test_values_that_the_command_line_would_refuse_are_one_error(cluster: AtOnce
         ("seeds 0: must be 1 or more", lambda: tula.compare(run, batches=[64], seeds=0)),
         ("nodes 0: must be 1 or more", lambda: tula.compare(run, batches=[64], nodes=0)),
         ("batch -64: must be 1 or more", lambda: tula.compare(run, batches=[64, -64])),
-        ("^methods: 'agz' is no method", lambda: tula.compare(run, batches=[64], methods=["agz"])),
+        ("^methods: there is no method 'agz'", lambda: tula.compare(run, batches=[64], methods=["agz"])),
         ("nodes 0: must be 1 or more", lambda: tula.check_nodes(run, nodes=0)),
         ("nodes -2: must be 1 or more", lambda: tula.check_nodes(run, nodes=-2)),
         ("batch 'x': must be a whole number", lambda: tula.train(run, nodes=1, batch="x")),  # type: ignore[arg-type]

@@ -1,5 +1,6 @@
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 from make_results import Truth, out_of_memory, probe_all, spec
 from quiet import quiet
 
+from tula_cli.assets import find_folder
 from tula_cli.cli import app
 from tula_cli.errors import Infeasible, SpecError
 from tula_cli.models.choice.campaign import Campaign
@@ -16,6 +18,7 @@ from tula_cli.services.campaign import MAX_TRAININGS, plan_campaign
 from tula_cli.services.recommend import recommend
 from tula_cli.show.campaign import render_campaign
 from tula_cli.show.screen import Screen
+from tula_cli.words import format_duration, format_number
 
 
 @pytest.fixture
@@ -28,8 +31,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def plan(run: RunDir, trainings: int, **query: Any) -> Campaign:
-    answer = recommend(run, run.read_spec(), Query(**query), now=1.0)
-    return plan_campaign(answer, run.read_spec(), Query(**query), trainings)
+    return plan_campaign(run, run.read_spec(), Query(**query), trainings)
 
 
 def test_many_trainings_are_planned_on_few_nodes_each(run: RunDir) -> None:
@@ -52,17 +54,63 @@ def test_a_deadline_makes_the_plan_the_cheapest_within_it(run: RunDir) -> None:
     within = plan(run, 12, deadline_hours=1.1 * shortest.hours)
     assert within.minimises == "cost" and within.hours <= 1.1 * shortest.hours
     assert cheapest.cost <= within.cost <= shortest.cost
+    late = 0.9 * shortest.hours
+    with pytest.raises(Infeasible) as raised:
+        plan(run, 12, deadline_hours=late)
+    assert raised.value.message == (
+        f"12 trainings on at most 16 nodes with batches of at most {shortest.max_batch} take at least"
+        f" {format_duration(3600 * shortest.hours)}, more than the deadline of {format_duration(3600 * late)}"
+    )
+
+
+def test_a_budget_gives_the_shortest_plan_within_it(run: RunDir) -> None:
+    shortest, cheapest = plan(run, 12), plan(run, 12, deadline_hours=1e6)
+    assert plan(run, 12, budget=1.01 * shortest.cost).waves == shortest.waves
+    budget = (shortest.cost + cheapest.cost) / 2
+    within = plan(run, 12, budget=budget)
+    assert within.max_batch == shortest.max_batch and within.minimises == "time"
+    assert within.cost <= budget and shortest.hours < within.hours <= cheapest.hours
+    # just below its duration, every plan costs more than the budget
+    assert plan(run, 12, deadline_hours=0.9999 * within.hours).cost > budget
+    with pytest.raises(Infeasible, match=r"within a budget of .* take at least .*, more than the deadline"):
+        plan(run, 12, objective="time", max_batch=within.max_batch, budget=budget, deadline_hours=0.9 * within.hours)
+
+
+def test_a_budget_below_the_cheapest_plan_is_refused(run: RunDir) -> None:
+    cheapest = plan(run, 12, deadline_hours=1e6)
+    assert plan(run, 12, budget=cheapest.cost).cost == pytest.approx(cheapest.cost)
+    least = rf"with batches of at most {cheapest.max_batch} cost at least {format_number(cheapest.cost, 4)} .* budget"
+    with pytest.raises(Infeasible, match=least):
+        plan(run, 12, budget=0.99 * cheapest.cost)
+    early = plan(run, 12, deadline_hours=1.01 * plan(run, 12).hours)
+    with pytest.raises(Infeasible, match="cost at least"):
+        plan(run, 12, budget=0.99 * early.cost, deadline_hours=early.hours)
+
+
+@pytest.mark.parametrize(
+    ("trainings", "budget", "hours", "cost"), [(5, 5.0, 0.969, 4.74), (2, 1.9, 0.969, 1.894), (1, 1.0, 0.969, 0.947)]
+)
+def test_limits_of_all_trainings_change_neither_the_knee_nor_the_options_of_one(
+    trainings: int, budget: float, hours: float, cost: float
+) -> None:
+    demo = RunDir.newest(find_folder("demo"))
+    within, free = plan(demo, trainings, budget=budget), plan(demo, trainings)
+    assert (within.hours, within.cost) == pytest.approx((hours, cost), rel=1e-3)
+    assert within.max_batch == free.max_batch == within.batch and within.at_fastest == free.at_fastest
+    assert within.bound_hours < 0.5 * within.hours, "the batch is faster on more nodes, beyond the budget"
+    assert plan(demo, trainings, deadline_hours=1.0).max_batch == free.max_batch
+
+
+def test_a_plan_of_lowest_energy_above_the_budget_is_refused(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, spec(search={"max_batch": 4096}))
+    for result in probe_all(Truth(noise=0.01, watts=300.0), {2: (16, 32, 64, 128, 256), 4: (8,), 16: (2, 256)}):
+        run.write_result(result)
+    cost = plan(run, 4, objective="energy").cost
+    assert plan(run, 4, objective="energy", budget=1.01 * cost).cost == cost
     with pytest.raises(
-        Infeasible, match=r"12 trainings on at most 16 nodes take at least .*, more than the deadline of"
+        Infeasible, match=r"the plan of lowest energy for 4 trainings .* costs .*, more than the budget"
     ):
-        plan(run, 12, deadline_hours=0.9 * shortest.hours)
-
-
-def test_a_budget_is_for_all_trainings(run: RunDir) -> None:
-    cost = plan(run, 12).cost
-    assert plan(run, 12, budget=1.01 * cost).cost == cost
-    with pytest.raises(Infeasible, match="more than the budget"):
-        plan(run, 12, budget=0.99 * cost)
+        plan(run, 4, objective="energy", budget=0.99 * cost)
 
 
 def test_more_nodes_than_were_measured_run_more_trainings_side_by_side(run: RunDir) -> None:
@@ -76,9 +124,8 @@ def test_a_number_of_trainings_that_cannot_be_planned_is_refused(run: RunDir) ->
     for trainings in (0, MAX_TRAININGS + 1):
         with pytest.raises(SpecError, match="trainings"):
             plan(run, trainings)
-    answer = recommend(run, run.read_spec(), Query(), now=1.0)
     with pytest.raises(SpecError, match="--from-training"):
-        plan_campaign(answer, run.read_spec(), Query(from_training=True), 2)
+        plan(run, 2, from_training=True)
 
 
 def test_a_plan_has_the_warnings_of_the_answer_with_their_codes(
@@ -87,7 +134,7 @@ def test_a_plan_has_the_warnings_of_the_answer_with_their_codes(
     quiet(monkeypatch, tmp_path)
     query = Query(nodes=64, max_nodes=64)
     answer = recommend(run, run.read_spec(), query, now=1.0)
-    assert answer.warnings and plan_campaign(answer, run.read_spec(), query, 3).warnings == tuple(answer.warnings)
+    assert answer.warnings and plan(run, 3, nodes=64, max_nodes=64).warnings == tuple(answer.warnings)
     screen = Screen(out=io.StringIO(), err=io.StringIO())
     options = ["--trainings", "3", "--nodes", "64", "--max-nodes", "64", "--json"]
     assert app.run(["recommend", "--run", str(run.path), *options], screen=screen) == 0
@@ -101,5 +148,34 @@ def test_the_screen_has_the_plan_its_alternative_and_the_waves(run: RunDir) -> N
     *lines, table = render_campaign(many)
     text = "\n".join(map(str, lines))
     assert f"30 trainings on at most 16 nodes, batch {many.batch}" in text
-    assert "times as fast" in text and "No plan with this batch finishes before" in text
+    assert "x faster and needs" in text and "no plan with this batch finishes before" in text
     assert table.row_count == len(many.waves)
+
+
+def test_the_screen_names_the_limits_as_durations_and_costs(run: RunDir) -> None:
+    many = plan(run, 30)
+    limited = replace(many, deadline_hours=1 / 3, budget=5.0)
+    assert f"the shortest plan within 20.0 min and a budget of 5 {many.currency};" in str(
+        list(render_campaign(limited))[1]
+    )
+    on_type = replace(many, waves=tuple(replace(wave, node_type="a100") for wave in many.waves))
+    assert "no plan with this batch on a100 nodes finishes before" in str(list(render_campaign(on_type))[1])
+
+
+@pytest.mark.parametrize(
+    ("speedup", "share", "sentence"),
+    [
+        (1.94, 0.52, "The plan is 1.94x faster and needs 52 % of the node-hours."),
+        (0.5, 0.52, "The plan is 2.00x slower and needs 52 % of the node-hours."),
+        (1.0, 0.52, "The plan takes as long and needs 52 % of the node-hours."),
+        (1.94, 1.0, "The plan is 1.94x faster and needs the same node-hours."),
+        (1.0, 1.0, ""),
+    ],
+)
+def test_the_screen_compares_speed_and_node_hours_unless_both_are_equal(
+    run: RunDir, speedup: float, share: float, sentence: str
+) -> None:
+    many = plan(run, 4)
+    changed = replace(many, speedup=speedup, node_hours=share * many.at_fastest.node_hours)
+    line = str(list(render_campaign(changed))[2])
+    assert line.endswith(sentence) and ("The plan" in line) == bool(sentence)

@@ -188,9 +188,9 @@ def test_the_table_has_every_candidate_and_every_result(run: RunDir) -> None:
     [
         ({"max_nodes": 1}, "at most 1 nodes; the closest is 2 nodes"),
         ({"max_batch": 16}, "a batch of at most 16; the closest is .*batch 32"),
-        ({"deadline_hours": 0.001}, r"a deadline of 0.001 h \(3.60 s\); the closest is 16 nodes.*: [0-9.]+ s, "),
+        ({"deadline_hours": 0.001}, r"a deadline of 3.60 s; the closest is 16 nodes.*: [0-9.]+ s, "),
         ({"budget": 0.01}, "a budget of 0.01; the closest is 2 nodes"),
-        ({"max_nodes": 2, "deadline_hours": 0.02}, r"a deadline of 0.02 h \(72.0 s\); the closest is 2 nodes"),
+        ({"max_nodes": 2, "deadline_hours": 0.02}, r"a deadline of 72.0 s; the closest is 2 nodes"),
         ({"nodes": 3}, "feasible on 3 nodes: no batch divides among its GPUs"),
     ],
 )
@@ -299,6 +299,16 @@ def test_neither_torch_nor_plotting_is_imported(run: RunDir) -> None:
         [sys.executable, "-c", program, str(run.path)], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(("hours", "typed"), [(36, "36"), (1.5, "1.5"), (1 / 3, "20m"), (1.1 / 60, "1.1m")])
+def test_the_criteria_have_the_deadline_as_it_was_typed(hours: float, typed: str) -> None:
+    assert Query(deadline_hours=hours).options == [f"--deadline {typed}"]
+
+
+def test_a_deadline_that_may_be_missed_is_a_duration() -> None:
+    warning = messages.may_miss_deadline(high_hours=0.5, deadline_hours=1 / 3)
+    assert warning.text == "The choice may miss the deadline of 20.0 min: its 90 % interval ends at 30.0 min."
 
 
 # --- energy

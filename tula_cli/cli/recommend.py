@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -76,15 +76,14 @@ def recommend(
     flags = {"--pareto": pareto, "--all": every, "--validate": validate, "--explain": explain, "--save": save}
     if trainings is not None and (unused := [name for name, given in flags.items() if given]):
         raise SpecError(f"{', '.join(unused)} has no effect with --trainings", "remove it")
+    run, spec = _open_demo_run(screen, chosen, save=save) if demo else _find_measured_run(screen, chosen)
+    if trainings is not None:
+        _show_campaign(screen, run, spec, query, trainings, overrides=chosen.overrides, demo=demo)
+        return
     if demo:
-        run, spec = _open_demo_run(screen, chosen, save=save)
         answer = service.recommend(run, spec, query, overrides=chosen.overrides, now=time.time())
     else:
-        run, spec = _find_measured_run(screen, chosen)
-        answer = service.answer_query(run, spec, query, overrides=chosen.overrides, estimates_start=trainings is None)
-    if trainings is not None:
-        _show_campaign(screen, answer, spec, query, trainings, demo=demo)
-        return
+        answer = service.answer_query(run, spec, query, overrides=chosen.overrides)
     recommendation = answer.recommendation
     saved = (
         not demo
@@ -117,13 +116,20 @@ def recommend(
 
 
 def _show_campaign(
-    screen: Screen, answer: "Answer", spec: "JobSpec", query: Query, trainings: int, *, demo: bool
+    screen: Screen,
+    run: "RunDir",
+    spec: "JobSpec",
+    query: Query,
+    trainings: int,
+    *,
+    overrides: Sequence[str],
+    demo: bool,
 ) -> None:
     """Show a plan for many trainings."""
     from tula_cli.services import campaign as service
     from tula_cli.show import campaign as show_campaign
 
-    plan = service.plan_campaign(answer, spec, query, trainings)
+    plan = service.plan_campaign(run, spec, query, trainings, overrides=overrides)
     first, last = show_recommend.render_demo_lines() if demo else ((), ())
     data = {**vars(plan), **({"demo": show_recommend.DEMO} if demo else {})}
     screen.answer(data, itertools.chain(first, show_campaign.render_campaign(plan), last))

@@ -617,10 +617,7 @@ def plan_trainings(arguments: CampaignArguments) -> Campaign:
         >>> tula.plan_trainings(run, 30, max_nodes=16, deadline_hours=72).hours
     """
     call = arguments.resolve(arguments.run).measured()
-    answer = recommending.answer_query(
-        call.run, call.spec, arguments, overrides=arguments.overrides, estimates_start=False
-    )
-    return campaigns.plan_campaign(answer, call.spec, arguments, arguments.trainings)
+    return campaigns.plan_campaign(call.run, call.spec, arguments, arguments.trainings, overrides=arguments.overrides)
 
 
 def status(run: Target, *, root: str | Path = ROOT) -> Status:

@@ -2,30 +2,38 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from tula_cli.errors import Infeasible, SpecError, require_positive
 from tula_cli.models.choice.campaign import (
     Campaign,
+    Option,
     Quantity,
     Start,
+    compute_makespan,
     describe_plan,
     find_shortest_makespan,
+    is_within,
     list_options,
     plan_cheapest,
+    plan_shortest,
+    sum_costs,
 )
-from tula_cli.models.choice.candidates import Candidates
 from tula_cli.query import Query
-from tula_cli.services.recommend import Answer
+from tula_cli.run.directory import RunDir
+from tula_cli.services.recommend import answer_query
 from tula_cli.spec.job import JobSpec
-from tula_cli.words import format_count, format_duration
+from tula_cli.words import format_count, format_duration, format_number
 
 MAX_TRAININGS = 500
 """Planning more takes minutes."""
 
 
-def plan_campaign(answer: Answer, spec: JobSpec, query: Query, trainings: int) -> Campaign:
+def plan_campaign(
+    run: RunDir, spec: JobSpec, query: Query, trainings: int, *, overrides: Sequence[str] = ()
+) -> Campaign:
     """Plan many trainings of one job; nothing is written.
 
     Objective time gives the shortest plan; cost and energy give the plan of lowest cost or energy within the deadline. The
@@ -33,14 +41,16 @@ def plan_campaign(answer: Answer, spec: JobSpec, query: Query, trainings: int) -
     the deadline if there is one. If the job names node types, all trainings run on one of them.
 
     Args:
-        answer: the answer to the query, for one training.
+        run: the run with the results.
         spec: the job.
         query: objective and limits; `max_nodes` limits the nodes in use at a time (default: the most of search.nodes),
             `deadline_hours` and `budget` are those of all trainings together.
         trainings: the number of trainings.
+        overrides: settings that override those of the job.
 
     Raises:
         SpecError: the number of trainings is below 1 or too large, or the query is about a training under way.
+        Pending, BadMeasurements: as in `answer_query`.
         Infeasible: no configuration or no plan is within the limits.
     """
     require_positive(trainings=trainings)
@@ -50,6 +60,8 @@ def plan_campaign(answer: Answer, spec: JobSpec, query: Query, trainings: int) -
         )
     if query.from_training:
         raise SpecError("--from-training has no effect on a plan for many trainings", "remove it")
+    for_one = replace(query, deadline_hours=None, budget=None)  # these are for all trainings together
+    answer = answer_query(run, spec, for_one, overrides=overrides, estimates_start=False)
     candidates, currency = answer.candidates, answer.recommendation.currency
     max_batch = answer.recommendation.choice.batch if query.objective == "knee" else query.max_batch
     if query.objective == "accuracy-time":
@@ -60,22 +72,30 @@ def plan_campaign(answer: Answer, spec: JobSpec, query: Query, trainings: int) -
     if not len(candidates):
         raise Infeasible(f"no configuration is feasible on at most {format_count(nodes)}", "raise --max-nodes")
 
-    starts = _plan_best_batch(candidates, query, trainings=trainings, nodes=nodes)
+    quantity = _choose_quantity(query)
+    groups = [
+        list_options(candidates, np.asarray(rows), cost="kwh" if quantity == "energy" else "cost")
+        for rows in candidates.frame.groupby(["type", "batch"]).indices.values()
+    ]
+    subject = f"{format_count(trainings, 'training')} on at most {format_count(nodes)}"
+    if max_batch is not None:
+        subject += f" with batches of at most {max_batch}"
+    choose = _plan_shortest_batch if quantity == "time" else _plan_cheapest_batch
     plan = describe_plan(
-        starts,
+        choose(groups, query, trainings=trainings, nodes=nodes, subject=subject, currency=currency),
         candidates,
         query=query,
-        minimises=_choose_quantity(query),
+        minimises=quantity,
         nodes=nodes,
         max_batch=max_batch,
         currency=currency,
         warnings=answer.warnings,
     )
-    if query.budget is not None and plan.cost > query.budget:
+    if quantity == "energy" and not is_within(plan.cost, _get_limit(query.budget)):
         raise Infeasible(
-            f"{format_count(trainings, 'training')} cost {plan.cost:.4g} {currency}, more than the budget of"
-            f" {query.budget:g}",
-            "raise --budget, plan fewer trainings, or choose --objective cost",
+            f"the plan of lowest energy for {subject} costs {format_number(plan.cost, 4)} {currency}, more than the"
+            f" budget of {query.budget:g}",
+            "raise --budget, or choose --objective cost",
         )
     return plan
 
@@ -88,32 +108,78 @@ def _choose_quantity(query: Query) -> Quantity:
     return "cost" if is_cheapest else "time"
 
 
-def _plan_best_batch(candidates: Candidates, query: Query, *, trainings: int, nodes: int) -> list[Start]:
-    """Return the best plan in which all trainings have the same batch and run on nodes of one type.
+def _get_limit(value: float | None) -> float:
+    return math.inf if value is None else value
+
+
+def _plan_shortest_batch(
+    groups: Sequence[Sequence[Option]], query: Query, *, trainings: int, nodes: int, subject: str, currency: str
+) -> list[Start]:
+    """Return the shortest plan within the budget.
+
+    Args:
+        groups: the options of each batch on each node type; all trainings of a plan use one of them.
+        query: the limits.
+        trainings: the number of trainings.
+        nodes: the number of nodes in use at a time.
+        subject: trainings, nodes and batches, for messages.
+        currency: of the costs.
 
     Raises:
-        Infeasible: no plan is within the deadline.
+        Infeasible: no plan is within budget and deadline.
     """
-    quantity = _choose_quantity(query)
-    deadline = math.inf if query.deadline_hours is None else query.deadline_hours
-    groups = [
-        list_options(candidates, np.asarray(rows), cost="kwh" if quantity == "energy" else "cost")
-        for rows in candidates.frame.groupby(["type", "batch"]).indices.values()
-    ]
     makespans = [find_shortest_makespan(options, trainings=trainings, nodes=nodes) for options in groups]
-    if min(makespans) > deadline:
-        raise Infeasible(
-            f"{format_count(trainings, 'training')} on at most {format_count(nodes)} take at least"
-            f" {format_duration(3600 * min(makespans))}, more than the deadline of {deadline:g} h",
-            "raise --deadline or --max-nodes, or plan fewer trainings",
+    plan: list[Start] | None = None
+    makespan = math.inf
+    for index in np.argsort(makespans, kind="stable"):
+        if makespans[index] >= makespan:
+            break
+        other = plan_shortest(
+            groups[index], trainings=trainings, nodes=nodes, budget=_get_limit(query.budget), deadline=makespan
         )
-    if quantity == "time":
-        groups = [groups[int(np.argmin(makespans))]]
-        deadline = min(makespans)
-    plans = (plan_cheapest(options, trainings=trainings, nodes=nodes, deadline=deadline) for options in groups)
-    return min((starts for starts in plans if starts is not None), key=_sum_costs)
+        if other is not None and compute_makespan(other) < makespan:
+            plan, makespan = other, compute_makespan(other)
+    if plan is None:
+        least = trainings * min(option.cost for options in groups for option in options)
+        raise _make_over_budget_error(f"{subject} cost at least", least, query, currency)
+    if not is_within(makespan, _get_limit(query.deadline_hours)):
+        budget = "" if query.budget is None else f" within a budget of {query.budget:g} {currency}"
+        raise _make_too_late_error(f"{subject}{budget} take at least", makespan, query)
+    return plan
 
 
-def _sum_costs(starts: Sequence[Start]) -> tuple[float, float]:
-    """Return the cost of a plan and its makespan."""
-    return sum(start.option.cost for start in starts), max(start.end for start in starts)
+def _plan_cheapest_batch(
+    groups: Sequence[Sequence[Option]], query: Query, *, trainings: int, nodes: int, subject: str, currency: str
+) -> list[Start]:
+    """Return the plan of lowest cost or energy within the deadline; arguments and errors are as for the shortest."""
+    deadline = _get_limit(query.deadline_hours)
+    plans = [plan_cheapest(options, trainings=trainings, nodes=nodes, deadline=deadline) for options in groups]
+    within = [starts for starts in plans if starts is not None]
+    if not within:
+        makespan = min(find_shortest_makespan(options, trainings=trainings, nodes=nodes) for options in groups)
+        raise _make_too_late_error(f"{subject} take at least", makespan, query)
+    plan = min(within, key=lambda starts: (sum_costs(starts), compute_makespan(starts)))
+    if _choose_quantity(query) == "cost" and not is_within(sum_costs(plan), _get_limit(query.budget)):
+        late = "" if query.deadline_hours is None else f" within {format_duration(3600 * query.deadline_hours)}"
+        raise _make_over_budget_error(f"{subject}{late} cost at least", sum_costs(plan), query, currency)
+    return plan
+
+
+def _make_over_budget_error(least: str, cost: float, query: Query, currency: str) -> Infeasible:
+    knee = query.objective == "knee"
+    fewer = "plan fewer trainings, or allow larger batches with --objective cost" if knee else "or plan fewer trainings"
+    return Infeasible(
+        f"{least} {format_number(cost, 4)} {currency}, more than the budget of {query.budget:g}",
+        f"raise --budget, {fewer}",
+    )
+
+
+def _make_too_late_error(least: str, makespan: float, query: Query) -> Infeasible:
+    knee = query.objective == "knee"
+    fewer = "plan fewer trainings, or allow larger batches with --objective time" if knee else "or plan fewer trainings"
+    options = "--deadline" if query.budget is None else "--deadline, --budget"
+    return Infeasible(
+        f"{least} {format_duration(3600 * makespan)}, more than the deadline of"
+        f" {format_duration(3600 * _get_limit(query.deadline_hours))}",
+        f"raise {options} or --max-nodes, {fewer}",
+    )

@@ -550,7 +550,8 @@ def little_memory_free(*, free_share: float, wanted_share: float) -> str:
 
 @diagnostic
 def may_miss_deadline(*, high_hours: float, deadline_hours: float) -> str:
-    return f"The choice may miss the deadline of {deadline_hours:g} h: its 90 % interval ends at {high_hours:.3g} h."
+    deadline, high = format_duration(3600 * deadline_hours), format_duration(3600 * high_hours)
+    return f"The choice may miss the deadline of {deadline}: its 90 % interval ends at {high}."
 
 
 @diagnostic

@@ -303,9 +303,7 @@ def _describe_limit(limit: Limit, query: Query) -> str:
         return f"a scaling efficiency of at least {limit.bound:g}"
     if limit.option == "budget":
         return f"a budget of {limit.bound:g}{progress}"
-    duration = format_duration(3600 * limit.bound)  # as it was given, and in the unit in which durations are displayed
-    deadline = f"{limit.bound:g} h" if duration.endswith(" h") else f"{limit.bound:g} h ({duration})"
-    return f"a deadline of {deadline}{progress}"
+    return f"a deadline of {format_duration(3600 * limit.bound)}{progress}"
 
 
 # --- The recommendation

@@ -41,10 +41,17 @@ def render_campaign(plan: "Campaign") -> Iterator["RenderableType"]:
 
 
 def _describe_choice(plan: "Campaign") -> str:
-    deadline = "" if plan.deadline_hours is None else f" within {format_duration(3600 * plan.deadline_hours)}"
+    limits = [] if plan.deadline_hours is None else [format_duration(3600 * plan.deadline_hours)]
+    limits += [] if plan.budget is None else [f"a budget of {plan.budget:g} {plan.currency}"]
+    within = f" within {' and '.join(limits)}" if limits else ""
     batch = "" if plan.max_batch is None else f", at most {plan.max_batch}"
-    bound = f"No plan with this batch finishes before {format_duration(3600 * plan.bound_hours)}."
-    return f"This is {_MINIMISED[plan.minimises]}{deadline}; all trainings have the same batch{batch}. {bound}"
+    node_type = plan.waves[0].node_type
+    nodes = f" on {node_type} nodes" if node_type else ""
+    bound = f"no plan with this batch{nodes} finishes before {format_duration(3600 * plan.bound_hours)}."
+    return (
+        f"This is {_MINIMISED[plan.minimises]}{within}; all trainings have the same batch{batch}."
+        f" Within the limits, {bound}"
+    )
 
 
 def _compare_with_fastest(plan: "Campaign") -> str:
@@ -53,9 +60,20 @@ def _compare_with_fastest(plan: "Campaign") -> str:
     cost = describe_cost(fastest.node_hours, fastest.cost, plan.currency)
     return (
         f"Each at its fastest ({format_count(fastest.nodes)}, batch {fastest.batch}, {together}):"
-        f" {format_duration(3600 * fastest.hours)}, {cost}. The plan is {format_number(plan.speedup)} times as fast,"
-        f" for {format_number(plan.node_hours / fastest.node_hours, 2)} of the node-hours."
+        f" {format_duration(3600 * fastest.hours)}, {cost}.{_describe_gain(plan)}"
     )
+
+
+def _describe_gain(plan: "Campaign") -> str:
+    """Return the sentence on speed and node-hours compared with each at its fastest; empty if both are equal."""
+    is_as_fast = f"{plan.speedup:.2f}" == "1.00"
+    percent = f"{100 * plan.node_hours / plan.at_fastest.node_hours:.0f}"
+    if is_as_fast and percent == "100":
+        return ""
+    faster, slower = f"{format_number(plan.speedup)}x faster", f"{format_number(1 / plan.speedup)}x slower"
+    speed = "takes as long" if is_as_fast else f"is {faster if plan.speedup > 1 else slower}"
+    share = "the same node-hours" if percent == "100" else f"{percent} % of the node-hours"
+    return f" The plan {speed} and needs {share}."
 
 
 def _make_waves_table(plan: "Campaign") -> "RenderableType":

@@ -10,19 +10,22 @@ from tula_cli.models.choice.campaign import (
     Campaign,
     Option,
     Start,
+    compute_makespan,
     describe_plan,
     find_shortest_makespan,
     list_options,
     plan_cheapest,
+    plan_shortest,
+    sum_costs,
 )
 from tula_cli.models.choice.candidates import Candidates
 from tula_cli.query import Query
 
 
 def search_all_schedules(
-    options: list[Option], trainings: int, nodes: int, deadline: float = math.inf
+    options: list[Option], trainings: int, nodes: int, deadline: float = math.inf, budget: float = math.inf
 ) -> tuple[float, float]:
-    """Return the shortest makespan and the lowest cost within the deadline of all schedules of equal trainings.
+    """Return the shortest makespan within the budget, and the lowest cost within the deadline, of all schedules.
 
     A training starts at 0 or when another finishes: a later start never helps.
     """
@@ -31,10 +34,11 @@ def search_all_schedules(
     def extend(
         running: tuple[tuple[float, int], ...], free: int, now: float, rest: int, end: float, cost: float
     ) -> None:
-        if end >= best[0] and (cost >= best[1] or end > deadline * (1 + 1e-9)):
+        is_dear = cost > budget * (1 + 1e-9)
+        if (is_dear or end >= best[0]) and (cost >= best[1] or end > deadline * (1 + 1e-9)):
             return
         if not rest:
-            best[0] = min(best[0], end)
+            best[0] = best[0] if is_dear else min(best[0], end)
             best[1] = min(best[1], cost if end <= deadline * (1 + 1e-9) else math.inf)
             return
         for option in options:
@@ -85,6 +89,28 @@ def test_no_schedule_of_equal_trainings_is_shorter_or_cheaper_within_the_deadlin
             assert max(start.end for start in starts) <= factor * shortest * (1 + 1e-6)
             _, cheapest = search_all_schedules(options, trainings, nodes, factor * shortest)
             assert sum(start.option.cost for start in starts) == pytest.approx(cheapest)
+
+
+@pytest.mark.parametrize("monotone", [True, False])
+def test_no_schedule_within_the_budget_is_shorter(monotone: bool) -> None:
+    constrained = 0
+    for seed in range(60):
+        options, nodes, trainings = make_options(seed, monotone=monotone)
+        shortest, _ = search_all_schedules(options, trainings, nodes)
+        costs = [trainings * option.cost for option in options if option.nodes <= nodes]
+        assert plan_shortest(options, trainings=trainings, nodes=nodes, budget=0.99 * min(costs)) is None
+        for share in (0.0, 0.3, 0.6):
+            budget = min(costs) + share * (max(costs) - min(costs))
+            expected, _ = search_all_schedules(options, trainings, nodes, budget=budget)
+            starts = plan_shortest(options, trainings=trainings, nodes=nodes, budget=budget)
+            assert starts is not None and len(starts) == trainings
+            check_schedule(starts, nodes)
+            assert compute_makespan(starts) == pytest.approx(expected, rel=1e-5)
+            assert sum_costs(starts) <= budget * (1 + 1e-6)
+            constrained += expected > shortest * 1.01
+            deadline = {"deadline": 0.99 * expected, "budget": budget}
+            assert plan_shortest(options, trainings=trainings, nodes=nodes, **deadline) is None
+    assert constrained > 10
 
 
 def test_node_counts_that_do_not_divide_each_other_give_plans_near_the_shortest_schedule() -> None:

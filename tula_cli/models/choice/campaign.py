@@ -30,6 +30,8 @@ Quantity = Literal["time", "cost", "energy"]
 
 _ROUNDING = 1e-9
 """Relative tolerance of comparisons between sums of durations."""
+_MAKESPAN_TOLERANCE = 1e-6
+"""Relative difference to which the shortest makespan within a budget is determined."""
 _DIGITS = 12
 """Significant digits of the hours that remain of a deadline, so that equal sums are equal numbers."""
 
@@ -114,6 +116,51 @@ def plan_cheapest(
     if not np.isfinite(costs[trainings]):
         return None
     return _start_early(plan.list_starts(nodes, deadline, trainings), nodes)
+
+
+def compute_makespan(starts: Sequence[Start]) -> float:
+    """Return the hour at which the last training of a plan finishes."""
+    return max(start.end for start in starts)
+
+
+def sum_costs(starts: Sequence[Start]) -> float:
+    """Return the cost of all trainings of a plan."""
+    return sum(start.option.cost for start in starts)
+
+
+def is_within(value: float, limit: float) -> bool:
+    """Return whether a sum is within a limit, apart from rounding."""
+    return value <= limit * (1 + _ROUNDING)
+
+
+def plan_shortest(
+    options: Sequence[Option], *, trainings: int, nodes: int, budget: float = math.inf, deadline: float = math.inf
+) -> list[Start] | None:
+    """Return the shortest plan that costs at most `budget` for all trainings together; of several, the cheapest.
+
+    The lowest cost of a plan never rises with its deadline, so that the deadline is found by bisection.
+
+    Returns:
+        None if no plan within the budget finishes within `deadline` hours.
+    """
+    too_short = find_shortest_makespan(options, trainings=trainings, nodes=nodes)
+    if not is_within(too_short, deadline):
+        return None
+    for allowed in (too_short, deadline):
+        plan = plan_cheapest(options, trainings=trainings, nodes=nodes, deadline=allowed)
+        if plan is not None and is_within(sum_costs(plan), budget):
+            break
+    else:
+        return None
+    makespan = compute_makespan(plan)
+    while makespan > too_short * (1 + _MAKESPAN_TOLERANCE):
+        middle = (too_short + makespan) / 2
+        shorter = plan_cheapest(options, trainings=trainings, nodes=nodes, deadline=middle)
+        if shorter is not None and is_within(sum_costs(shorter), budget):
+            plan, makespan = shorter, compute_makespan(shorter)
+        else:
+            too_short = middle
+    return plan
 
 
 def _start_early(starts: Sequence[Start], nodes: int) -> list[Start]:
@@ -294,13 +341,14 @@ class Campaign:
     max_batch: int | None  # of the batches considered: that of the knee, or the limit of the query
     minimises: Quantity
     deadline_hours: float | None  # for all trainings
+    budget: float | None  # for all trainings
     hours: float  # until the last training finishes
     hours_low: float | None  # 90 %, if all step times are off by as much; None if one has no interval
     hours_high: float | None
     cost: float
     node_hours: float
     kwh: float | None
-    bound_hours: float  # no schedule with this batch and node type finishes sooner
+    bound_hours: float  # no schedule within the limits with this batch and node type finishes sooner
     waves: tuple[Wave, ...]
     at_fastest: AtFastest
     speedup: float  # how many times as fast the plan is as each training at its fastest
@@ -337,7 +385,7 @@ def describe_plan(
     """
     rows = {row: candidates.prediction(row) for row in {start.option.row for start in starts}}
     used = [rows[start.option.row] for start in starts]
-    hours, fastest = max(start.end for start in starts), _compute_at_fastest(candidates, len(starts), nodes)
+    hours, fastest = compute_makespan(starts), _compute_at_fastest(candidates, len(starts), nodes)
     ratios = [
         (row.hours_low / row.hours, row.hours_high / row.hours)
         for row in rows.values()
@@ -352,6 +400,7 @@ def describe_plan(
         max_batch=max_batch,
         minimises=minimises,
         deadline_hours=query.deadline_hours,
+        budget=query.budget,
         hours=hours,
         hours_low=hours * min(low for low, _ in ratios) if is_bounded else None,
         hours_high=hours * max(high for _, high in ratios) if is_bounded else None,

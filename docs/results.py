@@ -206,7 +206,7 @@ def spread(values: Sequence[float]) -> str:
 # --- step times
 
 STEPS_HEAD = """64 sets of step times published by Pollux's authors (two clusters with T4 and RTX GPUs, five applications), the same from
-which tula's priors were derived. Errors are over configurations that were not probed. "Slower" and "dearer" say how much the
+which tula's priors were derived. Errors are over configurations that were not probed. "Slower" and "more expensive" say how much the
 configuration that was chosen as the fastest, or the cheapest, loses compared with the best one. Cost is that of the probes
 relative to one job for every configuration. `python benchmarks/replay/replay.py TABLE.csv --json` measures it."""
 
@@ -317,7 +317,14 @@ def replay_table(rows: Mapping[str, Mapping[str, Any]]) -> str:
                 f"{own['cost']:.2f}",
             ]
         )
-    head = ["probes", "tula: median / p90 error", "best other model", "90 % interval holds", "slower, dearer", "cost"]
+    head = [
+        "probes",
+        "tula: median / p90 error",
+        "best other model",
+        "90 % interval holds",
+        "slower, more expensive",
+        "cost",
+    ]
     return table(head, lines)
 
 

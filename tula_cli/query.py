@@ -34,7 +34,7 @@ class Query:
     the currency of the pricing, and on spot nodes deadline and budget are compared with the expected time and cost.
 
     Raises:
-        SpecError: there is no such objective or curve, or a limit is not a number or below 1.
+        SpecError: there is no such objective or curve, or a limit is not a number, below 1, or an efficiency above 1.
     """
 
     objective: Annotated[
@@ -81,6 +81,8 @@ class Query:
                 )
         require_positive(nodes=self.nodes, max_nodes=self.max_nodes, max_batch=self.max_batch)
         require_number(min_efficiency=self.min_efficiency, deadline_hours=self.deadline_hours, budget=self.budget)
+        if self.min_efficiency is not None and self.min_efficiency > 1:
+            raise SpecError(f"min_efficiency {self.min_efficiency:g}: must be at most 1", "0.8, not 80")
 
     @property
     def same_progress(self) -> bool:

@@ -1647,7 +1647,7 @@ def test_spot_is_shown_beside_on_demand_and_trained_at_its_price(cluster, here):
     tula("profile", "job.yaml")
     shown = tula("recommend", "--objective", "cost").out
     assert "on spot, batch" in shown.splitlines()[0]
-    assert re.search(r"^the same on demand: .*dearer", shown, re.MULTILINE)
+    assert re.search(r"^the same on demand: .*more expensive", shown, re.MULTILINE)
     assert "cheaper" in shown and "spot 50% off, 1 interruptions a day and node" in shown
     plan = tula("train", "--dry-run")
     assert "on spot nodes" in plan.out

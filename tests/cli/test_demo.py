@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -116,3 +117,12 @@ def test_the_demo_is_small_and_its_probes_are_published_measurements() -> None:
         assert len(probe.step_times) == 1  # the table has the mean step time
         assert probe.environment.hardware == "Tesla T4"
         assert probe.overheads.eval_batch is None
+
+
+def test_a_large_difference_within_noise_is_called_uncertain() -> None:
+    code, out, _ = run_demo("--nodes", "64", "--json")
+    headline = json.loads(out)["data"]["headline"]
+    assert code == 0 and headline["time"]["within_noise"] and headline["time"]["ratio"] > 1.1
+    assert re.search(
+        r": time uncertain \(\S+ -> \S+ min, 90 %: \S+ to \S+ min\), \d+x more expensive ", headline["text"]
+    )

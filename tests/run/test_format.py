@@ -162,11 +162,15 @@ def test_failures_of_an_older_format_are_read(older: RunDir) -> None:
     assert isinstance(failed, Failed) and failed.message == "KeyError: 'label'"
 
 
-@pytest.mark.parametrize("told", ["x", "1 2 3", "-1", "9" * 40, "1 tula " + "v" * 99])
+@pytest.mark.parametrize("told", ["", "\n", "2 tu", "x", "1 2 3", "-1", "9" * 40, "1 tula " + "v" * 99])
 def test_a_damaged_format_is_told(run: RunDir, told: str) -> None:
     (run.path / "format").write_text(told)
-    with pytest.raises(BadMeasurements, match="it tells no format"):
+    with pytest.raises(BadMeasurements, match="it contains no format") as caught:
         run.read_spec()
+    assert "do not delete it" in caught.value.hint
+    (run.path / "format").write_text(f"{RUN_FORMAT}\n")  # as the hint has it
+    assert f"echo {RUN_FORMAT} > " in caught.value.hint
+    run.save_job(run.read_spec())
 
 
 # --- the links of a chain

@@ -135,6 +135,9 @@ def test_memory_is_what_slurm_is_asked_for(run: RunDir, asked: str, memory: int 
     [
         ({"extra": {"mem-per-gpu": "16G"}}, 4 * 16 * GB),
         ({"extra": {"mem_per_cpu": "2G"}, "cpus_per_task": 8}, 4 * 8 * 2 * GB),
+        ({"extra": {"mem-per-gpu": "16gb"}}, 4 * 16 * GB),
+        ({"extra": {"mem-per-gpu": "10.5G"}}, None),  # sbatch refuses it
+        ({"extra": {"mem-per-gpu": "64X"}}, None),
         ({"extra": {"mem-per-cpu": "2G"}}, None),  # how many there are is SLURM's to say
         ({}, None),
     ],

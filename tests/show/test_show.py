@@ -112,7 +112,7 @@ def test_spot_stands_beside_on_demand_and_says_which_is_cheaper():
     swapped = make.recommendation(choice=there, rows=(here, there), runners_up=(), other_market=here)
     text = printed(recommend.render_recommendation(swapped))
     assert text.startswith("2 nodes on spot, batch 128 (local 64): 75.0 min, 1.00 USD")
-    assert "the same on demand: 60.0 min, 4.00 USD (300 % dearer, 20 % shorter)" in text
+    assert "the same on demand: 60.0 min, 4.00 USD (300 % more expensive, 20 % shorter)" in text
     equal = here.model_copy(update={"market": "spot"})
     found = make.recommendation(choice=here, rows=(here, equal), runners_up=(), other_market=equal)
     text = printed(recommend.render_recommendation(found))

@@ -126,7 +126,6 @@ def find_run(screen: Screen, named: Path | None, root: str | Path) -> "RunDir":
 
 def _find_named_run(named: Path, root: Path) -> "RunDir":
     from tula_cli.plugins import suggest_nearest
-    from tula_cli.run import files
     from tula_cli.run.directory import RunDir
 
     # os.path's, which raise nothing where another user's folder is in the way.
@@ -146,7 +145,7 @@ def _find_named_run(named: Path, root: Path) -> "RunDir":
         )
     raise SpecError(
         f"there is no run {named} (neither {named.absolute()} nor {words.make_relative_path(root / named.name)} exists)",
-        suggest_nearest(named.name, files.list_names(root)) or "tula list shows all runs",
+        suggest_nearest(named.name, [run.id for run in RunDir.all(root)]) or "tula list shows all runs",
     )
 
 

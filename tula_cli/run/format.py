@@ -5,9 +5,10 @@ started or continued among them.
 """
 
 import re
+import shlex
 from pathlib import Path
 
-from tula_cli.errors import OtherFormat
+from tula_cli.errors import BadMeasurements, OtherFormat
 from tula_cli.run import files
 from tula_cli.version import RUN_FORMAT, __version__
 
@@ -63,10 +64,16 @@ def require_current_format(run: Path) -> None:
 
 def _read_format(run: Path) -> tuple[int, str]:
     """Return the format of a run, and who made it, as part of a sentence; a run without a format file is of the first."""
-    text = files.read_text(run / _NAME)
-    match = re.fullmatch(r"([0-9]{1,9})(?: (tula [\w.+-]{1,40}))?", text)
-    if text and match is None:
-        raise files.make_damaged_error(run / _NAME, "it tells no format")
-    if match is None:
+    path = run / _NAME
+    try:
+        text = files.read_content(path).decode(errors="replace").strip()
+    except FileNotFoundError:
         return 1, ""
+    match = re.fullmatch(r"([0-9]{1,9})(?: (tula [\w.+-]{1,40}))?", text)
+    if match is None:
+        raise BadMeasurements(
+            f"{path} is damaged: it contains no format",
+            "do not delete it, because a run without it counts as format 1; if this tula made the run, restore it:"
+            f" echo {RUN_FORMAT} > {shlex.quote(str(path))}",
+        )
     return int(match[1]), f", made by {match[2]}," if match[2] else ""

@@ -170,12 +170,12 @@ def _get_requested_memory(spec: JobSpec) -> int | None:
         (extra.get("mem-per-gpu"), ranks),
         (extra.get("mem-per-cpu"), (slurm.cpus_per_task or 0) * ranks),
     )
-    return next((size * count for text, count in forms if count and (size := _parse_size(text)) is not None), None)
+    return next((size * count for text, count in forms if count and (size := _parse_memory(text)) is not None), None)
 
 
-def _parse_size(text: str | None) -> int | None:
-    """Return the bytes of a value of sbatch's --mem; None for all memory of a node."""
-    match = re.match(r"(\d+)([KMGT]?)", (text or "").upper())
+def _parse_memory(text: str | None) -> int | None:
+    """Return the bytes of a value of sbatch's --mem; None for all memory of a node, or if it is no such value."""
+    match = re.fullmatch(r"(\d+)([KMGT]?)B?", (text or "").upper())
     if match is None or int(match[1]) == 0:
         return None
     factor: int = 1024 ** (1 + "KMGT".index(match[2] or "M"))

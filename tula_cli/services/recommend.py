@@ -55,7 +55,7 @@ from tula_cli.services.recommendation.warnings import (
 from tula_cli.services.wall_times import describe_chain, select_within_bins
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.workload import get_workload
-from tula_cli.words import format_count, format_duration, format_number
+from tula_cli.words import format_count, format_duration
 
 if TYPE_CHECKING:
     from tula_cli.cluster.launcher import Launcher
@@ -283,14 +283,20 @@ def _make_binding_limit_error(candidates: Candidates, query: Query, currency: st
     if query.same_progress and closest.same_progress is not None:
         progress = closest.same_progress
         closest = closest.model_copy(update={"hours": progress.hours, "cost": progress.cost})
-    efficiency_text = f", scaling efficiency {format_number(closest.scaling_efficiency, 2)}" * (
-        limit.option == "min_efficiency"
-    )
+    efficiency_text = ""
+    if limit.option == "min_efficiency" and closest.scaling_efficiency is not None:
+        efficiency_text = f", scaling efficiency {_format_below(closest.scaling_efficiency, limit.bound)}"
     return Infeasible(
         f"no configuration is within {_describe_limit(limit, query)}; the closest is"
         f" {describe_configuration(closest, currency)}{efficiency_text}",
         "relax that limit, or search other numbers of nodes and batches",
     )
+
+
+def _format_below(value: float, bound: float) -> str:
+    """Format a value as tables do, with two decimals, or with as many more as it takes to see that it is below a bound."""
+    texts = (f"{value:.{decimals}f}" for decimals in range(2, 7))
+    return next((text for text in texts if float(text) < bound), str(value))
 
 
 def _describe_limit(limit: Limit, query: Query) -> str:

@@ -320,7 +320,7 @@ def _describe_other_market(recommendation: "Recommendation") -> Iterator[str]:
     cost, hours = there.cost / here.cost - 1 if here.cost else 0.0, there.hours / here.hours - 1
     compared = ", ".join(
         [
-            _describe_change(cost, "dearer", "cheaper", equal="at the same cost"),
+            _describe_change(cost, "more expensive", "cheaper", equal="at the same cost"),
             _describe_change(hours, "longer", "shorter", equal="in the same time"),
         ]
     )

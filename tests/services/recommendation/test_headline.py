@@ -22,10 +22,16 @@ SWEEP = {2: (16, 32, 64, 128, 256), 4: (8,), 8: (4,), 16: (2, 256)}
 
 
 def run_with(
-    root: Path, *, noise: float | None = 100_000, results: Any = None, method: str = "ags", **sections: Any
+    root: Path,
+    *,
+    noise: float | None = 100_000,
+    results: Any = None,
+    method: str = "ags",
+    reference: int = 64,
+    **sections: Any,
 ) -> RunDir:
-    """A run of a job with a price, whose reference batch is 64, probed without scatter."""
-    job = spec(search={"max_batch": 4096}, train={"reference_batch": 64, "method": method}, **sections)
+    """A run of a job with a price, probed without scatter."""
+    job = spec(search={"max_batch": 4096}, train={"reference_batch": reference, "method": method}, **sections)
     run = RunDir.create(root, job)
     probes = probe_all(Truth(noise=0.0), SWEEP) if results is None else results
     for probe in probes if noise is None else with_noise(probes, noise):
@@ -103,13 +109,13 @@ def test_a_baseline_keeps_the_run_and_is_left_out_of_a_job_that_has_none(tmp_pat
     assert JobSpec.model_validate(spec(baseline={"batch": 64}).model_dump()).baseline.batch == 64
 
 
-def test_slower_and_dearer_are_said_as_they_are(tmp_path: Path) -> None:
+def test_slower_and_more_expensive_are_said_as_they_are(tmp_path: Path) -> None:
     run = run_with(tmp_path, baseline={"nodes": 16, "batch": 4096})
     line = headline(run, "cost", max_batch=32)
     assert line.time is not None and line.time.ratio < 1 and "x slower (" in line.text
     run = run_with(tmp_path / "dear", baseline={"nodes": 2, "batch": 512})
     line = headline(run, "time")
-    assert line.cost is not None and line.cost.ratio < 1 and "dearer (" in line.text and "x faster" in line.text
+    assert line.cost is not None and line.cost.ratio < 1 and "more expensive (" in line.text and "x faster" in line.text
 
 
 def test_a_difference_within_noise_is_called_none(tmp_path: Path) -> None:
@@ -169,6 +175,31 @@ def test_a_faster_and_cheaper_row_than_the_knee_is_explained(tmp_path: Path) -> 
         and "objective knee" in answer.headline.preference
     )
     assert headline(run, "time").preference == ""
+
+
+def test_accuracy_is_no_reason_against_the_reference_batch(tmp_path: Path) -> None:
+    larger = ask(run_with(tmp_path / "small"), "knee")
+    assert larger.headline is not None and "saves little more time and may cost accuracy." in larger.headline.preference
+    smaller = ask(run_with(tmp_path / "large", reference=4096, baseline={"batch": 64}), "knee")
+    assert smaller.headline is not None
+    assert "because a larger batch saves little more time." in smaller.headline.preference
+
+
+def test_todays_configuration_is_kept_if_it_is_as_good_as_the_knee(tmp_path: Path) -> None:
+    knee = ask(run_with(tmp_path), "knee")
+    assert "keep today's" not in knee.headline.text  # type: ignore[union-attr]
+    better = next(
+        row for row in knee.rows if row.hours < 0.98 * knee.choice.hours and row.cost < 0.98 * knee.choice.cost
+    )
+    today = {"nodes": better.nodes, "batch": better.batch}
+    run = run_with(tmp_path / "better", baseline=today)
+    line = headline(run, "knee")
+    assert not line.is_baseline and line.text.startswith(
+        f"keep today's {better.nodes} nodes, batch {better.batch}, which is as good as {knee.choice.nodes} nodes, batch"
+    )
+    assert f"tula train --nodes {better.nodes} --batch {better.batch} keeps it." in line.comparison
+    assert "keep today's" not in headline(run, "time").text
+    assert "keep today's" not in headline(run, "knee", max_batch=better.batch - 1).text
 
 
 # --- the accuracy risk
@@ -240,10 +271,22 @@ def test_a_minimum_efficiency_limits_the_choice_and_is_named_where_nothing_reach
     answer = ask(run, min_efficiency=limit)
     assert answer.choice != free.choice and all((row.scaling_efficiency or 0.0) >= limit for row in answer.rows)
     assert free.headline != answer.headline and answer.options == (f"--min-efficiency {limit}",)
+    highest = max(row.scaling_efficiency or 0.0 for row in ask(run, nodes=4, max_batch=32).rows)
     with pytest.raises(
-        Infeasible, match=r"a scaling efficiency of at least 1\.5; the closest is .*, scaling efficiency 1"
+        Infeasible,
+        match=rf"a scaling efficiency of at least 0\.99; the closest is .*, scaling efficiency {highest:.2f}\n",
     ):
-        ask(run, min_efficiency=1.5)
+        ask(run, nodes=4, max_batch=32, min_efficiency=0.99)
+    efficiencies = {row.batch: row.scaling_efficiency or 0.0 for row in ask(run, nodes=4).rows}
+    batch = next(batch for batch, efficiency in efficiencies.items() if round(efficiency, 2) > efficiency + 1e-4)
+    bound = efficiencies[batch] + 1e-4  # two decimals would round the closest one up beyond it
+    with pytest.raises(Infeasible, match=r"scaling efficiency 0\.\d{3,}\n") as caught:
+        ask(run, nodes=4, max_batch=batch, min_efficiency=bound)
+    assert float(str(caught.value).splitlines()[0].rpartition(" ")[2]) < bound
+    for share in (80, 1.5):
+        with pytest.raises(SpecError, match=f"min_efficiency {share}: must be at most 1") as refused:
+            Query(min_efficiency=share)
+        assert refused.value.hint == "0.8, not 80"
     with pytest.raises(SpecError, match="min_efficiency"):
         Query(min_efficiency="much")  # type: ignore[arg-type]
 

@@ -38,6 +38,9 @@ from tula_cli.words import (
     is_too_wide,
 )
 
+MAX_ABOUT_EQUAL = 0.10
+"""Maximum relative difference that may be called none if it is within noise; a larger one within noise is uncertain."""
+
 
 @dataclass(frozen=True)
 class Baseline:
@@ -134,21 +137,25 @@ def make_headline(
             energy = _compare(there.kwh, here.kwh, deviation)
     progress = " to the same progress" * (objective == "accuracy-time" and chosen.same_progress is not None)
     changes = [
-        *([f"{describe_time_change(time)}{progress}"] if time else []),
-        *([describe_cost_change(cost, currency)] if cost else []),
+        *([f"{_describe_time_change(time, there, here)}{progress}"] if time and there else []),
+        *([_describe_cost_change(cost, currency)] if cost else []),
         *([_describe_energy_change(energy)] if energy else []),
     ]
     values = f"{format_duration(3600 * here.hours)}{progress}" + f", {format_number(here.cost)} {currency}" * has_price
     place = _describe_place(chosen)
+    comparison = _describe_comparison(baseline, spec, is_baseline=is_baseline)
     if is_baseline:
         text = f"{place}: today's configuration is the choice ({values})"
     else:
         text = ", ".join([f"{place}: {', '.join(changes) or values}", risk.text])
+        if objective == "knee" and there is not None and _is_as_good(there, here, candidates):
+            text = f"keep today's {baseline.place}, which is as good as {text}"
+            comparison += f" tula train --nodes {there.nodes} --batch {there.batch} keeps it."
     return Headline(
         text=text,
-        comparison=_describe_comparison(baseline, spec, is_baseline=is_baseline),
+        comparison=comparison,
         interval=_describe_interval(here),
-        preference=_describe_preference(chosen, candidates, objective),
+        preference=_describe_preference(chosen, candidates, objective, reference_batch=spec.train.reference_batch),
         nodes=baseline.config.nodes,
         batch=baseline.config.batch,
         baseline=baseline.prediction,
@@ -190,6 +197,19 @@ def _compute_log_deviation(row: Prediction) -> float:
     return math.log(row.hours_high / row.hours_low) / INTERVAL if row.hours_low > 0 else math.inf
 
 
+def _is_as_good(baseline: Prediction, chosen: Prediction, candidates: Candidates) -> bool:
+    """Return whether today's configuration is a candidate that is neither slower nor more expensive than the choice."""
+    is_baseline = (candidates["nodes"] == baseline.nodes) & (candidates["batch"] == baseline.batch)
+    if not np.any(is_baseline & (candidates["type"] == baseline.type)):
+        return False
+    deviation = math.hypot(_compute_log_deviation(baseline), _compute_log_deviation(chosen))
+    changes = (
+        _compare(baseline.hours, chosen.hours, deviation),
+        _compare(baseline.cost, chosen.cost, deviation),
+    )
+    return all(change.ratio <= 1 or _is_about_equal(change) for change in changes)
+
+
 def _compare(before: float, after: float, deviation: float) -> Change:
     """Compare two values whose difference of logarithms has a standard deviation.
 
@@ -204,29 +224,47 @@ def _compare(before: float, after: float, deviation: float) -> Change:
     )
 
 
-def describe_time_change(time: Change) -> str:
-    """Describe a change of hours: "2.8x faster (8.7 -> 3.1 min)"."""
-    longest = 3600 * max(time.before, time.after)
-    divisor, unit = choose_time_unit(longest)
+def _is_about_equal(change: Change) -> bool:
+    return change.within_noise and abs(math.log(change.ratio)) <= math.log1p(MAX_ABOUT_EQUAL)
+
+
+def _describe_time_change(time: Change, before: Prediction, after: Prediction | None) -> str:
+    """Describe a change of hours: "2.8x faster (8.7 -> 3.1 min)".
+
+    Args:
+        time: the change.
+        before: the forecast of today's configuration.
+        after: that of the choice; None if its hours were measured.
+    """
+    divisor, unit = choose_time_unit(3600 * max(time.before, time.after))
     values = _describe_values(time, 3600 / divisor, unit)
-    if time.within_noise:
+    if _is_about_equal(time):
         return f"about as fast ({values}{_note_noise(time)})"
+    if time.within_noise:
+        is_after = after is not None and _compute_log_deviation(after) >= _compute_log_deviation(before)
+        row, whose = (after, "") if after is not None and is_after else (before, " of today's")
+        ends = (format_number(3600 * (hours or 0.0) / divisor) for hours in (row.hours_low, row.hours_high))
+        return f"time uncertain ({values}, 90 %{whose}: {' to '.join(ends)} {unit})"
     factor = format_number(max(time.ratio, 1 / time.ratio), 2)
     return f"{factor}x {'faster' if time.ratio > 1 else 'slower'} ({values})"
 
 
-def describe_cost_change(cost: Change, currency: str) -> str:
+def _describe_cost_change(cost: Change, currency: str) -> str:
     """Describe a change of cost: "30 % cheaper (0.0145 -> 0.0102 USD)"."""
     values = _describe_values(cost, 1.0, currency)
-    if cost.within_noise:
+    if _is_about_equal(cost):
         return f"at about the same cost ({values}{_note_noise(cost)})"
-    return f"{_describe_share(cost, 'cheaper', 'dearer')} ({values})"
+    if cost.within_noise:
+        return f"cost uncertain ({values})"
+    return f"{_describe_share(cost, 'cheaper', 'more expensive')} ({values})"
 
 
 def _describe_energy_change(energy: Change) -> str:
     values = _describe_values(energy, 1.0, "kWh")
-    if energy.within_noise:
+    if _is_about_equal(energy):
         return f"about as much energy ({values}{_note_noise(energy)})"
+    if energy.within_noise:
+        return f"energy uncertain ({values})"
     return f"{_describe_share(energy, 'less energy', 'more energy')} ({values})"
 
 
@@ -271,7 +309,9 @@ def _describe_interval(row: Prediction) -> str:
     return f"90 % interval: {format_duration(3600 * row.hours_low)} to {format_duration(3600 * row.hours_high)}{wide}."
 
 
-def _describe_preference(chosen: Prediction, candidates: Candidates, objective: Objective) -> str:
+def _describe_preference(
+    chosen: Prediction, candidates: Candidates, objective: Objective, *, reference_batch: int
+) -> str:
     """Explain why a knee was chosen although another configuration is both faster and cheaper; empty if none is."""
     if objective != "knee":
         return ""
@@ -282,10 +322,10 @@ def _describe_preference(chosen: Prediction, candidates: Candidates, objective: 
     best = better.prediction(int(np.argmin(better["cost"])))
     deviation = math.hypot(_compute_log_deviation(best), _compute_log_deviation(chosen))
     time = _compare(chosen.hours, best.hours, deviation)
-    noise = " within noise" * time.within_noise
+    noise = " within noise" if _is_about_equal(time) else " (uncertain)" * time.within_noise
     cheaper = 100 * (1 - best.cost / chosen.cost)
     saved = f"{format_number(100 * (1 - best.hours / chosen.hours), 2)} % faster{noise} and {cheaper:.0f} % cheaper"
-    why = "a larger batch saves little more time and may cost accuracy"
+    why = "a larger batch saves little more time" + " and may cost accuracy" * (best.batch > reference_batch)
     if best.batch <= chosen.batch:
         why = "it goes by the times of the fit, not by single measurements"
     return f"{_describe_place(best)} is {saved}; objective knee prefers {_describe_place(chosen)}, because {why}."
@@ -316,7 +356,10 @@ def compute_gain(headline: Headline | None, summary: Summary) -> Gain | None:
     time = _compare(baseline.hours, summary.actual_hours, _compute_log_deviation(baseline))
     has_price = not is_cost_in_node_hours(baseline.cost, baseline.all_node_hours, summary.currency)
     cost = _compare(baseline.cost, summary.actual_cost, _compute_log_deviation(baseline)) if has_price else None
-    changes = [describe_time_change(time), *([describe_cost_change(cost, summary.currency)] if cost else [])]
+    changes = [
+        _describe_time_change(time, baseline, None),
+        *([_describe_cost_change(cost, summary.currency)] if cost else []),
+    ]
     text = (
         f"Compared with today's {format_count(headline.nodes)}, batch {headline.batch}: {', '.join(changes)};"
         " predicted -> measured."

@@ -144,7 +144,7 @@ def _find_named_run(named: Path, root: Path) -> "RunDir":
             f"name one of them in full: {', '.join(ids)}",
         )
     raise SpecError(
-        f"there is no run {named} (neither {named.absolute()} nor {words.make_relative_path(root / named.name)} exists)",
+        f"there is no run {named} (neither {named.absolute()} nor {words.make_relative_path(root / named.name)} is a folder)",
         suggest_nearest(named.name, [run.id for run in RunDir.all(root)]) or "tula list shows all runs",
     )
 

@@ -47,5 +47,11 @@ def test_a_file_beside_the_runs_is_not_suggested_as_a_run(here):
     run = RunDir.create(here / "tula-runs", make.spec())
     assert (here / "tula-runs/latest").exists()
     code, _, err = tula("diff", "latest", "latest")
-    assert code == 2 and "there is no run latest" in err and "did you mean" not in err and "tula list" in err
+    assert (
+        code == 2
+        and "there is no run latest" in err
+        and "is a folder)" in err
+        and "did you mean" not in err
+        and "tula list" in err
+    )
     assert f"did you mean {run.id}?" in tula("diff", f"{run.id}x", run.id)[2]

@@ -195,11 +195,28 @@ def test_todays_configuration_is_kept_if_it_is_as_good_as_the_knee(tmp_path: Pat
     run = run_with(tmp_path / "better", baseline=today)
     line = headline(run, "knee")
     assert not line.is_baseline and line.text.startswith(
-        f"keep today's {better.nodes} nodes, batch {better.batch}, which is as good as {knee.choice.nodes} nodes, batch"
+        f"keep today's {better.nodes} nodes, batch {better.batch}, which is at least as good as {knee.choice.nodes} nodes, batch"
     )
     assert f"tula train --nodes {better.nodes} --batch {better.batch} keeps it." in line.comparison
     assert "keep today's" not in headline(run, "time").text
-    assert "keep today's" not in headline(run, "knee", max_batch=better.batch - 1).text
+    assert "keep today's" not in headline(run, "knee", max_batch=better.batch - 1).text  # it is no candidate
+
+
+def test_todays_configuration_is_kept_if_the_knee_is_faster_by_noise_only(tmp_path: Path) -> None:
+    scattered = probe_all(Truth(noise=0.1, fixed=0.01, sync=0.01), SWEEP)
+    knee = ask(run_with(tmp_path, results=scattered), "knee", nodes=2).choice
+
+    def text(batch: int) -> str:
+        run = run_with(tmp_path / str(batch), results=scattered, baseline={"nodes": 2, "batch": batch})
+        line = headline(run, "knee", nodes=2)
+        assert line.time is not None and line.time.after == knee.hours < line.time.before
+        return line.text
+
+    assert text(1024).startswith(
+        f"keep today's 2 nodes, batch 1024, which is at least as good as 2 nodes, batch {knee.batch}: about as fast ("
+    )
+    assert "within noise" in text(2048)
+    assert text(128).startswith(f"2 nodes, batch {knee.batch}: 1.5x faster (")
 
 
 # --- the accuracy risk

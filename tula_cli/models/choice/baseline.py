@@ -149,7 +149,7 @@ def make_headline(
     else:
         text = ", ".join([f"{place}: {', '.join(changes) or values}", risk.text])
         if objective == "knee" and there is not None and _is_as_good(there, here, candidates):
-            text = f"keep today's {baseline.place}, which is as good as {text}"
+            text = f"keep today's {baseline.place}, which is at least as good as {text}"
             comparison += f" tula train --nodes {there.nodes} --batch {there.batch} keeps it."
     return Headline(
         text=text,

@@ -4,7 +4,7 @@ import pytest
 from script_cases.step_cost import summary
 
 
-def test_a_script_is_dearer_by_the_median_of_neighbours_whatever_others_did_meanwhile() -> None:
+def test_a_script_is_more_expensive_by_the_median_of_neighbours_whatever_others_did_meanwhile() -> None:
     pairs = [[0.1 * busy, 0.1 * busy + 0.002] for busy in (1.0,) * 15 + (3.0,) * 5]
     found = summary([*pairs, [0.1, 5.0]])
     assert found["pairs"] == 21 and found["step_cpu_ms"] == pytest.approx(100)

@@ -409,8 +409,8 @@ def test_a_deadline_cuts_the_front_and_changes_nothing_in_it(run: RunDir) -> Non
 def test_a_higher_price_never_changes_the_fastest_choice(run: RunDir, factor: float) -> None:
     dear = run.read_spec().pricing.model_copy(update={"price": 2.0 * factor})
     usual = ask(run)
-    dearer = run.read_spec().model_copy(update={"pricing": dear})
-    answer = recommend(run, dearer, Query(objective="time"), now=1.0).recommendation
+    expensive = run.read_spec().model_copy(update={"pricing": dear})
+    answer = recommend(run, expensive, Query(objective="time"), now=1.0).recommendation
     assert (answer.choice.nodes, answer.choice.batch) == (usual.choice.nodes, usual.choice.batch)
     assert answer.choice.cost == pytest.approx(factor * usual.choice.cost)
 

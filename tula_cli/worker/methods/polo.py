@@ -41,7 +41,7 @@ class PostLocal(Plain):
         loop.apart = False
 
     def probe_epochs(self) -> int | None:
-        return SWITCH_EPOCHS  # its synchronous steps: the dearer ones
+        return SWITCH_EPOCHS  # its synchronous steps: the more expensive ones
 
     def remarks(self, loop: Loop) -> list[str]:
         epochs = loop.spec.train.epochs

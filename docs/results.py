@@ -348,8 +348,8 @@ def observed_jobs() -> str:
     found = json.loads((RESULTS / "observe.json").read_text(encoding="utf-8"))
     head = """The step time on half of the GPUs with the same batch per GPU, predicted by `tula observe` from one job, on step times that
 Pollux's authors published. The ring law alone scales the exposed synchronisation. "Cheaper" is the share of right decisions
-whether the half costs at least 20 % less. The report advises fewer nodes only where it is at least 95 % sure that they
-are cheaper. `python benchmarks/observe/observe.py TABLE.csv --json` measures it."""
+whether the half needs at most 90 % of the node-hours. The report advises it where that is at least 60 % likely; in brackets,
+how often it is so then. `python benchmarks/observe/observe.py TABLE.csv --json` measures it."""
     rows = [
         [
             words,
@@ -358,12 +358,18 @@ are cheaper. `python benchmarks/observe/observe.py TABLE.csv --json` measures it
             f"{percent(found[name]['median'])} / {percent(found[name]['p90'], 0)}",
             percent(found[name]["covered"], 0),
             f"{percent(found[name]['ring_right'], 0)} / {percent(found[name]['right'], 0)}",
-            percent(found[name]["advised"], 0),
+            _describe_advice(found[name]),
         ]
         for name, words in OBSERVED.items()
     ]
     columns = ["from", "pairs", "ring law: median / p90 error", "tula: median / p90 error", "90 % interval holds"]
     return "\n\n".join(["## Observed jobs", head, table([*columns, "cheaper: ring law / tula", "advised"], rows)])
+
+
+def _describe_advice(scores: Mapping[str, Any]) -> str:
+    """Return how often the half is advised, and in brackets how often it then is as cheap."""
+    cheaper = scores["advised_cheaper"]
+    return percent(scores["advised"], 0) + ("" if cheaper is None else f" ({percent(cheaper, 0)})")
 
 
 # --- the same progress

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "replay"))
 
 from replay_data import MeasuredSet, Where, load
 
-from tula_cli.models.observed import CHEAPER, is_surely_cheaper, predict_request
+from tula_cli.models.observed import CHEAPER, is_advised, predict_request
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class Score:
     median: float
     p90: float
     covered: float  # by the 90 % interval
-    ring_right: float  # whether the half is at least 20 % cheaper
+    ring_right: float  # whether the half is at least 10 % cheaper
     right: float
     advised: float  # pairs for which the report advises the half
-    advised_cheaper: float | None  # of these, the share that is cheaper at all; None without any
+    advised_cheaper: float | None  # of these, the share that needs at most 90 % of the node-hours; None without any
 
 
 def list_pairs(sets: Sequence[MeasuredSet]) -> Iterator[Pair]:
@@ -75,7 +75,7 @@ def list_pairs(sets: Sequence[MeasuredSet]) -> Iterator[Pair]:
                 predicted=request.step_seconds,
                 low=request.time_low * scale,
                 high=request.time_high * scale,
-                advised=is_surely_cheaper(request),
+                advised=is_advised(request),
             )
 
 
@@ -93,7 +93,7 @@ def score_pairs(pairs: Sequence[Pair]) -> Score:
     covered = [pair.low <= pair.actual <= pair.high for pair in pairs]
     ring_error, error = abs(ring / actual - 1), abs(predicted / actual - 1)
     cheaper = actual / observed <= CHEAPER
-    advised = [pair.actual < pair.observed for pair in pairs if pair.advised]
+    advised = [pair.actual <= CHEAPER * pair.observed for pair in pairs if pair.advised]
     return Score(
         pairs=len(pairs),
         ring_median=float(np.median(ring_error)),

@@ -111,8 +111,12 @@ def test_requests_are_a_quarter_half_and_twice(place: tuple[int, int], requests:
 
 def test_waits_for_data_and_fewer_nodes_are_advised() -> None:
     report = report_observed_job(make_job(8, 1, sync=0.18, wait=30.0))
-    codes = [advice.code for advice in report.warnings]
-    assert "data-waits-are-long" in codes
+    assert [advice.code for advice in report.warnings] == [
+        "fewer-nodes-are-cheaper", "data-waits-are-long", "larger-batch-fits"
+    ]  # fmt: skip
+    assert "fewer-nodes-are-cheaper" not in {a.code for a in report_observed_job(make_job(8, 1, sync=0.001)).warnings}
+    packed = report_observed_job(make_job(16, 4, sync=0.195)).warnings
+    assert "fewer-nodes-are-cheaper" in {advice.code for advice in packed}, "almost all of the step is communication"
 
 
 @pytest.mark.parametrize("ranks", [0, 3])

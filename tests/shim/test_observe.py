@@ -15,7 +15,7 @@ import tula_cli
 from tula_cli.models.observed import MeasuredJob
 from tula_cli.run.observed import ObservedJob, list_observed_jobs
 from tula_cli.run.records.scripts import ShimPlan
-from tula_cli.services.observe import PLAN
+from tula_cli.services.observe import PLAN, install_observer
 
 pytestmark = pytest.mark.torch
 
@@ -155,6 +155,33 @@ def test_signals_reach_the_command_and_its_exit_code_the_shell(tmp_path: Path) -
     begun = time.monotonic()
     ended.communicate(timeout=60)
     assert ended.returncode == 128 + signal.SIGKILL and time.monotonic() - begun < 30
+
+
+def test_trainings_of_one_command_are_kept_apart(tmp_path: Path) -> None:
+    script = f"{sys.executable} {SCRIPTS / 'reference.py'} --epochs 6 --output-dir"
+    process = start_observed(
+        tmp_path / "seen", "--", "bash", "-c", f"{script} {tmp_path}/a & {script} {tmp_path}/b & wait"
+    )
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0 and err.count("whole step") == 2, err
+    assert len(list_observed_jobs(tmp_path / "seen")) == 2
+
+
+def test_a_job_that_is_too_short_says_how_many_steps_it_had(tmp_path: Path) -> None:
+    command = ("--", sys.executable, str(SCRIPTS / "reference.py"), "--epochs", "1", "--output-dir", str(tmp_path))
+    process = start_observed(tmp_path / "seen", *command)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0 and "trained 10 steps, of which 0 could be timed" in err
+
+
+def test_a_user_without_a_home_trains_unobserved(tmp_path: Path) -> None:
+    install_observer(tmp_path / "hooks", "~nobody-has-this-name/seen")
+    script = [sys.executable, str(SCRIPTS / "reference.py"), "--epochs", "2", "--output-dir", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "hooks")}
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "no longer watched" in done.stderr
 
 
 def test_python_reads_the_observations(run: ScriptRanks, tmp_path: Path) -> None:

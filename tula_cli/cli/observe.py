@@ -31,10 +31,10 @@ def observe(
         OBSERVED
     ),
 ) -> None:
-    """Watch a training, and report what else to request.
+    """Run a training unchanged, and report how well it uses its nodes.
 
-    The command runs unchanged, with its own exit code; nothing is submitted, stopped or slowed down. The first steps show
-    the step time by part, and the report compares other numbers of nodes with it.
+    The command keeps its output and exit code; nothing is submitted or stopped. Its first steps are timed, and the report
+    compares other numbers of nodes with them.
     """
     from tula_cli.services import observe as service
     from tula_cli.show.observe import render_installation, render_observations
@@ -43,7 +43,9 @@ def observe(
     if install is not None:
         if words or report:
             raise SpecError("--install runs and reports nothing", "give --install FOLDER alone, or leave it out")
-        root = folder if folder != Path(OBSERVED) else Path("~") / OBSERVED
+        root = Path("~") / OBSERVED if folder == Path(OBSERVED) else folder
+        if not str(root).startswith("~"):
+            root = root.absolute()
         service.install_observer(install, root)
         installed = {"folder": install.absolute(), "root": str(root)}
         screen.answer(installed, render_installation(install.absolute(), root))
@@ -71,7 +73,8 @@ def _show_report(screen: Screen, folder: Path, job: str, code: int) -> None:
     try:
         reports = service.report_job(folder, job)
     except BadMeasurements as error:
-        screen.warn(f"no report: {error.message}; {error.hint}")
+        failed = f"the command failed with exit code {code}; " if code else ""
+        screen.warn(f"no report: {failed}{error.message}; {error.hint}")
         reports = []
     except Exception as error:  # noqa: BLE001 - the job's exit code counts, whatever is wrong with its report
         screen.warn(f"no report: {error!r}; this is a defect of tula, please report it")

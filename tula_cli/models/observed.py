@@ -7,23 +7,28 @@ published measurements. Further jobs of the same script are fitted together with
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import NormalDist, median
 
 import numpy as np
 
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements
 from tula_cli.models import messages
-from tula_cli.models.claims import clean_steps
+from tula_cli.models.claims import join_steps
 from tula_cli.models.time.noise import Z90
 from tula_cli.models.time.steptime import Observation, StepTimeFit, fit_step_time
 from tula_cli.run.records.scripts import Heartbeat, RankResult
 from tula_cli.spec.sections import LEAST_STEPS, MEMORY_MARGIN
 
-CHEAPER = 0.8
-"""Share of the node-hours at which a smaller request is recommended."""
+CHEAPER = 0.9
+"""Share of the node-hours that a smaller request may need to be advised, with `LIKELY` as the least probability."""
+LIKELY = 0.6
 DATA_WAIT = 0.1
 """Share of the training time above which the wait for data is pointed out."""
+BETWEEN_JOBS = 0.05
+"""Share by which the step time of another job differs for no reason that the model has."""
+WARMUP_STEPS = 10
+"""Steps of an observed job before those that are timed."""
 LARGER_BATCH = 1.5
 """Factor on the local batch from which free memory is pointed out."""
 
@@ -45,6 +50,7 @@ class OtherRequest:
     node_hours_ratio: float
     node_hours_low: float
     node_hours_high: float
+    saving_chance: float  # probability that it needs at most `CHEAPER` of the node-hours
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,9 @@ class ObservedReport:
     local_batch: int | None  # samples of an optimizer step on one GPU
     batch: int | None
     steps: int  # so far
+    is_complete: (
+        bool  # the script ended by itself; else it runs or was killed, and steps and shares are of the last heartbeat
+    )
     step_seconds: float
     compute_seconds: float | None  # of a step, without synchronisation and waits for data
     sync_seconds: float | None  # of a step, not hidden behind the backward pass
@@ -111,10 +120,11 @@ class MeasuredJob:
                 f"{script}/{job}: only {len(ranks)} of {ranks[0].world} ranks have written their measurements",
                 "all ranks need the same folder: use a shared file system, or start them through srun or one torchrun",
             )
-        steps = clean_steps(ranks)
+        steps = [step for step in join_steps(ranks) if not step.causes]
         if len(steps) < LEAST_STEPS:
             raise BadMeasurements(
-                f"{script}/{job} has {len(steps)} steps without an evaluation or checkpoint; {LEAST_STEPS} are needed",
+                f"{script}/{job} trained {max(rank.steps for rank in ranks)} steps, of which {len(steps)} could be timed;"
+                f" {LEAST_STEPS} after the first {WARMUP_STEPS}, without an evaluation or checkpoint, are needed",
                 "observe a longer part of the training",
             )
         waits = [step.wait for step in steps if step.wait is not None]
@@ -205,6 +215,7 @@ def report_observed_job(job: MeasuredJob, others: Sequence[MeasuredJob] = ()) ->
         local_batch=job.local_batch,
         batch=None if job.samples is None else round(job.samples),
         steps=max([job.ranks[0].steps, *(beat.step for beat in job.heartbeats)]),
+        is_complete=all(rank.why == "ended" for rank in job.ranks),
         step_seconds=seconds,
         compute_seconds=compute,
         sync_seconds=sync,
@@ -289,9 +300,10 @@ def predict_request(
     deviation = math.sqrt(float(np.mean(variances)) + float(np.var(logs)))
     low, middle, high = (math.exp(log_seconds + z * deviation) / observed.seconds for z in (-Z90, 0.0, Z90))
     more = (observed.nodes * observed.gpus_per_node) / (nodes * gpus_per_node)
-    if more > 1:  # a step on fewer GPUs computes as much and synchronises less
-        low, middle = min(low, 1.0), min(middle, 1.0)
     hours = nodes / observed.nodes * more
+    chance = NormalDist(log_seconds - math.log(observed.seconds), deviation or 1e-9).cdf(math.log(CHEAPER / hours))
+    if more > 1:  # a step on fewer GPUs computes as much and synchronises less
+        low, middle, high = min(low, 1.0), min(middle, 1.0), min(high, 1.0 + BETWEEN_JOBS)
     return OtherRequest(
         nodes=nodes,
         gpus_per_node=gpus_per_node,
@@ -303,6 +315,7 @@ def predict_request(
         node_hours_ratio=middle * hours,
         node_hours_low=low * hours,
         node_hours_high=high * hours,
+        saving_chance=chance,
     )
 
 
@@ -325,9 +338,9 @@ def _predict_log(fit: StepTimeFit, place: tuple[int, int], local_batch: int) -> 
     return math.log(estimate.seconds), (math.log(estimate.high / estimate.low) / (2 * Z90)) ** 2
 
 
-def is_surely_cheaper(request: OtherRequest) -> bool:
-    """Return whether a request is worth advising: at least 20 % cheaper, and cheaper at all with 95 % certainty."""
-    return request.node_hours_ratio <= CHEAPER and request.node_hours_high < 1
+def is_advised(request: OtherRequest) -> bool:
+    """Return whether a smaller request probably saves a tenth of the node-hours (`benchmarks/observe`: how often it does)."""
+    return request.saving_chance >= LIKELY
 
 
 def _list_advice(
@@ -340,7 +353,7 @@ def _list_advice(
     """Return what to change, the most important first."""
     advice = []
     smaller = [request for request in requests if request.nodes * request.gpus_per_node < job.world]
-    cheaper = [request for request in smaller if is_surely_cheaper(request)]
+    cheaper = [request for request in smaller if is_advised(request)]
     if cheaper and job.nodes > 1:
         best = max(cheaper, key=lambda request: request.nodes)
         advice.append(

@@ -12,7 +12,7 @@ from typing import Any
 
 from tula_cli.cluster.scripts.methods import read_module_sources
 from tula_cli.errors import BadMeasurements, SpecError
-from tula_cli.models.observed import MeasuredJob, ObservedReport, report_observed_job
+from tula_cli.models.observed import WARMUP_STEPS, MeasuredJob, ObservedReport, report_observed_job
 from tula_cli.run.files import make_folder, write_atomic, write_error
 from tula_cli.run.observed import ObservedJob, list_observed_jobs
 
@@ -22,7 +22,7 @@ PLAN: Mapping[str, Any] = {
     "version": 1,
     "mode": "observe",
     "task": "observe",
-    "warmup": 10,
+    "warmup": WARMUP_STEPS,
     "min_steps": 20,
     "max_steps": 100,
     "seconds": 20.0,
@@ -30,7 +30,7 @@ PLAN: Mapping[str, Any] = {
     "heartbeat": 10.0,
 }
 """The plan of the shim (`tula_cli/shim/__init__.py`): what is measured, and for how long."""
-FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that schedulers and shells send to a job, passed on to the command."""
 PATIENCE = 5.0
 """Seconds to wait for the files of ranks on other nodes after the command of this process has ended."""
@@ -79,18 +79,60 @@ def run_observed(command: Sequence[str], root: Path, *, quiet_stdout: bool = Fal
     job = name_job()
     path = os.pathsep.join(filter(None, [str(root / SHIM), os.environ.get("PYTHONPATH", "")]))
     environment = {**os.environ, "PYTHONPATH": path, JOB: job, "TULA_PLAN": str(root / SHIM / "observe.json")}
-    try:
-        process = subprocess.Popen(command, env=environment, stdout=2 if quiet_stdout else None)
-    except OSError as error:
-        raise SpecError(f"cannot start {command[0]}: {error.strerror}", "give the command as in the shell") from None
-    previous = {number: signal.signal(number, lambda sent, _: process.send_signal(sent)) for number in FORWARDED}
-    previous[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the command too
-    try:
+    with _ForwardedSignals() as signals:
+        try:
+            process = subprocess.Popen(command, env=environment, stdout=2 if quiet_stdout else None)
+        except OSError as error:
+            raise SpecError(
+                f"cannot start {command[0]}: {error.strerror}", "give the command as in the shell"
+            ) from None
+        signals.forward_to(process)
         code = process.wait()
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
     return (128 - code if code < 0 else code), job
+
+
+class _ForwardedSignals:
+    """Passes the signals of schedulers and shells on to a command; those that come before it starts are kept for it.
+
+    The processes of a SLURM step, and those in the foreground of a terminal, receive a signal or Ctrl-C themselves: to them
+    it is not sent again.
+    """
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._early: list[int] = []
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "_ForwardedSignals":
+        for number in FORWARDED:
+            self._previous[number] = signal.signal(number, self._forward)
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def forward_to(self, process: "subprocess.Popen[bytes]") -> None:
+        self._process = process
+        for number in self._early:
+            process.send_signal(number)
+
+    def _forward(self, number: int, _: object) -> None:
+        if "SLURM_STEP_ID" in os.environ or (number == signal.SIGINT and _is_in_foreground()):
+            return
+        if self._process is None:
+            self._early.append(number)
+        else:
+            self._process.send_signal(number)
+
+
+def _is_in_foreground() -> bool:
+    """Return whether the terminal sends Ctrl-C to this process and to the commands that it starts."""
+    try:
+        with open("/dev/tty", "rb", buffering=0) as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:
+        return False
 
 
 def name_job() -> str:
@@ -109,24 +151,25 @@ def is_reporting_process() -> bool:
 
 
 def report_job(root: Path, job: str) -> list[ObservedReport]:
-    """Return the reports on a job that has just ended: one for each script that trained in it.
+    """Return the reports on a job that has just ended: one for each training in it.
 
     Raises:
         BadMeasurements: nothing was trained, or too little.
     """
     deadline = time.monotonic() + PATIENCE
     while True:
-        jobs = [observed for observed in list_observed_jobs(root) if observed.id == job]
+        everything = list_observed_jobs(root)
+        jobs = [observed for observed in everything if observed.id.startswith(f"{job}-")]
         complete = all(len(seen.ranks) >= seen.ranks[0].world for seen in jobs if seen.ranks)
         if (jobs and complete) or time.monotonic() > deadline or (not jobs and not _is_on_several_nodes()):
             break
         time.sleep(0.2)
     if not jobs:
         raise BadMeasurements(
-            "the command has trained nothing with an optimizer of torch",
-            "observe the command that trains; programs that clear PYTHONPATH cannot be observed",
+            "no step of a torch optimizer was seen",
+            "observe the command that trains; one that clears PYTHONPATH, or ends before it trains, cannot be observed",
         )
-    return [_report(observed, list_observed_jobs(root)) for observed in jobs]
+    return [_report(observed, everything) for observed in jobs]
 
 
 def _is_on_several_nodes() -> bool:
@@ -149,10 +192,11 @@ def report_observed(root: Path, name: str | None = None) -> list[ObservedReport]
         raise SpecError(f"no job was observed in {root}", "run tula observe -- COMMAND first")
     if name is None:
         return [_report(max(jobs, key=lambda job: job.observed_at), jobs)]
-    single = [job for job in jobs if name.rstrip("/") in (job.id, f"{job.script}/{job.id}", str(job.path))]
+    path = Path(name).resolve()
+    single = [job for job in jobs if name in (job.id, f"{job.script}/{job.id}") or job.path.resolve() == path]
     if single:
         return [_report(job, jobs) for job in single]
-    of_script = [job for job in jobs if name.rstrip("/") in (job.script, f"{job.script}.py")]
+    of_script = [job for job in jobs if Path(name).name in (job.script, f"{job.script}.py")]
     if not of_script:
         names = ", ".join(sorted({job.script for job in jobs}))
         raise SpecError(f"no observed job is called {name}", f"observed scripts: {names}")

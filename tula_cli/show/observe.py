@@ -40,6 +40,7 @@ def _render_report(report: "ObservedReport") -> Iterator["RenderableType"]:
     yield (
         f"{report.script}/{report.job}: {format_count(report.nodes)} with {report.gpus_per_node} {gpus}{plural}"
         f"{'' if report.nodes == 1 else ' each'}{batch}, {format_count(report.steps, 'step')}"
+        f"{'' if report.is_complete else ' when it was last heard of: it runs or was stopped'}"
     )
     yield ""
     yield _make_step_table(report)
@@ -48,7 +49,7 @@ def _render_report(report: "ObservedReport") -> Iterator["RenderableType"]:
     if report.other_requests:
         yield ""
         yield _make_requests_table(report)
-        yield "Time and node-hours are for the same number of samples at the same batch per GPU (90 % interval)."
+        yield f"Compared with this job, for as many samples and the same batch per {gpus}; 90 % intervals in brackets."
     yield from (f"note: {note}" for note in report.notes)
     if report.warnings:
         yield ""
@@ -77,17 +78,18 @@ def _format_step(seconds: float | None) -> str:
 
 def _describe_whole_job(report: "ObservedReport") -> Iterator[str]:
     if report.efficiency is not None and report.nodes * report.gpus_per_node > 1:
-        yield f"scaling efficiency  {report.efficiency:.0%} (share of a step that is not exchanging gradients)"
+        yield f"scaling efficiency  {report.efficiency:.0%} of a step is not spent on exchanging gradients"
     if report.samples_per_second is not None:
-        yield f"speed               {report.samples_per_second:.4g} samples/s"
+        yield f"speed               {report.samples_per_second:,.0f} samples/s"
     if report.training_seconds:
         shares = [
-            f"{label} {report.shares[kind]:.0%}"
-            for kind, label in _SHARE_LABELS.items()
+            f"{share_label} {report.shares[kind]:.0%}"
+            for kind, share_label in _SHARE_LABELS.items()
             if report.shares.get(kind, 0.0) >= 0.005
         ]
+        label = "training time" if report.is_complete else "training so far"
         of_it = f", of which {', '.join(shares)}" if shares else ""
-        yield f"training so far     {format_duration(report.training_seconds)}{of_it}"
+        yield f"{label:19} {format_duration(report.training_seconds)}{of_it}"
     capacity = "" if report.capacity_bytes is None else f" of {format_bytes(report.capacity_bytes)}"
     yield f"peak memory         {format_bytes(report.peak_bytes)}{capacity} per {'GPU' if capacity else 'process'}"
 

@@ -51,11 +51,13 @@ def install() -> None:
         return
     try:
         mine = get_recorder()
-    except PlanError as error:
+    except Exception as error:
         if os.path.basename(os.environ[VARIABLE]) == OBSERVE_FILE:  # noqa: PTH119 - a job that runs anyway goes on
-            sys.stderr.write(f"{error}\n")
+            sys.stderr.write(f"tula: this job is not watched: {error}\n")
             return
-        sys.exit(str(error))
+        if isinstance(error, PlanError):
+            sys.exit(str(error))
+        raise
     mine.hooked = True
     if mine.files is not None:
         mine.files.listen()
@@ -136,6 +138,8 @@ def give_up(mine: Recorder, error: Exception) -> None:
     sys.stderr.write(f"tula: this training is no longer monitored: {error!r}\n")
     mine.over = True
     mine.pulse.lost = repr(error)
+    if mine.plan.observing and not mine.step:
+        return  # its folder has no name yet
     with contextlib.suppress(OSError):  # the disk may be what failed
         mine.pulse.write()
         failing.write_failure(mine.plan, error, step=mine.step, where="shim")

@@ -89,8 +89,6 @@ def _check_plan(path: str, given: dict[str, Any]) -> Plan:
             raise PlanError(f"tula: {name} is {value!r} in the plan {path}; it is one of {', '.join(values)}")
         return str(value)
 
-    if given.get("mode") == "observe" and isinstance(given.get("folder"), str):
-        given = {**given, "folder": str(name_observed_folder(given["folder"]))}
     for name in ("folder", "task"):
         if not isinstance(given.get(name), str):
             raise PlanError(f"tula: the plan {path} lacks {name}")
@@ -136,17 +134,43 @@ def _read_part_of_plan(path: str, given: dict[str, Any], name: str, needed: set[
     return part
 
 
-def name_observed_folder(root: str) -> Path:
-    """Return the folder of an observed job, root/<script>/<job>, the same on all of its ranks."""
+def name_observed_folder(root: Path, world: int) -> Path:
+    """Return the folder of an observed training, root/<script>/<job>-<start>, the same on all of its ranks.
+
+    Called at the first step, when the module that `python -m` runs and the number of ranks are known.
+
+    Args:
+        root: folder of the observations; may begin with ~.
+        world: ranks of the training.
+
+    Raises:
+        RuntimeError: the home directory is unknown.
+    """
     environ, program = os.environ, Path(sys.argv[0] or "python")
     script = program.parent.name if program.name == "__main__.py" else program.stem
+    step = "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" in environ
     if JOB in environ:
         job = environ[JOB]
-    elif "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" in environ:
+    elif step:
         job = f"slurm-{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
-    else:  # a launcher on this machine is the parent of all ranks
-        job = f"{socket.gethostname()}-{os.getppid() if 'RANK' in environ else os.getpid()}"
-    return Path(root).expanduser() / (script or "python") / job
+    else:
+        job = socket.gethostname()
+    return (
+        root.expanduser() / ("python" if script.startswith("-") else script or "python") / f"{job}-{_name_start(world)}"
+    )
+
+
+def _name_start(world: int) -> str:
+    """Return a name that distinguishes the trainings of a job, and that all ranks of one of them share."""
+    environ = os.environ
+    if world == 1:
+        return str(os.getpid())
+    restarts = f"{environ.get('SLURM_RESTART_COUNT', '0')}.{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    started_by_srun = environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
+    here = environ.get("LOCAL_WORLD_SIZE", environ.get("WORLD_SIZE", str(world)))
+    if not started_by_srun and here == environ.get("WORLD_SIZE", str(world)):
+        return f"{os.getppid()}.{restarts}"  # of the launcher, which is the parent of all ranks
+    return f"{environ.get('MASTER_PORT', '0')}.{restarts}"
 
 
 # --- Files that are written

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import platform
 import socket
@@ -18,7 +19,7 @@ from .ddp_split import DdpSplit
 from .file_changes import Files
 from .optimizers import Optimizers, Schedule, get_base_learning_rate
 from .ortho import OrthoSteps
-from .plan import Plan
+from .plan import Plan, name_observed_folder
 from .ranks import NoStoreError, count_ranks, get_backend_name, get_rank, share_decision
 from .supervision import Pulse, Requests, StepKiller
 
@@ -46,6 +47,7 @@ class Recorder:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        self.root = plan.folder  # of an observed job, whose own folder is named at its first step
         self.hooked = False  # into torch
         self.over = False  # nothing more is recorded
         self.stopping = False  # the process was asked to end
@@ -170,6 +172,8 @@ class Recorder:
 
     def _first_step(self) -> None:
         self.rank, self.world = get_rank() or 0, count_ranks(by_hand=self.by_hand)
+        if self.plan.observing:
+            self._name_folder()
         self.startup = compute_process_age()
         self._clock = make_clock()
         if self.files is not None:
@@ -177,6 +181,11 @@ class Recorder:
         self.pulse.rank = self.rank
         for path, written in self.loads.items():
             self.pulse.load(path, written)
+
+    def _name_folder(self) -> None:
+        """Set the folder of this training, which is known at its first step."""
+        folder = name_observed_folder(self.root, self.world)
+        self.plan = self.pulse.plan = dataclasses.replace(self.plan, folder=folder)
 
     def _take_notes(self) -> None:
         notes = [text for steps in (self.ags, self.ortho) if steps is not None for text in steps.said()]
@@ -232,12 +241,12 @@ class Recorder:
         if self._stepped is None:
             totals.update(dict.fromkeys(("training", "data", *CAUSES.values()), 0.0))
         else:
-            seconds = now - self._stepped
+            seconds, waited = now - self._stepped, sum(counted[2] for counted in counts.values())
             totals["training"] += seconds
-            totals["data"] += sum(waited for _, _, waited in counts.values())
+            totals["data"] += waited
             cause = next((name for cause, name in CAUSES.items() if self.gap & cause), None)
             if cause is not None:
-                totals[cause] += max(0.0, seconds - self.pulse.median)
+                totals[cause] += max(0.0, seconds - waited - self.pulse.median)
         self._stepped = now
 
     def _keep(self, counts: dict[int, list[float]], samples: float | None) -> None:

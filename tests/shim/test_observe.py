@@ -55,7 +55,6 @@ def test_a_script_under_ddp_is_measured_by_part_and_ends_as_without_tula(run: Sc
         ("sharded.py", (), 2, 8),
         ("reference.py", ("--epochs", 2), 1, 16),
         ("various.py", ("--epochs", 2), 1, 16),
-        ("resnet.py", ("--local-batch", 4, "--epochs", 1), 2, 8),
         ("odd_steps.py", ("gan",), 1, None),
         ("trainer.py", ("OUT", 3), 1, 8),
         ("lit.py", ("OUT", 1, 3), 1, 8),
@@ -98,7 +97,7 @@ def test_a_folder_that_cannot_be_written_does_not_disturb_the_job(run: ScriptRan
     (tmp_path / "plain_ddp").write_text("in the way")
     ended: Ended = run("plain_ddp.py", "--samples", 640, "--epochs", 1, plan=make_plan(tmp_path), world=2)
     assert ended.codes == [0, 0] and "FINISHED" in ended.said[0]
-    assert "no longer watched" in ended.said[0]
+    assert "no longer monitored" in ended.said[0]
 
 
 def start_observed(folder: Path, *command: str) -> "subprocess.Popen[str]":
@@ -181,7 +180,7 @@ def test_a_user_without_a_home_trains_unobserved(tmp_path: Path) -> None:
     script = [sys.executable, str(SCRIPTS / "reference.py"), "--epochs", "2", "--output-dir", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "hooks")}
     done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "no longer watched" in done.stderr
+    assert done.returncode == 0 and "no longer monitored" in done.stderr
 
 
 def test_python_reads_the_observations(run: ScriptRanks, tmp_path: Path) -> None:

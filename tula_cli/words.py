@@ -70,6 +70,11 @@ def format_count(count: int, noun: str = "node") -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith('tch') else 's'}"
 
 
+def describe_pending_probes(probes: int) -> str:
+    """Return the number of queued or running probes in words."""
+    return "1 probe is still queued or running" if probes == 1 else f"{probes} probes are still queued or running"
+
+
 def join_words(words: Iterable[object]) -> str:
     """Return words or numbers separated by commas."""
     return ", ".join(map(str, words))

@@ -292,7 +292,7 @@ def test_evaluate_tells_what_the_weights_come_to_and_status_tells_it_again(clust
     answer = tula("evaluate", "--json").json
     assert (answer["status"], answer["data"]["samples"], answer["data"]["metrics"]["top1"]) == ("done", 640, 91.5)
     told = tula("evaluate")
-    assert "top1 91.50 %, loss 0.3100" in told.out and "dataset.test names a set of its own" in told.out
+    assert "top1 91.50 %, loss 0.3100" in told.out and "dataset.test names a separate test set" in told.out
     assert "evaluated before" in told.err
     assert "evaluated last at 640 samples on the validation set: top1 91.50, loss 0.3100" in tula("status").out
     assert tula("status", "--json").json["data"]["evaluations"][0]["size"] == 360
@@ -721,7 +721,7 @@ def test_13_a_full_disk(cluster, monkeypatch):
     ("content", "words"),
     [
         (None, "no such file: bad.yaml"),
-        ("", "but it is nothing"),
+        ("", "but it is empty"),
         ("- a\n", "but it is a list"),
         ("model: [", "line 1"),
         ("a: 1\na: 2\n", "given twice"),

@@ -689,7 +689,7 @@ def test_what_became_of_a_run_can_be_asked_where_there_is_no_sbatch(slurm, run):
     job = submitted(run, probes(run))
     for command in ("sbatch", "squeue", "sacct", "scontrol", "scancel"):
         slurm.without(command)
-    with pytest.raises(SchedulerError, match="no sbatch"):
+    with pytest.raises(SchedulerError, match="sbatch was not found"):
         cluster_launcher.make_launcher(run.read_spec())
     assert cluster_launcher.make_launcher(run.read_spec(), submits=False).states(run.read(), [job])
 

@@ -253,7 +253,7 @@ def test_a_full_disk_under_the_ranks_is_told_with_the_folder_and_not_tried_again
     (attempt,) = run.attempts(training.id)
     assert attempt.outcome == "disk" and attempt.host
     assert attempt.shortage is not None and attempt.shortage.folder == "/dev/shm/gone"
-    assert "free where /dev/shm/gone is" in attempt.message
+    assert "free on the disk of /dev/shm/gone" in attempt.message
     assert len(ranks.starts) == 1 and not (run.path / shortages.RESERVE_NAME).exists(), "it was given back"
     told = make_error_of_training(training, [attempt], saved_samples=0)
     assert (told.exit_code, told.code) == (13, "disk")

@@ -18,7 +18,7 @@ def test_whole_steps_have_one_with_overlap_and_one_without_and_their_probabiliti
     assert overlapped.coefficients["level"] != additive.coefficients["level"] and "ln step time" in additive.summary
     shares = [int(one.about.partition("counts ")[2].partition("%")[0]) for one in (overlapped, additive)]
     assert sum(shares) in (99, 100, 101)
-    assert "whole steps do not tell" in additive.about
+    assert "durations of whole steps do not show" in additive.about
 
 
 def test_a_small_model_has_both_where_its_compute_was_measured() -> None:

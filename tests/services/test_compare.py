@@ -631,7 +631,7 @@ def test_interrupting_keeps_what_is_done(here: Trains, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(services_status, "watch_jobs", interrupted)
     code, _, err = tula(*ASKED)
-    assert code == 130 and "what is trained stays" in err
+    assert code == 130 and "are kept" in err
     monkeypatch.setattr(services_status, "watch_jobs", watch)
     assert tula(*ASKED)[0] == 0
     assert len(set(here.submitted)) == 18 == len(here.submitted)

@@ -77,7 +77,7 @@ def test_ranks_that_reduce_by_themselves_train_not_a_step_more(run: ScriptRanks,
 @pytest.mark.parametrize(
     ("loop", "words"),
     [
-        (("--accumulate", 2, "--sync-each"), "reduces its gradients 2 times a step"),
+        (("--accumulate", 2, "--sync-each"), "reduces its gradients 2 times per step"),
         (("--within", "--own-reduction"), "no gradient came through its DistributedDataParallel"),
         (("--compressed",), "own communication hook (fp16_compress_hook) on DistributedDataParallel"),
     ],

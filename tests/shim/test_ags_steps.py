@@ -143,7 +143,7 @@ def test_a_checkpoint_without_the_optimizer_is_told_and_another_batch_begins_ane
     first = Loop().around(around()).train(range(3))
     silent = around(resumed=True)
     Loop().around(silent)
-    assert ["factors begin anew" in text for text in silent.said()] == [True]
+    assert ["factors start again at 1" in text for text in silent.said()] == [True]
     smaller = around(b_large=4, available=4)
     again = Loop().around(smaller)
     again.base.load_state_dict(first.base.state_dict())
@@ -270,7 +270,7 @@ def test_a_communication_hook_of_the_scripts_own_is_refused_by_name(around: Call
     ags.split._hooked.add(id(model))
     ags.split.hook = "fp16_compress_hook"
     ags.made(loop.base)
-    with pytest.raises(CannotScaleError, match=r"hook of its own .*\(fp16_compress_hook\).*source: small_batch"):
+    with pytest.raises(CannotScaleError, match=r"own communication hook \(fp16_compress_hook\).*source: small_batch"):
         ags.seek()
 
 
@@ -317,7 +317,7 @@ def test_gradients_that_are_reduced_twice_a_step_are_refused(around: Callable[..
     own = Loop().around(around())
     assert own.ags is not None
     own.ags.rounds = 2
-    with pytest.raises(CannotScaleError, match="reduces its gradients 2 times a step"):
+    with pytest.raises(CannotScaleError, match="reduces its gradients 2 times per step"):
         own.train(range(1))
     scaled = Loop().around(around())
     assert scaled.ags is not None

@@ -84,7 +84,7 @@ def test_all_ranks_save_after_the_same_step_and_stop(run: ScriptRanks, tmp_path:
 def test_a_training_goes_on_without_a_shim_that_fails(run: ScriptRanks, tmp_path: Path) -> None:
     tmp_path.joinpath("steps-0.jsonl").mkdir()  # rows cannot be written
     ended = run("odd_steps.py", "gan", plan=training(tmp_path))
-    assert ended.codes == [0] and "no longer watched" in ended.said[0]
+    assert ended.codes == [0] and "no longer monitored" in ended.said[0]
     assert "IsADirectoryError" in ended.json("heartbeat-0.json")["lost"]
     (failure,) = tmp_path.glob("failure-*.json")
     assert json.loads(failure.read_text())["where"] == "shim"

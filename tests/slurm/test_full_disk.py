@@ -77,7 +77,10 @@ def test_a_training_that_fills_its_disk_is_held_and_goes_on_to_the_same_weights(
     held = tula.until(lambda: [job for job in tula("status", *place)["data"]["jobs"] if job["state"] == "held"])
     assert training.result() is None
     (job,) = held
-    assert f"free where {training.path / 'checkpoints'} is" in job["reason"] and "are missing; held: " in job["reason"]
+    assert (
+        f"free on the disk of {training.path / 'checkpoints'}" in job["reason"]
+        and "are missing; held: " in job["reason"]
+    )
     last = training.attempts()[-1]
     assert (last.outcome, last.host.startswith("t")) == ("disk", True)
     assert last.shortage is not None and (last.shortage.missing or 0) > 0

@@ -118,7 +118,7 @@ def test_what_is_quoted_is_not_for_a_shell(end: str) -> None:
         ({"length": {}}, "not none of them"),
         ({"length": {"epochs": 1, "steps": 2}}, "not epochs and steps"),
         ({"metric": {"top1": "Acc"}}, "must have exactly one group"),
-        ({"metric": {"top1": "Acc ("}}, "no regular expression"),
+        ({"metric": {"top1": "Acc ("}}, "regular expression"),
         ({"save": "SIGKILL"}, "not a way to request a checkpoint"),
         ({"save": "file:{oot}/stop"}, "did you mean {out}"),
     ],

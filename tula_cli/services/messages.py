@@ -3,7 +3,15 @@
 from collections.abc import Sequence
 
 from tula_cli.diagnostics import diagnostic
-from tula_cli.words import format_bytes, format_count, format_duration, format_number, join_words, start_sentence
+from tula_cli.words import (
+    describe_pending_probes,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_number,
+    join_words,
+    start_sentence,
+)
 
 # --- Settings of a job that are unlikely together
 
@@ -453,12 +461,7 @@ def metric_not_found(*, training: str, metric: str) -> str:
 
 @diagnostic
 def probes_pending(*, probes: int) -> str:
-    return f"{start_sentence(describe_pending(probes))}. The recommendation may change when they finish."
-
-
-def describe_pending(probes: int) -> str:
-    """Return the number of queued or running probes in words."""
-    return "1 probe is still queued or running" if probes == 1 else f"{probes} probes are still queued or running"
+    return f"{start_sentence(describe_pending_probes(probes))}. The recommendation may change when they finish."
 
 
 @diagnostic

@@ -258,7 +258,7 @@ def says(**states: str) -> Callable[[Iterable[str]], dict[str, SchedulerState]]:
     [
         (says(j11="ended", j12="pending"), "is pending"),
         (says(j11="running"), "is running"),
-        (says(j11="unknown", j12="unknown"), "may run: SLURM does not tell"),
+        (says(j11="unknown", j12="unknown"), "may be running: SLURM does not answer"),
         (says(j11="ended", j12="ended"), ""),
         (says(), ""),
     ],
@@ -405,7 +405,7 @@ def test_a_run_that_is_named_and_must_stay_is_an_error(run: RunDir, monkeypatch:
     slurm_job(run)
     monkeypatch.setenv("PATH", str(run.path))  # without squeue
     code, _, err = tula(run.id, "--yes")
-    assert code == Pending.exit_code and "SLURM does not tell" in err and "nothing was deleted" in err
+    assert code == Pending.exit_code and "SLURM does not answer" in err and "nothing was deleted" in err
     assert tula("--yes")[0] == 0, "of all runs it is left out"
     assert tula("nowhere")[0] == SpecError.exit_code
     (run.path / "format").write_text("9 tula 9.0\n")

@@ -252,7 +252,7 @@ def test_a_cut_keeps_the_tree_and_what_belongs_to_the_whole_batch() -> None:
     assert type(found["in"]) is Inputs and found["in"].ids.tolist() == [1, 2] and found["in"].mask.shape == (2, 2)
     assert [image.shape[1] for image in found["images"]] == [4, 1]
     assert (int(found["step"]), found["name"]) == (7, "x")
-    with pytest.raises(SpecError, match=r"batch\[1\] is float32 \(5\), where 2 samples"):
+    with pytest.raises(SpecError, match=r"batch\[1\] is float32 \(5\), but the batch has 2 samples"):
         slice_batch([torch.zeros(2), torch.zeros(5)], samples=2, stop=1)
     larger = allocate_batch({"in": Inputs(torch.zeros(3, 7), torch.zeros(3)), "n": 3}, samples=3, to=11)
     assert larger["in"].ids.shape == (11, 7) and larger["n"] == 3

@@ -34,7 +34,7 @@ from tula_cli.services import messages
 from tula_cli.spec.job import JobSpec, describe_train_length
 from tula_cli.spec.signature import compute_measurement_signature
 from tula_cli.spec.workload import get_workload
-from tula_cli.words import start_sentence
+from tula_cli.words import describe_pending_probes, start_sentence
 
 Results = Sequence[Measured | OutOfMemory | Failed]
 
@@ -287,7 +287,7 @@ def _make_unknown_error(all_measurements: Sequence[TypeMeasurements], why: str, 
 
 def _make_pending_error(pending: int, why: str) -> Pending:
     return Pending(
-        f"{messages.describe_pending(pending)}, and the finished ones are not enough: {why}",
+        f"{describe_pending_probes(pending)}, and the finished ones are not enough: {why}",
         "tula status shows how far they are; run tula recommend again when they are done",
     )
 

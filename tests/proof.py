@@ -91,7 +91,7 @@ PARTS = (
     cases("four-ranks", 0.5, "tests/worker/methods/test_methods_ranks.py"),
     cases("four-ranks-of-ddp", 0.5, "tests/optim/test_tula_ddp.py"),
     cases("mutants", 0.5, "tests/optim/test_mutants.py"),
-    cases("trainers", 0.5, "tests/shim/test_trainers.py"),
+    cases("trainers", 0.5, "tests/shim/test_trainers.py", "tests/shim/test_observe.py"),
     cases("own-loop", 0.7, "tests/test_examples.py"),
     cases("slurm-versions", 0.3, "tests/cluster/test_launcher.py"),
     cases("checks-of-a-cluster", 1.0, "tests/slurm/test_check_on_cluster.py", alone=True),

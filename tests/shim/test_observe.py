@@ -53,11 +53,11 @@ def test_a_script_under_ddp_is_measured_by_part_and_ends_as_without_tula(run: Sc
     [
         ("accumulating.py", ("--gradient_accumulation_steps=4", "--max_iters=40"), 2, None),
         ("sharded.py", (), 2, 8),
-        ("reference.py", ("--epochs", 2), 1, 16),
-        ("various.py", ("--epochs", 2), 1, 16),
-        ("odd_steps.py", ("gan",), 1, None),
-        ("trainer.py", ("OUT", 3), 1, 8),
-        ("lit.py", ("OUT", 1, 3), 1, 8),
+        pytest.param("reference.py", ("--epochs", 2), 1, 16, marks=pytest.mark.proof),
+        pytest.param("various.py", ("--epochs", 2), 1, 16, marks=pytest.mark.proof),
+        pytest.param("odd_steps.py", ("gan",), 1, None, marks=pytest.mark.proof),
+        pytest.param("trainer.py", ("OUT", 3), 1, 8, marks=pytest.mark.proof),
+        pytest.param("lit.py", ("OUT", 1, 3), 1, 8, marks=pytest.mark.proof),
     ],
 )
 def test_scripts_of_many_kinds_are_measured(
@@ -156,6 +156,7 @@ def test_signals_reach_the_command_and_its_exit_code_the_shell(tmp_path: Path) -
     assert ended.returncode == 128 + signal.SIGKILL and time.monotonic() - begun < 30
 
 
+@pytest.mark.proof
 def test_trainings_of_one_command_are_kept_apart(tmp_path: Path) -> None:
     script = f"{sys.executable} {SCRIPTS / 'reference.py'} --epochs 6 --output-dir"
     process = start_observed(
@@ -168,6 +169,7 @@ def test_trainings_of_one_command_are_kept_apart(tmp_path: Path) -> None:
     assert len(list_observed_jobs(tmp_path / "seen")) == 2
 
 
+@pytest.mark.proof
 def test_a_job_that_is_too_short_says_how_many_steps_it_had(tmp_path: Path) -> None:
     command = ("--", sys.executable, str(SCRIPTS / "reference.py"), "--epochs", "1", "--output-dir", str(tmp_path))
     process = start_observed(tmp_path / "seen", *command)
@@ -175,6 +177,7 @@ def test_a_job_that_is_too_short_says_how_many_steps_it_had(tmp_path: Path) -> N
     assert process.returncode == 0 and "trained 10 steps, of which 0 could be timed" in err
 
 
+@pytest.mark.proof
 def test_a_user_without_a_home_trains_unobserved(tmp_path: Path) -> None:
     install_observer(tmp_path / "hooks", "~nobody-has-this-name/seen")
     script = [sys.executable, str(SCRIPTS / "reference.py"), "--epochs", "2", "--output-dir", str(tmp_path)]

@@ -742,6 +742,7 @@ def test_2_a_job_that_cannot_be_used(cluster, command, content, words):
 
 def test_2_a_misspelt_run_is_told_with_the_nearest_of_the_runs_there_are(cluster):
     Path("tula-runs/digits-e7dc068f").mkdir(parents=True)
+    Path("tula-runs/digits-e7dc068f/spec.yaml").touch()
     refused = tula("status", "--run", "digits-e7dc068e", "--json")
     assert refused.code == 2 and refused.json["error"]["hint"] == "did you mean digits-e7dc068f?"
 

@@ -105,7 +105,13 @@ def test_the_front_is_of_time_cost_and_energy_where_all_have_it() -> None:
 def test_the_table_of_a_recommendation_is_that_of_its_candidates() -> None:
     answer: Recommendation = make.recommendation()
     frame = answer.frame()
-    assert list(frame.columns) == [*(column.name for column in list_columns(Prediction)), "chosen", "caveats"]
+    assert list(frame.columns) == [
+        *(column.name for column in list_columns(Prediction)),
+        "chosen",
+        "speed_up",
+        "accuracy_risk",
+        "caveats",
+    ]
     assert frame["hours"].tolist() == [row.hours for row in answer.rows]
     assert frame["chosen"].tolist() == [row == answer.choice for row in answer.rows]
     assert str(frame["peak_memory"].dtype) == str(frame["nodes"].dtype) == "Int64"

@@ -76,7 +76,7 @@ class Normaliser:
         text = re.sub(r"\btula[ -]\d+\.\d+\.\d+[\w.+]*", "tula <version>", text)
         text = re.sub(r"\bprocess \d+", "process <pid>", text)
         text = re.sub(r"\b[\d.]+ (s|min|h|d|days|hours) ago\b", "<age> ago", text)
-        text = re.sub(r"(?<![\w.])(?=[0-9a-f]*[a-f])[0-9a-f]{8}(?![\w])|(?<=-)[0-9a-f]{8}(?![\w])", self._id, text)
+        text = re.sub(r"(?<![\w.])(?=[0-9a-f]*[a-f])[0-9a-f]{8}(?![\w])|(?<=[-/])[0-9a-f]{8}(?![\w])", self._id, text)
         return "\n".join(line.rstrip() for line in text.split("\n"))
 
     def _id(self, match: re.Match[str]) -> str:
@@ -91,6 +91,8 @@ class Normaliser:
         if key in OF_MACHINE and value and (key, type(value)) != ("gpus", str):
             return "<machine>"
         if isinstance(value, str):
+            if key == "signature" and (name := re.fullmatch(r"\d{8}", value)):  # by chance without a letter
+                return self._id(name)
             return "<version>" if key == "tula" else self.text(value)
         if key in SINCE_KEYS and isinstance(value, float):
             return "<seconds>"

@@ -467,7 +467,7 @@ class Estimator:
                 "peak_memory": reserved,
                 "headroom": headroom,
                 "measured": measured,
-                "scaling_efficiency": self._scaling_efficiency(local_batch, steps.seconds),
+                "scaling_efficiency": self._compute_scaling_efficiency(local_batch, steps.seconds),
                 "trained": self._trained_at(nodes, local_batch, measured),
                 "further": nodes > max(count for count, _ in (*self.probes, *self.trained)),
                 "refresh_share": time.work.refreshes * time.overheads.refresh / (3600 * hours),
@@ -479,7 +479,7 @@ class Estimator:
         )
         return candidates if self.power is None else self._with_energy(candidates, probes, self.power)
 
-    def _scaling_efficiency(self, local_batch: Ints, step_time: Floats) -> Floats:
+    def _compute_scaling_efficiency(self, local_batch: Ints, step_time: Floats) -> Floats:
         """Return the throughput per GPU relative to that on the fewest nodes with the same local batch, shape (n,).
 
         nan where the step time on the fewest nodes is unknown.

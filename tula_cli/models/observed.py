@@ -1,4 +1,4 @@
-"""What a job that ran anyway says about other requests: step time by part, memory, and other numbers of GPUs.
+"""Reports on observed jobs: the parts of a step, memory, and predictions for other numbers of GPUs.
 
 From one configuration the step-time model rests on its priors (`formulas.PRIORS`); `benchmarks/observe` holds it against
 published measurements. Further jobs of the same script are fitted together with it.

@@ -1,16 +1,11 @@
-"""What the shim wrote about jobs that ran anyway (`tula observe`): <folder>/<script>/<job>/, a few files per rank."""
+"""The files that the shim writes about observed jobs (`tula observe`): <folder>/<script>/<job>/, a few per rank."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from pydantic import TypeAdapter
-
-from tula_cli.run.files import list_files, read_record
 from tula_cli.run.records.scripts import Heartbeat, RankResult
-
-_RESULT, _HEARTBEAT = TypeAdapter(RankResult), TypeAdapter(Heartbeat)
+from tula_cli.run.script_attempt import read_heartbeats, read_rank_results
 
 
 @dataclass(frozen=True)
@@ -30,22 +25,15 @@ class ObservedJob:
     @cached_property
     def ranks(self) -> tuple[RankResult, ...]:
         """The measurements of each rank, by rank: at its end, or of its first steps while it runs or if it was killed."""
-        first_steps = {result.rank: result for result in self._read_results("begun-*.json")}
-        ends = {result.rank: result for result in self._read_results("result-*.json")}
+        first_steps = {result.rank: result for result in read_rank_results(self.path, "begun-*.json")}
+        ends = {result.rank: result for result in read_rank_results(self.path, "result-*.json")}
         merged = first_steps | {rank: end for rank, end in ends.items() if end.timed or rank not in first_steps}
         return tuple(merged[rank] for rank in sorted(merged))
-
-    def _read_results(self, pattern: str) -> Iterator[RankResult]:
-        for path in list_files(self.path, pattern):
-            result = read_record(path, _RESULT)
-            if result is not None:
-                yield result
 
     @cached_property
     def heartbeats(self) -> tuple[Heartbeat, ...]:
         """The newest heartbeat of each rank."""
-        beats = (read_record(path, _HEARTBEAT) for path in list_files(self.path, "heartbeat-*.json"))
-        return tuple(beat for beat in beats if beat is not None)
+        return tuple(read_heartbeats(self.path))
 
     @property
     def observed_at(self) -> float:

@@ -15,6 +15,18 @@ _RESULT, _FAILURE, _HEARTBEAT = TypeAdapter(RankResult), TypeAdapter(ScriptFailu
 _KILLED, _REHEARSAL = TypeAdapter(Killed), TypeAdapter(Rehearsal)
 
 
+def read_rank_results(folder: Path, pattern: str) -> list[RankResult]:
+    """Return the results in the files of a folder that match a pattern, by rank; missing and damaged ones are left out."""
+    results = [read_record(path, _RESULT) for path in list_files(folder, pattern)]
+    return sorted((result for result in results if result is not None), key=lambda result: result.rank)
+
+
+def read_heartbeats(folder: Path) -> list[Heartbeat]:
+    """Return the newest heartbeat of each rank that has written one into a folder."""
+    heartbeats = [read_record(path, _HEARTBEAT) for path in list_files(folder, "heartbeat-*.json")]
+    return [heartbeat for heartbeat in heartbeats if heartbeat is not None]
+
+
 class ScriptAttempt:
     """One attempt of a task. Reading a file that does not exist yet never fails; the result is None or an empty list.
 
@@ -58,15 +70,11 @@ class ScriptAttempt:
 
     def results(self) -> list[RankResult]:
         """Return the results that the ranks wrote at their end, by rank."""
-        return self._rank_results("result-*.json")
+        return read_rank_results(self.path, "result-*.json")
 
     def first_results(self) -> list[RankResult]:
         """Return the results that the ranks of a training wrote after their first steps, by rank."""
-        return self._rank_results("begun-*.json")
-
-    def _rank_results(self, pattern: str) -> list[RankResult]:
-        results = [read_record(path, _RESULT) for path in list_files(self.path, pattern)]
-        return sorted((result for result in results if result is not None), key=lambda result: result.rank)
+        return read_rank_results(self.path, "begun-*.json")
 
     def failures(self) -> list[ScriptFailure]:
         """Return the uncaught exceptions, earliest first."""

@@ -1,5 +1,6 @@
 """`tula observe`: watches a training that runs anyway, and reports what else to request."""
 
+import contextlib
 import json
 import os
 import signal
@@ -200,22 +201,25 @@ def report_observed(root: Path, name: str | None = None) -> list[ObservedReport]
     if not of_script:
         names = ", ".join(sorted({job.script for job in jobs}))
         raise SpecError(f"no observed job is called {name}", f"observed scripts: {names}")
-    reports = [_report(job, jobs) for job in of_script if _is_measured(job)]
-    return reports or [_report(of_script[-1], jobs)]
+    measured = _measure_all(of_script)
+    if not measured:
+        return [_report(of_script[-1], jobs)]
+    return [report_observed_job(job, [other for other in measured if other is not job]) for job in measured]
 
 
 def _report(job: ObservedJob, jobs: Sequence[ObservedJob]) -> ObservedReport:
-    others = [other for other in jobs if other.script == job.script and other.path != job.path and _is_measured(other)]
-    return report_observed_job(_measure(job), [_measure(other) for other in others])
+    others = [other for other in jobs if other.script == job.script and other.path != job.path]
+    return report_observed_job(_measure(job), _measure_all(others))
+
+
+def _measure_all(jobs: Sequence[ObservedJob]) -> list[MeasuredJob]:
+    """Return the measurements of jobs, without those that have too few steps."""
+    measured = []
+    for job in jobs:
+        with contextlib.suppress(BadMeasurements):
+            measured.append(_measure(job))
+    return measured
 
 
 def _measure(job: ObservedJob) -> MeasuredJob:
     return MeasuredJob.from_records(job.script, job.id, job.ranks, job.heartbeats, job.observed_at)
-
-
-def _is_measured(job: ObservedJob) -> bool:
-    try:
-        _measure(job)
-    except BadMeasurements:
-        return False
-    return True

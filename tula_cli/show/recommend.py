@@ -86,8 +86,8 @@ DEMO = (
 
 def render_demo_lines() -> tuple[list[str], list[str]]:
     """Return the lines before and after the answer of `--demo`: the source of its numbers, and how to get one's own."""
-    own = "For your own job: tula init writes job.yaml; then tula profile job.yaml and tula recommend."
-    return [f"Demo: {DEMO}", ""], ["", own]
+    advice = "For your own job: tula init writes job.yaml; then tula profile job.yaml and tula recommend."
+    return [f"Demo: {DEMO}", ""], ["", advice]
 
 
 def _render_headline(recommendation: "Recommendation") -> Iterator["RenderableType"]:

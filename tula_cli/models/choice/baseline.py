@@ -123,7 +123,7 @@ def make_headline(
     baseline = predict_baseline(estimator, noise, node_type=chosen.type)
     basis = make_risk_basis(spec, noise, dataset_size=estimator.dataset_size)
     risk = basis.assess(chosen.batch, accuracy)
-    here, there = (_to_same_progress(row, objective) for row in (chosen, baseline.prediction))
+    here, there = (_convert_to_same_progress(row, objective) for row in (chosen, baseline.prediction))
     assert here is not None
     currency = spec.pricing.currency
     has_price = not is_cost_in_node_hours(chosen.cost, chosen.all_node_hours, currency)
@@ -175,7 +175,7 @@ def _get_place(config: Config) -> tuple[int, int]:
     return config.nodes, config.batch
 
 
-def _to_same_progress(row: Prediction | None, objective: Objective) -> Prediction | None:
+def _convert_to_same_progress(row: Prediction | None, objective: Objective) -> Prediction | None:
     """Return a forecast with time and cost to the same progress, if the objective compares those."""
     progress = row.same_progress if row is not None and objective == "accuracy-time" else None
     if row is None or progress is None:
@@ -333,7 +333,7 @@ def _describe_preference(
 
 @dataclass(frozen=True)
 class Gain:
-    """What a finished training gained: its actual time and cost compared with the forecast of the baseline."""
+    """The gain of a finished training: its actual time and cost compared with the forecast of the baseline."""
 
     nodes: int
     batch: int

@@ -253,7 +253,7 @@ class _CheapestPlan:
     @functools.cache  # noqa: B019
     def _group(self, width: int, hours: float) -> tuple[Floats, Ints]:
         """Return the lowest cost of 0, 1, 2 ... trainings on one group within `hours`, and the index of its last trainings."""
-        series = self._series(width, hours)
+        series = self._list_series(width, hours)
         costs = np.full((len(series), self._trainings + 1), np.inf)
         for index, last in enumerate(series):
             before = self.divide(width, self._subtract(hours, last), width)[0][width]
@@ -261,7 +261,7 @@ class _CheapestPlan:
         return costs.min(axis=0), costs.argmin(axis=0)
 
     @functools.cache  # noqa: B019
-    def _series(self, width: int, hours: float) -> list[tuple[Option, ...]]:
+    def _list_series(self, width: int, hours: float) -> list[tuple[Option, ...]]:
         """Return what a group may run on all of its nodes, one after the other, within `hours`."""
         series: list[tuple[Option, ...]] = [()]
         for last in series:
@@ -287,7 +287,7 @@ class _CheapestPlan:
         return starts
 
     def _list_group_starts(self, width: int, hours: float, trainings: int, begin: float) -> list[Start]:
-        series = self._series(width, hours)[int(self._group(width, hours)[1][trainings])]
+        series = self._list_series(width, hours)[int(self._group(width, hours)[1][trainings])]
         starts = self.list_starts(width, self._subtract(hours, series), trainings - len(series), width, begin)
         at = max((start.end for start in starts), default=begin)
         for option in series:

@@ -25,8 +25,8 @@ $(VENV)/.installed: pyproject.toml
 	touch $@ $(VENV)/.trainable
 
 $(VENV)/.trainable: pyproject.toml
-	@echo "This downloads 3.1 GB: torch with its CUDA libraries. Without a GPU, PyTorch's builds for CPUs are a tenth of it:"
-	@echo "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make quickstart"
+	@echo "This downloads 3.1 GB: torch with its CUDA libraries. Without a GPU, PyTorch's builds for CPUs are far smaller;"
+	@echo "its installation page names their package index: PIP_EXTRA_INDEX_URL=INDEX make quickstart"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --editable '.[torch,report]'

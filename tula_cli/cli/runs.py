@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tula_cli import words
-from tula_cli.cli.options import ADVANCED
 from tula_cli.errors import SpecError
-from tula_cli.options import ROOT, Overrides, Root
+from tula_cli.options import ROOT, Option, Overrides, Root
 from tula_cli.show import check
 from tula_cli.show.screen import Screen
 
@@ -25,14 +24,14 @@ if TYPE_CHECKING:
     from tula_cli.spec.job import JobSpec
 
 
-MaybeRun = Annotated[
-    Path | None,
-    typer.Option(
+NamedRuns = Annotated[
+    Sequence[Path],
+    Option(
+        "The run, as an option; may be repeated (default: $TULA_RUN, otherwise the newest run).",
         "--run",
         metavar="RUN",
-        readable=False,
-        help="The run, as an option (default: $TULA_RUN, otherwise the newest run).",
-        rich_help_panel=ADVANCED,
+        type=list[Path] | None,
+        advanced=True,
     ),
 ]
 
@@ -45,14 +44,14 @@ class JobOrRun:
         Path | None,
         typer.Argument(metavar="JOB_OR_RUN", help="A job file, or the name or folder of a run (default: newest run)."),
     ] = None
-    named: MaybeRun = None
+    named: NamedRuns = ()
     root: Root = ROOT
     overrides: Overrides = ()
 
     @property
     def is_named(self) -> bool:
         """Whether the command line names a job or a run."""
-        return (self.job or self.named) is not None
+        return self.job is not None or bool(self.named)
 
     def open(self, screen: Screen) -> tuple["RunDir", "JobSpec"]:
         """Return run and spec: of a job.yaml, whose run may not exist yet, or of an existing run."""
@@ -60,7 +59,7 @@ class JobOrRun:
         from tula_cli.run.jobfile import find_config_drift, load_with_overrides
 
         root = Path(self.root)
-        job, named = resolve_job_or_run(self.job, self.named, root)
+        job, named = resolve_job_or_run(self.job, get_only_run(self.named), root)
         if job is None:
             run = find_run(screen, named, root)
             screen.overrides = (*screen.overrides, *self.overrides)
@@ -93,12 +92,25 @@ class ExistingRun:
         Path | None,
         typer.Argument(metavar="RUN", readable=False, help="Name, folder or job file of a run (default: newest run)."),
     ] = None
-    named: MaybeRun = None
+    named: NamedRuns = ()
     root: Root = ROOT
 
     def find(self, screen: Screen) -> "RunDir":
         """Return the run, by default that of $TULA_RUN or the newest."""
-        return find_run(screen, self.target or self.named, self.root)
+        return find_run(screen, self.target or get_only_run(self.named), self.root)
+
+
+def get_only_run(named: Sequence[Path]) -> Path | None:
+    """Return the run that `--run` names, or None.
+
+    Raises:
+        SpecError: several runs are named.
+    """
+    if len(named) > 1:
+        raise SpecError(
+            f"{' '.join(f'--run {name}' for name in named)}: this command is about one run", "name only one of them"
+        )
+    return named[0] if named else None
 
 
 def find_run(screen: Screen, named: Path | None, root: str | Path) -> "RunDir":

@@ -52,8 +52,8 @@ def report(
     from tula_cli.extras.report import run_report as service
     from tula_cli.extras.report.material import gather_material
 
-    if chosen.target is not None and chosen.named is not None:
-        raise SpecError(f"{chosen.target} and --run {chosen.named} name two runs", "name only one of them")
+    if chosen.target is not None and chosen.named:
+        raise SpecError(f"{chosen.target} and --run {chosen.named[0]} name two runs", "name only one of them")
     to_stdout = _choose_form_for_stdout(csv, markdown=markdown, latex=latex)
     _check_places(html, svg, csv)
     run = chosen.find(screen)

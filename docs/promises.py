@@ -1,6 +1,6 @@
-"""What tests promise of faults: the table of docs/reference/what-happens-when.md, from their marks `promise`.
+"""Read the rows of docs/reference/what-happens-when.md from the marks `promise` of tests.
 
-The tests are read, not imported: that would take torch and a cluster.
+The tests are parsed, not imported, because importing them needs torch and a cluster.
 """
 
 import ast
@@ -10,12 +10,12 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1] / "tests"
 GROUPS = ("a process", "a node", "the scheduler", "the file system", "the run directory", "the command line")
-"""What a promise is about, in the order of the page."""
+"""Groups of promises, in the order of the page."""
 
 
 @dataclass(frozen=True)
 class Promise:
-    """What happens when something does, and the test that shows it."""
+    """A fault, the reaction to it, and the test that checks the reaction."""
 
     about: str  # one of GROUPS
     when: str
@@ -24,16 +24,16 @@ class Promise:
 
 
 def promises(folder: Path = TESTS) -> list[Promise]:
-    """Return what the tests of a folder promise, by the page's order.
+    """Return the promises of the tests in a folder, in the order of the page.
 
     Raises:
-        ValueError: a mark is not made of three texts, or is about nothing of `GROUPS`.
+        ValueError: a mark does not have three texts, or its first one is not in `GROUPS`.
     """
-    found = [one for path in sorted(folder.rglob("test_*.py")) for one in _of_module(path, folder)]
-    return sorted(found, key=lambda one: GROUPS.index(one.about))
+    all_promises = [promise for path in sorted(folder.rglob("test_*.py")) for promise in _read_module(path, folder)]
+    return sorted(all_promises, key=lambda promise: GROUPS.index(promise.about))
 
 
-def _of_module(path: Path, folder: Path) -> Iterator[Promise]:
+def _read_module(path: Path, folder: Path) -> Iterator[Promise]:
     text = path.read_text(encoding="utf-8")
     if "mark.promise(" not in text:
         return

@@ -301,7 +301,7 @@ def _classes() -> list[type[TulaError]]:
 # --- what happens when
 
 
-FAULTS_HEAD = """Each row states what a test does to a job and what must happen then; the linked test fails if it does not. The tests in
+FAULTS_HEAD = """Each row is a fault and tula's reaction to it, as a test in the named file (mark `promise`) provokes and checks it. The tests in
 `tests/e2e` kill real processes, those in `tests/slurm` do so on a real SLURM cluster of several nodes. `make chaos` repeatedly
 kills ranks, supervisors and nodes of trainings at times derived from `SEED`, and compares the resulting weights bit by bit with
 those of an undisturbed training. [How a job ends](commands.md#how-a-job-ends) lists all outcomes with their exit codes."""
@@ -312,18 +312,13 @@ def faults() -> str:
     kept = promises()
     parts = [NOTE, "# What happens when ...", FAULTS_HEAD]
     for about in GROUPS:
-        rows = [f"| {_cell(one.when)} | {_cell(one.then)} | {_link(one.test)} |" for one in kept if one.about == about]
+        rows = [f"| {_cell(one.when)} | {_cell(one.then)} | `{one.test.partition('::')[0]}` |" for one in kept if one.about == about]
         if rows:
             parts += [
                 f"## {about[0].upper()}{about[1:]}",
-                "\n".join(["| when | then | shown by |", "|---|---|---|", *rows]),
+                "\n".join(["| when | then | tested in |", "|---|---|---|", *rows]),
             ]
     return "\n\n".join(parts) + "\n"
-
-
-def _link(test: str) -> str:
-    module, _, name = test.partition("::")
-    return f"`{module}`: {name.removeprefix('test_').replace('_', ' ')}"
 
 
 # --- tables of the Python API

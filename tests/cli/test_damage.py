@@ -17,8 +17,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 @pytest.mark.promise(
     "the run directory",
-    "rows, weights or records in it are damaged",
-    "`tula status` and what reads them name each, with what follows from it, and show the rest",
+    "results, metrics or weights are damaged",
+    "`tula status` and every command that reads them name the file and the consequence, and show the rest",
 )
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damage_is_named_with_what_follows(run: RunDir, name: str) -> None:

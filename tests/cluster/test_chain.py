@@ -489,8 +489,8 @@ def test_a_time_limit_too_short_to_save_anything_ends_the_chain_with_advice(chai
 @pytest.mark.parametrize("how", ["preempted", "node_failure"])
 @pytest.mark.promise(
     "the scheduler",
-    "jobs are taken away again and again before anything is saved",
-    "the remaining jobs of the chain go on, all of them",
+    "jobs are preempted again and again before anything is saved",
+    "all remaining jobs of the chain are still used",
 )
 def test_jobs_that_are_taken_away_do_not_end_the_chain(chain: Chain, cluster: Cluster, how: OutcomeClass) -> None:
     chain.save(64)
@@ -502,7 +502,9 @@ def test_jobs_that_are_taken_away_do_not_end_the_chain(chain: Chain, cluster: Cl
 
 
 @pytest.mark.promise(
-    "the scheduler", "an administrator requeues the job", "it goes on in the same job from the newest checkpoint"
+    "the scheduler",
+    "an administrator requeues the job",
+    "the training resumes from the newest checkpoint in the same job",
 )
 def test_a_requeue_by_an_administrator_goes_on_in_the_same_job(chain: Chain) -> None:
     chain.was_killed("11")
@@ -615,7 +617,9 @@ def test_allocations_that_ended_without_a_verdict_go_on_while_checkpoints_advanc
     assert chain.outcomes() == ["signal"] * len(LINKS)
 
 
-@pytest.mark.promise("a node", "its memory is used up", "the training goes on with fewer loader processes")
+@pytest.mark.promise(
+    "a node", "the memory of the node is used up", "the training continues with fewer data-loader processes"
+)
 def test_an_out_of_memory_of_the_whole_allocation_goes_on_with_fewer_loader_processes(
     chain: Chain, cluster: Cluster
 ) -> None:
@@ -672,8 +676,8 @@ def test_a_killed_child_of_ours_does_not_hide_what_its_peer_said(chain: Chain, m
 
 @pytest.mark.promise(
     "a node",
-    "a node that was given up for lost lives on",
-    "it stops as soon as another allocation has taken over: a run has one writer",
+    "a node that was considered lost is still running",
+    "it stops as soon as another allocation has taken over, so that a run has one writer",
 )
 def test_an_allocation_given_up_for_lost_stops_when_another_has_taken_over(chain: Chain) -> None:
     later = chain.task.model_copy(update={"id": "train-s-2", "attempt": 2})
@@ -994,8 +998,8 @@ def never_fits(chain: Chain, last: Attempt) -> None:
 
 @pytest.mark.promise(
     "the file system",
-    "it is full, or the quota is used up",
-    "the folder and what is missing are told, the jobs that wait are held instead of spent, and `tula train` lets them go once there is room",
+    "the disk is full, or the quota is used up",
+    "the folder and the missing space are shown, waiting jobs are held rather than used up, and `tula train` releases them once there is space",
 )
 def test_a_full_disk_holds_the_links_that_wait_and_room_lets_them_go(
     chain: Chain, cluster: Cluster, tmp_path: Path
@@ -1065,7 +1069,7 @@ class Broken(RuntimeError):
 @pytest.mark.promise(
     "a process",
     "the supervisor itself fails",
-    "the class `supervisor` with its traceback in the log; the next job of the chain goes on, and the same twice at once ends the chain",
+    "the failure has the class `supervisor` and its traceback is in the log; the next job of the chain continues, but a second failure right after its start ends the chain",
 )
 def test_a_supervisor_that_fails_is_named_with_its_traceback_and_twice_at_once_ends_the_chain(
     chain: Chain, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
@@ -1107,8 +1111,8 @@ def test_a_supervisor_that_failed_once_is_followed_by_the_next_link(
 
 @pytest.mark.promise(
     "the file system",
-    "it times out or loses a file (ETIMEDOUT, ESTALE, EIO)",
-    "the class `storage`, exit code 14 and the host; new processes go on",
+    "the file system times out or loses a file (ETIMEDOUT, ESTALE, EIO)",
+    "the failure has the class `storage` and exit code 14, and its host is shown; new processes continue",
 )
 def test_a_file_system_that_fails_under_a_supervisor_is_named_so(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(*_: object, **__: object) -> LeaderCommand:
@@ -1155,7 +1159,9 @@ def after_two(chain: Chain, one: Attempt, two: Attempt | None, progress: int) ->
     ],
 )
 @pytest.mark.promise(
-    "a process", "the same end comes twice within half a minute of a start", "no third start: the chain ends"
+    "a process",
+    "the same failure occurs twice within half a minute of a start",
+    "the chain ends, without a third start",
 )
 def test_the_same_end_at_once_twice_is_final(
     chain: Chain, outcome: OutcomeClass, signal_name: str, seconds: float, ends: bool
@@ -1224,7 +1230,7 @@ def test_each_class_of_the_documents_is_provoked() -> None:
 @pytest.mark.promise(
     "a process",
     "an attempt ends in any way that has a class",
-    "it is told by class, node, exit code and what to do, as the [table](commands.md#how-a-job-ends) says",
+    "class, node and exit code are shown, and what to do, as in the [table](commands.md#how-a-job-ends)",
 )
 @pytest.mark.parametrize(("outcome", "script"), DEATHS)
 def test_every_kind_of_death_has_the_class_the_exit_code_and_the_host_of_the_documents(
@@ -1289,8 +1295,8 @@ def after_progress(chain: Chain, samples: int, end: str) -> str:
 
 @pytest.mark.promise(
     "a process",
-    "it fails with an error of the script after its first step",
-    "the next job of the chain tries once more; nothing leaves the queue before the error comes again",
+    "a training fails with an error of the script after its first step",
+    "the next job of the chain tries once more; the later jobs stay in the queue until the error occurs again",
 )
 def test_a_failure_after_progress_is_tried_once_more_in_the_next_job(chain: Chain, cluster: Cluster) -> None:
     chain.script = after_progress(chain, 64, "{}['label']")
@@ -1344,8 +1350,8 @@ def test_a_loss_that_is_not_finite_ends_a_script_at_once(chain: Chain, cluster: 
 
 @pytest.mark.promise(
     "the file system",
-    "it fails a rank for a moment (EIO, ESHUTDOWN, ENOTCONN, EROFS)",
-    "new processes after a pause, longer each time",
+    "the file system fails for a moment (EIO, ESHUTDOWN, ENOTCONN, EROFS)",
+    "new processes start after a pause, which grows with each failure",
 )
 def test_a_storage_failure_waits_before_new_processes(
     chain: Chain, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
@@ -1365,8 +1371,8 @@ EIO = "import errno, os; raise OSError(errno.EIO, os.strerror(errno.EIO))"
 
 @pytest.mark.promise(
     "the file system",
-    "it fails every attempt of a job for longer than its pauses",
-    "the next job of the chain starts 10 minutes later, the ones after it 20 and 30; no budget of attempts is used up",
+    "the file system fails in every attempt of a job",
+    "the next job of the chain starts 10 minutes later, the following ones 20 and 30 minutes later; these attempts do not count towards the maximum",
 )
 def test_a_storage_outage_that_outlasts_the_pauses_delays_the_next_jobs(chain: Chain, cluster: Cluster) -> None:
     chain.script = EIO

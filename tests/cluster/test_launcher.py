@@ -258,8 +258,8 @@ def test_a_refusal_of_the_first_link_is_told_in_the_schedulers_words(slurm, run)
 @pytest.mark.parametrize("lag", [0, 0.3])
 @pytest.mark.promise(
     "the scheduler",
-    "sbatch loses the controller after that has taken the job",
-    "the job is found by its name; nothing is submitted twice",
+    "sbatch loses the connection to the controller after it has accepted the job",
+    "the job is identified by its name; nothing is submitted twice",
 )
 def test_a_job_accepted_although_sbatch_failed_is_taken_as_submitted(slurm, run, fault, lag):
     slurm.fault(sbatch=[fault, fault], lag=lag)
@@ -340,7 +340,7 @@ def test_a_job_that_is_being_ended_is_not_taken_for_a_new_one(slurm, run):
 
 
 @pytest.mark.promise(
-    "the scheduler", "the controller is down", "nothing is submitted, exit code 5; jobs under way go on"
+    "the scheduler", "the controller is down", "nothing is submitted (exit code 5); running jobs continue"
 )
 def test_nothing_is_submitted_where_squeue_does_not_answer(slurm, run):
     slurm.fault(squeue="unreachable")

@@ -164,7 +164,7 @@ def test_a_batch_that_does_not_fit_is_a_result_that_bounds_the_grid(tula) -> Non
     assert {row["batch"] for row in answer["data"]["rows"]} == {64}
 
 
-@pytest.mark.promise("a process", "not even the smallest batch fits", "it ends with exit code 7")
+@pytest.mark.promise("a process", "not even the smallest batch fits", "the training ends with exit code 7")
 def test_out_of_memory_at_the_smallest_batch_has_its_own_exit_code(tula) -> None:
     answer = tula("train", "job.yaml", "--nodes", "1", "--batch", "64", "--set", "cluster.memory_per_gpu=1MB", code=7)
     assert answer["error"]["code"] == "memory"
@@ -173,7 +173,7 @@ def test_out_of_memory_at_the_smallest_batch_has_its_own_exit_code(tula) -> None
 @pytest.mark.promise(
     "a process",
     "loss or weights are not finite",
-    "it ends with exit code 9 and the epoch; the newest checkpoint is from before",
+    "the training ends with exit code 9 and reports the epoch; its newest checkpoint is from before",
 )
 def test_a_training_that_diverges_ends_with_its_own_exit_code(tula) -> None:
     answer = tula("train", "job.yaml", "--nodes", "2", "--batch", "64", "--set", "optimizer.lr=1e30", code=9)
@@ -184,16 +184,16 @@ def test_a_training_that_diverges_ends_with_its_own_exit_code(tula) -> None:
 
 @pytest.mark.promise(
     "the command line",
-    "it is killed, or the connection to it is lost",
-    "the job goes on; the same command attaches to it",
-)
-@pytest.mark.promise(
-    "the command line", "Ctrl-C is pressed while it waits", "the job goes on, and how to end it is told"
+    "the command line is killed, or the connection to it is lost",
+    "the job continues; the same command attaches to it",
 )
 @pytest.mark.promise(
     "the command line",
-    "`tula cancel` ends a training",
-    "it stays ended until the same command goes on where its newest checkpoint stands",
+    "Ctrl-C is pressed while a command waits",
+    "the job continues, and the message says how to cancel it",
+)
+@pytest.mark.promise(
+    "the command line", "`tula cancel` ends a training", "the same command resumes it from its newest checkpoint"
 )
 def test_a_command_line_that_is_interrupted_or_killed_ends_no_job_and_cancel_does_also_in_a_checkout_of_tula(
     tula,
@@ -239,12 +239,12 @@ def attached(tula, *command: str):
 @pytest.mark.promise(
     "a process",
     "a rank is killed, or crashes",
-    "the other ranks are ended, and new processes go on from the newest checkpoint; the weights are those of an undisturbed training, bit by bit",
+    "the other ranks are stopped, and new processes resume from the newest checkpoint; the weights equal those of an undisturbed training bit by bit",
 )
 @pytest.mark.promise(
     "a process",
     "a supervisor is killed",
-    "its ranks die with it; the next job of the chain, or the same command, goes on from the newest checkpoint",
+    "its ranks exit too; the next job of the chain, or the same command, resumes from the newest checkpoint",
 )
 def test_killed_ranks_and_supervisors_change_no_bit_of_the_result(tula) -> None:
     command = ("train", "job.yaml", "--nodes", "2", "--batch", "128", "--set", "train.epochs=6")
@@ -277,7 +277,7 @@ def test_killed_ranks_and_supervisors_change_no_bit_of_the_result(tula) -> None:
 @pytest.mark.promise(
     "a process",
     "the model or the data raises an error",
-    "it ends with exit code 6 and that error's words, and is not started again",
+    "the training ends with exit code 6 and shows that error; it is not started again",
 )
 def test_the_users_own_error_is_told_with_its_words(tula) -> None:
     (tula.folder / "mine.py").write_text(
@@ -299,9 +299,8 @@ def test_the_users_own_error_is_told_with_its_words(tula) -> None:
 
 @pytest.mark.promise(
     "a process",
-    "a rank hangs and does not die",
-    "after 10 min (or 20 median steps) without the end of a step it writes the stacks of its threads into the log, and ends; status names"
-    " rank, node and line, and new processes go on from the newest checkpoint",
+    "a rank hangs and does not exit",
+    "after 10 min (or 20 median steps) without a finished step, it writes the stacks of its threads to the log and exits; `tula status` shows rank, node and line, and new processes resume from the newest checkpoint",
 )
 def test_a_rank_that_hangs_is_told_with_its_stack_and_started_again(tula) -> None:
     (tula.folder / "hanging.py").write_text(

@@ -9,12 +9,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.torch]
 
 
 @pytest.mark.promise(
-    "the run directory", "it is copied", "commands in the copy neither show nor end the jobs of the original"
+    "the run directory", "the run is copied", "commands on the copy neither show nor cancel the jobs of the original"
 )
 @pytest.mark.promise(
     "the run directory",
-    "it is moved while a training runs",
-    "the job ends and says so, nothing grows at the old place, and the same command goes on at the new one",
+    "the run is moved while a training runs",
+    "the job exits with a message and writes nothing at the old path; the same command resumes it at the new path",
 )
 def test_a_copy_touches_no_job_of_the_run_and_a_run_that_is_moved_goes_on_where_it_is(tula) -> None:
     command = ("train", "job.yaml", "--nodes", "1", "--batch", "64", *waiting(tula, 14, pause=0.02))

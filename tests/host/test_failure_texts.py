@@ -16,8 +16,8 @@ COUNTED_BY_KERNEL = [row for row in ROWS if "oom_kills" in row]
 
 @pytest.mark.promise(
     "a process",
-    "a file system, a limit of the host, a lost worker, a peer, a device or a loss that is not finite ended it",
-    "it is told by class, whatever the last line of its traceback says; a mistake of the script stays one",
+    "a rank fails because of a file system, a limit of the host, a lost worker or peer, a device, or a loss that is not finite",
+    "the class is recognised whatever the last line of the traceback is; a bug in the script is still classified as one",
 )
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['expect']}: {row['name']}")
 def test_each_text_has_its_class(row: dict[str, str]) -> None:

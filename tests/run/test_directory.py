@@ -45,7 +45,7 @@ def test_replaces_the_file_whole(tmp_path):
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["file"]
 
 
-@pytest.mark.promise("the file system", "it is full while a file is replaced", "the old file stands as it was")
+@pytest.mark.promise("the file system", "the disk is full while a file is replaced", "the old file remains unchanged")
 def test_a_full_disk_leaves_the_old_file(full_disk):
     write_atomic(full_disk / "file", "old")
     with pytest.raises(TulaError, match="No space left") as caught:
@@ -106,8 +106,8 @@ def test_a_lock_whose_owner_had_no_time_to_write_its_name_is_respected_until_it_
 
 @pytest.mark.promise(
     "the command line",
-    "it runs on a machine whose clock is minutes ahead while another one submits jobs of the run",
-    "it waits for that one: the lock's age is told by the file system's clock",
+    "a command runs on a machine whose clock is minutes ahead while another command submits jobs of the run",
+    "it waits for the other command: the age of the lock is measured by the clock of the file system",
 )
 def test_a_lock_is_not_old_because_this_machines_clock_is_ahead(run, monkeypatch):
     real = time.time
@@ -317,7 +317,7 @@ def test_a_small_file_is_read_with_little_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "plant", [Path.symlink_to, Path.hardlink_to, lambda link, _: os.mkfifo(link)], ids=["sym", "hard", "pipe"]
 )
-@pytest.mark.promise("the run directory", "somebody plants a link in it", "nothing is written through it")
+@pytest.mark.promise("the run directory", "somebody plants a link in it", "nothing is written through the link")
 def test_nothing_is_written_through_a_planted_link(tmp_path: Path, plant: Callable[[Path, Path], None]) -> None:
     own = tmp_path / "own.txt"
     own.write_text("the user's\n")
@@ -350,7 +350,7 @@ def held(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     ],
     ids=["whole", "a row", "a log"],
 )
-@pytest.mark.promise("the run directory", "it is removed under a job", "nothing is made anew at its place")
+@pytest.mark.promise("the run directory", "the run is deleted while a job runs", "the job does not create it again")
 def test_nothing_grows_where_a_run_was(held: RunDir, write: Callable[[Path], object], *, another: bool) -> None:
     write(held.path)
     held.path.rename(held.path.with_name("moved"))

@@ -63,8 +63,8 @@ def test_what_is_measured_by_node_type_has_a_format_too(tmp_path: Path) -> None:
 
 @pytest.mark.promise(
     "the run directory",
-    "a command meets a run of a newer format",
-    "one sentence, exit code 16, and the run is left as it is",
+    "a command opens a run of a newer format",
+    "it exits with code 16 and one sentence, and leaves the run unchanged",
 )
 @pytest.mark.parametrize(
     "words",
@@ -123,8 +123,8 @@ OLD_FAILURE = {"outcome": "user", "message": "KeyError: 'label'", "rank": 0, "ho
 
 @pytest.mark.promise(
     "the run directory",
-    "a command meets a run of an older format",
-    "its results are read; a job of it is neither started nor continued: exit code 16, with the version to use",
+    "a command opens a run of an older format",
+    "its results are shown; its jobs are neither started nor continued (exit code 16, with the version to use)",
 )
 @pytest.mark.parametrize("words", ["status", "recommend", "list", "logs", "report"])
 def test_the_results_of_an_older_format_are_read_and_nothing_is_written(older: RunDir, words: str) -> None:
@@ -200,8 +200,8 @@ def environ(job: str, rank: int = 0) -> dict[str, str]:
 
 @pytest.mark.promise(
     "the run directory",
-    "a job of a chain meets a run in a format that its tula does not read",
-    "nothing is changed, exit code 16; the jobs that wait are held until `scontrol release`",
+    "a job of a chain opens a run of a format that its tula cannot read",
+    "it exits with code 16 and changes nothing; waiting jobs are held until `scontrol release`",
 )
 def test_a_link_that_meets_a_newer_format_changes_nothing_and_the_chain_is_held(
     run: RunDir, chain: list[str], slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
@@ -278,8 +278,8 @@ def test_a_job_of_another_machine_lives_while_it_gives_signs_of_life(elsewhere: 
 
 @pytest.mark.promise(
     "a node",
-    "the machine of a job without a scheduler dies, as seen from another machine",
-    "an hour after its last sign of life, which comes each minute, the job counts as lost",
+    "without a scheduler, the machine of a job dies, as seen from another machine",
+    "the job counts as lost an hour after its last heartbeat, which it sends every minute",
 )
 def test_a_job_of_another_machine_that_is_silent_for_an_hour_is_lost(elsewhere: Callable[..., tuple[str, str]]) -> None:
     state, reason = elsewhere(HOUR + 60)

@@ -87,8 +87,8 @@ def content(run: RunDir) -> dict[str, bytes]:
 
 @pytest.mark.promise(
     "the run directory",
-    "it is another user's and closed",
-    "every command says whose it is and what to do (exit code 15)",
+    "the run belongs to another user and is not readable",
+    "every command names the owner and what to do (exit code 15)",
 )
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_tells_whose_a_closed_run_is(
@@ -131,8 +131,8 @@ def test_one_that_is_open_is_read_and_nothing_is_written(
 
 @pytest.mark.promise(
     "the run directory",
-    "it is another user's and open",
-    "it is read, and nothing is written into it whatever its mode allows",
+    "the run belongs to another user and is readable",
+    "it is read, and never written to, whatever its permissions allow",
 )
 @pytest.mark.parametrize("name", ["train", "cancel", "profile", "compare", "recommend"])
 @pytest.mark.parametrize("mode", [0o755, 0o777])

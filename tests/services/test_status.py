@@ -71,7 +71,7 @@ def test_a_job_that_is_held_for_a_full_disk_says_so_and_is_not_waited_for(run):
     assert only_job(run, other).state == "queued"
 
 
-@pytest.mark.promise("the scheduler", "a job is suspended", "`tula status` says so, and how it goes on")
+@pytest.mark.promise("the scheduler", "a job is suspended", "`tula status` shows this and how the job can be resumed")
 def test_a_suspended_job_is_not_said_to_run_and_is_waited_for(run):
     name = make.add_training(run)
     run.write_attempt(make.attempt(f"{name}-1"))
@@ -107,7 +107,9 @@ def test_a_job_that_has_just_ended_well_is_not_lost_before_its_results_are_here(
     assert only_job(run, launcher, now=START + 200).state == "lost"
 
 
-@pytest.mark.promise("a node", "its clock is off", "elapsed time and time left are told by the file system's clock")
+@pytest.mark.promise(
+    "a node", "the clock of a node is wrong", "elapsed and remaining time are measured by the clock of the file system"
+)
 @pytest.mark.parametrize("off", [-200.0, 120.0])
 def test_a_host_whose_clock_is_off_changes_neither_elapsed_time_nor_time_left(run, off):
     began, now = START + 300, START + 360  # by the clock of the file system, and of who asks

@@ -134,7 +134,7 @@ def test_a_second_call_goes_on_with_the_newest_attempt(run: RunDir) -> None:
 
 
 @pytest.mark.promise(
-    "the command line", "the same command is given twice", "the second one attaches to the job of the first"
+    "the command line", "the same command is run twice", "the second one attaches to the job of the first"
 )
 def test_a_running_job_is_not_submitted_twice(run: RunDir) -> None:
     launcher = FakeLauncher()

@@ -47,15 +47,17 @@ def ended(tula: Tula, *outcomes: str, epochs: int = EPOCHS) -> None:
 @pytest.mark.promise(
     "the scheduler",
     "an administrator suspends the job and resumes it",
-    "meanwhile it is told as suspended and no rank counts as hung; then the same processes go on",
+    "while it is suspended, this is shown and no rank counts as hung; then the same processes continue",
 )
 @pytest.mark.promise(
     "the scheduler",
     "a job of the chain is cancelled while it waits",
-    "the next one waits all the same: SLURM starts one of their name at a time",
+    "the next one still waits for its turn: SLURM starts one job of a name at a time",
 )
 @pytest.mark.promise(
-    "a node", "it is drained under a job", "the job goes on there to its end, and no later job starts on it"
+    "a node",
+    "a node is drained while a job runs on it",
+    "the job continues there to its end, and no later job starts on it",
 )
 def test_a_training_goes_on_drained_suspended_and_with_a_waiting_link_cancelled(
     tula: Tula, on_slurm: SlurmCluster, moment: random.Random
@@ -89,8 +91,8 @@ def test_a_training_goes_on_drained_suspended_and_with_a_waiting_link_cancelled(
 @pytest.mark.proof
 @pytest.mark.promise(
     "the scheduler",
-    "the controller, and then the database, is killed and comes back",
-    "nothing of a running training is lost or submitted twice; meanwhile nothing is submitted (exit code 5)",
+    "the controller and then the database are killed and restarted",
+    "the running training loses nothing and is not submitted twice; meanwhile nothing new is submitted (exit code 5)",
 )
 def test_a_training_outlives_controller_and_database(tula: Tula, on_slurm: SlurmCluster, moment: random.Random) -> None:
     begin(tula, moment, epochs=LONG)
@@ -115,8 +117,8 @@ def test_a_training_outlives_controller_and_database(tula: Tula, on_slurm: Slurm
 @pytest.mark.proof
 @pytest.mark.promise(
     "the scheduler",
-    "an administrator requeues a job that asks for no requeue",
-    "no link runs beside it, and it goes on from the newest checkpoint",
+    "an administrator requeues a job that was submitted with no requeue",
+    "no other job of the chain runs at the same time, and the training resumes from the newest checkpoint",
 )
 def test_a_requeued_training_goes_on_and_nothing_runs_beside_it(tula: Tula, moment: random.Random) -> None:
     begin(tula, moment)
@@ -137,7 +139,7 @@ def test_a_requeued_training_goes_on_and_nothing_runs_beside_it(tula: Tula, mome
 @pytest.mark.promise(
     "the scheduler",
     "an administrator shortens the time limit of a running job",
-    "the ranks save when SLURM ends it, and the next job of the chain goes on; no sample is trained twice",
+    "the ranks save when SLURM ends the job, and the next job of the chain resumes; no sample is trained twice",
 )
 def test_a_training_whose_time_limit_is_shortened_goes_on_in_the_next_link(tula: Tula, moment: random.Random) -> None:
     begin(tula, moment, epochs=16, pause=75 / 16 / 14)  # some 75 s, of a job that has 60 now
@@ -149,8 +151,8 @@ def test_a_training_whose_time_limit_is_shortened_goes_on_in_the_next_link(tula:
 @pytest.mark.proof
 @pytest.mark.promise(
     "a node",
-    "it and another one do not reach each other for a while",
-    "their ranks end where the connection is given up, and go on from the newest checkpoint once they reach each other",
+    "two nodes cannot reach each other for a while",
+    "their ranks exit when the connection times out, and resume from the newest checkpoint once the connection is back",
 )
 def test_a_training_outlives_a_partition_of_the_network(
     tula: Tula, on_slurm: SlurmCluster, moment: random.Random
@@ -188,8 +190,8 @@ class Hanging(Waiting):
 @pytest.mark.proof
 @pytest.mark.promise(
     "a node",
-    "a rank on it hangs and does not die",
-    "that rank, its node and the line are told, and new processes go on in the same job",
+    "a rank on a node hangs and does not exit",
+    "that rank, its node and the line are shown, and new processes continue in the same job",
 )
 def test_a_rank_that_hangs_on_a_node_is_the_root_and_the_job_goes_on(tula: Tula, moment: random.Random) -> None:
     rank = moment.choice((0, 1))
@@ -223,8 +225,8 @@ def skewed(tula: Tula, on_slurm: SlurmCluster, moment: random.Random) -> Iterato
 @pytest.mark.proof
 @pytest.mark.promise(
     "a node",
-    "clocks of several are apart by minutes while ranks are killed",
-    "every sample is trained once, and no time that is told is negative or off by as much",
+    "the clocks of nodes differ by minutes while ranks are killed",
+    "every sample is trained once, and no displayed time is negative or wrong by that difference",
 )
 def test_a_training_on_nodes_whose_clocks_are_apart_is_right(
     tula: Tula, on_slurm: SlurmCluster, moment: random.Random, skewed: tuple[str, ...]

@@ -21,8 +21,8 @@ def newest(run: RunDir) -> Path:
 
 @pytest.mark.promise(
     "a process",
-    "ranks and supervisors are killed at opening, renaming, removing, syncing of files of the run",
-    "every sample is trained once, every epoch told once, and the weights are those of an undisturbed training, bit by bit",
+    "ranks and supervisors are killed while they open, rename, remove or sync files of the run",
+    "every sample is trained once, every epoch is logged once, and the weights equal those of an undisturbed training bit by bit",
 )
 def test_a_training_killed_at_file_calls_has_the_weights_of_an_undisturbed_one(
     tula: Tula, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest

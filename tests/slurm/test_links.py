@@ -116,8 +116,8 @@ def test_the_choice_follows_the_speed_of_the_links(over_links: Callable[[int], T
 
 @pytest.mark.promise(
     "a node",
-    "its link becomes slow",
-    "status tells since when and what it does to the end, and `tula recommend --from-training` where to go on; no sample is lost",
+    "the network link of a node becomes slow",
+    "`tula status` shows since when and how much later the training will end, and `tula recommend --from-training` shows where to continue; no sample is lost",
 )
 def test_a_link_that_slows_down_is_told_and_the_training_goes_on_elsewhere(
     on_slurm: SlurmCluster, tmp_path: Path

@@ -42,8 +42,8 @@ def make_read_only(cluster: SlurmCluster, runs: Path) -> None:
 
 @pytest.mark.promise(
     "the file system",
-    "it is away, dead or read-only when the next job of a chain starts",
-    "that job waits for it and `tula status` tells why; no job of the chain is lost",
+    "the file system is away, dead or read-only when the next job of a chain starts",
+    "that job waits for it and `tula status` shows the reason; no job of the chain is lost",
 )
 @pytest.mark.parametrize(
     ("fault", "seconds", "words"),
@@ -75,7 +75,7 @@ def test_no_job_of_a_chain_is_lost_while_the_run_directory_is_away(
 @pytest.mark.promise(
     "the file system",
     "the run directory fails under a running job (its FUSE daemon dies, or it becomes read-only)",
-    "the job ends with exit code 14 and the class `storage`; the next one waits for the folder and goes on: one job is lost",
+    "the job ends with exit code 14 and the class `storage`, and the next one waits for the folder and resumes: one job is lost",
 )
 @pytest.mark.parametrize("fault", [kill_file_system, make_read_only])
 def test_a_run_directory_that_fails_under_a_running_job_costs_that_job(
@@ -109,8 +109,8 @@ class Reading(Waiting):
 
 @pytest.mark.promise(
     "the file system",
-    "the data of a running job are away for longer than the pauses between its attempts",
-    "the next job of the chain starts 10 minutes later, and goes on",
+    "the data of a running job is unavailable for longer than the pauses between attempts",
+    "the next job of the chain starts 10 minutes later, and resumes",
 )
 def test_an_outage_under_a_running_job_delays_the_next_one(on_one_node: tuple[Tula, SlurmCluster]) -> None:
     tula, cluster = on_one_node

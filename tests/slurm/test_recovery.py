@@ -83,7 +83,7 @@ def submit(tula: Tula, *options: str) -> None:
 @pytest.mark.promise(
     "the scheduler",
     "the time limit is reached",
-    "the ranks save before it, and the next job of the chain goes on; no sample is trained twice",
+    "the ranks save before it, and the next job of the chain resumes; no sample is trained twice",
 )
 def test_the_chain_goes_on_after_a_time_limit_and_nothing_is_trained_twice(tula: Tula) -> None:
     # 56 s of pauses at least, of which a minute's allocation has room for less than 50.
@@ -103,7 +103,7 @@ def test_the_chain_goes_on_after_a_time_limit_and_nothing_is_trained_twice(tula:
 @pytest.mark.promise(
     "the scheduler",
     "the job is preempted",
-    "the ranks save within the grace time, and the next job goes on when there are nodes again",
+    "the ranks save within the grace time, and the next job resumes when nodes are free again",
 )
 def test_a_preempted_training_goes_on_when_the_nodes_are_free_again(tula: Tula) -> None:
     submit(tula, *ONE, *waiting(tula, 12), "--set", "cluster.slurm.partition=spare")
@@ -118,7 +118,9 @@ def test_a_preempted_training_goes_on_when_the_nodes_are_free_again(tula: Tula) 
 
 @pytest.mark.parametrize("victim", ["rank 0", pytest.param("the other", marks=pytest.mark.proof)])
 @pytest.mark.promise(
-    "a node", "it loses power or its network", "the next job of the chain goes on without it from the newest checkpoint"
+    "a node",
+    "a node loses power or its network",
+    "the next job of the chain resumes from the newest checkpoint on other nodes",
 )
 def test_a_node_that_falls_silent_is_replaced(tula: Tula, on_slurm: SlurmCluster, victim: str) -> None:
     submit(tula, *TWO, *waiting(tula, 12))
@@ -135,7 +137,9 @@ def test_a_node_that_falls_silent_is_replaced(tula: Tula, on_slurm: SlurmCluster
 
 
 @pytest.mark.proof  # as a node that falls silent, but told at once
-@pytest.mark.promise("a node", "its slurmd dies", "the next job of the chain goes on from the newest checkpoint")
+@pytest.mark.promise(
+    "a node", "the slurmd of a node dies", "the next job of the chain resumes from the newest checkpoint"
+)
 def test_a_node_whose_daemon_died_is_replaced(tula: Tula, on_slurm: SlurmCluster) -> None:
     submit(tula, *TWO, *waiting(tula, 40))
     tula.until(tula.epochs_done)
@@ -148,8 +152,8 @@ def test_a_node_whose_daemon_died_is_replaced(tula: Tula, on_slurm: SlurmCluster
 
 @pytest.mark.promise(
     "a node",
-    "a GPU of it is faulty (ECC, XID, fallen off the bus)",
-    "the node is named, and excluded from the jobs that follow",
+    "a GPU is faulty (ECC, XID, fallen off the bus)",
+    "its node is named, and excluded from the following jobs",
 )
 @FEW_NODES
 def test_a_node_with_a_faulty_device_is_left_out_by_the_next_job(tula: Tula, nodes: tuple[str, ...]) -> None:
@@ -180,7 +184,7 @@ def test_a_node_with_a_faulty_device_is_left_out_by_the_next_job(tula: Tula, nod
 
 @pytest.mark.proof
 @pytest.mark.promise(
-    "the scheduler", "a job is ended by scancel", "the whole chain stays ended until the same command goes on"
+    "the scheduler", "a job is cancelled with scancel", "the whole chain stops until the same command is run again"
 )
 def test_scancel_by_the_user_stays_and_the_same_command_goes_on(tula: Tula) -> None:
     training = (*ONE, *waiting(tula, 12))
@@ -203,7 +207,7 @@ def test_scancel_by_the_user_stays_and_the_same_command_goes_on(tula: Tula) -> N
 @pytest.mark.promise(
     "a process",
     "the kernel kills a rank for memory",
-    "that is told as such; on CPUs smaller micro-batches of the same batch follow",
+    "this is reported as the cause; on CPUs the training continues in smaller micro-batches of the same batch",
 )
 @FEW_NODES
 def test_the_cgroup_out_of_memory_is_told_and_smaller_micro_batches_fit(tula: Tula, nodes: tuple[str, ...]) -> None:
@@ -228,9 +232,7 @@ def test_the_cgroup_out_of_memory_is_told_and_smaller_micro_batches_fit(tula: Tu
     assert job(tula).submissions == 1
 
 
-@pytest.mark.promise(
-    "the scheduler", "a training ends before its chain does", "the jobs that still wait are given back to the queue"
-)
+@pytest.mark.promise("the scheduler", "a training finishes before its chain", "its waiting jobs are cancelled")
 def test_one_link_at_a_time_waits_and_a_finished_training_leaves_no_link(tula_in_spaces: Tula) -> None:
     tula = tula_in_spaces
     submit(tula, *ONE, *waiting(tula, 2))

@@ -90,8 +90,8 @@ def test_a_chain_is_submitted_found_again_and_cancelled(run: RunDir, on_slurm: S
 
 @pytest.mark.promise(
     "the run directory",
-    "the nodes do not see it",
-    "the job waits for it some minutes, and that and the folder are the reason that is told",
+    "the nodes cannot see the run directory",
+    "the job waits some minutes for it, and the error names the folder as the reason",
 )
 def test_a_folder_that_the_nodes_do_not_see_is_told(on_slurm: SlurmCluster) -> None:
     hidden = RunDir.create(on_slurm.local / "tula-runs", make.spec(cluster=cluster("main")))

@@ -54,8 +54,8 @@ def test_a_link_to_such_a_folder_is_one(tmp_path: Path) -> None:
 
 @pytest.mark.promise(
     "the run directory",
-    "its path has a % for which SLURM puts something else",
-    "that is refused in a sentence, and nothing is submitted; spaces and quotes do no harm",
+    "the path contains a % that SLURM would replace",
+    "an error message explains it, and nothing is submitted; spaces and quotes are allowed",
 )
 def test_nothing_is_submitted_where_files_would_be_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeSlurm(tmp_path / "slurm", "22.05")

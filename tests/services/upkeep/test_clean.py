@@ -198,7 +198,7 @@ def test_no_link_is_followed(run: RunDir, tmp_path: Path) -> None:
 @pytest.mark.promise(
     "the command line",
     "`tula clean` is interrupted or killed",
-    "no half checkpoint has the name of a whole one; the same command goes on",
+    "no incomplete checkpoint has the name of a complete one; the same command continues",
 )
 def test_interrupted_anywhere_it_goes_on(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = trained(run, 100, 200, 300, best=300, shares=True)
@@ -250,8 +250,8 @@ def says(**states: str) -> Callable[[Iterable[str]], dict[str, SchedulerState]]:
 
 @pytest.mark.promise(
     "the command line",
-    "`tula clean` meets a run whose job lives, or SLURM does not tell",
-    "nothing of that run is freed",
+    "`tula clean` finds a run with a running job, or SLURM does not answer",
+    "nothing of that run is deleted",
 )
 @pytest.mark.parametrize(
     ("ask", "why"),

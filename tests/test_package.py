@@ -118,7 +118,7 @@ def contracts(tree: Path) -> "subprocess.CompletedProcess[str]":
         ),
         ("extras/trackers/export.py", "from tula_cli.extras.report import formats", OF_EXTRAS),
         ("extras/report/sections.py", "from tula_cli.extras.figures import gradients", OF_EXTRAS),
-        ("extras/trackers/view.py", "import matplotlib", "matplotlib in the report alone"),
+        ("extras/trackers/payload.py", "import matplotlib", "matplotlib in the report alone"),
         ("models/time/noise.py", "import pathlib", "a model of time, memory or cost reads no file and starts no job"),
     ],
 )

@@ -37,7 +37,7 @@ class FakeRun:
         self.fails_after[:1] = [self.fails_after[0] - 1] if self.fails_after else []
         self.curve += points
 
-    def summary(self, values: Mapping[str, float], *, at: Point | None) -> None:
+    def summary(self, values: Mapping[str, float], *, samples: int) -> None:
         self.numbers |= values
 
     def rewind(self, samples: int) -> bool:
@@ -64,9 +64,9 @@ class FakeTracker:
             raise TrackerError("the tracker is down", "wait")
         self.uri, self.project = uri, project
 
-    def open(self, run: TrackerRun, *, known: str | None, after: int | None) -> FakeRun:
+    def open(self, run: TrackerRun, *, known: str | None) -> FakeRun:
         there = PLACES[self.uri]
         assert (known is None) == (run.key not in there), "a run is begun once"
         found = there.setdefault(run.key, FakeRun(f"id-{len(there)}", run, rewinds=self.uri.startswith("rewinds")))
-        found.opened.append({"known": known, "after": after})
+        found.opened.append({"known": known})
         return found

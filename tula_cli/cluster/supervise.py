@@ -121,7 +121,7 @@ def export_in_background(run: RunDir, task_id: str, environ: Mapping[str, str], 
         sys.stderr.write("tula: section export needs tula's optional package trackers, which is not installed here\n")
         yield
         return
-    command = [sys.executable, "-m", module, str(run.path.absolute()), "job"]
+    command = [sys.executable, "-m", module, str(run.path.absolute())]
     process = None
     with contextlib.suppress(OSError, TulaError), open_to_append(run.path / "exports" / "job.log") as log:
         process = subprocess.Popen(

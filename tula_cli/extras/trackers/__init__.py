@@ -1,4 +1,4 @@
-"""Sending runs to trackers: `tula export`, and the background process of commands that wait and of trainings."""
+"""Sending runs to trackers: `tula export`, commands that wait for jobs, and trainings."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -39,12 +39,12 @@ class Trackers:
     def export_while_waiting(
         self, run: "RunDir", jobs: Sequence[str] | None, waiting: "Iterable[Event]"
     ) -> "Iterator[Event]":
-        from tula_cli.extras.trackers.background import export_while_waiting
+        from tula_cli.extras.trackers.export import export_while_waiting
 
         return export_while_waiting(run, jobs, waiting)
 
     def describe_problems(self, folder: Path) -> list[str]:
-        from tula_cli.extras.trackers.destination import describe_problems
+        from tula_cli.extras.trackers.export import describe_problems
 
         return describe_problems(folder)
 

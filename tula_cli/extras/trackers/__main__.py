@@ -1,9 +1,8 @@
-"""Background process that sends a run to the trackers of its job file; started by a waiting command or by a training.
+"""Process that sends a run to the trackers of its job file beside a training; started by the training's supervisor.
 
-    python -m tula_cli.extras.trackers RUN command|job [once]
+    python -m tula_cli.extras.trackers RUN
 
-When its stdin is closed, by its parent process or because that has exited, it sends what is new once more and exits. A
-signal is not used for this, as it could arrive before its handler is installed. Warnings are printed to stdout, one per
+When the supervisor closes its stdin, or has exited, it sends what is new once more and exits. Warnings are printed, one per
 line.
 """
 
@@ -18,22 +17,19 @@ from tula_cli.run.directory import RunDir
 from tula_cli.services.events import WarningEvent
 
 
-def main(path: str, by: str, *how: str) -> int:
-    """Send the run until told to stop, and return the exit code."""
-    signals = list[int]()
-    signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))  # of a scheduler
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the command's to react to
-    for number in (signal.SIGUSR1, signal.SIGUSR2):  # so is the warning of a time limit the supervisor's
-        signal.signal(number, signal.SIG_IGN)
+def main(path: str) -> int:
+    """Send the run until the supervisor has exited, and return the exit code."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # a scheduler sends them to all processes; the supervisor reacts to them
     try:
         run = RunDir.open(Path(path))
-        trackers = list_requested_trackers(run.read_spec(), (), uri=None, project=None, by=by)
+        trackers = list_requested_trackers(run.read_spec(), (), uri=None, project=None, by="job")
         work = export_run(
             run,
             trackers,
-            follow="once" not in how,
-            active=(lambda _: True) if by == "job" else None,  # a job that sends is one that runs
-            stop=lambda: bool(signals or select.select([sys.stdin], [], [], 0)[0]),
+            follow=True,
+            active=lambda _: True,  # a job that sends is one that runs
+            stop=lambda: bool(select.select([sys.stdin], [], [], 0)[0]),
         )
         for event in work:
             if isinstance(event, WarningEvent):

@@ -1,6 +1,6 @@
 """`tula export`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -10,9 +10,11 @@ from tula_cli.entry_points import find_extra
 from tula_cli.errors import SpecError
 from tula_cli.options import ExportRequest, Trackers
 from tula_cli.show.screen import Screen
+from tula_cli.words import format_count
 
 if TYPE_CHECKING:
     from tula_cli.services.document import Document, ReportPackage
+    from tula_cli.services.tracking import ExportResult
 
 
 def export(
@@ -24,10 +26,9 @@ def export(
 ) -> None:
     """Send results to MLflow, Weights & Biases or TensorBoard.
 
-    Sends parameters, probes, the recommendation and trainings; results that were sent before are not sent again.
+    Sends parameters, probes, the recommendation and trainings; points of curves that were sent before are not sent again.
     """
     from tula_cli.extras.trackers import export as service
-    from tula_cli.extras.trackers import view
     from tula_cli.extras.trackers.export import write_report_files
 
     run = chosen.find(screen)
@@ -36,7 +37,7 @@ def export(
     results = follow_work(
         screen, service.export_run(run, trackers, follow=request.follow, every=request.every, reports=reports)
     )
-    screen.answer(results, view.describe_exports(results))
+    screen.answer(results, describe_exports(results))
     service.require_sent(results)
 
 
@@ -50,3 +51,29 @@ def _load_page_renderer() -> "Callable[[Document], str] | None":
     except SpecError:
         return None
     return package.render_page
+
+
+def describe_exports(results: "Sequence[ExportResult]") -> "Iterator[str]":
+    """Yield two lines per tracker: what was sent, and where it can be viewed."""
+    for result in results:
+        counts = ((result.new_runs, "run"), (result.new_points, "point"), (result.files, "file"))
+        new = ", ".join(format_count(count, noun) for count, noun in counts if count) or "nothing new"
+        runs = format_count(result.runs, "run")
+        if result.offline:
+            failed = "; incomplete, because of a write error" if result.problem else ""
+            yield f"{result.to} (offline): wrote {new}; {runs} in the folder{failed}; not sent until you run"
+        else:
+            failed = "; not all, for it did not answer" if result.problem else ""
+            yield f"{result.to}: sent {new}; {runs} there by now{failed}"
+        yield f"  {_describe_destination(result)}"
+
+
+def _describe_destination(result: "ExportResult") -> str:
+    """Return the command or address for viewing the exported data."""
+    if result.to == "tensorboard":
+        return f"tensorboard --logdir {result.uri}"
+    if result.offline:
+        return f"wandb sync {result.uri}/wandb/offline-run-*   (project {result.project})"
+    if result.to == "mlflow" and result.uri.startswith("sqlite:"):
+        return f"mlflow ui --backend-store-uri {result.uri}   (experiment {result.project})"
+    return f"{result.uri or result.to}   (project {result.project})"

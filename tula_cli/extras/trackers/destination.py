@@ -1,23 +1,19 @@
-"""Destinations of recorded runs, and the interface of the exporters that send there."""
+"""The trackers to which a run can be sent, and the interface of their exporters."""
 
+import contextlib
 import hashlib
 import importlib
-import inspect
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 from urllib.parse import unquote
 
-from pydantic import TypeAdapter
-
-from tula_cli.errors import SpecError, TrackerError
+from tula_cli.errors import SpecError, TrackerError, TulaError
 from tula_cli.plugins import load
-from tula_cli.run.files import list_files, open_file, read_error, read_record, write_record
-from tula_cli.run.records.base import Record
 from tula_cli.services.tracking import FOLDER
 from tula_cli.spec.sections import TRACKERS, without_password
 
@@ -51,7 +47,7 @@ class Point:
 
 
 class TrackedRun(Protocol):
-    """A run that is open at a tracker. Each method may raise `TrackerError`; the values are then sent again later."""
+    """A run that is open at a tracker. If a method raises an error, the same values are sent again later."""
 
     @property
     def id(self) -> str:
@@ -70,13 +66,8 @@ class TrackedRun(Protocol):
         """Log points of curves, ascending by samples."""
         ...
 
-    def summary(self, values: Mapping[str, float], *, at: Point | None) -> None:
-        """Log single numbers of the whole run; later values replace earlier ones.
-
-        Args:
-            values: finite numbers.
-            at: the last point of the run's curves; None if it has none.
-        """
+    def summary(self, values: Mapping[str, float], *, samples: int) -> None:
+        """Log single finite numbers of the whole run, which has trained `samples`; later values replace earlier ones."""
         ...
 
     def rewind(self, samples: int) -> bool:
@@ -98,66 +89,16 @@ class TrackedRun(Protocol):
 
 
 class Exporter(Protocol):
-    """The interface of a tracker."""
+    """The interface of a tracker: what a callable returns that is called with `uri` and `project`."""
 
-    def open(self, run: TrackerRun, *, known: str | None, after: int | None) -> TrackedRun:
+    def open(self, run: TrackerRun, *, known: str | None) -> TrackedRun:
         """Start a run, or open an existing one again.
 
         Args:
             run: the run.
             known: the tracker's id of the run if it was started before.
-            after: samples up to which its points were sent; None if none were. The tracker may have points beyond that
-                if a process was killed while it sent them.
-
-        Raises:
-            TrackerError: the tracker does not respond, or refuses.
         """
         ...
-
-
-# --- What was sent
-
-
-class RunExportRecord(Record):
-    """The values of one run that a tracker has received."""
-
-    id: str  # the tracker's
-    settled: dict[str, str] = {}  # digests of its settings, words, single numbers and state
-    artifacts: dict[str, str] = {}  # digest of each file by its name
-    starts: tuple[float, ...] = ()  # times of its rows of kind "start"
-    samples: int = -1  # of the newest point
-
-
-class ExportRecord(Record):
-    """The destination of a run, and the values that were sent there."""
-
-    to: str
-    uri: str
-    project: str
-    runs: dict[str, RunExportRecord] = {}  # by their keys in tula's run
-    problem: str = ""  # why the newest try has failed; empty where it has not
-
-
-_SENT = TypeAdapter(ExportRecord)
-
-
-def read(path: Path) -> ExportRecord | None:
-    """Return the record of what was sent to a tracker; None if there is no such file."""
-    return read_record(path, _SENT)
-
-
-def describe_problems(folder: Path) -> list[str]:
-    """Return a message for each tracker to which the last export failed, from the records in a run's export folder."""
-    records = [read(path) for path in list_files(folder)]
-    return [
-        f"export to {record.to}: {record.problem}; tula export sends what was missed"
-        for record in records
-        if record and record.problem
-    ]
-
-
-def write(path: Path, sent: ExportRecord) -> None:
-    write_record(path, sent)
 
 
 def compute_digest(content: Any) -> str:
@@ -166,139 +107,62 @@ def compute_digest(content: Any) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-def list_rows_to_send(path: Path, *, whole: bool) -> list[dict[str, Any]]:
-    """Return the rows of a training's metrics.jsonl whose positions are complete.
-
-    Args:
-        path: path of metrics.jsonl.
-        whole: no more rows will follow. If False, the rows of the newest position are held back, so that all rows of a
-            position are sent as one point.
-
-    Raises:
-        TulaError: the file cannot be read.
-    """
-    try:
-        with open_file(path) as file:
-            lines = file.read().splitlines(keepends=True)
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise read_error(path, error) from error
-    if lines and not lines[-1].endswith(b"\n"):  # still being written
-        lines.pop()
-    rows = [row for row in map(_parse_row, lines) if row]
-    return rows if whole else rows[: _find_newest_position(rows)]
-
-
-def _parse_row(line: bytes) -> dict[str, Any]:
-    """Return the object of a line; empty if the line is incomplete, for example after the loss of a node."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    is_row = isinstance(row, dict) and isinstance(row.get("kind"), str)
-    placed = is_row and all(_is_number(row.get(name)) for name in ("time", "samples"))
-    return row if placed else {}
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e18
-
-
-def _find_newest_position(rows: Sequence[dict[str, Any]]) -> int:
-    """Return the index of the first row at the newest position."""
-    begin = len(rows)
-    while begin and rows[begin - 1]["samples"] == rows[-1]["samples"]:
-        begin -= 1
-    return begin
-
-
-# --- Destinations
-
-_EXTRAS = "tula_cli.extras.trackers"
-_BUILTINS = {name: f"{_EXTRAS}.{name}:exporter" for name in ("mlflow", "wandb", "tensorboard")}
-"""Import strings of the built-in exporters; only their modules import the optional packages."""
-_PACKAGES = {"mlflow": "mlflow-skinny", "wandb": "wandb", "tensorboard": "tensorboard"}
-
-
 @dataclass(frozen=True)
 class Destination:
-    """A tracker, with the address and project there."""
+    """A tracker, with the address and project there.
+
+    Args:
+        to: mlflow, wandb, tensorboard, or an import string.
+        uri: the address, valid from every working directory.
+        project: the project.
+        folder: the run's folder of exports; an address in it is recorded relative to it, since runs are moved.
+    """
 
     to: str
-    uri: str  # resolved: no relative path
+    uri: str
     project: str
-    home: str = (
-        ""  # the run's folder of exports: a place in it is known by where it is there, for runs are moved and copied
-    )
+    folder: Path
 
     @property
-    def name(self) -> str:
-        """Return the name of the files that record what was sent."""
-        word = self.to if self.to in TRACKERS else re.sub(r"\W+", "_", self.to)
-        place = self.uri.replace(f"{self.home}/", f"{FOLDER}/") if self.home else self.uri
-        return f"{word}-{compute_digest([self.to, place, self.project])[:8]}"
-
-    @property
-    def gone(self) -> bool:
-        """Whether the destination is a database or folder on this machine that does not exist (any more)."""
-        path = self.uri.removeprefix("sqlite:///").removeprefix("file://")
-        return self.to in TRACKERS and "://" not in path and path.startswith("/") and not Path(path).exists()
+    def record_path(self) -> Path:
+        """Return the file of the run that records what was sent to this destination."""
+        word = re.sub(r"\W+", "_", self.to)
+        uri = self.uri.replace(f"{self.folder}/", f"{FOLDER}/")
+        return self.folder / f"{word}-{compute_digest([self.to, uri, self.project])[:8]}.json"
 
     @property
     def offline(self) -> bool:
         """Whether values are only written to a folder that the user uploads: W&B without an address."""
         return self.to == "wandb" and "://" not in self.uri
 
-    @property
-    def words(self) -> str:
-        return f"{self.to} at {self.uri}"
-
-    def record(self, run: Path) -> Path:
-        """Return the file of a run that records what was sent to this destination."""
-        return run / FOLDER / f"{self.name}.json"
-
-    def exporter(self) -> Exporter:
+    def make_exporter(self) -> Exporter:
         """Return the exporter for this destination.
 
         Raises:
             TrackerError: its package is not installed or cannot be imported, or the tracker does not respond.
             SpecError: there is no such user-defined module or callable.
         """
-        if self.to not in _BUILTINS:
-            return make_exporter(load(self.to, {}, kind="exporter"), self)
-        module, _, attribute = _BUILTINS[self.to].partition(":")
+        with self.convert_errors():
+            if self.to in TRACKERS:  # only these modules import the optional packages
+                make = importlib.import_module(f"{__package__}.{self.to}").exporter
+            else:
+                make = load(self.to, {}, kind="exporter")
+            return cast(Exporter, make(uri=self.uri, project=self.project))
+
+    @contextlib.contextmanager
+    def convert_errors(self) -> Iterator[None]:
+        """Convert the errors of a tracker's library, or of a tracker of the user's, to TrackerError."""
         try:
-            make = getattr(importlib.import_module(module), attribute)
-        except ModuleNotFoundError as error:
-            package = _PACKAGES[self.to]
+            yield
+        except TulaError:
+            raise
+        except ImportError as error:
+            raise TrackerError(f"{self.to}: {error}", "pip install 'tula-cli[trackers]'") from error
+        except Exception as error:  # networks, databases and the user's code: each raises its own errors
+            reason = (str(error).strip().splitlines() or [""])[0]
             raise TrackerError(
-                f"{self.to}: there is no package {error.name}",
-                f"pip install 'tula-cli[trackers]' (or {package}); tula export sends what was missed",
+                f"{self.to}: {type(error).__name__}: {reason[:200]}", "the next tula export sends what is missing"
             ) from error
-        except ImportError as error:  # it is there, and what it needs is of another version
-            raise TrackerError(f"{self.to}: its package cannot be imported: {error}", "install it anew") from error
-        return make_exporter(make, self)
-
-
-def make_exporter(make: Callable[..., Exporter], destination: Destination) -> Exporter:
-    """Return the exporter that a callable makes for a destination.
-
-    Raises:
-        SpecError: `make` is not callable, takes other arguments, or returns an object without `open`.
-    """
-    hint = "it is called with uri=... and project=..., and returns an object with open"
-    if not callable(make):
-        raise SpecError(f"exporter {destination.to!r} is no callable", hint)
-    given = {"uri": destination.uri, "project": destination.project}
-    try:
-        inspect.signature(make).bind(**given)
-    except TypeError as error:
-        raise SpecError(f"exporter {destination.to!r} cannot be called: {error}", hint) from error
-    from_command = make(**given)
-    if not callable(getattr(from_command, "open", None)):
-        raise SpecError(f"exporter {destination.to!r} returns a {type(from_command).__name__} that has no open", hint)
-    return from_command
 
 
 def resolve_destination(
@@ -317,11 +181,12 @@ def resolve_destination(
     Raises:
         SpecError: the address contains a password.
     """
+    folder = run / FOLDER
     try:
-        place = without_password(uri) if uri else _get_default_place(to, run / FOLDER, environ)
+        place = without_password(uri) if uri else _get_default_place(to, folder, environ)
     except ValueError as error:
         raise SpecError(f"--uri: {error}") from None
-    return Destination(to, _make_absolute(to, place), project or job, home=str(run / FOLDER))
+    return Destination(to, _make_absolute(to, place), project or job, folder)
 
 
 def _get_default_place(to: str, folder: Path, environ: Mapping[str, str]) -> str:

@@ -1,23 +1,39 @@
-"""Send a run to trackers, once or while its jobs run."""
+"""Send a run to trackers: once, while its jobs run, or while a command waits for them."""
 
+import contextlib
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from tula_cli import words
 from tula_cli.cluster import launcher
+from tula_cli.cluster.decisions import resumes_elsewhere
 from tula_cli.entry_points import find_extra
-from tula_cli.errors import Interruption, SpecError, TrackerError
-from tula_cli.extras.trackers.destination import Destination, resolve_destination
-from tula_cli.extras.trackers.tracker_sync import SentCounts, Session
+from tula_cli.errors import Interruption, SpecError, TrackerError, TulaError
+from tula_cli.extras.trackers.destination import Destination, Exporter, TrackedRun, resolve_destination
+from tula_cli.extras.trackers.payload import (
+    RunPayload,
+    collect_points,
+    make_probe_payload,
+    make_run_payload,
+    make_training_payload,
+    read_environment,
+    with_steps,
+)
 from tula_cli.run.directory import Run, RunDir
-from tula_cli.run.files import write_atomic
+from tula_cli.run.files import list_files, make_folder, read_record, write_atomic, write_error, write_record
 from tula_cli.run.jobfile import list_variants_with_data
+from tula_cli.run.lock import SubmissionLock
+from tula_cli.run.owner import require_own
+from tula_cli.run.records.base import Record
+from tula_cli.run.records.tasks import TrainTask
+from tula_cli.run.snapshot import Snapshot
+from tula_cli.run.training_run import TrainingRun
 from tula_cli.services import status
 from tula_cli.services.document import Document, ReportPackage
 from tula_cli.services.events import Event, Note, WarningEvent, Work
@@ -27,7 +43,7 @@ from tula_cli.spec.sections import Export
 
 # --- The report as files
 
-_TOLD_FROM = ("recommendation.json", "results/*.json", "train/*/result.json", "train/*/summary.json", "comparison.json")
+_REPORTED = ("recommendation.json", "results/*.json", "train/*/result.json", "train/*/summary.json", "comparison.json")
 
 
 def write_report_files(run: Run, *, page: Callable[[Document], str] | None = None) -> tuple[Path, ...]:
@@ -44,7 +60,7 @@ def write_report_files(run: Run, *, page: Callable[[Document], str] | None = Non
     """
     folder = run.path / FOLDER
     wanted = [folder / "report.md", *([folder / "report.html"] if page else [])]
-    newest = max(_list_source_times(run.path), default=None)
+    newest = max((path.stat().st_mtime for pattern in _REPORTED for path in run.path.glob(pattern)), default=None)
     package: ReportPackage | None = find_extra("report")
     if newest is None or package is None:
         return ()
@@ -57,68 +73,284 @@ def write_report_files(run: Run, *, page: Callable[[Document], str] | None = Non
     return tuple(wanted)
 
 
-def _list_source_times(run: Path) -> Iterator[float]:
-    for pattern in _TOLD_FROM:
-        yield from (path.stat().st_mtime for path in run.glob(pattern))
+# --- One run of one hardware, to one tracker
+
+FILES = ("recommended.yaml", "results.csv")
+"""Files of a run that are sent unchanged."""
 
 
-# --- Export
+class SentRun(Record):
+    """What a tracker has received of one run: the whole run, a probe or a training."""
+
+    id: str  # the tracker's
+    digest: str = ""  # of its settings, texts, single numbers, files and state
+    samples: int = -1  # of the newest point
+    started: float = 0.0  # time of the newest row of kind "start"
+
+
+class ExportRecord(Record):
+    """The destination of a run, and what was sent there."""
+
+    to: str
+    uri: str
+    project: str
+    runs: dict[str, SentRun] = {}  # by their keys in tula's run
+    problem: str = ""  # why the newest try has failed; empty if it has not
+
+
+_RECORD = TypeAdapter(ExportRecord)
+
+
+def describe_problems(folder: Path) -> list[str]:
+    """Return a message for each tracker to which the last export failed, from the records in a run's export folder."""
+    records = [read_record(path, _RECORD) for path in list_files(folder)]
+    return [
+        f"export to {record.to}: {record.problem}; tula export sends what was missed"
+        for record in records
+        if record is not None and record.problem
+    ]
+
+
+@dataclass
+class SentCounts:
+    """The number of values sent."""
+
+    runs: int = 0  # that are new at the tracker
+    points: int = 0
+    files: int = 0
+
+
+class Session:
+    """A run of one hardware that is sent to a tracker, one update after another.
+
+    Args:
+        run: the run.
+        name: name of the run at the tracker.
+        destination: the tracker.
+        reports: writes the report and returns its files, to send in addition to those of the run; called in updates
+            while no job is running.
+    """
+
+    def __init__(
+        self, run: Run, name: str, destination: Destination, reports: Callable[[Run], tuple[Path, ...]]
+    ) -> None:
+        self.run, self.name, self.destination, self.reports = run, name, destination, reports
+        self.path = run.path / FOLDER / destination.record_path.name
+        self.sent = ExportRecord(to=destination.to, uri=destination.uri, project=destination.project)
+        self.counts = SentCounts()
+        self._lock = SubmissionLock(self.path.with_suffix(".lock"))
+        self._exporter: Exporter | None = None
+        self._open: dict[str, TrackedRun] = {}
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[str]:
+        """Lock the export of this run to the tracker; yield the owner if another process has the lock, else ""."""
+        require_own(self.run.path)
+        try:
+            make_folder(self.path.parent)
+        except OSError as error:
+            raise write_error(self.path.parent, error) from error
+        owner = self._lock.acquire() and self._lock.acquire()  # the first removes the lock of a process that has ended
+        if owner:
+            yield owner
+            return
+        try:
+            if (known := read_record(self.path, _RECORD)) is not None:
+                self.sent = known.model_copy(update={"uri": self.destination.uri})
+            yield ""
+        finally:
+            self._lock.release()
+
+    def update(self, *, active: bool) -> None:
+        """Send what is new.
+
+        Args:
+            active: whether a job of the run is queued or running; if not, everything is sent, including final states.
+
+        Raises:
+            TrackerError: the tracker does not respond or refuses; values sent until then are recorded.
+            TulaError: the run cannot be read or written.
+        """
+        self._lock.heartbeat()
+        try:
+            self._send(self.run.read(), active=active)
+        except TrackerError as error:
+            self._open, self._exporter = {}, None  # they may have no connection any more
+            self._record(problem=error.message)
+            raise
+        if self.sent.problem:
+            self._record(problem="")
+
+    def _send(self, snapshot: Snapshot, *, active: bool) -> None:
+        files = tuple(path for name in FILES if (path := snapshot.path / name).is_file())
+        if not active:  # a report on running jobs would be another one at each update
+            files += self.reports(self.run)
+        whole = make_run_payload(self.run, snapshot, self.name, active=active, artifacts=files)
+        self._send_values(whole)
+        parent = self.sent.runs["run"].id
+        for result in snapshot.results:
+            self._send_values(make_probe_payload(result, self.name, parent, at=whole.ended))
+        for tasks in _list_trainings(snapshot):
+            moving = active and _may_continue(snapshot, tasks)
+            payload = make_training_payload(snapshot, tasks, self.name, parent, active=moving)
+            if payload.run.started:  # otherwise it waits for its nodes
+                self._send_points(snapshot.training(tasks[-1].signature), payload, batch=tasks[-1].batch)
+                self._send_values(payload)
+
+    def _send_values(self, payload: RunPayload) -> None:
+        """Send parameters, tags, single numbers and files if any of them has changed, and close the run if it has ended."""
+        key, digest = payload.run.key, payload.compute_digest()
+        sent = self.sent.runs.get(key)
+        if sent is not None and sent.digest == digest:
+            return
+        run = self._open_run(payload)
+        sent = self.sent.runs[key]
+        with self.destination.convert_errors():
+            run.params(payload.params)
+            run.tags(payload.tags)
+            run.summary(payload.numbers, samples=max(sent.samples, 0))
+            for path in payload.artifacts:
+                run.artifact(path)
+            if payload.state != "running":  # so that the tracker need not keep it open
+                self._open.pop(key).close(payload.state, at=payload.ended)
+        self._record_run(key, sent.model_copy(update={"digest": digest}))
+        self.counts.runs += not sent.digest
+        self.counts.files += len(payload.artifacts)
+
+    def _send_points(self, training: TrainingRun, payload: RunPayload, *, batch: int) -> None:
+        """Send the new points of a training."""
+        key, ended = payload.run.key, payload.state != "running"
+        sent = self.sent.runs.get(key, SentRun(id=""))
+        rows = training.metrics()
+        starts = [row for row in rows if row["kind"] == "start" and row["time"] > sent.started]
+        newest = min([sent.samples, *(int(row["samples"]) for row in starts)])
+        points = collect_points(rows, batch=batch)
+        if not ended:  # further rows of the newest position may follow, which belong to the same point
+            points = points[:-1]
+        if newest == sent.samples and not any(point.samples > newest for point in points):
+            return
+        run = self._open_run(payload)
+        with self.destination.convert_errors():
+            for row in rows:
+                if row["kind"] == "environment":
+                    run.params(read_environment(row))
+            if newest < sent.samples and not run.rewind(newest):
+                newest = sent.samples  # the tracker keeps its points, and gets those beyond them
+            # steps are read after the rows, which are written after them
+            points = with_steps([point for point in points if point.samples > newest], training.steps(), after=newest)
+            run.points(points)
+        changes = {
+            "samples": points[-1].samples if points else newest,
+            "started": max([sent.started, *(row["time"] for row in starts)]),
+            **({"digest": ""} if ended and sent.digest else {}),  # its numbers and state are sent after these points
+        }
+        self._record_run(key, self.sent.runs[key].model_copy(update=changes))
+        self.counts.points += len(points)
+
+    def _open_run(self, payload: RunPayload) -> TrackedRun:
+        key = payload.run.key
+        known = self.sent.runs.get(key)
+        if key not in self._open:
+            self._exporter = self._exporter or self.destination.make_exporter()
+            with self.destination.convert_errors():
+                self._open[key] = self._exporter.open(payload.run, known=None if known is None else known.id)
+            if known is None:
+                self._record_run(key, SentRun(id=self._open[key].id))
+        return self._open[key]
+
+    def close(self) -> None:
+        """Close the runs at the tracker that continue later."""
+        with self.destination.convert_errors():
+            while self._open:
+                self._open.popitem()[1].close("running", at=time.time())
+
+    def _record_run(self, key: str, sent: SentRun) -> None:
+        self.sent = self.sent.model_copy(update={"runs": {**self.sent.runs, key: sent}})
+        write_record(self.path, self.sent)
+
+    def _record(self, *, problem: str) -> None:
+        self.sent = self.sent.model_copy(update={"problem": problem})
+        write_record(self.path, self.sent)
+
+
+def _list_trainings(snapshot: Snapshot) -> list[list[TrainTask]]:
+    """Return the tasks of each training, first attempt first."""
+    tasks_by_signature = defaultdict[str, list[TrainTask]](list)
+    for task in snapshot.train_tasks:
+        tasks_by_signature[task.signature].append(task)
+    return [sorted(tasks, key=lambda task: task.attempt) for tasks in tasks_by_signature.values()]
+
+
+def _may_continue(snapshot: Snapshot, tasks: Sequence[TrainTask]) -> bool:
+    """Return whether a training may continue while jobs of its run are active: it has no outcome that is final.
+
+    A relaunch is recorded before the end of the attempt that it follows.
+    """
+    newest = tasks[-1]
+    attempts = snapshot.training(newest.signature).attempts()
+    if not attempts or attempts[-1].outcome is None or attempts[-1].task != newest.id:
+        return True
+    last_attempt = attempts[-1]
+    undecided = last_attempt.decision is None and last_attempt.outcome in ("signal", "disk")
+    return (undecided or resumes_elsewhere(last_attempt, newest.spec.cluster)) and not snapshot.cancelled_by(newest.job)
+
+
+# --- All of a run, to all its trackers
 
 POLL_INTERVAL = 30.0
-"""Seconds between two polls of the run, unless `tula export --every` sets another interval."""
-
-LONGEST_PAUSE = 600.0
-"""Maximum seconds between two attempts to reach a tracker that does not respond."""
+"""Seconds between two updates, unless `tula export --every` sets another interval."""
 
 
 @dataclass
 class _TrackerTarget:
-    """A tracker and the parts of the run that are sent there."""
+    """A tracker and the runs of one hardware that are sent there."""
 
-    place: Destination
+    destination: Destination
     sessions: list[Session]
-    every: float
-    counted: SentCounts
     problem: str = ""
-    again: float = 0.0  # moment of the next look
-    pause: float = 0.0
 
-    def look(self, active: Callable[[Run], bool]) -> Iterator[Event]:
+    def update(self, active: Callable[[Run], bool]) -> Iterator[WarningEvent]:
         """Send what is new; an error is reported only once."""
         try:
             for session in self.sessions:
-                seen_now = session.look(active=active(session.run))
-                self.counted = self.counted + seen_now
-            self.problem, self.pause = "", self.every
+                session.update(active=active(session.run))
+            self.problem = ""
         except TrackerError as error:
             if error.message != self.problem:
-                yield WarningEvent(f"{error.message}; {error.hint}" if error.hint else error.message)
-            self.problem, self.pause = error.message, min(LONGEST_PAUSE, 2 * max(self.pause, self.every))
+                yield WarningEvent(f"{error.message}; {error.hint}")
+            self.problem = error.message
 
-    def close(self) -> None:
-        for session in self.sessions:
-            session.close()
+    def close(self) -> Iterator[WarningEvent]:
+        try:
+            for session in self.sessions:
+                session.close()
+        except TrackerError as error:
+            if not self.problem:
+                self.problem = error.message
+                yield WarningEvent(error.message)
 
     @property
-    def exported(self) -> ExportResult:
-        runs = sum(len(session.runs) for session in self.sessions)
-        place, counted = self.place, self.counted
+    def points(self) -> int:
+        return sum(session.counts.points for session in self.sessions)
+
+    @property
+    def result(self) -> ExportResult:
         return ExportResult(
-            to=place.to,
-            uri=place.uri,
-            project=place.project,
-            runs=runs,
-            new_runs=counted.runs,
-            new_points=counted.points,
-            files=counted.files,
+            to=self.destination.to,
+            uri=self.destination.uri,
+            project=self.destination.project,
+            runs=sum(len(session.sent.runs) for session in self.sessions),
+            new_runs=sum(session.counts.runs for session in self.sessions),
+            new_points=self.points,
+            files=sum(session.counts.files for session in self.sessions),
             problem=self.problem,
-            offline=place.offline,
+            offline=self.destination.offline,
         )
 
 
-def require_sent(exporteds: Iterable[ExportResult]) -> None:
+def require_sent(results: Iterable[ExportResult]) -> None:
     """Raise TrackerError if something could not be sent to a tracker."""
-    if failed := [exported for exported in exporteds if exported.problem]:
+    if failed := [result for result in results if result.problem]:
         raise TrackerError(
             f"not all was sent to {', '.join(result.to for result in failed)}: {failed[0].problem}",
             "the same command sends what was missed",
@@ -158,6 +390,18 @@ def list_requested_trackers(
         raise SpecError(f"--to or --uri: {reason.removeprefix('to: ')}") from None
 
 
+@contextlib.contextmanager
+def _lock_targets(targets: Sequence[_TrackerTarget]) -> Iterator[list[_TrackerTarget]]:
+    """Lock the exports to all targets, and yield those that no other process sends to; the others get a problem."""
+    with contextlib.ExitStack() as stack:
+        for target in targets:
+            owners = [stack.enter_context(session.lock()) for session in target.sessions]
+            if owner := next(filter(None, owners), ""):
+                place = f"{target.destination.to} at {target.destination.uri}"
+                target.problem = f"{place}: another process sends this run there ({owner})"
+        yield [target for target in targets if not target.problem]
+
+
 def export_run(
     run: RunDir,
     trackers: Iterable[Export],
@@ -169,13 +413,13 @@ def export_run(
     reports: Callable[[Run], tuple[Path, ...]] = write_report_files,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Work[tuple[ExportResult, ...]]:
-    """Send new values of a run and its parts to trackers.
+    """Send new values of a run, with all its variants, to trackers.
 
     Args:
         run: the run.
         trackers: the trackers to send to.
         follow: continue while jobs of the run are queued or running.
-        every: seconds between two polls; None for `POLL_INTERVAL`.
+        every: seconds between two updates; None for `POLL_INTERVAL`, and at least as long as the scheduler's interval.
         active: whether a job of a run is queued or running; None queries the scheduler.
         stop: whether to send once more and stop.
         reports: writes a report on a run and returns its files, which are sent if they have changed; called once no
@@ -188,55 +432,79 @@ def export_run(
     """
     spec = run.read_spec()
     variants = list_variants_with_data(run, spec)
-    asks = active or _ask_seldom(get_status)
-    targets = [_open_target(run, spec, variants, tracker, every, reports) for tracker in trackers]
-    with ExitStack() as stack:
-        for target in targets:
-            owners = [stack.enter_context(session.held()) for session in target.sessions]
-            target.problem = next((_describe_other_process(target.place, owner) for owner in owners if owner), "")
+    is_active = active or _has_active_jobs
+    interval = max(every or POLL_INTERVAL, spec.cluster.backend.poll[0])
+    targets = [_make_target(run, spec, variants, tracker, reports) for tracker in trackers]
+    with _lock_targets(targets) as free:
         busy = [target for target in targets if target.problem]
-        targets = [target for target in targets if not target.problem]
-        if busy and not targets:
+        if busy and not free:
             raise TrackerError(busy[0].problem, "nothing is missed: the next export sends what is new")
-        for target in busy:
-            yield WarningEvent(target.problem)
+        yield from (WarningEvent(target.problem) for target in busy)
+        began, last_note = time.monotonic(), float("-inf")
         try:
-            yield from _follow_looks(targets, variants, asks, follow=follow, stop=stop, sleep=sleep)
+            while True:
+                last = stop() or not follow or not any(map(is_active, variants))
+                for target in free:
+                    yield from target.update(is_active)
+                if last:
+                    break
+                if (now := time.monotonic()) - last_note >= words.compute_log_pause(now - began):
+                    last_note = now
+                    yield Note("; ".join(map(_describe_count, free)))
+                _sleep_until(now + interval, stop, sleep)
+            yield from (WarningEvent(damage) for variant in variants for damage in variant.read().training_warnings)
         except KeyboardInterrupt:
             raise Interruption("interrupted; what was sent is written down, and the next export goes on") from None
         finally:
-            yield from _close_targets(targets)
-    return tuple(target.exported for target in (*targets, *busy))
+            for target in free:
+                yield from target.close()
+    return tuple(target.result for target in (*free, *busy))
 
 
-def _describe_other_process(place: Destination, owner: str) -> str:
-    return f"{place.words}: another process sends this run there ({owner})"
+def export_while_waiting(run: RunDir, jobs: Sequence[str] | None, waiting: Iterable[Event]) -> Iterator[Event]:
+    """Yield the events of waiting for jobs, and send the run to the trackers of its job file between them.
+
+    Probes on this machine are timed: their values are sent after the jobs are over, so that they share no cores.
+
+    Args:
+        run: the run whose jobs are waited for.
+        jobs: ids of these jobs; None for trainings, of which some may not be submitted yet.
+        waiting: events of waiting for the jobs.
+    """
+    spec = run.read_spec()
+    variants = list_variants_with_data(run, spec)
+    trackers = list_requested_trackers(spec, (), uri=None, project=None, by="command")
+    targets = [_make_target(run, spec, variants, tracker, write_report_files) for tracker in trackers]
+    trains = jobs is None or any(task.job in jobs for task in run.read().train_tasks)
+    next_update = time.monotonic() if spec.cluster.backend.has_queue or trains else float("inf")
+    with contextlib.ExitStack() as stack:
+        try:
+            free = stack.enter_context(_lock_targets(targets))
+        except TulaError as error:
+            yield _make_warning(error)
+            free = []
+        for event in waiting:
+            yield event
+            if time.monotonic() >= next_update:
+                yield from _update_with_warnings(free, lambda _: True)
+                next_update = time.monotonic() + POLL_INTERVAL
+        yield from _update_with_warnings(free, _has_active_jobs)
+        for target in free:
+            yield from target.close()
 
 
-def _follow_looks(
-    targets: Sequence[_TrackerTarget],
-    runs: Sequence[Run],
-    asks: Callable[[Run], bool],
-    *,
-    follow: bool,
-    stop: Callable[[], bool],
-    sleep: Callable[[float], None],
-) -> Iterator[Event]:
-    began, last_word = time.monotonic(), float("-inf")
-    while True:
-        last = stop() or not follow or not any(asks(run) for run in runs)
-        now = time.monotonic()
-        for target in targets:
-            if last or now >= target.again:
-                yield from target.look(asks)
-                target.again = now + target.pause
-        if last:
-            yield from (WarningEvent(damage) for run in runs for damage in run.read().training_warnings)
-            return
-        if now - last_word >= words.compute_log_pause(now - began):
-            last_word = now
-            yield Note(_describe_counts(targets))
-        _sleep_until(min(target.again for target in targets), stop, sleep)
+def _update_with_warnings(targets: Sequence[_TrackerTarget], active: Callable[[Run], bool]) -> Iterator[WarningEvent]:
+    """Send what is new; all errors are warnings, since the jobs of the command do not depend on it."""
+    for target in targets:
+        try:
+            for event in target.update(active):
+                yield WarningEvent(f"export: {event.text}")
+        except TulaError as error:
+            yield _make_warning(error)
+
+
+def _make_warning(error: TulaError) -> WarningEvent:
+    return WarningEvent(f"export: {error.message}; tula export sends what was missed")
 
 
 def _sleep_until(moment: float, stop: Callable[[], bool], sleep: Callable[[float], None]) -> None:
@@ -244,58 +512,26 @@ def _sleep_until(moment: float, stop: Callable[[], bool], sleep: Callable[[float
         sleep(min(1.0, remaining))
 
 
-def _close_targets(targets: Sequence[_TrackerTarget]) -> Iterator[Event]:
-    for target in targets:
-        try:
-            target.close()
-        except TrackerError as error:
-            if not target.problem:
-                target.problem = error.message
-                yield WarningEvent(error.message)
+def _describe_count(target: _TrackerTarget) -> str:
+    verb = "written for" if target.destination.offline else "sent to"
+    return f"{words.format_count(target.points, 'point')} {verb} {target.destination.to}"
 
 
-def _describe_counts(targets: Sequence[_TrackerTarget]) -> str:
-    return "; ".join(
-        f"{words.format_count(target.counted.points, 'point')} {'written for' if target.place.offline else 'sent to'} {target.place.to}"
-        for target in targets
-    )
-
-
-def _open_target(
+def _make_target(
     run: RunDir,
     spec: JobSpec,
     variants: Sequence[Run],
     export: Export,
-    every: float | None,
     reports: Callable[[Run], tuple[Path, ...]],
 ) -> _TrackerTarget:
-    place = resolve_destination(
+    destination = resolve_destination(
         export.to, uri=export.uri, project=export.project, run=run.path.absolute(), job=spec.name
     )
-    sessions = [Session(variant, _make_name(run, variant), place, reports) for variant in variants]
-    return _TrackerTarget(place, sessions, every or POLL_INTERVAL, SentCounts())
+    names = [run.id if variant.name is None else f"{run.id}-{variant.name}" for variant in variants]
+    sessions = [Session(variant, name, destination, reports) for variant, name in zip(variants, names, strict=True)]
+    return _TrackerTarget(destination, sessions)
 
 
-def _make_name(run: RunDir, variant: Run) -> str:
-    return run.id if variant.name is None else f"{run.id}-{variant.name}"
-
-
-def get_status(run: Run) -> bool:
+def _has_active_jobs(run: Run) -> bool:
     """Return whether a job of a run is queued or running, as the scheduler reports it."""
-    own_launcher = launcher.make_launcher(run.spec, submits=False)
-    return status.run_status(run, own_launcher, now=time.time()).active()
-
-
-def _ask_seldom(ask: Callable[[Run], bool]) -> Callable[[Run], bool]:
-    """Return the same check, which queries the scheduler no more often than `tula status --watch`."""
-    known: dict[Path, tuple[float, bool]] = {}
-
-    def asked_of(run: Run) -> bool:
-        at, answer = known.get(run.path, (float("-inf"), False))
-        pause = run.spec.cluster.backend.poll[0]
-        if time.monotonic() - at >= pause:
-            at, answer = time.monotonic(), ask(run)
-            known[run.path] = at, answer
-        return answer
-
-    return asked_of
+    return status.run_status(run, launcher.make_launcher(run.spec, submits=False), now=time.time()).active()

@@ -4,6 +4,8 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +43,10 @@ class RunPayload:
     numbers: Mapping[str, float] = field(default_factory=dict)
     artifacts: tuple[Path, ...] = ()
 
-    def digests(self) -> dict[str, str]:
-        """Return digests of the values, to compare them with those sent before."""
-        parts = {
-            "params": dict(self.params),
-            "tags": dict(self.tags),
-            "numbers": dict(self.numbers),
-            "state": self.state,
-        }
-        return {name: compute_digest(part) for name, part in parts.items()}
+    def compute_digest(self) -> str:
+        """Return a digest of all values and files, to compare it with that of what was sent before."""
+        files = {path.name: compute_digest(path.read_bytes()) for path in self.artifacts}
+        return compute_digest([dict(self.params), dict(self.tags), dict(self.numbers), self.state, files])
 
 
 def list_settings(spec: JobSpec) -> dict[str, Scalar]:
@@ -334,26 +331,22 @@ _NO_CURVE = ("warning", "environment", "change", "branch")
 """Kinds of rows that are not part of a curve: they are text, or concern weights other than the training's."""
 
 
-def collect_points(rows: Iterable[Mapping[str, Any]], *, batch: int) -> Iterator[Point | int]:
-    """Yield one point for all rows at one position, in order; for each start, yield the samples from which it resumed.
+def collect_points(rows: Iterable[Mapping[str, Any]], *, batch: int) -> list[Point]:
+    """Return one point for all rows at one position, in the order of the rows.
 
     Args:
         rows: rows of metrics.jsonl; values that are not finite numbers are left out.
         batch: global batch of rows that have none.
     """
-    samples, time, values = -1, 0.0, dict[str, float]()
-    for row in rows:
-        if row["kind"] in _NO_CURVE:
-            continue
-        if row["samples"] != samples and values:
-            yield Point(samples, time, values)
-            values = {}
-        if row["kind"] == "start":
-            yield int(row["samples"])
-        samples, time, batch = int(row["samples"]), float(row["time"]), row.get("batch") or batch
-        values |= _select_finite_numbers(_list_row_values({"batch": batch, **row}))
-    if values:
-        yield Point(samples, time, values)
+    points: list[Point] = []
+    curves = (row for row in rows if row["kind"] not in _NO_CURVE and "samples" in row)
+    for samples, at_position in groupby(curves, key=itemgetter("samples")):
+        time, values = 0.0, dict[str, float]()
+        for row in at_position:
+            time, batch = float(row["time"]), row.get("batch") or batch
+            values |= _select_finite_numbers(_list_row_values({"batch": batch, **row}))
+        points += [Point(int(samples), time, values)] if values else []
+    return points
 
 
 _KEPT = {"norm": "gradients/norm", "delta": "gradients/delta", "scaled": "ags/step_scaled", "factor": "ags/factor"}

@@ -12,7 +12,6 @@ from tensorboard.plugins.text import metadata as text
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tensorboard.util import tensor_util
 
-from tula_cli.errors import TrackerError
 from tula_cli.extras.trackers.destination import Point, Scalar, State, TrackerRun
 
 _TABLED = 40
@@ -22,24 +21,10 @@ _TABLED = 40
 class BoardRun:
     """A folder of event files; points that are trained again are removed by TensorBoard's restart mark."""
 
-    def __init__(self, folder: Path, run: TrackerRun, *, known: str | None, after: int | None) -> None:
-        self.folder, self.started = folder, run.started
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.writer = EventFileWriter(str(folder))
-        except OSError as error:
-            raise TrackerError(f"tensorboard: cannot write {folder}: {error.strerror}") from error
-        if known is not None and after is not None:
-            self._restart(after + 1)
-
-    @property
-    def id(self) -> str:
-        return self.folder.name
-
-    def _restart(self, samples: int) -> None:
-        """Make TensorBoard discard all points from `samples` onwards, in this and earlier files."""
-        mark = SessionLog(status=SessionLog.START)
-        self.writer.add_event(Event(wall_time=time.time(), step=samples, session_log=mark))
+    def __init__(self, folder: Path, run: TrackerRun) -> None:
+        self.id, self.started = folder.name, run.started
+        folder.mkdir(parents=True, exist_ok=True)
+        self.writer = EventFileWriter(str(folder))
 
     def params(self, values: Mapping[str, Scalar]) -> None:
         self._text("parameters", _render_table(values))
@@ -53,14 +38,16 @@ class BoardRun:
         for point in points:
             values = [Summary.Value(tag=name, simple_value=value) for name, value in point.values.items()]
             self._summary(Summary(value=values), at=point.samples, wall_time=point.time)
-        self._flush()
+        self.writer.flush()
 
-    def summary(self, values: Mapping[str, float], *, at: Point | None) -> None:
+    def summary(self, values: Mapping[str, float], *, samples: int) -> None:
         summary_values = [Summary.Value(tag=f"summary/{name}", simple_value=value) for name, value in values.items()]
-        self._summary(Summary(value=summary_values), at=at.samples if at else 0)
+        self._summary(Summary(value=summary_values), at=samples)
 
     def rewind(self, samples: int) -> bool:
-        self._restart(samples + 1)
+        """Make TensorBoard discard all points beyond `samples`, in this and earlier files."""
+        mark = SessionLog(status=SessionLog.START)
+        self.writer.add_event(Event(wall_time=time.time(), step=samples + 1, session_log=mark))
         return True
 
     def artifact(self, path: Path) -> None:
@@ -74,7 +61,7 @@ class BoardRun:
         del at  # no event tells of an end
         if state != "running":
             self._text("state", state)
-        self._flush()
+        self.writer.flush()
         self.writer.close()
 
     def _text(self, tag: str, markdown: str) -> None:
@@ -87,12 +74,6 @@ class BoardRun:
 
     def _summary(self, summary: Summary, *, at: int, wall_time: float | None = None) -> None:
         self.writer.add_event(Event(wall_time=wall_time or time.time(), step=at, summary=summary))
-
-    def _flush(self) -> None:
-        try:
-            self.writer.flush()
-        except OSError as error:
-            raise TrackerError(f"tensorboard: cannot write {self.folder}: {error.strerror}") from error
 
 
 def _render_table(values: Mapping[str, Scalar]) -> str:
@@ -111,9 +92,9 @@ class BoardExporter:
         del project  # a folder has none
         self.folder = Path(uri)
 
-    def open(self, run: TrackerRun, *, known: str | None, after: int | None) -> BoardRun:
-        # the mark of a restart takes away what was written beyond `after`
-        return BoardRun(self.folder / run.group / run.key, run, known=known, after=after)
+    def open(self, run: TrackerRun, *, known: str | None) -> BoardRun:
+        del known  # the folder is that of the run
+        return BoardRun(self.folder / run.group / run.key, run)
 
 
 exporter = BoardExporter

@@ -15,11 +15,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from promises import GROUPS, promises
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
-from typer.models import ArgumentInfo, CommandInfo, ParameterInfo
+from typer.models import ArgumentInfo, ParameterInfo
 
 from tula_cli import errors
 from tula_cli.cli import options
-from tula_cli.cli.app import EXAMPLES, READER_IS_GONE, app
+from tula_cli.cli.app import COMMANDS, READER_IS_GONE
 from tula_cli.cluster.decisions import TRAINING
 from tula_cli.errors import TulaError
 from tula_cli.host.failures import FAILURE_KINDS
@@ -184,35 +184,24 @@ COMMANDS_HEAD = """Commands write their answer to stdout and progress to stderr.
 
 def commands() -> str:
     """Return the page of every command and of the exit codes."""
-    loaded = {
-        command.name: command.build_app(example=example, panel=panel).registered_commands[0]
-        for panel, commands in EXAMPLES.items()
-        for command, example in commands.items()
-        if isinstance(command, options.ExtraCommand)
-    }
-    found = {info.name or "": loaded.get(info.name or "", info) for info in app.registered_commands}
-    params = {name: _params(info.callback) for name, info in found.items()}
+    params = {name: _params(command.build().callback) for name, command in COMMANDS.items()}
     shared = set.intersection(*(set(rows) for rows in params.values()))
-    parts = [NOTE, "# Commands", COMMANDS_HEAD, _overview(found)]
+    parts = [NOTE, "# Commands", COMMANDS_HEAD, _overview()]
     parts += ["Every command takes:", _table([row for row in next(iter(params.values())) if row in shared])]
-    for name, info in found.items():
+    for name, command in COMMANDS.items():
         own = [row for row in params[name] if row not in shared]
-        parts += [f"## tula {name}", _help(info), *_example(info.epilog), _table(own)]
+        parts += [f"## tula {name}", _help(command), f"```sh\n{command.example}\n```", _table(own)]
     parts += ["## Exit codes", _exit_codes(), "## How a job ends", ENDINGS_HEAD, _endings()]
     return "\n\n".join(parts) + "\n"
 
 
-def _help(info: CommandInfo) -> str:
-    return inspect.cleandoc(info.help or info.callback.__doc__ or "")
+def _help(command: options.Command) -> str:
+    return inspect.cleandoc(command.load().__doc__ or "")
 
 
-def _overview(found: Mapping[str, CommandInfo]) -> str:
-    rows = [f"| [`tula {name}`](#tula-{name}) | {_help(info).splitlines()[0]} |" for name, info in found.items()]
+def _overview() -> str:
+    rows = [f"| [`tula {name}`](#tula-{name}) | {command.summary} |" for name, command in COMMANDS.items()]
     return "\n".join(["| command | what it does |", "|---|---|", *rows])
-
-
-def _example(epilog: str | None) -> list[str]:
-    return [f"```sh\n{inspect.cleandoc(epilog).removeprefix('Example: ')}\n```"] if epilog else []
 
 
 def _table(rows: list[str]) -> str:

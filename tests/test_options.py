@@ -22,7 +22,7 @@ from tula_cli.options import (
 from tula_cli.query import Query
 from tula_cli.show.screen import Screen
 
-COMMANDS = typer.main.get_command(app.app).commands  # type: ignore[attr-defined]
+COMMANDS = app.COMMANDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class CommandLine:
     def __init__(self) -> None:
         self.asked: list[WithNewOption] = []
         self.app = typer.Typer()
-        register(self.app, self.ask(), example="tula ask", panel="More commands")
+        register(self.app, self.ask(), example="tula ask")
 
     def ask(self):  # type: ignore[no-untyped-def]
         def ask(screen: Screen, query: WithNewOption) -> None:
@@ -107,7 +107,9 @@ def test_a_command_and_its_function_take_every_field(name: str, options: type) -
     parameters = inspect.signature(getattr(tula, name)).parameters
     assert {field.name for field, _ in fields} <= set(parameters)
     assert all(parameters[field.name].default == field.default for field, _ in fields)
-    flags = {flag for parameter in COMMANDS[name].params for flag in (*parameter.opts, *parameter.secondary_opts)}
+    flags = {
+        flag for parameter in COMMANDS[name].build().params for flag in (*parameter.opts, *parameter.secondary_opts)
+    }
     for field, option in fields:
         assert option is not None and set(option.make_flag(field.name).split("/")) <= flags
 

@@ -1,5 +1,7 @@
 """What `--help` shows, and what a shell completes."""
 
+import ast
+import inspect
 import os
 import re
 import shlex
@@ -8,17 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from tula_cli.cli import app
 from tula_cli.cli.options import ExtraCommand
 
-COMMANDS = typer.main.get_command(app.app).commands  # type: ignore[attr-defined]
-OF_PACKAGES = {
-    command.name for commands in app.EXAMPLES.values() for command in commands if isinstance(command, ExtraCommand)
-}
-each_command = pytest.mark.parametrize("name", [name for name in COMMANDS if name not in OF_PACKAGES])
+COMMANDS = app.COMMANDS
+each_command = pytest.mark.parametrize(
+    "name", [name for name, command in COMMANDS.items() if not isinstance(command, ExtraCommand)]
+)
 
 
 def shown(*words: str) -> str:
@@ -52,7 +52,7 @@ def test_no_description_in_the_list_of_commands_is_cut() -> None:
 def test_help_shows_every_option_once_and_the_ordinary_ones_fit_a_screen(name: str) -> None:
     text = shown(name, "--help")
     panels = re.split(r"^(?:Arguments|Options|Advanced):$", text, maxsplit=1, flags=re.MULTILINE)[1]
-    for param in COMMANDS[name].params:
+    for param in COMMANDS[name].build().params:
         if param.param_type_name == "option":
             name_of_option = max(param.opts, key=len)
             assert len(re.findall(rf"^  (?:-\w, )?{name_of_option}(?![\w-])", panels, re.MULTILINE)) == 1, param.opts
@@ -93,6 +93,28 @@ def test_each_other_name_suggests_a_command_that_exists() -> None:
         assert word not in COMMANDS
         commands = set(re.findall(r"tula (\w+)", hint))
         assert commands <= set(COMMANDS) and (commands or word in ("version", "help"))
+
+
+@each_command
+def test_the_list_of_commands_shows_the_summary_of_each_function(name: str) -> None:
+    """The list has it from a table, because it imports no command."""
+    function = COMMANDS[name].load()
+    assert inspect.cleandoc(function.__doc__ or "").partition("\n\n")[0] == COMMANDS[name].summary
+    assert function.__name__.rstrip("_") == name
+
+
+def test_the_list_of_commands_imports_none_of_them() -> None:
+    code = (
+        "import sys; from tula_cli.cli import app; app.run(['--help']);"
+        "print([name for name in sys.modules if name.startswith('tula_cli.') and name.count('.') > 1])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True)
+    imported = set(ast.literal_eval(done.stdout.splitlines()[-1]))
+    assert {name for name in imported if name.startswith("tula_cli.cli.")} == {
+        "tula_cli.cli.app",
+        "tula_cli.cli.options",
+    }
+    assert not any(name.startswith(("tula_cli.services", "tula_cli.models")) for name in imported)
 
 
 @each_command

@@ -9,7 +9,6 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-import typer
 
 from tula_cli import entry_points
 from tula_cli.cli import app
@@ -27,8 +26,7 @@ else:
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PACKAGES = tuple(PROJECT["entry-points"][GROUP])
-EXAMPLES = {command: example for commands in app.EXAMPLES.values() for command, example in commands.items()}
-COMMANDS = [command for command in EXAMPLES if isinstance(command, ExtraCommand)]
+COMMANDS = [command for command in app.COMMANDS.values() if isinstance(command, ExtraCommand)]
 
 
 def test_every_optional_package_has_a_folder_an_entry_point_and_a_pip_extra() -> None:
@@ -103,9 +101,9 @@ def test_help_shows_the_summary_of_the_function(command: ExtraCommand) -> None:
 def test_a_command_of_a_package_that_is_not_installed_names_the_extra(
     command: ExtraCommand, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, f"tula_cli.extras.{command.package}", None)
+    monkeypatch.setitem(sys.modules, f"tula_cli.extras.{command.module}", None)
     assert app.run([command.name]) == SpecError.exit_code
-    assert f"pip install 'tula-cli[{command.package}]'" in capsys.readouterr().err
+    assert f"pip install 'tula-cli[{command.module}]'" in capsys.readouterr().err
     assert app.run([command.name, "--json"], screen=Screen()) == SpecError.exit_code
 
 
@@ -114,11 +112,10 @@ def test_help_ends_with_an_example_that_is_understood(
     command: ExtraCommand, capsys: pytest.CaptureFixture[str]
 ) -> None:
     app.run([command.name, "--help"])
-    example = EXAMPLES[command]
-    assert capsys.readouterr().out.strip().endswith(f"Example: {example}")
-    tula, name, *arguments = shlex.split(example)
+    assert capsys.readouterr().out.strip().endswith(f"Example: {command.example}")
+    tula, name, *arguments = shlex.split(command.example)
     assert (tula, name) == ("tula", command.name)
-    typer.main.get_command(app.app).commands[name].make_context(name, arguments)  # type: ignore[attr-defined]
+    command.make_context(name, arguments)
 
 
 def test_a_job_finds_the_optional_packages_in_the_archive_of_its_run(tmp_path: Path) -> None:

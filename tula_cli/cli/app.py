@@ -6,7 +6,7 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, TextIO, get_args
@@ -14,8 +14,7 @@ from typing import Annotated, Any, TextIO, get_args
 import typer
 from typer.core import TyperGroup
 
-from tula_cli.cli import check, clean, compare, diff, evaluate, observe, profile, recommend, status, train
-from tula_cli.cli.options import COMMON, USAGE_ERROR, ExtraCommand, Interrupted, register, register_extra
+from tula_cli.cli.options import COMMON, USAGE_ERROR, Command, ExtraCommand, Interrupted
 from tula_cli.errors import DiskFull, SpecError, TulaError
 from tula_cli.options import ROOT
 from tula_cli.run.disk_space import FULL_DISK_ERRNOS
@@ -24,8 +23,59 @@ from tula_cli.spec.old_keys import OldKeyWarning
 from tula_cli.version import __version__
 from tula_cli.words import describe_expected_value
 
-WORKFLOW = "Workflow"
-MORE = "More commands"
+WORKFLOW = (
+    Command("init", "check", "Write a job file that runs as it is, with the keys that matter.", "tula init slurm"),
+    Command(
+        "check", "check", "Check a job file, and show what profiling it would cost.", "tula check job.yaml --on-cluster"
+    ),
+    Command(
+        "profile",
+        "profile",
+        "Measure short training runs over nodes and batch sizes.",
+        "tula profile job.yaml --set search.nodes=[1,2,4]",
+    ),
+    Command(
+        "recommend",
+        "recommend",
+        "Choose nodes and batch size from the measurements.",
+        "tula recommend --objective cost --deadline 24",
+    ),
+    Command("train", "train", "Train at the recommended nodes and batch size.", "tula train --nodes 4 --batch 1024"),
+    Command("status", "status", "Show the jobs, the training and the recommendation of a run.", "tula status digits"),
+)
+MORE = (
+    Command("logs", "status", "Show the log of a job.", "tula logs digits --follow"),
+    Command("cancel", "status", "Cancel the jobs of a run; its results are kept.", "tula cancel digits-1f0c5b7e"),
+    Command(
+        "compare",
+        "compare",
+        "Compare the accuracy of several methods and batch sizes.",
+        "tula compare job.yaml --methods lbt,lrs,ortho --batch 1024",
+    ),
+    Command(
+        "evaluate", "evaluate", "Evaluate the weights of a training on the test set.", "tula evaluate --weights best"
+    ),
+    ExtraCommand(
+        "report", "report", "Write a report of a run as HTML, Markdown, LaTeX or CSV.", "tula report --html report.html"
+    ),
+    ExtraCommand(
+        "export",
+        "trackers",
+        "Send results to MLflow, Weights & Biases or TensorBoard.",
+        "tula export --to mlflow --follow",
+    ),
+    Command("list", "status", "List all runs, the last changed one first.", "tula list --run-dir /scratch/tula-runs"),
+    Command("diff", "diff", "Show the differences between two runs.", "tula diff digits-1f0c5b7e digits-9a4e02cd"),
+    Command(
+        "observe",
+        "observe",
+        "Run a training unchanged, and report how well it uses its nodes.",
+        "tula observe -- python train.py --epochs 3",
+    ),
+    Command("clean", "clean", "Delete files that runs no longer need.", "tula clean --older 30d --dry-run"),
+)
+COMMANDS: Mapping[str, Command] = {str(command.name): command for command in (*WORKFLOW, *MORE)}
+"""The commands by name, in order of use, each with the first paragraph of its help text and an example."""
 FULLER_WIDTH = 100
 """Maximum number of columns of --help."""
 
@@ -33,17 +83,19 @@ FULLER_WIDTH = 100
 class Commands(TyperGroup):
     """The commands of tula, listed in two panels: those of the workflow first."""
 
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
+        """Return the names of the commands."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Command | None:  # noqa: ARG002
+        """Return a command by its name; None if there is none of that name."""
+        return COMMANDS.get(cmd_name)
+
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
         """Write the commands, each under the name of its panel."""
-        for panel in (WORKFLOW, MORE):
-            commands = {
-                name: command
-                for name, command in self.commands.items()
-                if vars(command).get("rich_help_panel") == panel
-            }
-            limit = formatter.width - 6 - max(map(len, self.commands))
+        for panel, commands in (("Workflow", WORKFLOW), ("More commands", MORE)):
             with formatter.section(panel):
-                formatter.write_dl([(name, command.get_short_help_str(limit)) for name, command in commands.items()])
+                formatter.write_dl([(command.name, command.summary) for command in commands])
 
 
 app = typer.Typer(
@@ -54,35 +106,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-
-
-EXAMPLES: Mapping[str, Mapping[Callable[..., None] | ExtraCommand, str]] = {
-    WORKFLOW: {
-        check.init: "tula init slurm",
-        check.check: "tula check job.yaml --on-cluster",
-        profile.profile: "tula profile job.yaml --set search.nodes=[1,2,4]",
-        recommend.recommend: "tula recommend --objective cost --deadline 24",
-        train.train: "tula train --nodes 4 --batch 1024",
-        status.status: "tula status digits",
-    },
-    MORE: {
-        status.logs: "tula logs digits --follow",
-        status.cancel: "tula cancel digits-1f0c5b7e",
-        compare.compare: "tula compare job.yaml --methods lbt,lrs,ortho --batch 1024",
-        evaluate.evaluate: "tula evaluate --weights best",
-        ExtraCommand(
-            "report", "report", "Write a report of a run as HTML, Markdown, LaTeX or CSV."
-        ): "tula report --html report.html",
-        ExtraCommand(
-            "export", "trackers", "Send results to MLflow, Weights & Biases or TensorBoard."
-        ): "tula export --to mlflow --follow",
-        status.list_: "tula list --run-dir /scratch/tula-runs",
-        diff.diff: "tula diff digits-1f0c5b7e digits-9a4e02cd",
-        observe.observe: "tula observe -- python train.py --epochs 3",
-        clean.clean: "tula clean --older 30d --dry-run",
-    },
-}
-"""The commands by panel of `tula --help`, in order of use, with an example of each."""
 REPLACED: Mapping[str, str] = {
     "estimate": "type tula check job.yaml --memory 32GiB",
     "schema": "tula init writes .tula/job.schema.json and .tula/site.schema.json beside the job file",
@@ -108,12 +131,6 @@ REMOVED_VALUES: Mapping[tuple[str, str, str], str] = {
     ),
 }
 """Values of options that were removed, by command and option, and what to use instead."""
-for _panel, _commands in EXAMPLES.items():
-    for _command, _example in _commands.items():
-        if isinstance(_command, ExtraCommand):
-            register_extra(app, _command, example=_example, panel=_panel)
-        else:
-            register(app, _command, example=_example, panel=_panel)
 
 _TRAIN = "tula train {} trains, tula profile {} measures first where to train"
 OTHER_NAMES: Mapping[str, str] = {
@@ -260,17 +277,16 @@ def _discard_unwritable() -> None:
 
 def _convert_usage_error(error: Any, arguments: Sequence[str]) -> SpecError:
     """Convert click's usage error to a SpecError."""
-    known = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "tula"
-    if path == "tula" and arguments and arguments[0] in known:
+    if path == "tula" and arguments and arguments[0] in COMMANDS:
         path = f"tula {arguments[0]}"  # an option without its value is reported without a context
     message = describe_expected_value(error.format_message())
     option = getattr(error, "option_name", None)
     if path == "tula" and option in _SHARED:
         return SpecError(f"{option} comes after the command", f"for example tula status {option}")
     if path == "tula" and option is None:
-        return _make_unknown_command_error(arguments, known)
+        return _make_unknown_command_error(arguments)
     if hint := REMOVED_OPTIONS.get((path, str(option))):
         return SpecError(f"{path} has no option {option} any more", hint)
     names = getattr(getattr(error, "param", None), "opts", ())
@@ -297,7 +313,7 @@ def _make_extra_argument_error(words: str, arguments: Sequence[str], path: str) 
     return SpecError(f"{path} does not take the argument {words}", f"{path} --help lists arguments and options")
 
 
-def _make_unknown_command_error(arguments: Sequence[str], commands: Iterable[str]) -> SpecError:
+def _make_unknown_command_error(arguments: Sequence[str]) -> SpecError:
     """Return the error for a first word that is not a command, with the command that was probably meant."""
     from tula_cli.plugins import suggest_nearest
 
@@ -308,7 +324,7 @@ def _make_unknown_command_error(arguments: Sequence[str], commands: Iterable[str
     run_folders = (os.path.join(folder, word, "spec.yaml") for folder in ("", ROOT))  # noqa: PTH118
     if word.endswith((".yaml", ".yml")) or any(map(os.path.exists, run_folders)):  # raises nothing, unlike Path
         return SpecError(f"{word} is not a command", f"{_TRAIN.format(word, word)}, tula status {word} shows its run")
-    hint = suggest_nearest(word, commands)
+    hint = suggest_nearest(word, COMMANDS)
     return SpecError(f"there is no command {word}", hint or "tula --help lists the commands")
 
 

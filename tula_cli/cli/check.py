@@ -10,7 +10,7 @@ import typer
 
 from tula_cli.cli.options import ADVANCED
 from tula_cli.cli.runs import JobOrRun, find_run, load, resolve_job_or_run
-from tula_cli.cli.waiting import follow_work, make_inspector, refuse, warn_all
+from tula_cli.cli.waiting import follow_work, make_inspector, refuse
 from tula_cli.errors import SpecError
 from tula_cli.options import ROOT, CheckedNodes, Fresh, NodeType, Overrides, Root, Timeout
 from tula_cli.show import check as show_check
@@ -105,7 +105,7 @@ def init(
         data, lines = show_check.describe_proposal(made, output)
         default, reason = get_default_train(made.recognised.script["command"])
         method, line = default["method"], get_training_method(default["method"]).describe(None, reason)
-        warn_all(screen, made.warnings)
+        screen.warn_all(made.warnings)
     write_atomic(output, with_schema(text if full else shorten_job(text), output), mode=MODE_FOR_ALL)
     if kind == "slurm":
         screen.note(show_check.describe_site(offered))
@@ -266,8 +266,8 @@ def _check_job(screen: Screen, job: Path, options: CheckOptions) -> None:
     checked = services_check.check_all(spec, node_type=options.node_type, online=online, inspector=inspect, run=run)
     screen.answer(*show_check.render_checks(checked.reports, origins))
     for report in checked.reports.values():
-        warn_all(screen, report.warnings)
-    warn_all(screen, checked.left_out)
+        screen.warn_all(report.warnings)
+    screen.warn_all(checked.left_out)
     checked.require_sound(str(job))
 
 
@@ -314,7 +314,7 @@ def _check_on_cluster(screen: Screen, job: Path, options: CheckOptions) -> None:
     )
     cluster_check = follow_work(screen, work)
     screen.answer(cluster_check, show_check.render_cluster_check(cluster_check))
-    warn_all(screen, cluster_check.warnings)
+    screen.warn_all(cluster_check.warnings)
     cluster_check.require_sound(str(job))
 
 

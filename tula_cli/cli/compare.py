@@ -9,7 +9,7 @@ import typer
 from tula_cli import words
 from tula_cli.cli.options import CancelOnInterrupt, DryRun, Html, Yes, check_page
 from tula_cli.cli.runs import JobOrRun, confirm_unedited, say_type
-from tula_cli.cli.waiting import follow_work, make_confirm, make_dependencies, make_inspector, warn_all
+from tula_cli.cli.waiting import follow_work, make_confirm, make_dependencies, make_inspector
 from tula_cli.errors import SpecError
 from tula_cli.options import ComparisonRequest, NodeType, Wait
 from tula_cli.show import compare as show_compare
@@ -123,7 +123,7 @@ def _answer_with_table(
     report = comparison_result.report
     screen.status = "done" if report.complete else "pending" if comparison_result.active else "partial"
     screen.answer(report, show_compare.render_comparison(report, width=screen.width, color=screen.colored))
-    warn_all(screen, report.warnings)
+    screen.warn_all(report.warnings)
     if html is not None:
         from tula_cli.run.files import MODE_FOR_ALL, write_atomic
         from tula_cli.services.document import load_report_package

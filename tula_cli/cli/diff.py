@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from tula_cli.cli.runs import find_run
-from tula_cli.cli.waiting import warn_all
 from tula_cli.options import ROOT, Root
 from tula_cli.show.screen import Screen
 
@@ -33,4 +32,4 @@ def diff(
     screen.run_id = before.id
     run_difference = compare_runs(before, after)
     screen.answer(run_difference, render_difference(run_difference))
-    warn_all(screen, run_difference.warnings)
+    screen.warn_all(run_difference.warnings)

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
@@ -108,7 +108,7 @@ def check_page(html: Path | None, example: str) -> None:
         )
 
 
-def register(app: typer.Typer, function: Callable[..., None], *, example: str, panel: str) -> None:
+def register(app: typer.Typer, function: Callable[..., None], *, example: str) -> None:
     """Register a function as a command of `app`.
 
     The function's first parameter is the screen, which is set up by the options common to all commands. A parameter whose
@@ -118,7 +118,6 @@ def register(app: typer.Typer, function: Callable[..., None], *, example: str, p
         app: application of the command.
         function: implementation of the command; its docstring is the help text.
         example: example of a command line, shown at the end of the help text.
-        panel: panel of `tula --help` that lists the command.
     """
     parameters = list(inspect.signature(function).parameters.values())[1:]
 
@@ -145,7 +144,7 @@ def register(app: typer.Typer, function: Callable[..., None], *, example: str, p
     wrapper.__signature__ = inspect.Signature([context, *command_options, *common])  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in [context, *command_options, *common]}
     name = function.__name__.rstrip("_")
-    app.command(name, cls=CommandWithPanels, epilog=f"Example: {example}", rich_help_panel=panel)(wrapper)
+    app.command(name, cls=CommandWithPanels, epilog=f"Example: {example}")(wrapper)
 
 
 def _list_fields(parameter: inspect.Parameter) -> list[tuple[inspect.Parameter, Option | None]]:
@@ -189,19 +188,42 @@ def _make_typer_parameter(field: inspect.Parameter, option: Option | None) -> in
     return field.replace(annotation=Annotated[kind, info], default=default)
 
 
-# --- commands of optional packages
+# --- commands by name
 
 
-@dataclass(frozen=True)
-class ExtraCommand:
-    """A command of an optional package.
+class Command(TyperCommand):
+    """A command whose module is imported only when it runs or its help is shown, so that `tula` starts quickly.
 
-    Its summary is here, so that `tula --help` loads no optional package.
+    Args:
+        name: its name.
+        module: its module in tula_cli.cli.
+        summary: the first paragraph of its help text.
+        example: example of a command line.
     """
 
-    name: str
-    package: str
-    summary: str  # the first paragraph of its help text
+    def __init__(self, name: str, module: str, summary: str, example: str) -> None:
+        super().__init__(name, help=summary)
+        self.module, self.summary, self.example = module, summary, example
+
+    def load(self) -> Callable[..., None]:
+        """Return the function of the command."""
+        module = import_module(f"tula_cli.cli.{self.module}")
+        function: Callable[..., None] = getattr(module, "list_" if self.name == "list" else str(self.name))
+        return function
+
+    def build(self) -> TyperCommand:
+        """Return the command with its arguments and options."""
+        app = typer.Typer(rich_markup_mode=None, add_completion=False)
+        register(app, self.load(), example=self.example)
+        return cast(TyperCommand, typer.main.get_command(app))
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """Return the context of the imported command, in which click runs it."""
+        return self.build().make_context(info_name, args, parent, **extra)
+
+
+class ExtraCommand(Command):
+    """A command of an optional package, whose name is `module`."""
 
     def load(self) -> Callable[..., None]:
         """Return the function of the command.
@@ -209,26 +231,5 @@ class ExtraCommand:
         Raises:
             SpecError: the package is not installed.
         """
-        command: Callable[..., None] = load_extra(self.package).command
+        command: Callable[..., None] = load_extra(self.module).command
         return command
-
-    def build_app(self, *, example: str, panel: str) -> typer.Typer:
-        """Return an application that has only this command.
-
-        Raises:
-            SpecError: the package is not installed.
-        """
-        app = typer.Typer(rich_markup_mode=None, add_completion=False)
-        register(app, self.load(), example=example, panel=panel)
-        return app
-
-
-def register_extra(app: typer.Typer, command: ExtraCommand, *, example: str, panel: str) -> None:
-    """Register a command of an optional package, which is loaded when the command runs or its help is shown."""
-
-    class Unloaded(TyperCommand):
-        def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-            loaded = typer.main.get_command(command.build_app(example=example, panel=panel))
-            return loaded.make_context(info_name, args, parent, **extra)
-
-    app.command(command.name, cls=Unloaded, help=command.summary, rich_help_panel=panel)(command.load)

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tula_cli.assets import find_folder
 from tula_cli.cli.options import ADVANCED
 from tula_cli.cli.runs import JobOrRun
-from tula_cli.cli.waiting import warn_all
 from tula_cli.errors import BadMeasurements, CannotWrite, NotYours, OtherFormat, SpecError
 from tula_cli.options import Every
 from tula_cli.query import Query
@@ -112,7 +110,7 @@ def recommend(
         )
     first, last = show_recommend.render_demo_lines() if demo else ((), ())
     screen.answer(data, itertools.chain(first, shown, [line], show_recommend.render_validation(judged), details, last))
-    warn_all(screen, answer.warnings)
+    screen.warn_all(answer.warnings)
 
 
 def _show_campaign(
@@ -133,7 +131,7 @@ def _show_campaign(
     first, last = show_recommend.render_demo_lines() if demo else ((), ())
     data = {**vars(plan), **({"demo": show_recommend.DEMO} if demo else {})}
     screen.answer(data, itertools.chain(first, show_campaign.render_campaign(plan), last))
-    warn_all(screen, plan.warnings)
+    screen.warn_all(plan.warnings)
 
 
 def _render_answer(answer: "Answer", *, pareto: bool, every: bool, kept: bool) -> "Iterator[RenderableType]":
@@ -190,6 +188,7 @@ def _open_demo_run(screen: Screen, chosen: JobOrRun, *, save: bool) -> tuple["Ru
     Raises:
         SpecError: another run is named, or the answer is to be saved.
     """
+    from tula_cli.assets import find_folder
     from tula_cli.run.directory import RunDir
     from tula_cli.run.jobfile import load_with_overrides
 

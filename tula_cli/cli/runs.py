@@ -13,7 +13,6 @@ import typer
 from tula_cli import words
 from tula_cli.errors import SpecError
 from tula_cli.options import ROOT, Option, Overrides, Root
-from tula_cli.show import check
 from tula_cli.show.screen import Screen
 
 if TYPE_CHECKING:
@@ -65,6 +64,8 @@ class JobOrRun:
             screen.overrides = (*screen.overrides, *self.overrides)
             spec = load_with_overrides(run, self.overrides)
             if (drift := find_config_drift(run, spec, self.overrides)) is not None:
+                from tula_cli.show import check
+
                 screen.warn(check.describe_config_drift(drift, screen.command))
             return run, spec
         spec = load(job, self.overrides)
@@ -241,6 +242,8 @@ def confirm_unedited(
 
 
 def _make_edited_error(screen: Screen, run: "RunDir", config_drift: "ConfigDrift") -> SpecError:
+    from tula_cli.show import check
+
     name, run_path = (
         words.make_relative_path(Path(config_drift.file.path)),
         shlex.quote(words.make_relative_path(run.path)),

@@ -7,7 +7,6 @@ import typer
 
 from tula_cli.cli.options import ADVANCED
 from tula_cli.cli.runs import ExistingRun, parse_since
-from tula_cli.cli.waiting import warn_all
 from tula_cli.errors import SpecError
 from tula_cli.options import ROOT, NodeType, Root
 from tula_cli.show import status as show_status
@@ -48,8 +47,8 @@ def status(screen: Screen, chosen: ExistingRun) -> None:
         data = {**attributes, **({"site_charge": charges[None]} if None in charges else {"site_charges": charges})}
     screen.answer(data, show_status.render_status_by_type(run.path, statuses, recommendation, charges))
     for now in statuses.values():
-        warn_all(screen, now.warnings)
-    warn_all(screen, look.record_warnings)
+        screen.warn_all(now.warnings)
+    screen.warn_all(look.record_warnings)
 
 
 def list_(screen: Screen, root: Root = ROOT) -> None:
@@ -147,6 +146,6 @@ def cancel(
     run = chosen.find(screen)
     variants = list_variants_with_data(run, run.read_spec())
     for variant in variants:
-        warn_all(screen, variant.read().job_warnings)
+        screen.warn_all(variant.read().job_warnings)
     ended = services_status.cancel_jobs(variants, lambda variant: launcher.make_launcher(variant.spec, submits=False))
     screen.answer({"cancelled": ended}, [f"cancelled {', '.join(ended)}" if ended else "no job was queued or running"])

@@ -1,7 +1,7 @@
 """Display of service events, confirmation before money is spent, and answers for jobs that run in the background."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,7 +17,6 @@ from tula_cli.show.screen import Screen
 
 if TYPE_CHECKING:
     from tula_cli.cluster.inspection import CachedInspection
-    from tula_cli.diagnostics import Diagnostic
     from tula_cli.run.directory import RunDir
     from tula_cli.services.events import Event, NodeCheckProgress, Note, Planned, WarningEvent, Work
     from tula_cli.services.waiting import Dependencies, DetachedJobs
@@ -119,12 +118,6 @@ def make_confirm(screen: Screen, spec: "JobSpec", *, yes: bool) -> "Callable[[Pl
 def refuse(given: bool, option: str, why: str) -> None:
     if given:
         raise SpecError(f"{option} {why}")
-
-
-def warn_all(screen: Screen, warnings: "Sequence[Diagnostic | str]") -> None:
-    """Print warnings about an answer after it, because they would be overlooked above a long table."""
-    for warning in warnings:
-        screen.warn(warning)
 
 
 def answer_detached(screen: Screen, run: "RunDir", detached_jobs: "DetachedJobs", data: dict[str, Any]) -> None:

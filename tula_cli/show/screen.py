@@ -117,6 +117,11 @@ class Screen:
             self.diagnostics += [warning] if isinstance(warning, Diagnostic) else []
             self._say(f"warning: {text}")
 
+    def warn_all(self, warnings: Iterable[Diagnostic | str]) -> None:
+        """Print warnings about an answer; to be called after it, because they would be overlooked above a long table."""
+        for warning in warnings:
+            self.warn(warning)
+
     def _say(self, text: str) -> None:
         """Write to stderr; on a terminal, wrap at spaces and print above a live display."""
         text = without_controls(text)

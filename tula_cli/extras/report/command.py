@@ -9,7 +9,6 @@ import typer
 from tula_cli import words
 from tula_cli.cli.options import Html, check_page
 from tula_cli.cli.runs import ExistingRun
-from tula_cli.cli.waiting import warn_all
 from tula_cli.errors import SpecError
 from tula_cli.extras.report import view
 from tula_cli.show.screen import Screen
@@ -60,7 +59,7 @@ def report(
     looks = functools.partial(launcher.make_launcher, submits=False)
     material = gather_material(run, run.read_spec(), looks, now=time.time())
     for part in material.parts:
-        warn_all(screen, part.now.warnings)
+        screen.warn_all(part.now.warnings)
     document = service.build_document(material)
     text = _render_text_for_stdout(document, to_stdout)
     written = _write(document, html, svg, csv)

@@ -8,6 +8,10 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("tula", deadline=None)  # a busy machine is no failure, nor is the first call's import
+settings.load_profile("tula")
 
 GROUPS = {
     "tests/slurm/test_recovery.py": "cluster 1",

@@ -29,7 +29,7 @@ def inspection(truth: Truth, *, capacity: int | None) -> Inspection:
     st.sampled_from(["partial", "sweep", "full"]),
 )
 @example(Truth(fixed=0.001, slope=1e-05, sync=0.1875), "partial")  # an undamped fit goes astray here
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_every_strategy_finds_a_truth_without_noise_or_overlap(truth: Truth, strategy: str) -> None:
     """Eq. 2 to the letter is not what the model expects of a cluster: the more probes, the more it believes them."""
     far = {"partial": 0.6, "sweep": 0.3, "full": 0.1}[strategy]

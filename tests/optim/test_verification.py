@@ -156,7 +156,7 @@ class Twin:
         return bool(change < self.delta)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     name=st.sampled_from(sorted(SETTINGS)),
     dtype=st.sampled_from(DTYPES),
@@ -209,7 +209,7 @@ def assert_factors(
         np.testing.assert_allclose(found, expected, rtol=tolerance, atol=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     dtype=st.sampled_from([*DTYPES, torch.float16]),
     zero_dim=st.booleans(),
@@ -231,7 +231,7 @@ def test_the_device_branch_is_bitwise_the_host_branch(
     assert same(on_host, [(g * f).to(dtype) for g, f in zip(grads, factors, strict=True)] if calm else grads)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(dtype=st.sampled_from([*DTYPES, torch.float16]), b_small=st.integers(1, 500), seed=st.integers(0, 10_000))
 def test_stored_factors_never_leave_the_bounds(dtype: torch.dtype, b_small: int, seed: int) -> None:
     rng = torch.Generator().manual_seed(seed)
@@ -242,7 +242,7 @@ def test_stored_factors_never_leave_the_bounds(dtype: torch.dtype, b_small: int,
         assert bounds.low <= factor.min().item() and factor.max().item() <= bounds.high
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     b_small=st.integers(1, 64),
     available=st.integers(1, 16),

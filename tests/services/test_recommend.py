@@ -404,7 +404,7 @@ def test_a_deadline_cuts_the_front_and_changes_nothing_in_it(run: RunDir) -> Non
     assert front(deadline_hours=hours) == front() & within != front()
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=5, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=5)
 @given(st.floats(1.001, 1000))
 def test_a_higher_price_never_changes_the_fastest_choice(run: RunDir, factor: float) -> None:
     dear = run.read_spec().pricing.model_copy(update={"price": 2.0 * factor})

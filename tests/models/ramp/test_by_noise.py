@@ -78,7 +78,7 @@ POINTS = st.dictionaries(MOMENTS, st.floats(0, 1e5), min_size=1, max_size=5)
 
 
 @given(points=POINTS, scale=st.floats(1, 1e5))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_first_is_where_it_comes_to_a_scale(points: dict[float, float], scale: float) -> None:
     subject = path(*points.items())
     epoch = subject.first_epoch_with(scale)
@@ -116,7 +116,7 @@ def test_a_batch_that_the_noise_never_comes_to_begins_at_the_end() -> None:
 
 
 @given(points=POINTS, batch=st.integers(1, 10_000), factor=st.floats(0.1, 10), epochs=st.integers(1, 100))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_stages_only_double_last_their_share_and_never_go_down(
     points: dict[float, float], batch: int, factor: float, epochs: int
 ) -> None:
@@ -215,7 +215,7 @@ def test_what_would_not_last_never_begins() -> None:
 
 
 @given(rows=st.lists(st.tuples(st.sampled_from([128, 256, 512]), st.integers(0, 250_000)), max_size=6))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_decisions_only_lengthen(rows: list[tuple[int, int]]) -> None:
     found = apply_decisions(PLANNED, [decision(*row) for row in rows], total=200_000, size=SIZE)
     assert [stage.batch for stage in found] == [stage.batch for stage in PLANNED]

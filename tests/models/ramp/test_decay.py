@@ -79,7 +79,7 @@ SCHEDULES = st.one_of(
 
 
 @given(schedule=SCHEDULES, batch=st.sampled_from([200, 256, 1024, 4096]), name=st.sampled_from(["SGD", "AdamW"]))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_rate_and_batch_are_worth_the_rate_of_the_reference_batch(schedule: Any, batch: int, name: str) -> None:
     """lr / batch with SGD, lr / root of the batch with AdamW, at every point; the rate never exceeds the job's own."""
     subject = job(schedule, {"name": name, "lr": 0.1})

@@ -89,7 +89,7 @@ TIMES = st.lists(st.floats(1.0, 1000.0), min_size=4, max_size=4)
 @given(
     times=st.lists(TIMES, min_size=1, max_size=4), start=st.floats(0, 300), queue=st.floats(0, 300), cost=st.booleans()
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_no_other_ascending_nodes_are_better_and_those_throughout_never(
     times: list[list[float]], start: float, queue: float, cost: bool
 ) -> None:

@@ -73,7 +73,7 @@ SIZES = st.integers(1, 40)
 
 
 @given(size=st.integers(5, 300), batches=st.lists(SIZES, min_size=1, max_size=4, unique=True), data=st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_steps_are_those_of_a_walk(size: int, batches: list[int], data: st.DataObject) -> None:
     begins = sorted(data.draw(st.lists(st.integers(0, 3 * size), min_size=len(batches), max_size=len(batches))))
     ramp = Ramp(

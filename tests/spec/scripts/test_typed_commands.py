@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tula_cli.errors import SpecError
@@ -154,7 +154,6 @@ def _is_free(word: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["local", "slurm"])
-@settings(deadline=None)
 @given(words=WORDS)
 def test_every_word_reaches_the_ranks_bit_for_bit(kind: Any, words: list[str]) -> None:
     words = [f":{word}" if word.startswith("-") else word for word in words if _is_free(word)]
@@ -167,7 +166,6 @@ def test_every_word_reaches_the_ranks_bit_for_bit(kind: Any, words: list[str]) -
     assert ranks == ["python", "train.py", "--batch-size", "8", "--epochs", "3", "--", *words]
 
 
-@settings(deadline=None)
 @given(words=WORDS)
 def test_wrappers_reach_the_ranks_bit_for_bit(words: list[str]) -> None:
     words = [f"+{word}" for word in words if _is_free(word) and "/" not in word]

@@ -51,7 +51,7 @@ def union(size: int, *, batch: int, world: int, **start: int) -> list[set[Key]]:
 
 
 @given(size=st.integers(1, 300), local=st.integers(1, 9), world=WORLDS, accumulate=st.integers(1, 3), data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_sample_of_the_whole_batches_is_trained_once(
     size: int, local: int, world: int, accumulate: int, data: st.DataObject
 ) -> None:
@@ -68,13 +68,13 @@ def test_every_sample_of_the_whole_batches_is_trained_once(
 
 
 @given(world=WORLDS, done=st.integers(0, 50))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_a_global_batch_holds_the_same_samples_in_any_world(world: int, done: int) -> None:
     assert union(200, batch=60, world=world, done=done) == union(200, batch=60, world=1, done=done)
 
 
 @given(first=st.integers(1, 40), second=st.integers(1, 40), data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_another_batch_goes_on_where_the_old_one_ended(first: int, second: int, data: st.DataObject) -> None:
     steps = data.draw(st.integers(0, 120 // first))
     before = batches(120, batch=first)[:steps]
@@ -180,7 +180,7 @@ def shared_memory(processes: Iterable[int]) -> int:
 
 
 @given(size=st.integers(1, 50), world=WORLDS, batch=st.integers(1, 7))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_each_evaluation_sample_is_loaded_once(size: int, world: int, batch: int) -> None:
     data = torch.arange(size)
     loaders = [

@@ -67,7 +67,7 @@ def explicit(surface: LossSurface) -> np.ndarray[Any, Any]:
 # Rounded: norms of numbers whose squares underflow are of no use to any iteration.
 @given(st.lists(st.floats(-100, 100).map(lambda value: round(value, 6)), min_size=2, max_size=12), st.integers(0, 1000))
 @example([60.0, 61.0, -3.0, 0.5], 7)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_both_extremes_are_those_of_the_spectrum(eigenvalues: list[float], seed: int) -> None:
     matrix = symmetric(*eigenvalues, seed=seed)
     true = np.linalg.eigvalsh(matrix.numpy())

@@ -101,7 +101,7 @@ COUNTS = st.lists(st.integers(1, 12), min_size=1, max_size=4, unique=True)
 
 
 @given(counts=COUNTS, world=st.integers(1, 3), seed=st.integers(0, 10**6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_sample_is_left_out_or_seen_twice_wherever_it_is_killed(counts: list[int], world: int, seed: int) -> None:
     size, epochs, rng = 97, 4, random.Random(seed)
     begins = sorted(rng.sample(range(1, 3 * size), len(counts) - 1))

@@ -125,7 +125,8 @@ def _continue_curve(x: Floats, y: Floats) -> tuple[Floats, Floats]:
     """
     inside = np.arange(x[0], x[-1] + 0.5)
     beyond = np.arange(1, _BEYOND + 1)
-    before = y[-1] - y[0] + (len(inside) - 1 + 2 * _BEYOND) / 2  # nearly _BEYOND: time halves at every doubling
+    # Nearly _BEYOND: time halves at every doubling. Kneedle draws the chord down to the least value, not to the last.
+    before = y.min() - y[0] + (len(inside) - 1 + 2 * _BEYOND) / 2
     return (
         np.concatenate([x[0] - beyond[::-1], inside, inside[-1] + beyond]),
         np.concatenate([y[0] + beyond[::-1] * before / _BEYOND, np.interp(inside, x, y), np.full(_BEYOND, y[-1])]),

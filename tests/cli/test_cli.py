@@ -1684,8 +1684,9 @@ def test_a_run_judges_the_strategies_by_its_own_probes(cluster):
 def test_explain_shows_how_the_fit_was_made_and_the_summaries_of_its_regressions(cluster):
     tula("profile", "job.yaml", "--set", "search.strategy=full")
     plain, explained = tula("recommend"), tula("recommend", "--explain")
-    for text in ("fit: step = compute", "GLS Regression Results", "OLS Regression Results", "1 - 1/N", "peak (MiB)"):
-        assert text in explained.out and text not in plain.out
+    for text in ("fit: step = compute", "coefficient", "90 % interval", "1 - 1/N"):
+        assert text in explained.out and text not in plain.out.partition("\n\n")[2]
+    assert "Regression Results" not in explained.out
     assert "--explain" in plain.out
     without, data = (tula("recommend", "--json", *more).json["data"] for more in ([], ["--explain"]))
     summaries = data.pop("explanation")[""]
@@ -1693,14 +1694,15 @@ def test_explain_shows_how_the_fit_was_made_and_the_summaries_of_its_regressions
     assert [each["name"] for each in summaries] == ["step time", "step time by the paper", "memory", "cost"]
     for each in summaries:
         assert each["coefficients"] and all(name in each["summary"] for name in each["coefficients"])
-        assert all(one["standard_error"] >= 0 for one in each["coefficients"].values())
+        assert "Regression Results" in each["summary"]
+        assert all(one["low"] <= one["value"] <= one["high"] for one in each["coefficients"].values())
     assert 0 < summaries[0]["coefficients"]["slope"]["standard_error"] < 0.5, "the probes tell it"
 
 
 def test_explain_says_where_probes_are_too_few_for_a_regression(cluster):
     tula("profile", "job.yaml", "--set", "search.nodes=[2]", "--set", "search.strategy=partial")
     explained = tula("recommend", "--explain")
-    assert explained.code == 0 and "GLS Regression Results" in explained.out
+    assert explained.code == 0 and "90 % interval" in explained.out
     assert "probes do not determine its 2 coefficients and an error" in explained.out
 
 

@@ -27,15 +27,17 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Coefficient:
-    """One coefficient of a regression."""
+    """One coefficient of a regression, with its 90 % interval."""
 
     value: float
     standard_error: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)
 class RegressionSummary:
-    """A regression with its description and tables."""
+    """A regression with its description, its coefficients, and the tables of statsmodels for whoever reads its JSON."""
 
     name: str
     about: str  # what is fitted to what, in a sentence
@@ -133,8 +135,8 @@ def _summarize_ols(name: str, about: str, of: str, target: Floats, columns: Mapp
 
 
 def _list_coefficients(result: "RegressionResultsWrapper", names: Sequence[str]) -> dict[str, Coefficient]:
-    pairs = zip(names, result.params.tolist(), result.bse.tolist(), strict=True)
-    return {name: Coefficient(value, error) for name, value, error in pairs}
+    rows = np.column_stack([result.params, result.bse, result.conf_int(alpha=0.1)]).tolist()
+    return {name: Coefficient(*row) for name, row in zip(names, rows, strict=True)}
 
 
 def _render_summary(result: "RegressionResultsWrapper", of: str, names: Sequence[str]) -> str:

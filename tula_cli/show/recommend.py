@@ -147,7 +147,16 @@ def render_explanation(
         for each in summaries:
             yield ""
             yield f"{f'{kind}: ' * bool(kind)}{each.name}: {each.about}"
-            yield from each.summary.splitlines()
+            yield from [_make_coefficients_table(each)] if each.coefficients else []
+
+
+def _make_coefficients_table(regression: "RegressionSummary") -> "Table":
+    table = make_table(["coefficient", "value", "90 % interval"])
+    for name, row in regression.coefficients.items():
+        # A coordinate that the probes do not change is its prior's mean, 0, up to rounding.
+        value, low, high = (format_number(round(number, 9) + 0.0) for number in (row.value, row.low, row.high))
+        table.add_row(name, value, f"{low} to {high}")
+    return table
 
 
 def _describe_sources(recommendation: "Recommendation") -> Iterator[str]:

@@ -301,7 +301,11 @@ def faults() -> str:
     kept = promises()
     parts = [NOTE, "# What happens when ...", FAULTS_HEAD]
     for about in GROUPS:
-        rows = [f"| {_cell(one.when)} | {_cell(one.then)} | `{one.test.partition('::')[0]}` |" for one in kept if one.about == about]
+        rows = [
+            f"| {_cell(one.when)} | {_cell(one.then)} | `{one.test.partition('::')[0]}` |"
+            for one in kept
+            if one.about == about
+        ]
         if rows:
             parts += [
                 f"## {about[0].upper()}{about[1:]}",

@@ -61,9 +61,9 @@ LIGHT = ("-m", "not proof and not torch", "tests/models", "tests/spec", "tests/s
 """Tests that pass where torch is not installed."""
 _WITHOUT_TORCH = (
     *("-m", "not e2e and not torch and not slurm and not proof"),
-    *(f"tests/{folder}" for folder in ("cli", "cluster", "host", "models", "run", "services", "show", "spec")),
+    *(f"tests/{folder}" for folder in ("cli", "run", "services", "show")),
 )
-"""Tests of the core without its optional packages."""
+"""Tests of the core without its optional packages, of the folders that may ask for them (an import contract holds the others)."""
 _GIVEN = "two_ranks or test_gradients or test_probe or test_operations or test_device or test_ranks or test_table"
 OF_TORCH = ("tests/worker", "tests/optim", "-k", _GIVEN)
 """Tests of what torch gives and tula relies on, of which the lowest versions that it allows may give less."""
@@ -83,7 +83,7 @@ PARTS = (
     cases("golden-commands", 0.8, "tests/golden/test_golden_commands.py"),
     cases("golden-commands-of-extras", 0.3, "tests/extras/test_golden_commands_of_extras.py"),
     cases("golden-trainings", 1.7, "tests/golden/test_golden_trainings.py"),
-    Part("core-alone", 7, ("tests/helpers/without_extras.py", "-n", "2", *_WITHOUT_TORCH)),
+    Part("core-alone", 4, ("tests/helpers/without_extras.py", "-n", "2", *_WITHOUT_TORCH)),
     cases("trackers", 0.25, "tests/extras/trackers/test_trackers.py"),
     cases("recompute", 0.5, "tests/worker/build/test_recompute.py"),
     cases("compiled", 1.0, "tests/worker/build/test_compiled.py"),
@@ -93,10 +93,11 @@ PARTS = (
     cases("mutants", 0.5, "tests/optim/test_mutants.py"),
     cases("trainers", 0.3, "tests/shim/test_trainers.py"),
     cases("observed-jobs", 0.5, "tests/shim/test_observe.py"),
-    cases("own-loop", 0.7, "tests/test_examples.py"),
+    cases("examples", 1.2, "tests/test_examples.py"),
     cases("slurm-versions", 0.3, "tests/cluster/test_launcher.py"),
     cases("checks-of-a-cluster", 1.0, "tests/slurm/test_check_on_cluster.py", alone=True),
     cases("measuring-lock", 0.5, "tests/host/test_machine_lock.py"),
+    cases("secrets", 0.4, "tests/e2e/test_secrets.py"),
     cases("bounded-grid", 0.5, "tests/e2e/test_main_job.py"),
     cases("on-a-cluster", 2.0, "tests/slurm/test_tula.py"),
     cases("scaled-scripts", 0.5, "tests/shim/test_ags.py"),
@@ -104,7 +105,7 @@ PARTS = (
     cases("other-peoples-scripts", 2.0, "tests/e2e/test_other_peoples_scripts.py"),
     cases("stragglers", 0.4, "tests/e2e/test_stragglers.py", alone=True),
     cases("out-of-memory", 1.6, "tests/e2e/test_out_of_memory.py"),
-    cases("own-batches", 4.5, "tests/e2e/test_own_batches.py"),
+    cases("own-batches", 5.2, "tests/e2e/test_own_batches.py"),
     cases("failing-loader", 2.0, "tests/e2e/test_failing_loader.py"),
     cases("failing-loader-on-slurm", 3.3, "tests/slurm/test_script_on_slurm.py"),
     cases("rehearsed-trainers", 2.0, "tests/e2e/test_rehearsed_trainers.py"),

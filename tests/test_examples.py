@@ -100,6 +100,7 @@ def test_files_of_a_slurm_site_are_bash(name: str) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.proof
 def test_the_notebook_goes_from_a_job_to_a_trained_network(tmp_path: Path) -> None:
     runner = Path(run_notebook.__file__)
     output = run(str(runner), str(NOTEBOOK), folder=tmp_path, TMPDIR=str(tmp_path))

@@ -74,6 +74,7 @@ def trained_anew_and_killed(tula: Any, command: Sequence[str], *, rank: int) -> 
     assert again["attempts"] == 2 and "killed by SIGKILL" in again["causes"][0]
 
 
+@pytest.mark.proof
 def test_sentences_of_different_lengths_from_check_to_a_trained_model(tula) -> None:
     write(tula)
     assert "samples differ in shape" in str(tula("check", "job.yaml")["warnings"])

@@ -93,6 +93,7 @@ def test_no_secret_of_the_environment_or_the_package_is_in_a_run_or_its_page(tmp
     assert "+# after" in json.loads(snapshot.read_text())["diff"], "the diff of code is kept"
 
 
+@pytest.mark.proof
 def test_no_secret_is_in_the_run_of_a_script_that_fails(tmp_path: Path) -> None:
     tula = planted(tmp_path, SCRIPT)
     process = tula.start("train", "job.yaml", "--nodes", "1", "--batch", "64", "--yes")

@@ -29,7 +29,12 @@ SET = (
     "cluster.gpus_per_node=1",
     "search.nodes=[1]",
     "search.max_batch=32",
-    "search.min_seconds=0.1",
+    "search.min_steps=5",
+    "search.min_seconds=0",
+    "search.max_seconds=0.001",
+    "search.warmup_steps=2",
+    "model.args.width=8",
+    "train.workers=0",
 )
 
 

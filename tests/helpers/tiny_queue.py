@@ -79,7 +79,7 @@ class TinyQueue:
         nodes, tasks = int(environ["TQ_NODES"]), int(environ["TQ_TASKS"])
         return Place(
             environ["TQ_JOB"], index=int(environ["TQ_TASK"]), count=nodes * tasks, local_index=int(environ["TQ_LOCAL"]), nodes=nodes,
-            restarts=int(environ["TQ_STARTS"]) - 1, hosts=f"{nodes} of this machine", node=environ["TQ_NODE"],
+            restarts=int(environ["TQ_STARTS"]) - 1, hosts=f"{nodes} of this machine",
         )  # fmt: skip
 
     def ends_at(self, job_id: str, environ: Mapping[str, str]) -> float | None:

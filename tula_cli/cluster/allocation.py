@@ -72,7 +72,6 @@ class Allocation:
     termination: TerminationSignal = field(default_factory=TerminationSignal)
 
     cpus: int | None = None  # of a supervisor; None where nobody tells
-    node: str = ""  # tells the supervisors of this node from those of others
     neighbours: tuple[int, ...] = ()  # supervisors of this node, itself too; () where nobody tells
     scheduler: Scheduler = field(default_factory=SlurmScheduler)  # that a job with an id is one of
 
@@ -103,7 +102,6 @@ class Allocation:
             nodes=job_place.nodes or None,
             environ=environ,
             cpus=job_place.cpus,
-            node=job_place.node,
             neighbours=job_place.neighbours,
             scheduler=job_scheduler,
         )

@@ -174,7 +174,6 @@ def supervise(
         with (
             write_supervisor_failure(supervisor.run, lambda error: supervisor.record_own_failure(error, task_id)),
             contextlib.closing(supervisor.spawner),
-            contextlib.closing(supervisor.lookout),
             export_in_background(supervisor.run, task_id, environ, leader=allocation.is_leader),
         ):
             supervisor.supervise(task_id)

@@ -11,17 +11,15 @@ from pathlib import Path
 import make_runs
 import pytest
 
-from tula_cli.cluster import directory_watcher
 from tula_cli.cluster import directory_watcher as lookouts
 from tula_cli.cluster.allocation import Allocation
-from tula_cli.cluster.directory_watcher import NEWS, NOTHING, ChangeWatcher, NodeBroadcaster, NodeSubscriber
+from tula_cli.cluster.directory_watcher import ChangeWatcher
 from tula_cli.run import file_changes
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.jobs import LeaderCommand
 
 HELPERS = Path(__file__).parents[2] / "helpers"
 NODES, PER_NODE, HERE = 64, 8, 2
-CALLS_A_SECOND = 50  # of the whole job, in the steady state
+CALLS_A_SECOND = 400  # of the whole job, in the steady state
 SECONDS = 8.0
 ENDED_WITHIN = 7.0
 
@@ -89,58 +87,28 @@ def test_a_job_of_512_ranks_makes_few_calls_and_ends_the_peers_of_a_dead_rank_in
     assert took <= ENDED_WITHIN + 0.5, "half a second is for a loaded machine"
 
 
-def test_supervisors_of_a_node_hear_of_news_and_look_by_themselves_where_nobody_tells(
+def test_a_supervisor_reads_where_something_is_new_and_always_where_no_news_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (
-        ("MAX_PACE", 0.0),
-        ("POLL", 0.0),
-        ("STAT_WITHOUT_PEER", (0.0, 0.0)),
-        ("MAX_SILENCE", 0.2),
-        ("READS_AFTER_NEWS", ()),
-    ):
+    for name, value in (("MAX_PACE", 0.0), ("POLL", 0.0), ("MAX_STATS_PER_SECOND", 1e9), ("READS_AFTER_NEWS", ())):
         monkeypatch.setattr(lookouts, name, value)
     monkeypatch.setattr(lookouts, "READ_WITHOUT_NEWS", (600.0, 600.0))
     run = RunDir.create(tmp_path, make_runs.spec())
     file_changes.prepare_folders(run.path)
-    first, second = (ChangeWatcher(run.path, Allocation(at, 2, at, str(tmp_path), nodes=1)) for at in (0, 1))
-
-    def looks() -> tuple[bool, bool]:
-        return first.is_due(), second.is_due()
-
-    looks(), looks(), looks()
-    assert looks() == (False, False), "nothing is new"
+    watcher = ChangeWatcher(run.path, Allocation(1, 2, 1, str(tmp_path), nodes=1))
+    assert watcher.is_due()
+    assert not watcher.is_due(), "nothing is new"
     run.cancel("train-s")
-    assert looks() == (True, True)
-    assert looks() == (False, False)
-    run.write_leader_command("7.0", 0, LeaderCommand(task=None))
-    assert looks() == (True, True)
-    first.close()
-    time.sleep(0.3)
-    second.is_due()
-    assert not second.is_due()
-    run.cancel("train-t")
-    assert second.is_due(), "nobody tells any longer"
+    assert watcher.is_due() and not watcher.is_due()
+    watcher.force_check()
+    assert watcher.is_due() and not watcher.is_due()
     (run.path / "news").unlink()
-    assert second.is_due() and second.is_due(), "without news there is no telling"
-    second.close()
+    assert watcher.is_due() and watcher.is_due(), "without news it reads each time"
 
 
-def test_another_users_socket_is_not_listened_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    name = directory_watcher.make_socket_address("7.0", str(tmp_path))
-    teller, listener = NodeBroadcaster(name), NodeSubscriber(name)
-    listener.receive()
-    teller.broadcast(NOTHING)
-    assert listener.receive() == NEWS, "who comes anew looks once"
-    monkeypatch.setattr(directory_watcher.os, "getuid", lambda: os.geteuid() + 1)
-    stranger = NodeSubscriber(name)
-    assert stranger.receive() == b""
-    teller.broadcast(NEWS)
-    assert stranger.receive() == b"" and listener.receive() == b""
-    second = NodeBroadcaster(name)
-    second.broadcast(NEWS)  # the name is taken: nobody hears it
-    for end in (teller, listener, stranger, second):
-        end.close()
+@pytest.mark.parametrize(("count", "seconds"), [(1, 0.2), (40, 1.0), (512, 1.5), (3500, 10.0)])
+def test_the_supervisors_of_a_job_share_a_rate_of_stats(tmp_path: Path, count: int, seconds: float) -> None:
+    assert ChangeWatcher(tmp_path, Allocation(0, count))._stat_interval == pytest.approx(seconds, rel=0.03)
 
 
 def test_a_command_is_not_asked_for_by_name_before_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,7 +170,6 @@ class SlurmScheduler:
             hosts=environ.get("SLURM_JOB_NODELIST", ""),
             restarts=int(environ.get("SLURM_RESTART_COUNT", "0")),
             cpus=None if cpus is None else int(cpus),
-            node="\n".join(environ.get(name, "") for name in ("SLURM_STEP_ID", "SLURM_NODEID")),
             neighbours=_parse_indices(environ.get("SLURM_GTIDS", "")),
         )
 

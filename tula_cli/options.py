@@ -131,6 +131,15 @@ Every = Annotated[
     bool,
     Option("Show all configurations, not only the best ones, and write all of them to results.csv.", "--all"),
 ]
+Observed = Annotated[
+    str | None,
+    Option(
+        "First take the jobs of this script that tula observe has measured as probes: its name, or their folder.",
+        "--observed",
+        metavar="SCRIPT",
+        advanced=True,
+    ),
+]
 CheckedNodes = Annotated[
     int | None, Option("Number of nodes for --on-cluster (default: 2).", "--nodes", minimum=1, advanced=True)
 ]

@@ -91,6 +91,12 @@ def script(folder: Folder) -> None:
     folder.tula("train --yes")
 
 
+def observed(folder: Folder) -> None:
+    for batch in (8, 32):
+        command = f"python own_train.py --batch {batch} --lr 0.1 --epochs 40 --seed 0 --out ."
+        folder.tula(f"observe -- {command.replace('python', sys.executable)}")
+
+
 def comparison(folder: Folder) -> None:
     folder.tula("profile comparison.yaml --yes")
     folder.tula("compare --methods lbt,ags --batch 32 --seeds 2 --no-controls --yes")
@@ -145,7 +151,7 @@ def chain(folder: Folder) -> None:
 
 
 RECORDINGS: tuple[Callable[[Folder], None], ...] = (
-    measured, trained, memory, failed, types, script, comparison, ramped, pending, chain,
+    measured, trained, memory, failed, types, script, observed, comparison, ramped, pending, chain,
 )  # fmt: skip
 
 
@@ -156,7 +162,9 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 print(f"== {recording.__name__}", flush=True)
                 recording(Folder(Path(folder).resolve()))
-                recorded_runs.record(Path(folder).resolve(), recording.__name__, ("tula-runs", "slurm"))
+                recorded_runs.record(
+                    Path(folder).resolve(), recording.__name__, ("tula-runs", "tula-observed", "slurm")
+                )
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 RUNS, WORK = HERE / "runs", HERE / "work"
 FOLDER, TULA, PYTHON, HOST = "@FOLDER@", "@TULA@", "@PYTHON@", "recorder"
 LEFT_OUT = re.compile(
-    r"(^|/)(\.inspections|\.reserve$|.*\.zip$|.*\.lock$|calls\.jsonl$|.*_log\.(out|err)$|shim-\w+/|.*_submitted\.pkl$)|^slurm/(bin|scripts|lock)"
+    r"(^|/)(\.inspections|\.reserve$|.*\.zip$|.*\.lock$|calls\.jsonl$|.*_log\.(out|err)$|shim-\w+/|.*_submitted\.pkl$)|^slurm/(bin|scripts|lock)|^tula-observed/\.shim/"
 )
 """Caches, parts of the product itself, and what only the recording needed."""
 DAY = 1767225600.0  # 2026-01-01, the time of the first file of every recorded run

@@ -10,7 +10,7 @@ import typer
 from tula_cli.cli.options import ADVANCED
 from tula_cli.cli.runs import JobOrRun
 from tula_cli.errors import BadMeasurements, CannotWrite, NotYours, OtherFormat, SpecError
-from tula_cli.options import Every
+from tula_cli.options import Every, Observed
 from tula_cli.query import Query
 from tula_cli.show import recommend as show_recommend
 from tula_cli.show.screen import Lines, Screen
@@ -61,6 +61,7 @@ def recommend(
             help="Plan this many trainings on --max-nodes in all: nodes per training, and how many at a time.",
         ),
     ] = None,
+    observed: Observed = None,
 ) -> None:
     """Choose nodes and batch size from the measurements.
 
@@ -74,7 +75,11 @@ def recommend(
     flags = {"--pareto": pareto, "--all": every, "--validate": validate, "--explain": explain, "--save": save}
     if trainings is not None and (unused := [name for name, given in flags.items() if given]):
         raise SpecError(f"{', '.join(unused)} has no effect with --trainings", "remove it")
-    run, spec = _open_demo_run(screen, chosen, save=save) if demo else _find_measured_run(screen, chosen)
+    run, spec = (
+        _open_demo_run(screen, chosen, saves=save or observed is not None)
+        if demo
+        else _find_measured_run(screen, chosen, observed)
+    )
     if trainings is not None:
         _show_campaign(screen, run, spec, query, trainings, overrides=chosen.overrides, demo=demo)
         return
@@ -182,7 +187,7 @@ def _replaces_kept_answer(screen: Screen, run: "RunDir", recommendation: "Recomm
     return True
 
 
-def _open_demo_run(screen: Screen, chosen: JobOrRun, *, save: bool) -> tuple["RunDir", "JobSpec"]:
+def _open_demo_run(screen: Screen, chosen: JobOrRun, *, saves: bool) -> tuple["RunDir", "JobSpec"]:
     """Return the run that is shipped with tula, with its settings.
 
     Raises:
@@ -192,10 +197,10 @@ def _open_demo_run(screen: Screen, chosen: JobOrRun, *, save: bool) -> tuple["Ru
     from tula_cli.run.directory import RunDir
     from tula_cli.run.jobfile import load_with_overrides
 
-    if chosen.is_named or save:
+    if chosen.is_named or saves:
         raise SpecError(
             "--demo answers from its own run, and saves nothing",
-            "leave out the job, --run and --save, or leave out --demo",
+            "leave out the job, --run, --observed and --save, or leave out --demo",
         )
     run = RunDir.newest(find_folder("demo"))
     screen.run_id = run.id
@@ -203,13 +208,18 @@ def _open_demo_run(screen: Screen, chosen: JobOrRun, *, save: bool) -> tuple["Ru
     return run, load_with_overrides(run, chosen.overrides)
 
 
-def _find_measured_run(screen: Screen, chosen: JobOrRun) -> tuple["RunDir", "JobSpec"]:
-    """Return run and spec of a job that has a run.
+def _find_measured_run(screen: Screen, chosen: JobOrRun, observed: str | None) -> tuple["RunDir", "JobSpec"]:
+    """Return run and spec of a job that has a run, after taking over observed jobs if a script of them is named.
 
     Raises:
-        BadMeasurements: the run does not exist yet.
+        BadMeasurements: the run does not exist yet, or no observed job can be used.
     """
     run, spec = chosen.open(screen)
+    if observed is not None:
+        from tula_cli.cli.waiting import follow_work
+        from tula_cli.services.observed_probes import add_observed_probes
+
+        follow_work(screen, add_observed_probes(run, spec, observed, chosen.find_settings_origin(run)))
     if not run.exists:
         raise BadMeasurements(f"{chosen.job} has no measurements yet", f"run tula profile {chosen.job} first")
     return run, spec

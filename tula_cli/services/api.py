@@ -34,6 +34,7 @@ from tula_cli.options import (
     ExportRequest,
     Fresh,
     NodeType,
+    Observed,
     Overrides,
     Root,
     Timeout,
@@ -72,6 +73,7 @@ from tula_cli.services.evaluate import prepare_evaluation, run_evaluation
 from tula_cli.services.events import Event, Note, Planned, WarningEvent, Work, follow
 from tula_cli.services.nodes import ClusterCheck
 from tula_cli.services.observe import report_observed
+from tula_cli.services.observed_probes import add_observed_probes
 from tula_cli.services.resume_test import ResumeFinding, run_resume_test
 from tula_cli.services.status import RunStatus
 from tula_cli.services.tracking import ExportResult, load_trackers_package
@@ -560,6 +562,7 @@ class RecommendArguments(Settings, Query):
         "whether `train` takes this answer; None: where it is the first, or renews that to the same criteria, and can be"
         " written.",
     ] = None
+    observed: Observed = None
 
 
 @with_arguments(RecommendArguments)
@@ -578,7 +581,10 @@ def recommend(arguments: RecommendArguments) -> Recommendation:
     Example:
         >>> tula.recommend(run, objective="cost", deadline_hours=24).choice.nodes
     """
-    call = arguments.resolve(arguments.run).measured()
+    call = arguments.resolve(arguments.run)
+    if arguments.observed is not None:
+        follow(add_observed_probes(call.run, call.spec, arguments.observed, call.file), warn_of_event)
+    call.measured()
     answer = recommending.answer_query(call.run, call.spec, arguments, overrides=arguments.overrides)
     recommendation = answer.recommendation
     renews = recommending.should_replace(recommendation, call.run.recommendation()) and not find_other_owner(

@@ -581,3 +581,11 @@ def spot_time_is_expected() -> str:
 @diagnostic
 def tracker_problem(*, text: str) -> str:
     return text
+
+
+# --- Observed jobs
+
+
+@diagnostic
+def observed_job_not_used(*, job: str, why: str) -> str:
+    return f"The observed job {job} is not used: {why}"

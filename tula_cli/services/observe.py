@@ -189,27 +189,37 @@ def report_observed(root: Path, name: str | None = None) -> list[ObservedReport]
         BadMeasurements: the job has not been measured; among several, those are left out.
     """
     jobs = list_observed_jobs(root)
-    if not jobs:
-        raise SpecError(f"no job was observed in {root}", "run tula observe -- COMMAND first")
-    if name is None:
+    if name is None and jobs:
         return [_report(max(jobs, key=lambda job: job.observed_at), jobs)]
-    path = Path(name).resolve()
+    path = Path(name or "").resolve()
     single = [job for job in jobs if name in (job.id, f"{job.script}/{job.id}") or job.path.resolve() == path]
     if single:
         return [_report(job, jobs) for job in single]
-    of_script = [job for job in jobs if Path(name).name in (job.script, f"{job.script}.py")]
-    if not of_script:
-        names = ", ".join(sorted({job.script for job in jobs}))
-        raise SpecError(f"no observed job is called {name}", f"observed scripts: {names}")
+    of_script = list_jobs_of_script(jobs, root, name or "")
     measured = _measure_all(of_script)
     if not measured:
         return [_report(of_script[-1], jobs)]
     return [report_observed_job(job, [other for other in measured if other is not job]) for job in measured]
 
 
+def list_jobs_of_script(jobs: Sequence[ObservedJob], root: Path, name: str) -> list[ObservedJob]:
+    """Return the jobs of a script, given by its name or path, oldest first.
+
+    Raises:
+        SpecError: there is none.
+    """
+    if not jobs:
+        raise SpecError(f"no job was observed in {root}", "run tula observe -- COMMAND first")
+    of_script = [job for job in jobs if Path(name).name in (job.script, f"{job.script}.py")]
+    if not of_script:
+        names = ", ".join(sorted({job.script for job in jobs}))
+        raise SpecError(f"no observed job is called {name}", f"observed scripts: {names}")
+    return of_script
+
+
 def _report(job: ObservedJob, jobs: Sequence[ObservedJob]) -> ObservedReport:
     others = [other for other in jobs if other.script == job.script and other.path != job.path]
-    return report_observed_job(_measure(job), _measure_all(others))
+    return report_observed_job(measure_observed_job(job), _measure_all(others))
 
 
 def _measure_all(jobs: Sequence[ObservedJob]) -> list[MeasuredJob]:
@@ -217,9 +227,9 @@ def _measure_all(jobs: Sequence[ObservedJob]) -> list[MeasuredJob]:
     measured = []
     for job in jobs:
         with contextlib.suppress(BadMeasurements):
-            measured.append(_measure(job))
+            measured.append(measure_observed_job(job))
     return measured
 
 
-def _measure(job: ObservedJob) -> MeasuredJob:
+def measure_observed_job(job: ObservedJob) -> MeasuredJob:
     return MeasuredJob.from_records(job.script, job.id, job.ranks, job.heartbeats, job.observed_at)

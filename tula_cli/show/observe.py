@@ -23,6 +23,12 @@ def render_observations(reports: Sequence["ObservedReport"]) -> Iterator["Render
         if index:
             yield ""
         yield from _render_report(report)
+    if reports and reports[-1].jobs_fitted > 1:
+        yield ""
+        yield (
+            "To choose nodes and batch size from these jobs: tula init --from-command '...', then"
+            f" tula recommend job.yaml --observed {reports[-1].script}"
+        )
 
 
 def render_installation(folder: Path, root: Path) -> Iterator[str]:

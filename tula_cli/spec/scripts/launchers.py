@@ -165,8 +165,11 @@ def has_launcher(words: Sequence[ShellWord]) -> bool:
 
 
 def _without_prefix(words: Sequence[ShellWord]) -> tuple[list[ShellWord], list[str]]:
-    """Return a command without prefixes such as `time` and `nohup`, and the removed words."""
+    """Return a command without prefixes such as `time`, `nohup` and `tula observe --`, and the removed words."""
     size = next((place for place, word in enumerate(words) if word.name not in _LEFT_OUT), len(words))
+    texts = [word.text for word in words]
+    if [word.name for word in words[size : size + 2]] == ["tula", "observe"] and "--" in texts:
+        size = texts.index("--") + 1
     return list(words[size:]), [word.raw for word in words[:size]]
 
 

@@ -1,0 +1,89 @@
+"""Observed jobs as probes of a job."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from make_runs import script_spec
+from observed_jobs import make_job
+
+from tula_cli.cluster.scripts.probe import NotMeasured
+from tula_cli.errors import BadMeasurements, SpecError
+from tula_cli.models.observed import MeasuredJob
+from tula_cli.run.directory import RunDir
+from tula_cli.run.observed import ObservedJob
+from tula_cli.run.records.probes import Measured
+from tula_cli.services import observed_probes
+from tula_cli.services.events import WarningEvent
+from tula_cli.services.observed_probes import add_observed_probes, make_probe_result
+from tula_cli.spec.job import JobSpec
+
+SLURM = {"kind": "slurm", "gpus_per_node": 4, "device": "cuda", "slurm": {"partition": "gpu", "minutes": 30}}
+
+
+@pytest.fixture
+def spec() -> JobSpec:
+    return script_spec(SLURM, epochs=3)
+
+
+def test_an_observed_job_is_a_probe_with_its_step_times_memory_and_epoch(spec: JobSpec) -> None:
+    probe = make_probe_result(make_job(2, 4, seconds=0.2, sync=0.05), spec)
+    assert (probe.id, probe.nodes, probe.local_batch, probe.batch) == ("probe-n002-l000032", 2, 32, 256)
+    assert probe.step_times == (0.2,) * 20 and probe.sync_time == pytest.approx(0.05)
+    assert probe.compute_time == pytest.approx(0.15)
+    assert (probe.dataset_size, probe.capacity, probe.memory.peak) == (50_000, 16 << 30, 4 << 30)
+    assert probe.measured_at == 9.0 and not probe.oversubscribed
+    assert probe.script is not None and probe.script.notes[-1] == "measured in the observed job train/slurm-1.0"
+
+
+def test_a_job_that_contradicts_the_settings_or_has_no_batch_is_no_probe(spec: JobSpec) -> None:
+    with pytest.raises(NotMeasured, match=r"4 ranks on 2 nodes, which is not 4 per node"):
+        make_probe_result(make_job(2, 2), spec)
+    with pytest.raises(NotMeasured, match="batch is unknown"):
+        make_probe_result(dataclasses.replace(make_job(2, 4), samples=None), spec)
+
+
+def test_on_one_machine_processes_stand_for_nodes() -> None:
+    local = script_spec({"gpus_per_node": 2, "device": "cpu"}, epochs=3)
+    assert make_probe_result(make_job(1, 4), local).nodes == 2
+
+
+def test_the_newest_measurement_of_a_configuration_counts(
+    tmp_path: Path, spec: JobSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def at(moment: float, job: MeasuredJob) -> MeasuredJob:
+        return dataclasses.replace(job, job=str(moment), observed_at=moment)
+
+    jobs = {
+        "1": at(1.0, make_job(1, 4, seconds=0.3)),
+        "2": at(2.0, make_job(1, 2)),
+        "3": at(3.0, make_job(1, 4, seconds=0.2)),
+        "4": at(4.0, make_job(2, 4)),
+    }
+    folder = tmp_path / "train"
+    folder.mkdir()
+    monkeypatch.setattr(
+        observed_probes, "list_observed_jobs", lambda root: [ObservedJob(folder / name) for name in jobs]
+    )
+    monkeypatch.setattr(observed_probes, "measure_observed_job", lambda job: jobs[job.id])
+    run = RunDir.of(tmp_path / "runs", spec)
+    events = list(add_observed_probes(run, spec, str(folder)))
+    assert [event.warning.values["job"] for event in events if isinstance(event, WarningEvent)] == ["train/2"]  # type: ignore[union-attr]
+    single, double = run.results()
+    assert isinstance(single, Measured) and isinstance(double, Measured)
+    assert (single.step_times[0], double.nodes) == (0.2, 2)
+    run.write_result(single.model_copy(update={"measured_at": 5.0, "step_times": (0.1,) * 20}))
+    list(add_observed_probes(run, spec, str(folder)))
+    newer = run.result(single.id)
+    assert isinstance(newer, Measured) and newer.step_times[0] == 0.1, "a later probe is kept"
+    del jobs["1"], jobs["3"], jobs["4"]
+    with pytest.raises(BadMeasurements, match="none of 1 observed job"):
+        list(add_observed_probes(run, spec, str(folder)))
+
+
+def test_a_job_without_a_script_takes_no_observed_jobs(tmp_path: Path, spec: JobSpec) -> None:
+    with pytest.raises(SpecError, match="no job was observed"):
+        list(add_observed_probes(RunDir.of(tmp_path, spec), spec, str(tmp_path / "train")))
+    builtin = spec.model_copy(update={"script": None})
+    with pytest.raises(SpecError, match="section script"):
+        list(add_observed_probes(RunDir.of(tmp_path, spec), builtin, "train"))

@@ -1,0 +1,122 @@
+"""Observed jobs as probes: `tula recommend --observed`."""
+
+import math
+import os
+import socket
+import sys
+from pathlib import Path
+
+from tula_cli.cluster.scripts.probe import NotMeasured, build_probe_result
+from tula_cli.errors import BadMeasurements, SpecError
+from tula_cli.models.observed import MeasuredJob
+from tula_cli.options import OBSERVED
+from tula_cli.run.directory import RunDir
+from tula_cli.run.format import require_current_format
+from tula_cli.run.jobfile import save_job
+from tula_cli.run.observed import list_observed_jobs
+from tula_cli.run.records.probes import Measured
+from tula_cli.run.records.results import JobFile
+from tula_cli.run.records.scripts import ExpectedValues
+from tula_cli.run.records.tasks import ProbeTask
+from tula_cli.services import messages
+from tula_cli.services.events import Note, WarningEvent, Work
+from tula_cli.services.observe import list_jobs_of_script, measure_observed_job
+from tula_cli.spec.job import JobSpec
+from tula_cli.words import describe_probe_place, format_count
+
+
+def add_observed_probes(run: RunDir, spec: JobSpec, name: str, file: JobFile | None = None) -> Work[None]:
+    """Write the measurements of the observed jobs of a script into a run as results of probes; create it if needed.
+
+    The newest measurement of each configuration counts, also against probes of `tula profile`. Jobs with other hardware
+    or another number of parameters than the newest job are not used.
+
+    Args:
+        run: the run of the job.
+        spec: the job, which starts the script.
+        name: the script, or its folder of observations.
+        file: the file that the settings come from.
+
+    Raises:
+        SpecError: the job has no script or has node types, or no job of this name was observed.
+        BadMeasurements: no observed job can be used.
+        OtherFormat, TulaError: the run cannot be written.
+    """
+    if spec.script is None or spec.types:
+        raise SpecError(
+            "--observed needs a job with section script and without node_types", "or measure it with tula profile"
+        )
+    require_current_format(run.path)
+    folder = Path(name)
+    root = folder.absolute().parent if folder.is_dir() else Path(OBSERVED)
+    jobs = list_jobs_of_script(list_observed_jobs(root), root, name)
+    results: dict[str, Measured] = {}
+    kind = None  # of the newest job that can be used
+    for job in reversed(jobs):
+        try:
+            measured = measure_observed_job(job)
+            if kind is not None and measured.kind != kind:
+                raise NotMeasured("newer jobs have other hardware or another number of parameters")
+            result = make_probe_result(measured, spec)
+        except (BadMeasurements, NotMeasured) as error:
+            yield WarningEvent(messages.observed_job_not_used(job=f"{job.script}/{job.id}", why=str(error)))
+        else:
+            kind = measured.kind
+            results.setdefault(result.id, result)
+    if not results:
+        raise BadMeasurements(
+            f"none of {format_count(len(jobs), 'observed job')} of {name} can be used as a probe",
+            "the warnings tell why; tula profile measures the job itself",
+        )
+    save_job(run, spec, [], file)
+    for result in results.values():
+        known = run.result(result.id)
+        if not isinstance(known, Measured) or known.measured_at < result.measured_at:
+            run.write_result(result)
+    places = [describe_probe_place(result.nodes, result.local_batch) for result in reversed(results.values())]
+    yield Note(f"measured by observed jobs: {'; '.join(places)}")
+
+
+def make_probe_result(job: MeasuredJob, spec: JobSpec) -> Measured:
+    """Return the measurements of an observed job as the result of a probe.
+
+    Raises:
+        NotMeasured: its batch or the samples of an epoch are unknown, or it contradicts the settings of the job.
+    """
+    assert spec.script is not None
+    per_node = spec.cluster.gpus_per_node
+    per_machine = spec.cluster.backend.count_ranks_per_machine(job.world, gpus_per_node=per_node)
+    if job.world % per_node or job.gpus_per_node != per_machine:
+        raise NotMeasured(
+            f"it had {format_count(job.world, 'rank')} on {format_count(job.nodes)}, which is not {per_node} per node"
+            " (cluster.gpus_per_node)"
+        )
+    if job.local_batch is None:
+        raise NotMeasured("its batch is unknown, because it reads its data without a torch DataLoader")
+    expected = ExpectedValues(
+        world=job.world,
+        batch=job.local_batch * job.world,
+        accumulate=spec.train.accumulate if spec.script.accumulates else None,
+        dataset=None if spec.script.dataset_size == "auto" else spec.script.dataset_size,
+    )
+    task = ProbeTask(
+        id="observed",
+        job="observed",
+        spec=spec,
+        workdir=str(Path.cwd()),
+        nodes=job.world // per_node,
+        local_batches=(job.local_batch,),
+    )
+    is_here = all(rank.host == socket.gethostname() for rank in job.ranks)
+    result = build_probe_result(
+        task,
+        [rank.model_copy(update={"expected": expected}) for rank in job.ranks],
+        local_batch=job.local_batch,
+        cores=len(os.sched_getaffinity(0)) if is_here else sys.maxsize,
+        log=Path(),
+        notes=(f"measured in the observed job {job.script}/{job.job}",),
+    )
+    compute = job.as_observation().compute_time
+    return result.model_copy(
+        update={"compute_time": None if math.isnan(compute) else compute, "measured_at": job.observed_at}
+    )

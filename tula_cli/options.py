@@ -7,12 +7,13 @@ has an `Option`, with its help text. A command that takes such a class gets an o
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar, get_args
 
-from tula_cli.errors import SpecError
+from tula_cli.errors import SpecError, require_positive
 from tula_cli.words import split_outside_brackets
 
 P = ParamSpec("P")
@@ -157,11 +158,47 @@ Trackers = Annotated[
 # --- the options of each command
 
 
+@dataclass(frozen=True)
+class NodeRange:
+    """The numbers of nodes that each job of a training may be granted; None for a bound that follows from the recommendation."""
+
+    least: int | None = None
+    most: int | None = None
+
+
+def parse_nodes(text: str) -> int | NodeRange:
+    """Return a number of nodes, or the range of 2-8, 2-, -8 or auto.
+
+    Raises:
+        SpecError: the text is neither, or the range is empty.
+    """
+    if text.strip() == "auto":
+        return NodeRange()
+    match = re.fullmatch(r"([0-9]{1,9})|([0-9]{0,9})-([0-9]{0,9})", text.strip())
+    if match is None or match[0] == "-":
+        raise SpecError(
+            f"--nodes {text}: not a number of nodes", "a number, or a range of them: 4, 2-8, 2-, -8 or auto"
+        )
+    least, most = (int(bound) if bound else None for bound in match.groups()[1:])
+    require_positive(nodes=int(match[1]) if match[1] else None, least=least, most=most)
+    if least is not None and most is not None and least > most:
+        raise SpecError(f"--nodes {text}: the range is empty", f"--nodes {most}-{least}")
+    return int(match[1]) if match[1] else NodeRange(least, most)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainRequest:
     """The training to run: `tula train` and `tula.train`."""
 
-    nodes: Annotated[int | None, Option("Number of nodes (default: as recommended).", minimum=1)] = None
+    nodes: Annotated[
+        int | str | None,
+        Option(
+            "Number of nodes, or a range such as 2-8: each job uses the nodes that SLURM grants. Of 2-, -8 and auto, the"
+            " missing bounds follow from the recommendation (default: as recommended).",
+            metavar="N|MIN-MAX|auto",
+            type=str | None,
+        ),
+    ] = None
     batch: Annotated[int | None, Option("Global batch size (default: as recommended).", minimum=1)] = None
     node_type: NodeType = None
     rehearse: Annotated[

@@ -12,7 +12,7 @@ Objective = Literal["time", "cost", "knee", "accuracy-time", "energy"]
 Curve = Literal["time", "cost"]
 
 
-def _parse_hours(text: str) -> float:
+def parse_hours(text: str) -> float:
     """Return the hours of a duration such as 36, 90m, 36h, 3d or 2w.
 
     Raises:
@@ -61,7 +61,7 @@ class Query:
             "--deadline",
             metavar="TIME",
             type=str | None,
-            parse=_parse_hours,
+            parse=parse_hours,
         ),
     ] = None
     budget: Annotated[

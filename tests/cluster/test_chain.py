@@ -25,6 +25,7 @@ from tula_cli.cluster.failures import find_failure_of_error, write_failure_of_fo
 from tula_cli.cluster.full_disk import release_held_jobs
 from tula_cli.cluster.rank_processes import RankStart
 from tula_cli.cluster.rank_program import WorkerProgram
+from tula_cli.cluster.relaunch import make_relaunch
 from tula_cli.cluster.scheduler import SchedulerState
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm.sbatch import make_submitit_parameters
@@ -33,12 +34,12 @@ from tula_cli.errors import DeviceFault, DiskFull, JobFailed, SchedulerError, Tu
 from tula_cli.host.network import get_node_name
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import OutcomeClass
-from tula_cli.run.records.failures import Failure, Stop
+from tula_cli.run.records.failures import Failure, Fallback, Relaunch, Stop
 from tula_cli.run.records.jobs import Attempt, Job, LeaderCommand
 from tula_cli.run.records.probes import Failed
 from tula_cli.run.records.recommendations import Stage
 from tula_cli.run.records.results import Branch, TrainResult, Tuning
-from tula_cli.run.records.tasks import ProbeTask, Rung, TrainTask
+from tula_cli.run.records.tasks import JobSize, ProbeTask, Rung, TrainTask
 from tula_cli.services import train
 from tula_cli.services.status import make_error_of_training
 from tula_cli.spec.ags import Arm
@@ -292,6 +293,40 @@ def test_a_stage_that_ends_leaves_its_nodes_and_the_first_link_with_more_goes_on
     assert chain.outcomes() == ["stage_end", "done"] and not chain.run.is_cancelled("train-s")
     summary = chain.run.training("s").summary()
     assert summary is not None and (summary.nodes, summary.causes) == (2, ("batch 64 has 2 nodes",))
+
+
+def test_each_link_of_a_moldable_training_uses_the_nodes_that_it_is_granted(chain: Chain, cluster: Cluster) -> None:
+    sizes = tuple(JobSize(nodes=n, micro_batch=64 // n, splits=1, ladder=chain.task.ladder) for n in (1, 2, 4))
+    chain.run.write_task(chain.task.model_copy(update={"nodes": 4, "sizes": sizes}))
+    chain.script = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
+    cluster.endings = dict.fromkeys(LINKS, "preempted")
+    chain.start("11", nodes=3)
+    first = chain.newest()
+    assert (first.id, first.nodes, first.batch) == ("train-s-2", 2, 64)
+    assert first.cause == "3 nodes granted instead of 4; the batch divides among 2 of them"
+    chain.save(32)
+    chain.start("12", nodes=4)
+    chain.will_finish()
+    chain.start("13", nodes=1)
+    assert chain.outcomes() == ["preempted", "preempted", "done"]
+    training = chain.run.training("s")
+    assert [task.nodes for task in training.tasks()] == [4, 2, 4, 1]
+    assert [attempt.idle_nodes for attempt in training.attempts()] == [1, 0, 0]
+    summary = training.summary()
+    assert summary is not None and summary.nodes == 1
+    assert summary.causes == (first.cause, "job 11 was preempted", "job 12 was preempted")
+    seconds = [attempt.ended_at - attempt.started_at for attempt in training.attempts() if attempt.ended_at is not None]
+    node_hours = sum(nodes * each for nodes, each in zip((3, 4, 1), seconds, strict=True)) / 3600
+    assert summary.actual_cost == pytest.approx(node_hours, rel=0.05), "with the node that was idle"
+
+
+def test_after_an_out_of_memory_other_numbers_of_nodes_have_no_larger_micro_batches(chain: Chain) -> None:
+    sizes = tuple(JobSize(nodes=n, micro_batch=64 // n, splits=1, ladder=chain.task.ladder) for n in (1, 2, 4))
+    task = chain.task.model_copy(update={"sizes": sizes})
+    smaller = Fallback(rung=0, splits=4, batch=64)
+    relaunch = make_relaunch(task, Failure(outcome="device_oom"), Relaunch(fallback=smaller))
+    assert (relaunch.splits, relaunch.max_micro_batch) == (4, 16)
+    assert [relaunch.on_granted(nodes).splits for nodes in (1, 2, 4)] == [4, 2, 1]
 
 
 def test_a_job_that_has_started_tula_ends_the_delay_of_the_next_one(chain: Chain, cluster: Cluster) -> None:

@@ -11,7 +11,7 @@ from make_runs import FakeLauncher
 from tula_cli.cluster import relaunch
 from tula_cli.errors import BadMeasurements, Diverged, JobFailed, OutOfMemoryAtMinimum, Pending, SpecError
 from tula_cli.models.out_of_memory import list_splits
-from tula_cli.options import TrainRequest
+from tula_cli.options import NodeRange, TrainRequest
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import append_json_line, write_atomic
 from tula_cli.run.records.base import MicroBatches
@@ -116,6 +116,20 @@ def test_a_parameter_server_is_a_model_of_time_and_training_says_so_once(
     texts = [event.text for event in told if isinstance(event, WarningEvent)]
     assert [text for text in texts if "all-reduce" in text] == texts
     assert len(texts) == warnings
+
+
+def test_a_range_of_nodes_is_one_training_whatever_its_bounds(run: RunDir) -> None:
+    spec = make_runs.spec(cluster={"kind": "slurm"})
+    task = plan(run, spec, nodes=NodeRange(1, 4), batch=64).task
+    assert (task.nodes, task.node_counts) == (4, (1, 2, 4))
+    run.write_task(task.model_copy(update={"id": f"{task.job}-2", "attempt": 2, "nodes": 1}))
+    again = plan(run, spec, nodes=NodeRange(1, 2), batch=64).task
+    assert (again.job, again.attempt, again.nodes, again.node_counts) == (task.job, 2, 1, (1, 2))
+    assert plan(run, spec, nodes=4, batch=64).task.signature != task.signature
+    ready = follow(train.prepare_training(run, spec, TrainRequest(nodes="1-4", batch=64), lambda _: inspected()), print)
+    assert ready.plan.task.job == task.job
+    with pytest.raises(BadMeasurements, match="--batch are not given"):
+        plan(run, spec, nodes=NodeRange(1))
 
 
 def test_another_learning_rate_is_another_training_run(run: RunDir) -> None:

@@ -60,6 +60,7 @@ def open_attempt(run: RunDir, allocation: Allocation, task: Task) -> Attempt:
         pid=os.getpid(),
         allocation=allocation.id,
         hosts=allocation.hosts,
+        idle_nodes=max(0, (allocation.nodes or 0) - task.nodes) if len(task.node_counts) > 1 else 0,
         cluster=compute_cluster_signature(task.spec.cluster),
         samples=training.newest_samples() if training else None,
         tuned=training.tuned_samples() if training else 0,

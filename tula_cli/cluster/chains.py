@@ -33,6 +33,9 @@ def list_chain_tasks(task: Task) -> Sequence[Task]:
         return [task]
     predicted = task.prediction
     hours = None if predicted is None else predicted.hours
+    if task.sizes:  # as many jobs as it needs if each of them is granted the fewest nodes
+        smallest = task.on_granted(task.sizes[0].nodes).prediction
+        hours = None if smallest is None else smallest.hours
     links: list[Task] = []
     for nodes in sorted({count for stage in task.stages if task.nodes <= (count := stage.nodes or 0) < task.own_nodes}):
         predicted_hours = None if predicted is None else predicted.hours_on(nodes)
@@ -41,7 +44,8 @@ def list_chain_tasks(task: Task) -> Sequence[Task]:
         )
         hours = None if hours is None or predicted_hours is None else hours - predicted_hours
     last_task = task.model_copy(update={"nodes": task.own_nodes})
-    needed = _count_links_needed(task, hours, _get_time_limit_on_nodes(task, task.own_nodes), spare=SPARE_LINKS)
+    limit = min(_get_time_limit_on_nodes(task, nodes) for nodes in {task.own_nodes, *task.node_counts})
+    needed = _count_links_needed(task, hours, limit, spare=SPARE_LINKS)
     links = links[: MAX_LINKS - 2] + [last_task] * min(max(2, needed), MAX_LINKS)
     return links[:MAX_LINKS]
 

@@ -9,7 +9,7 @@ from tula_cli.models.choice.early_stopping import shorten_prediction
 from tula_cli.models.cost import compute_cost
 from tula_cli.models.out_of_memory import cannot_accumulate, find_next_fallback
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.failures import Failure, Fallback, Recovery, Relaunch, Requeue, Stop
+from tula_cli.run.records.failures import Failure, Fallback, Recovery, Relaunch, Requeue, Resize, Stop
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, TimeParts
@@ -137,7 +137,14 @@ def _has_gpus_elsewhere(run: RunDir, attempt: Attempt) -> bool:
 # --- What was decided
 
 
-def carry_out(run: RunDir, task: Task, failure: Failure | None, decision: Relaunch | Requeue | Stop) -> Task | None:
+def carry_out(
+    run: RunDir,
+    task: Task,
+    failure: Failure | None,
+    decision: Relaunch | Requeue | Stop,
+    *,
+    granted: int | None = None,
+) -> Task | None:
     """Record the results that follow from an attempt; return the task to start next, here or in the next job, or None.
 
     Args:
@@ -145,6 +152,7 @@ def carry_out(run: RunDir, task: Task, failure: Failure | None, decision: Relaun
         task: the attempted task.
         failure: why the attempt ended; None after a success.
         decision: what follows.
+        granted: the nodes of the job that starts it; None if they are those of the attempt, or unknown.
     """
     match task:
         case ProbeTask():
@@ -155,6 +163,7 @@ def carry_out(run: RunDir, task: Task, failure: Failure | None, decision: Relaun
         case TrainTask() if not isinstance(decision, Stop):
             assert failure is not None
             relaunch = make_relaunch(task, failure, decision)
+            relaunch = relaunch if granted is None else relaunch.on_granted(granted)
             run.write_task(relaunch)
             return relaunch
     return task if isinstance(decision, Relaunch) else None
@@ -170,7 +179,22 @@ def make_relaunch(task: TrainTask, failure: Failure, decision: Relaunch | Requeu
         update |= {name: value for name, value in changes.items() if value is not None}
         if decision.fallback is not None:
             update |= {"ladder": task.ladder[decision.fallback.rung :], "splits": decision.fallback.splits}
+            smaller = task.model_copy(update=update)
+            update["max_micro_batch"] = smaller.micro_batch // smaller.splits if task.sizes else None
     return task.model_copy(update=update)
+
+
+def resize_to_allocation(run: RunDir, task: TrainTask, granted: int) -> TrainTask:
+    """Return a task on the nodes that its job was granted; where they differ, as a new attempt, which is recorded."""
+    resized = task.on_granted(granted)
+    if resized.nodes == task.nodes:
+        return task
+    number = task.attempt + 1
+    resize = Resize(nodes=resized.nodes, nodes_before=task.nodes, granted=granted)
+    update = {"id": f"{task.job}-{number}", "attempt": number, "recovery": Recovery(decision=resize)}
+    resized = resized.model_copy(update=update)
+    run.write_task(resized)
+    return resized
 
 
 def _carry_out_for_probe(
@@ -212,10 +236,8 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
     result, tasks, attempts = training.result(), training.tasks(), training.attempts()
     assert result is not None
     assert tasks
-    took = {a.task: 0.0 for a in attempts}
-    for a in attempts:
-        took[a.task] += ((a.ended_at or time.time()) - a.started_at) / 3600
-    hours = sum(took.values())
+    tasks_by_id = {each.id: each for each in tasks}
+    hours = sum(_count_hours(attempt) for attempt in attempts)
     prediction, energy = _predict_epochs(tasks[0], result), training.energy()
     newest = tasks[-1].prediction  # of the batch and the nodes that the training ended with, as is result.step_time
     run.write_summary(
@@ -229,9 +251,9 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
             actual_hours=hours,
             predicted_cost=prediction.cost if prediction else None,
             actual_cost=sum(
-                _compute_cost_of_hours(other_task, took[other_task.id], prediction)
-                for other_task in tasks
-                if other_task.id in took
+                _compute_cost_of_attempt(tasks_by_id[attempt.task], attempt, prediction)
+                for attempt in attempts
+                if attempt.task in tasks_by_id
             ),
             predicted_step=newest.step_time if newest else None,
             actual_step=result.step_time,
@@ -287,13 +309,17 @@ def _list_warnings_of_training(training: TrainingRun) -> tuple[str, ...]:
     return tuple(dict.fromkeys(row["message"] for row in training.metrics() if row["kind"] == "warning"))
 
 
-def _compute_cost_of_hours(task: TrainTask, hours: float, prediction: Prediction | None) -> float:
+def _count_hours(attempt: Attempt) -> float:
+    return ((attempt.ended_at or time.time()) - attempt.started_at) / 3600
+
+
+def _compute_cost_of_attempt(task: TrainTask, attempt: Attempt, prediction: Prediction | None) -> float:
     cluster = task.spec.cluster
     reserved = (prediction.peak_memory if prediction else None) or 0
     return compute_cost(
         task.spec.pricing,
-        hours=hours,
-        nodes=task.nodes,
+        hours=_count_hours(attempt),
+        nodes=task.nodes + attempt.idle_nodes,
         gpus_per_node=cluster.gpus_per_node,
         reserved=reserved,
         market=prediction.market if prediction else "on_demand",

@@ -36,7 +36,14 @@ from tula_cli.cluster.rank_processes import (
     get_first_rank,
 )
 from tula_cli.cluster.rank_programs import make_rank_program
-from tula_cli.cluster.relaunch import carry_out, find_newest_task, is_over, read_history, write_summary
+from tula_cli.cluster.relaunch import (
+    carry_out,
+    find_newest_task,
+    is_over,
+    read_history,
+    resize_to_allocation,
+    write_summary,
+)
 from tula_cli.cluster.scheduler import DelaysJobs, Scheduler, exclude_nodes
 from tula_cli.cluster.scripts.resume_test import require_resumable
 from tula_cli.cluster.slurm import sbatch
@@ -273,6 +280,8 @@ class Supervisor:
         self._end_delay(self._later_links(first_task))
         ends = time.monotonic() + first_task.timeout
         task = self._resume_from_links(first_task)
+        if isinstance(task, TrainTask) and self.allocation.nodes is not None and not is_over(self.run, task):
+            task = resize_to_allocation(self.run, task, self.allocation.nodes)
         while task is not None and not is_over(self.run, task):
             if isinstance(task, TrainTask) and task.stages and not self.allocation.has_nodes(task.nodes):
                 self._release_small_links(task)
@@ -509,7 +518,7 @@ class Supervisor:
             self.run.write_attempt(last_attempt.model_copy(update={"decision": decision}))
         elif last_attempt.outcome == "disk":
             require_disk_space(self.run, last_attempt)
-        return carry_out(self.run, task, last_attempt.failure, decision)
+        return carry_out(self.run, task, last_attempt.failure, decision, granted=self.allocation.nodes)
 
     def _correct_end(self, last_attempt: Attempt) -> Attempt:
         """Return an attempt; if it only has a signal, with the scheduler's reason for the end of its allocation."""

@@ -227,7 +227,8 @@ def get_job_status(
         elapsed=elapsed,
         left=remaining,
         node_hours=sum(
-            nodes.get(job_attempt.task, job.nodes) * count_attempt_seconds(job_attempt, end) for job_attempt in attempts
+            (nodes.get(job_attempt.task, job.nodes) + job_attempt.idle_nodes) * count_attempt_seconds(job_attempt, end)
+            for job_attempt in attempts
         )
         / 3600,
         node_hours_left=None if remaining is None else newest.nodes * remaining / 3600,

@@ -14,9 +14,10 @@ from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submi
 from tula_cli.cluster.slurm import first_job
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, Infeasible, SchedulerError, SpecError, require_positive
-from tula_cli.models import halving
+from tula_cli.models import halving, moldable
 from tula_cli.models.choice.grid import check_divides, list_batches
 from tula_cli.models.cost import describe_price
+from tula_cli.models.estimator import Estimator
 from tula_cli.models.observations import NO_OTHER_SIZES, OtherSizes
 from tula_cli.models.ramp.by_noise import apply_decisions, continue_stages
 from tula_cli.models.ramp.stage_nodes import (
@@ -25,7 +26,7 @@ from tula_cli.models.ramp.stage_nodes import (
     compute_batch_divisor,
     move_task_to_stage_nodes,
 )
-from tula_cli.options import TrainRequest
+from tula_cli.options import NodeRange, TrainRequest, parse_nodes
 from tula_cli.run.code import choose_code, get_user_code, take_snapshot
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.format import require_current_format
@@ -37,7 +38,7 @@ from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.run.records.results import JobFile, Summary
-from tula_cli.run.records.tasks import Rung, TrainTask
+from tula_cli.run.records.tasks import JobSize, Rung, TrainTask
 from tula_cli.services import messages, resume_test
 from tula_cli.services.events import Note, TrainPlanned, WarningEvent, Work
 from tula_cli.services.planned_lengths import ExpectedEnd, predict_end
@@ -115,7 +116,7 @@ def plan_training(
     run: RunDir,
     spec: JobSpec,
     *,
-    nodes: int | None = None,
+    nodes: int | NodeRange | None = None,
     batch: int | None = None,
     recommendation: Recommendation | None = None,
     other_sizes: OtherSizes = NO_OTHER_SIZES,
@@ -126,7 +127,7 @@ def plan_training(
     Args:
         run: the run, with or without probes.
         spec: the job.
-        nodes: number of nodes.
+        nodes: number of nodes, or the range within which each job uses what it is granted.
         batch: global batch.
         recommendation: the recommendation to use; None for that of the run.
         other_sizes: measurements with other numbers of GPUs per node, for the prediction.
@@ -134,14 +135,17 @@ def plan_training(
 
     Raises:
         BadMeasurements: nodes or batch are neither given nor recommended.
-        SpecError: the batch cannot be trained on that many nodes, or is larger than the dataset.
+        SpecError: the batch cannot be trained on that many nodes, or is larger than the dataset; or the nodes are a
+            range, and the job cannot use what it is granted.
+        Infeasible: no number of nodes of a range can be used.
     """
-    require_positive(nodes=nodes, batch=batch)
+    bounds = nodes if isinstance(nodes, NodeRange) else NodeRange(nodes, nodes)
+    require_positive(nodes=bounds.most, batch=batch)
     recommendation = recommendation or run.recommendation()
     choice = recommendation.choice if recommendation is not None else None
-    if choice is None and (nodes is None or batch is None):
+    if choice is None and (bounds.most is None or batch is None):
         raise BadMeasurements(
-            f"{run.id} has no recommendation, and {'--batch is' if nodes else '--nodes and --batch are'} not given",
+            f"{run.id} has no recommendation, and {'--batch is' if bounds.most else '--nodes and --batch are'} not given",
             "run tula recommend, or name both: tula train --nodes N --batch B",
         )
     source = _describe_source(recommendation, [name for name, value in (("nodes", nodes), ("batch", batch)) if value])
@@ -149,12 +153,21 @@ def plan_training(
         nodes, batch = nodes or choice.nodes, batch or choice.batch
     assert nodes is not None
     assert batch is not None
+    estimator = _fit_estimator_if_measured(run, spec, recommendation, other_sizes)
+    market: Market = choice.market if choice and (choice.nodes, choice.batch) == (nodes, batch) else "on_demand"
+    sizes: tuple[JobSize, ...] = ()
+    if isinstance(nodes, NodeRange):
+        market = choice.market if choice else "on_demand"
+        sizes = moldable.choose_job_sizes(
+            spec, nodes, batch, estimator=estimator, recommendation=recommendation, market=market
+        )
+        nodes = sizes[-1].nodes
     check_divides(batch, compute_batch_divisor(spec, nodes))
     require_allowed_nodes(spec, nodes)
-    code = _choose_code_to_train(run, spec, nodes, batch)
-    as_chosen = choice is not None and (choice.nodes, choice.batch) == (nodes, batch)
-    rungs = _list_fallback_rungs(run, spec, nodes, batch, recommendation, other_sizes)
-    task = _make_train_task(spec, nodes, batch, code, rungs)
+    code = _choose_code_to_train(run, spec, None if sizes else nodes, batch)
+    as_chosen = choice is not None and (choice.nodes, choice.batch) == (nodes, batch) and not sizes
+    rungs = sizes[-1].ladder if sizes else _list_fallback_rungs(estimator, spec, nodes, batch, market)
+    task = _make_train_task(spec, nodes, batch, code, rungs, sizes=sizes)
     task = continue_training(run, task, recommendation if as_chosen else None, code=code.identity)
     newest = run.training(task.signature).newest_task()
     if newest is None or task.attempt > newest.attempt:
@@ -200,10 +213,11 @@ def _resume_task(newest: TrainTask, requested: TrainTask) -> TrainTask:
     """Return the newest task with the current settings; reduced loader processes are kept unless workers changed."""
     changed = requested.spec.train.workers != newest.spec.train.workers
     workers = requested.workers if changed else newest.workers
-    return newest.model_copy(update={"spec": requested.spec, "workdir": requested.workdir, "workers": workers})
+    update = {"spec": requested.spec, "workdir": requested.workdir, "workers": workers, "sizes": requested.sizes}
+    return newest.model_copy(update=update)
 
 
-def _choose_code_to_train(run: RunDir, spec: JobSpec, nodes: int, batch: int) -> Source:
+def _choose_code_to_train(run: RunDir, spec: JobSpec, nodes: int | None, batch: int) -> Source:
     """Return the current code, also if the run was measured with other code; warn if a training is left unfinished."""
     code = choose_code(run, spec, Path.cwd(), keep=False)
     signature = compute_train_signature(spec, nodes=nodes, batch=batch, code=code.identity)
@@ -233,8 +247,10 @@ def _require_size(spec: JobSpec, nodes: int, batch: int, dataset_size: int) -> N
     check_stages(spec, batch=batch, nodes=nodes, dataset_size=dataset_size)
 
 
-def _make_train_task(spec: JobSpec, nodes: int, batch: int, code: Source, ladder: tuple[Rung, ...]) -> TrainTask:
-    signature = compute_train_signature(spec, nodes=nodes, batch=batch, code=code.identity)
+def _make_train_task(
+    spec: JobSpec, nodes: int, batch: int, code: Source, ladder: tuple[Rung, ...], *, sizes: tuple[JobSize, ...]
+) -> TrainTask:
+    signature = compute_train_signature(spec, nodes=None if sizes else nodes, batch=batch, code=code.identity)
     job = f"train-{signature}"
     return TrainTask(
         id=f"{job}-1",
@@ -246,19 +262,28 @@ def _make_train_task(spec: JobSpec, nodes: int, batch: int, code: Source, ladder
         attempt=1,
         ladder=ladder,
         workers=spec.train.workers,
+        sizes=sizes,
+        splits=sizes[-1].splits if sizes else 1,
     )
 
 
+def _fit_estimator_if_measured(
+    run: RunDir, spec: JobSpec, recommended: Recommendation | None, other_sizes: OtherSizes
+) -> Estimator | None:
+    """Return the models of a run; None without measurements, where a training has no prediction."""
+    with contextlib.suppress(BadMeasurements, Infeasible):
+        by = choose_stage_objective_of(recommended)
+        return fit_estimator_of_recommendation(run, spec, other_sizes, stages_by=by)
+    return None
+
+
 def _list_fallback_rungs(
-    run: RunDir, spec: JobSpec, nodes: int, batch: int, recommended: Recommendation | None, other_sizes: OtherSizes
+    estimator: Estimator | None, spec: JobSpec, nodes: int, batch: int, market: Market
 ) -> tuple[Rung, ...]:
     """Return the batch and its out-of-memory fallbacks, with predictions if there are measurements."""
-    chosen, by = recommended and recommended.choice, choose_stage_objective_of(recommended)
-    market: Market = chosen.market if chosen and (chosen.nodes, chosen.batch) == (nodes, batch) else "on_demand"
-    with contextlib.suppress(BadMeasurements, Infeasible):  # given without a profile: train without a prediction
-        estimator = fit_estimator_of_recommendation(run, spec, other_sizes, stages_by=by)
-        if rungs := estimator.fallback_rungs(nodes, batch, market=market):
-            return rungs
+    if estimator is not None:
+        with contextlib.suppress(BadMeasurements, Infeasible):
+            return estimator.fallback_rungs(nodes, batch, market=market)
     divisor = nodes * spec.cluster.gpus_per_node * spec.train.accumulate
     smaller = [b for b in list_batches(spec.search.min_batch, batch) if b < batch and b % divisor == 0]
     return tuple(Rung(batch=b) for b in [batch, *reversed(smaller)])
@@ -340,7 +365,7 @@ def prepare_training(
     plan_found = plan_training(
         variant,
         variant.spec,
-        nodes=request.nodes,
+        nodes=parse_nodes(request.nodes) if isinstance(request.nodes, str) else request.nodes,
         batch=request.batch,
         recommendation=recommendation,
         other_sizes=read_measurements_of_other_sizes(variant.sizes, CachedTrainings()),
@@ -448,7 +473,7 @@ def continue_training(run: RunDir, task: TrainTask, recommendation: Recommendati
     if recommendation is None or continuation is None or not tasks:
         return task
     if (
-        compute_train_signature(task.spec, nodes=tasks[0].own_nodes, batch=tasks[0].batch, code=code)
+        compute_train_signature(task.spec, nodes=tasks[0].signed_nodes, batch=tasks[0].batch, code=code)
         != continuation.signature
     ):
         raise SpecError(

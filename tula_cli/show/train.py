@@ -15,6 +15,7 @@ from tula_cli.words import (
     format_number,
     format_percent,
     is_too_wide,
+    join_words,
     make_relative_path,
 )
 
@@ -105,6 +106,18 @@ def _describe_planned_nodes(task: "TrainTask") -> Iterator[str]:
         yield f"the number of nodes grows with the batch: {', '.join(texts)}"
 
 
+def _describe_job_sizes(task: "TrainTask") -> Iterator[str]:
+    """Describe what a training takes on each number of nodes that its jobs may be granted."""
+    for size in task.sizes:
+        parts = f"local batch {task.batch // (size.nodes * task.spec.cluster.gpus_per_node)}"
+        if size.splits > 1:
+            parts += f" in micro-batches of {size.micro_batch}"
+        if size.prediction is not None:
+            cost = describe_cost(size.prediction.all_node_hours, size.prediction.cost, task.spec.pricing.currency)
+            parts += f", {format_duration(3600 * size.prediction.hours)}, {cost}"
+        yield f"  {format_count(size.nodes)}: {parts}"
+
+
 def _describe_early_end(plan: "TrainPlan") -> str:
     """Describe when train.early_stopping is expected to end a training, or that this is unknown."""
     if plan.ends is None:
@@ -123,7 +136,12 @@ def _render_training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
 
     task, predicted = plan.task, plan.prediction
     local = task.batch // (task.own_nodes * task.spec.cluster.gpus_per_node)
-    yield f"train on {describe_configuration(task.own_nodes, task.batch, local)}, {plan.source}"
+    if task.sizes:
+        counts = " or ".join(filter(None, (join_words(task.node_counts[:-1]), str(task.node_counts[-1]))))
+        yield f"train at batch {task.batch} on {counts} nodes, as many as each job is granted, {plan.source}"
+        yield from _describe_job_sizes(task)
+    else:
+        yield f"train on {describe_configuration(task.own_nodes, task.batch, local)}, {plan.source}"
     length = describe_train_length(task.spec)
     started = "" if task.spec.script is None else f" of {get_program_name(task.spec.script.command)}"
     yield f"{length}{started}, method {task.spec.train.method}, run train-{task.signature}"

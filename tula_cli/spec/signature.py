@@ -58,12 +58,12 @@ def _list_script_fields(spec: JobSpec, script: Script) -> dict[str, Any]:
     return {**parts, "ags": _list_measured_ags_fields(spec)} if spec.train.training_method.scales else parts
 
 
-def compute_train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") -> str:
+def compute_train_signature(spec: JobSpec, *, nodes: int | None, batch: int, code: str = "") -> str:
     """Return 8 hex digits of all settings that change the weights.
 
     Args:
         spec: the job.
-        nodes: number of nodes.
+        nodes: number of nodes; None for a training that runs on any number, with the same weights up to rounding.
         batch: global batch at the start of the run.
         code: digest of the user code named by the spec; empty for none.
     """

@@ -69,7 +69,11 @@ def make_submitit_parameters(
         "signal_delay_s": min(_SIGNAL_SECONDS, minutes * 60 // 4),
         "exclusive": True if slurm.exclusive else None,
         "wckey": None,
-        "setup": [*_make_setup_lines(task, slurm), *package.make_shell_lines(run.path)],
+        "setup": [
+            *_make_grant_lines(task, run.submitit_dir.absolute()),
+            *_make_setup_lines(task, slurm),
+            *package.make_shell_lines(run.path),
+        ],
         "srun_args": [*_list_srun_options(task, slurm), *_make_single_log_options(run, task)],
         "additional_parameters": _list_extra_options(task, slurm),
     }
@@ -134,7 +138,9 @@ def _get_slurm_section(spec: JobSpec) -> Slurm:
 def _make_size_options(task: Task, slurm: Slurm) -> dict[str, Any]:
     """Return the options for nodes, tasks, CPUs and GPUs; GPUs in one form only, as SLURM 24.11 refuses two."""
     ranks = task.spec.cluster.gpus_per_node
-    size: dict[str, Any] = {"nodes": task.nodes, "ntasks_per_node": 1 if task.spec.task_per_node else ranks}
+    size: dict[str, Any] = {"nodes": task.nodes, "ntasks_per_node": _count_tasks_per_node(task)}
+    if len(task.node_counts) > 1:  # with a number of tasks, SLURM would grant no more nodes than the fewest
+        size = {"nodes": f"{task.node_counts[0]}-{task.node_counts[-1]}"}
     if cpus := _count_cpus_per_task(task, slurm):
         size["cpus_per_task"] = cpus
     kind = f"{slurm.gpu_type}:" if slurm.gpu_type else ""
@@ -154,6 +160,10 @@ def _make_size_options(task: Task, slurm: Slurm) -> dict[str, Any]:
             return {**size, "gres": ",".join([f"gpu:{kind}{ranks}", *gres])}
 
 
+def _count_tasks_per_node(task: Task) -> int:
+    return 1 if task.spec.task_per_node else task.spec.cluster.gpus_per_node
+
+
 def _count_cpus_per_task(task: Task, slurm: Slurm) -> int | None:
     """Return the CPUs of one SLURM task, which may contain all ranks of a node."""
     if slurm.cpus_per_task is None:
@@ -169,6 +179,8 @@ def _list_extra_options(task: Task, slurm: Slurm) -> dict[str, Any]:
         options["reservation"] = slurm.reservation
     if slurm.memory:
         options["mem"] = slurm.memory
+    if len(task.node_counts) > 1:
+        options["mincpus"] = _count_tasks_per_node(task) * (_count_cpus_per_task(task, slurm) or 1)
     extra = _format_options(slurm.extra)
     if "gres" in _make_size_options(task, slurm):
         extra.pop("gres", None)  # it is in there
@@ -209,6 +221,28 @@ def _make_single_log_options(run: RunDir, task: Task) -> list[str]:
         return []
     folder = run.submitit_dir.absolute()
     return [f"--output={folder}/%j_0_log.out", f"--error={folder}/%j_0_log.err"]
+
+
+def _make_grant_lines(task: Task, folder: Path) -> list[str]:
+    """Return the lines by which a job uses the nodes that it is granted, where it has requested a range of them.
+
+    SLURM grants any number within the range; 22.05 knows no lists. Nodes that the batch does not divide among go back to
+    the cluster. If the site forbids that, they are idle.
+    """
+    if len(task.node_counts) == 1:
+        return []
+    counts = " ".join(map(str, reversed(task.node_counts)))
+    resized = f'{shlex.quote(str(folder))}/slurm_job_"$SLURM_JOB_ID"_resize'
+    tasks = _count_tasks_per_node(task)
+    return [
+        "# Nodes among which the batch does not divide go back to the cluster.",
+        f'for tula_nodes in {counts}; do [ "$tula_nodes" -gt "$SLURM_JOB_NUM_NODES" ] || break; done',
+        'if [ "$tula_nodes" -lt "$SLURM_JOB_NUM_NODES" ]; then',
+        f'  (cd {shlex.quote(str(folder))} && scontrol update JobId="$SLURM_JOB_ID" NumNodes="$tula_nodes") && . {resized}.sh',
+        f"  rm -f {resized}.sh {resized}.csh",
+        "fi",
+        f'export SLURM_NTASKS_PER_NODE={tasks} SLURM_NTASKS="$((SLURM_JOB_NUM_NODES * {tasks}))"',
+    ]
 
 
 def _make_setup_lines(task: Task, slurm: Slurm) -> list[str]:

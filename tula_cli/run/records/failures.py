@@ -254,16 +254,31 @@ class Move(Record):
         return f"goes on with {format_count(self.nodes)} at batch {self.batch} instead of {before}, as recommended from its own steps"
 
 
+class Resize(Record):
+    """A job of the training has another number of nodes, because it uses those that the scheduler grants."""
+
+    kind: Literal["resize"] = "resize"
+    nodes: int
+    nodes_before: int
+    granted: int  # more than `nodes` if the batch does not divide among all of them
+
+    @property
+    def description(self) -> str:
+        """How many nodes were granted, and how many of them are used."""
+        used = f"; the batch divides among {self.nodes} of them" * (self.granted > self.nodes)
+        return f"{format_count(self.granted)} granted instead of {self.nodes_before}{used}"
+
+
 class Recovery(Record):
     """Why a task follows another one: the failure of an attempt, and what was decided."""
 
-    failure: Failure | None = None  # None of a move
-    decision: Relaunch | Requeue | Move | None = Field(default=None, discriminator="kind")
+    failure: Failure | None = None  # None of a move or another number of nodes
+    decision: Relaunch | Requeue | Move | Resize | None = Field(default=None, discriminator="kind")
 
     @property
     def description(self) -> str:
         """One sentence."""
-        if isinstance(self.decision, Move):
+        if isinstance(self.decision, Move | Resize):
             return self.decision.description
         if self.failure is None or self.decision is None:
             return ""

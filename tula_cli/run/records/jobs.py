@@ -51,6 +51,7 @@ class Attempt(Record):
     allocation: str = ""  # the scheduler's job id and how often it was requeued, "123.0"; empty on this machine
     hosts: str = ""  # the allocation's nodes as the scheduler writes them, "node[1-4]"
     samples: int | None = None  # of the newest checkpoint when it started; None for probes
+    idle_nodes: int = 0  # of the allocation, which the batch does not divide among
     reached: int | None = None  # samples trained when it ended, as far as its ranks have told; None before a first step
     cluster: str = ""  # digest of the cluster section that it ran under (`compute_cluster_signature`)
     tuned: int = 0  # samples of finished branches when it started (train.method: auto)

@@ -28,6 +28,24 @@ class Rung(Record):
         int, Prediction
     ] = {}  # with each micro-batch in so many parts, of the first rung, where that is predicted
 
+    def on_splits(self, splits: int) -> Prediction | None:
+        """Return the prediction with each micro-batch in so many parts, or None."""
+        return self.prediction if splits == 1 else self.cut.get(splits)
+
+
+class JobSize(Record):
+    """One of the numbers of nodes that a job of a training may be granted (`tula train --nodes 2-8`)."""
+
+    nodes: int
+    micro_batch: int  # samples that a GPU computes at a time
+    splits: int  # parts in which the micro-batches of train.accumulate are therefore computed
+    ladder: tuple[Rung, ...]  # as in TrainTask, on so many nodes
+
+    @property
+    def prediction(self) -> Prediction | None:
+        """The prediction for so many nodes, or None."""
+        return self.ladder[0].on_splits(self.splits)
+
 
 class BaseTask(Record):
     """The fields of every task, and the answers of most: a task overrides those in which it differs."""
@@ -42,6 +60,11 @@ class BaseTask(Record):
     @property
     def ranks(self) -> int:
         return self.nodes * self.spec.cluster.gpus_per_node
+
+    @property
+    def node_counts(self) -> tuple[int, ...]:
+        """The numbers of nodes of which its job uses the one that the scheduler grants, ascending; mostly one."""
+        return (self.nodes,)
 
     @property
     def attempt_files(self) -> str:
@@ -88,7 +111,7 @@ class BaseTask(Record):
     def time_limit(self) -> int:
         """Time limit of its job in minutes, within the site's limit for its nodes (cluster.slurm.limits)."""
         needed, slurm = self._minutes_needed, self.spec.cluster.slurm
-        longest = math.inf if slurm is None else slurm.longest(self.nodes)
+        longest = math.inf if slurm is None else min(map(slurm.longest, self.node_counts))
         return max(1, math.floor(min(needed, longest or needed)))
 
     @property
@@ -151,6 +174,8 @@ class TrainTask(BaseTask):
     ladder: tuple[Rung, ...]  # descending batches
     workers: Workers  # data-loader processes a rank (fewer after a host OOM)
     splits: int = 1  # parts that each micro-batch of train.accumulate is computed in (more after an OOM)
+    sizes: tuple[JobSize, ...] = ()  # ascending, where a job uses the nodes that it is granted; else it has `nodes`
+    max_micro_batch: int | None = None  # samples that fit a GPU after an OOM, whatever the size is
     # where its batch grows, as was decided before it began; those of smaller batches stay after an out-of-memory
     stages: tuple[Stage, ...] = ()
     max_lr_factor: float | None = None  # after a growing batch diverged, in place of the job's; None: the job's
@@ -189,9 +214,36 @@ class TrainTask(BaseTask):
         return min(TRAINING_PATIENCE, 30 * self.time_limit)
 
     @property
+    def node_counts(self) -> tuple[int, ...]:
+        return tuple(size.nodes for size in self.sizes) or (self.nodes,)
+
+    @property
     def own_nodes(self) -> int:
-        """The nodes of the training, on which its last stage runs."""
-        return (self.stages[-1].nodes if self.stages else None) or self.nodes
+        """The nodes of the training: the most that it is granted, or those on which its last stage runs."""
+        return (self.stages[-1].nodes if self.stages else None) or self.node_counts[-1]
+
+    @property
+    def signed_nodes(self) -> int | None:
+        """The number of nodes that is part of the training's signature; None if it runs on what it is granted."""
+        return None if self.sizes else self.own_nodes
+
+    def on_granted(self, nodes: int) -> "TrainTask":
+        """Return this task on the largest of its sizes for which `nodes` nodes suffice; unchanged if it has no sizes."""
+        size = next((size for size in reversed(self.sizes) if size.nodes <= nodes), None)
+        if size is None or size.nodes == self.nodes:
+            return self
+        ladder = tuple(rung for rung in size.ladder if rung.batch <= self.batch)
+        if not ladder or ladder[0].batch != self.batch:
+            ladder = (Rung(batch=self.batch), *ladder)
+        resized = self.model_copy(update={"nodes": size.nodes, "ladder": ladder})
+        whole, most = resized.micro_batch, min(size.micro_batch, self.max_micro_batch or size.micro_batch)
+        splits = next(n for n in range(1, whole + 1) if whole % n == 0 and whole // n <= most)
+        return resized.model_copy(update={"splits": splits})
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples of a micro-batch of train.accumulate on one GPU, before it is split."""
+        return self.batch // (self.ranks * self.spec.train.accumulate)
 
     @property
     def next_stage(self) -> Stage | None:
@@ -201,8 +253,7 @@ class TrainTask(BaseTask):
     @property
     def prediction(self) -> Prediction | None:
         """The prediction for the batch with the current micro-batches, or None."""
-        rung = self.ladder[0]
-        return rung.prediction if self.splits == 1 else rung.cut.get(self.splits)
+        return self.ladder[0].on_splits(self.splits)
 
 
 class RehearsalTask(MeasuringTask):

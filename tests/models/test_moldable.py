@@ -1,0 +1,122 @@
+"""Which numbers of nodes a job may be granted: what divides, fits the memory, and is within the limits that were recommended."""
+
+import make_runs
+import pytest
+from make_results import MIB, Truth, probe_all, spec
+
+from tula_cli.errors import Infeasible, SpecError
+from tula_cli.models.estimator import Estimator
+from tula_cli.models.moldable import choose_job_sizes
+from tula_cli.options import NodeRange, parse_nodes
+from tula_cli.run.records.tasks import JobSize, TrainTask
+from tula_cli.spec.job import JobSpec
+
+SWEEP = {2: (16, 32, 64, 128), 4: (8, 64), 8: (4, 32), 16: (2, 16)}
+ON_SLURM = {"cluster": {"kind": "slurm"}, "search": {"nodes": [1, 2, 4, 8, 16]}}
+
+
+def choose(
+    bounds: NodeRange, batch: int, *, options: tuple[str, ...] = (), truth: Truth | None = None, **changes: object
+) -> tuple[JobSize, ...]:
+    job = spec(**{**ON_SLURM, **changes})
+    estimator = None if truth is None else Estimator.fit(job, probe_all(truth, SWEEP))
+    recommendation = make_runs.recommendation(choice=make_runs.prediction(8, batch), options=options)
+    return choose_job_sizes(job, bounds, batch, estimator=estimator, recommendation=recommendation)
+
+
+def nodes_of(sizes: tuple[JobSize, ...]) -> list[int]:
+    return [size.nodes for size in sizes]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("4", 4), ("2-8", NodeRange(2, 8)), ("2-", NodeRange(2)), ("-8", NodeRange(most=8)), ("auto", NodeRange())],
+)
+def test_nodes_are_a_number_or_a_range(text: str, expected: int | NodeRange) -> None:
+    assert parse_nodes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["0", "0-4", "8-2", "-", "two", "2-4-8", ""])
+def test_other_texts_are_refused(text: str) -> None:
+    with pytest.raises(SpecError):
+        parse_nodes(text)
+
+
+def test_only_nodes_among_which_the_batch_divides_are_used() -> None:
+    sizes = choose(NodeRange(2, 8), 96)
+    assert nodes_of(sizes) == [2, 3, 4, 6, 8]
+    assert all(size.ladder[0].batch == 96 and size.prediction is None for size in sizes)
+    assert nodes_of(choose(NodeRange(2, 8), 96, cluster={"kind": "slurm", "gpus_per_node": 4})) == [2, 3, 4, 6, 8]
+    assert nodes_of(choose(NodeRange(3, 8), 32)) == [4, 8]
+
+
+def test_a_range_without_such_a_number_is_refused() -> None:
+    with pytest.raises(Infeasible, match="from 3 to 3"):
+        choose(NodeRange(3, 3), 32)
+
+
+def test_the_site_allows_no_job_on_more_nodes_than_its_bins() -> None:
+    slurm = {"kind": "slurm", "slurm": {"limits": [{"nodes": 4, "hours": 2}]}}
+    assert nodes_of(choose(NodeRange(1, 8), 32, cluster=slurm)) == [1, 2, 4]
+
+
+def test_a_batch_that_does_not_fit_few_nodes_is_computed_there_in_parts() -> None:
+    truth = Truth(capacity=800 * MIB)  # 400 MiB and 2 MiB a sample: at most some 180 with the margin
+    sizes = choose(NodeRange(2, 8), 512, truth=truth)
+    assert [(size.nodes, size.splits, size.micro_batch) for size in sizes] == [(2, 2, 128), (4, 1, 128), (8, 1, 64)]
+    assert all(size.prediction is not None for size in sizes)
+    slower, faster = sizes[0].prediction, sizes[1].prediction
+    assert slower is not None and faster is not None and slower.hours > faster.hours
+    shrinking = {"epochs": 10, "method": "ags", "oom_policy": "shrink"}
+    assert nodes_of(choose(NodeRange(2, 8), 512, truth=truth, train=shrinking)) == [4, 8]
+
+
+def test_open_bounds_follow_from_deadline_efficiency_and_the_recommended_nodes() -> None:
+    truth = Truth()
+    assert nodes_of(choose(NodeRange(), 256, truth=truth)) == [1, 2, 4, 8]
+    every = choose(NodeRange(2, 16), 256, truth=truth)
+    hours = {size.nodes: size.prediction.hours for size in every if size.prediction}
+    efficiency = {size.nodes: size.prediction.scaling_efficiency for size in every if size.prediction}
+    assert nodes_of(choose(NodeRange(), 256, truth=truth, options=(f"--deadline {60 * hours[4] + 1:g}m",))) == [4, 8]
+    least = f"--min-efficiency {(efficiency[4] or 0) - 0.001}"
+    assert max(nodes_of(choose(NodeRange(2), 256, truth=truth, options=(least,)))) == 4
+    assert nodes_of(choose(NodeRange(2, 16), 256, truth=truth, options=("--deadline 0.001", least))) == [2, 4, 8, 16], (
+        "bounds that are given are taken as they are"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"cluster": {"kind": "local"}}, "only SLURM"),
+        ({"train": {"method": "ags", "ramp": [{"epochs": 1, "batch": 32}]}}, "train.ramp"),
+        ({"train": {"method": "polo"}}, "method polo"),
+        ({"train": {"method": "auto"}}, "method auto"),
+        ({"cluster": {"kind": "slurm", "slurm": {"gpus": "gpus_per_task"}}}, "gpus_per_task"),
+    ],
+)
+def test_jobs_that_cannot_use_what_they_are_granted_are_refused(changes: dict[str, object], why: str) -> None:
+    with pytest.raises(SpecError, match=why):
+        choose(NodeRange(2, 8), 64, **changes)
+
+
+def moldable_task(job: JobSpec, sizes: tuple[JobSize, ...]) -> TrainTask:
+    largest = sizes[-1]
+    return TrainTask(
+        id="train-s-1", job="train-s", spec=job, workdir="/", nodes=largest.nodes, signature="s", attempt=1,
+        ladder=largest.ladder, workers=0, sizes=sizes, splits=largest.splits,
+    )  # fmt: skip
+
+
+def test_a_task_takes_the_largest_size_that_it_is_granted_and_keeps_its_batch() -> None:
+    job = spec(**ON_SLURM)
+    task = moldable_task(job, choose(NodeRange(2, 8), 512, truth=Truth(capacity=800 * MIB)))
+    assert (task.node_counts, task.own_nodes, task.signed_nodes) == ((2, 4, 8), 8, None)
+    for granted, nodes, splits in ((8, 8, 1), (7, 4, 1), (3, 2, 2), (2, 2, 2)):
+        resized = task.on_granted(granted)
+        assert (resized.nodes, resized.batch, resized.splits) == (nodes, 512, splits)
+        assert resized.prediction == next(size.prediction for size in task.sizes if size.nodes == nodes)
+    shrunk = task.on_granted(2).model_copy(update={"max_micro_batch": 32})  # after an out-of-memory
+    assert [shrunk.on_granted(nodes).splits for nodes in (4, 8)] == [4, 2]
+    smaller = task.model_copy(update={"ladder": task.ladder[1:]})
+    assert smaller.on_granted(4).batch == 256

@@ -1,0 +1,152 @@
+"""Moldable trainings: each job of the chain requests a range of nodes and uses what the scheduler grants.
+
+The batch, the samples and their order are the same on every number of nodes, so the weights are those of a training on a
+fixed number, up to the rounding of sums.
+"""
+
+from collections.abc import Iterator
+
+from tula_cli.errors import Infeasible, SpecError
+from tula_cli.models.choice.grid import Config, list_batches
+from tula_cli.models.estimator import Estimator
+from tula_cli.models.out_of_memory import cannot_accumulate, list_splits
+from tula_cli.models.ramp.stage_nodes import compute_batch_divisor
+from tula_cli.options import NodeRange
+from tula_cli.query import parse_hours
+from tula_cli.run.records.base import Market
+from tula_cli.run.records.recommendations import Prediction, Recommendation
+from tula_cli.run.records.tasks import JobSize, Rung
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.slurm_options import Slurm
+from tula_cli.words import join_words
+
+
+def require_moldable(spec: JobSpec) -> None:
+    """Check that the jobs of a training can use the number of nodes that they are granted.
+
+    Raises:
+        SpecError: they cannot, for the reason in the message.
+    """
+    method, slurm = spec.train.training_method, spec.cluster.slurm or Slurm()
+    if spec.cluster.kind != "slurm":
+        why = f"only SLURM grants a number of nodes within a range, and cluster.kind is {spec.cluster.kind}"
+    elif spec.script is not None:
+        why = "a script is trained on one number of nodes"
+    elif spec.train.stages is not None:
+        why = "the stages of train.ramp have their own numbers of nodes"
+    elif method.tunes or method.on_one_gpu:
+        why = f"method {spec.train.method} trains other weights on another number of GPUs"
+    elif slurm.gpus == "gpus_per_task" and spec.cluster.device != "cpu":
+        why = "cluster.slurm.gpus is gpus_per_task, which fixes the number of tasks"
+    else:
+        return
+    raise SpecError(f"--nodes cannot be a range: {why}", "give one number: --nodes 4")
+
+
+def choose_job_sizes(
+    spec: JobSpec,
+    bounds: NodeRange,
+    batch: int,
+    *,
+    estimator: Estimator | None,
+    recommendation: Recommendation | None,
+    market: Market = "on_demand",
+) -> tuple[JobSize, ...]:
+    """Return the numbers of nodes that each job of a training may use, ascending.
+
+    They are those among which the batch divides and, if there are measurements, on which it fits the memory, in smaller
+    micro-batches if necessary. If the lower bound is not given, they are also within the deadline of the recommendation.
+    If the upper bound is not given, it is the largest number with the minimum efficiency of the recommendation, or else
+    the recommended number.
+
+    Args:
+        spec: the job.
+        bounds: of the numbers of nodes.
+        batch: global.
+        estimator: the models; None without measurements.
+        recommendation: the recommendation; None only if the upper bound is given.
+        market: of the predictions.
+
+    Raises:
+        SpecError: the job cannot use what it is granted.
+        Infeasible: there is no such number of nodes.
+    """
+    require_moldable(spec)
+    limits = _read_limits(recommendation)
+    deadline = parse_hours(limits["--deadline"]) if "--deadline" in limits and bounds.least is None else None
+    efficiency = float(limits["--min-efficiency"]) if "--min-efficiency" in limits and bounds.most is None else None
+    most = bounds.most or _find_upper_bound(spec, recommendation, limits)
+    slurm = spec.cluster.slurm or Slurm()
+    counts = [
+        nodes
+        for nodes in range(bounds.least or 1, most + 1)
+        if batch % compute_batch_divisor(spec, nodes) == 0 and slurm.longest(nodes)
+    ]
+    sizes = [size for nodes in counts for size in _list_size(spec, Config(nodes, batch), counts[-1], estimator, market)]
+    if estimator is not None and (bounds.least is None or bounds.most is None):
+        sizes = [size for size in sizes if _is_within(size.prediction, deadline=deadline, efficiency=efficiency)]
+    if not sizes:
+        divides = f"divides among {join_words(counts) if counts else 'none of them'}"
+        raise Infeasible(
+            f"no number of nodes from {bounds.least or 1} to {most} can be used: batch {batch} {divides}, and must fit the memory"
+            " and the limits of the recommendation",
+            "widen the range, or choose another batch with --batch",
+        )
+    return tuple(sizes)
+
+
+def _read_limits(recommendation: Recommendation | None) -> dict[str, str]:
+    """Return the options of a recommendation that have a value, by their flags."""
+    options = recommendation.options if recommendation is not None else ()
+    return dict(option.split(maxsplit=1) for option in options if " " in option)
+
+
+def _find_upper_bound(spec: JobSpec, recommendation: Recommendation | None, limits: dict[str, str]) -> int:
+    assert recommendation is not None, "without a recommendation the upper bound is given"
+    if "--min-efficiency" in limits:
+        return int(limits.get("--nodes") or limits.get("--max-nodes") or max(spec.search.nodes))
+    return recommendation.choice.nodes
+
+
+def _is_within(prediction: Prediction | None, *, deadline: float | None, efficiency: float | None) -> bool:
+    """Return whether there is a prediction, and it is within the limits."""
+    if prediction is None or (deadline is not None and prediction.hours > deadline):
+        return False
+    return efficiency is None or (prediction.scaling_efficiency or 0.0) >= efficiency
+
+
+def _list_size(
+    spec: JobSpec, config: Config, most_nodes: int, estimator: Estimator | None, market: Market
+) -> Iterator[JobSize]:
+    """Yield a number of nodes with its micro-batch and out-of-memory fallbacks; nothing if no micro-batch fits.
+
+    A fallback is a smaller batch that also divides on the largest number of nodes.
+    """
+    accumulate, local_batch = spec.train.accumulate, config.local_batch(spec.cluster.gpus_per_node)
+    splits = _count_splits(spec, config, estimator)
+    if splits is None:
+        return
+    if estimator is not None:
+        first_rung, *smaller = estimator.fallback_rungs(config.nodes, config.batch, market=market)
+        if splits > 1 and splits not in first_rung.cut and (row := estimator.predict_split(config, splits, market)):
+            first_rung = first_rung.model_copy(update={"cut": {**first_rung.cut, splits: row}})
+    else:
+        first_rung = Rung(batch=config.batch)
+        smaller = [Rung(batch=batch) for batch in reversed(list_batches(spec.search.min_batch, config.batch - 1))]
+    divisors = [compute_batch_divisor(spec, nodes) for nodes in (config.nodes, most_nodes)]
+    rungs = [rung for rung in smaller if all(rung.batch % divisor == 0 for divisor in divisors)]
+    yield JobSize(
+        nodes=config.nodes, micro_batch=local_batch // accumulate // splits, splits=splits, ladder=(first_rung, *rungs)
+    )
+
+
+def _count_splits(spec: JobSpec, config: Config, estimator: Estimator | None) -> int | None:
+    """Return the fewest parts of each micro-batch that fit the memory; None if no number of them does."""
+    if estimator is None or not estimator.describe_why_too_large(config):
+        return 1
+    accumulate, local_batch = spec.train.accumulate, config.local_batch(spec.cluster.gpus_per_node)
+    splits = list_splits(config.batch, micro_batch=local_batch // accumulate, micro_batches=accumulate)
+    fits = (
+        part for part in splits.into if not estimator.describe_why_too_large(Config(config.nodes, config.batch // part))
+    )
+    return None if cannot_accumulate(spec) else next(fits, None)

@@ -28,10 +28,11 @@ import numpy as np
 from replay_baselines import MODELS, Predictor
 from replay_data import MeasuredSet, Where, load
 
+from tula_cli.models.choice.columns import Ints, to_columns, to_configs
 from tula_cli.models.choice.grid import Config
-from tula_cli.models.ramp.stage_nodes import Change, Worth
+from tula_cli.models.ramp.stage_nodes import Worth
 from tula_cli.models.ramp.stage_times import StageTimes
-from tula_cli.models.time.steptime import Estimate
+from tula_cli.models.time.steptime import Estimates
 from tula_cli.run.records.recommendations import StageSteps
 from tula_cli.spec.job import JobSpec
 
@@ -122,6 +123,12 @@ class Trainings:
         sizes, times = zip(*self.lines[config.nodes], strict=True)
         return float(np.exp(np.interp(math.log(local_batch), np.log(sizes), np.log(times))))
 
+    def predict_steps(self, nodes: Ints, batch: Ints) -> Estimates:
+        """Return the step times at many configurations, without intervals."""
+        unknown = np.full(len(nodes), math.nan)
+        seconds = np.array([self.seconds(config) for config in to_configs(nodes, batch)])
+        return Estimates(seconds, low=unknown, high=unknown, fitted=unknown)
+
     @cached_property
     def model(self) -> Predictor:
         return MODELS["tula"](list(self.measured.truth.values()), self.measured.collective)
@@ -141,12 +148,13 @@ class Trainings:
         times = StageTimes(
             self.spec(nodes),
             self.size,
-            lambda those: [Estimate(self.seconds(one), None, None) for one in those],
-            lambda _: "",
-            change=lambda _: Change(self.start),
+            predict_steps=self.predict_steps,
+            find_unknown=lambda counts, _: np.zeros(len(counts), dtype=bool),
+            startup=lambda counts, _: np.full(len(counts), self.start),
             by=by,
         )
-        stages = times.stages_at(config)
+        columns = to_columns([config])
+        stages = times.tabulate(*columns, self.predict_steps(*columns)).records(0)
         own = (EPOCHS * self.size - sum(stage.steps * stage.batch for stage in stages)) // config.batch
         every = [
             *stages,

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from tula_cli.models.choice.candidates import Candidates
+from tula_cli.models.choice.candidates import NO_STAGES, Candidates
 from tula_cli.models.ramp.by_noise import GROWTH
 from tula_cli.models.time.noise import Z90
 from tula_cli.run.records.probes import GradientStats
@@ -251,14 +251,11 @@ def _count_epochs_over_stages(rows: Candidates, epochs_at: Callable[[Number], Nu
     `epochs_at` gives the epochs at a constant batch; all stages are stretched equally.
     """
     epochs_needed = epochs_at(rows["batch"]) + np.zeros(len(rows))
-    if not any(rows["stages"]):
+    if rows.stages is NO_STAGES:
         return epochs_needed
-    progress_at = functools.cache(lambda batch: 1 / epochs_at(batch))  # per epoch; many configurations share a stage
-    slower = [  # progress an epoch, beside that at the configuration's own batch
-        sum(stage.share * (progress_at(stage.batch) - 1 / stage_epochs) for stage in stages)
-        for stages, stage_epochs in zip(rows["stages"], epochs_needed, strict=True)
-    ]
-    return 1 / (1 / epochs_needed + np.array(slower))
+    batch, share = (column[rows["stages"], :-1] for column in (rows.stages.batch, rows.stages.share))
+    progress = 1 / epochs_at(np.where(batch > 0, batch, rows["batch"][:, None]))  # per epoch
+    return 1 / (1 / epochs_needed + (share * (progress - 1 / epochs_needed[:, None])).sum(axis=1))
 
 
 def describe_noise(noise: Noise, *, reference: int, epochs: int) -> str:

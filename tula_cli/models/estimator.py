@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import Infeasible
 from tula_cli.models import cost, interruptions, power
-from tula_cli.models.choice.candidates import Candidates
+from tula_cli.models.choice.candidates import Candidates, StageTable
 from tula_cli.models.choice.columns import (
     Flags,
     Floats,
@@ -45,9 +45,9 @@ from tula_cli.models.overheads import OverheadModel, compute_median_shutdown
 from tula_cli.models.power import PowerModel
 from tula_cli.models.ramp.by_noise import NoisePath
 from tula_cli.models.ramp.stage_nodes import Worth
-from tula_cli.models.ramp.stage_times import StageTimes, make_change_costs
+from tula_cli.models.ramp.stage_times import StageTimes
 from tula_cli.models.time import steptime, stretches
-from tula_cli.models.time.steptime import Estimate, Estimates, StepTimeFit
+from tula_cli.models.time.steptime import Estimates, StepTimeFit
 from tula_cli.models.time.stragglers import fit_with_stragglers
 from tula_cli.run.records.base import Market
 from tula_cli.run.records.inspections import Inspection
@@ -315,12 +315,17 @@ class Estimator:
         for start in range(0, max(1, len(nodes)), _BLOCK):
             counts, batches = nodes[start : start + _BLOCK], batch[start : start + _BLOCK]
             probes = self._probes_at(counts, batches // (counts * self.spec.cluster.gpus_per_node))
-            tables.append(self._predict_trainings(counts, batches, self._step_times(counts, batches), probes))
+            steps = self._step_times(counts, batches)
+            stages = self.stages.tabulate(counts, batches, steps)
+            tables.append(self._predict_trainings(counts, batches, steps, probes, stages))
         return Candidates.concatenate(tables)
 
     def predict_on_spot(self, on_demand: Prediction) -> Prediction | None:
         """Return the prediction for spot nodes, or None if `on_spot` leaves it out."""
-        on_spot = self.on_spot(Candidates.from_predictions([on_demand]))
+        nodes, batch = convert_to_columns([(on_demand.nodes, on_demand.batch)])
+        # A record does not have the steps at its own batch.
+        stages = self.stages.tabulate(nodes, batch, self._step_times(nodes, batch))
+        on_spot = self.on_spot(Candidates(Candidates.from_predictions([on_demand]).frame, stages))
         return on_spot.prediction(0) if len(on_spot) else None
 
     def predict_if_known(self, config: Config, market: Market) -> Prediction | None:
@@ -371,7 +376,8 @@ class Estimator:
         step = self._step_times(*to_columns([smaller]))
         alone = (probes and probes[0].compute_time) or self.steps.compute(config.nodes, gpus, size)
         longer = step.scaled(1 + (split - 1) * alone / float(step.seconds[0]))
-        row = self._predict_trainings(nodes, batch, longer, {}, memory_batches=np.array([size])).prediction(0)
+        stages = self.stages.tabulate(nodes, batch, self._step_times(nodes, batch))
+        row = self._predict_trainings(nodes, batch, longer, {}, stages, memory_batches=np.array([size])).prediction(0)
         return self._move_to_market(row, market)
 
     # --- Step times
@@ -408,18 +414,16 @@ class Estimator:
     def stages(self) -> StageTimes:
         """The stages of a batch that grows, with their step times."""
 
-        def predict_steps(configs: Sequence[Config]) -> list[Estimate]:
-            step_times = self._step_times(*to_columns(configs))
-            return [step_times.at(index) for index in range(len(configs))]
-
+        gpus = self.spec.cluster.gpus_per_node
         return StageTimes(
             self.spec,
             self.dataset_size,
-            predict_steps,
-            self.describe_why_unknown,
+            predict_steps=self._step_times,
+            find_unknown=self._unknown_mask,
+            startup=lambda nodes, batch: self.overheads.overheads_at(nodes, batch // (nodes * gpus), batch).startup,
             noise=self.noise,
-            describe_why_too_large=self.describe_why_too_large,
-            change=make_change_costs(self.overheads, self.spec.cluster.gpus_per_node, self.queue),
+            is_too_large=lambda config: bool(self.describe_why_too_large(config)),
+            queue=self.queue,
             by=self.stages_by,
         )
 
@@ -429,6 +433,7 @@ class Estimator:
         batch: Ints,
         steps: Estimates,
         probes: Mapping[int, Measured],
+        stages: StageTable,
         *,
         memory_batches: Ints | None = None,
     ) -> Candidates:
@@ -438,13 +443,14 @@ class Estimator:
             nodes, batch: of the configurations, shape (n,).
             steps: their step times.
             probes: of the measured ones, by index.
+            stages: of a batch that grows.
             memory_batches: local batches for the memory forecast, if they differ from those of the configurations.
         """
         gpus = self.spec.cluster.gpus_per_node
         local_batch = batch // (nodes * gpus)
-        time, startup = self.time(nodes, batch), self.overheads.startup_spread / 3600
+        time, startup = self.time(nodes, batch, stages), self.overheads.startup_spread / 3600
         hours = time.hours(steps.seconds)
-        paid = hours - self.stages.unused_node_hours(nodes, batch) / nodes
+        paid = hours - self.stages.unused_node_hours(nodes, batch, stages) / nodes
         reserved, headroom = self._memory(nodes, local_batch if memory_batches is None else memory_batches, probes)
         measured = ~np.isnan(steps.fitted)
         parts = {} if self.spec.script else _break_down_time(time, steps.seconds, probes)
@@ -473,9 +479,9 @@ class Estimator:
                 "refresh_share": time.work.refreshes * time.overheads.refresh / (3600 * hours),
                 "type": np.full(len(nodes), ""),
                 "market": np.full(len(nodes), "on_demand"),
-                "stages": self.stages.stages_column(nodes, batch),
                 **{f"parts_{name}": seconds for name, seconds in parts.items()},
-            }
+            },
+            stages,
         )
         return candidates if self.power is None else self._with_energy(candidates, probes, self.power)
 
@@ -539,9 +545,10 @@ class Estimator:
         if pricing.spot is None or (self.saving is not None and not self.saving.is_known):
             return on_demand.take([])
         nodes, batch, step_time = on_demand["nodes"], on_demand["batch"], on_demand["step_time"]
-        training = self._training(nodes, batch, pricing.spot)
+        stages = on_demand.stages.take(on_demand["stages"])
+        training = self._training(nodes, batch, stages, pricing.spot)
         hours, low, high = (training(on_demand[name]) for name in ("step_time", "step_low", "step_high"))
-        running = self._training(nodes, batch, pricing.spot.model_copy(update={"wait_minutes": 0.0}))(step_time)
+        running = self._training(nodes, batch, stages, pricing.spot.model_copy(update={"wait_minutes": 0.0}))(step_time)
         share = running / on_demand["hours"]
         spot = on_demand.with_columns(
             {
@@ -563,12 +570,12 @@ class Estimator:
         )
         return spot.take(np.isfinite(hours))
 
-    def _training(self, nodes: Ints, batch: Ints, spot: Spot) -> Callable[[Floats], Floats]:
+    def _training(self, nodes: Ints, batch: Ints, stages: StageTable, spot: Spot) -> Callable[[Floats], Floats]:
         """Return a function from step times to the expected hours of the whole training on spot nodes."""
-        time = self.time(nodes, batch, spot=spot)
+        time = self.time(nodes, batch, stages, spot=spot)
         return time.hours if self.saving is None else functools.partial(self.saving.hours_on_spot, time)
 
-    def time(self, nodes: Ints, batch: Ints, *, spot: Spot | None = None) -> cost.TrainingTime:
+    def time(self, nodes: Ints, batch: Ints, stages: StageTable, *, spot: Spot | None = None) -> cost.TrainingTime:
         """Return the models of training time by step time; on spot nodes of the expected time."""
         gpus, every = self.spec.cluster.gpus_per_node, self.spec.train.checkpoint_every
         overheads = self.overheads.overheads_at(nodes, batch // (nodes * gpus), batch)
@@ -580,7 +587,7 @@ class Estimator:
             eval_size=self.eval_size,
             eval_batch_size=overheads.eval_batch_size,
         )
-        work = self.stages.count_equivalent_work(nodes, batch, work)
+        work = self.stages.count_equivalent_work(work, stages)
         rate = cost.compute_interruption_rate(self.spec.pricing, nodes)
         # As the ranks do it, who do not know which nodes they are on.
         interval = cost.compute_checkpoint_interval(overheads.checkpoint, rate=rate) if every == "auto" else every

@@ -1,10 +1,16 @@
 """What a training takes whose batch grows: the sum over its stages, and what is told where one cannot be had."""
 
+from typing import Any
+
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from make_results import Truth, probe_all, spec
 from read_diagnostics import codes
 
 from tula_cli.models.choice.candidates import Candidates
+from tula_cli.models.choice.columns import to_columns
 from tula_cli.models.choice.early_stopping import compute_remaining_share, shorten_prediction
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.efficiency import (
@@ -14,6 +20,10 @@ from tula_cli.models.efficiency import (
     with_same_progress,
 )
 from tula_cli.models.estimator import Estimator
+from tula_cli.models.ramp.by_noise import NoisePath
+from tula_cli.models.ramp.stage_nodes import build_ramp_on_nodes
+from tula_cli.models.ramp.stage_times import StageTimes
+from tula_cli.models.time.steptime import Estimates
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import EarlyStopping
 
@@ -139,3 +149,53 @@ def test_what_is_left_behind_the_stages_takes_less_than_its_share_of_the_epochs(
         and compute_remaining_share(row, 0.45) < 0.45
     )
     assert compute_remaining_share(forecast(None).predict(Config(2, 256)), 0.45) == 0.45
+
+
+RAMPS = st.sampled_from([{"ramp": "auto"}, {"ramp": "noise"}, {"ramp": "decay", "ramp_nodes": "auto"},
+                         {"ramp": "auto", "ramp_nodes": "auto"}, {"ramp": [{"epochs": 1.5, "batch": 48}]}])  # fmt: skip
+
+
+@given(train=RAMPS, size=st.integers(3000, 9000), seed=st.integers(0, 99), has_noise=st.booleans())
+@settings(max_examples=60)
+def test_the_stages_of_many_are_those_of_each_ramp(
+    train: dict[str, Any], size: int, seed: int, has_noise: bool
+) -> None:
+    """Batches, steps and shares are those of `Ramp`, and the time is that of the steps."""
+    subject = spec(train={"method": "lrs", "epochs": 7, "reference_batch": 24, **train}, schedule={"kind": "cosine"},
+                   search={"nodes": [1, 2, 3, 4, 6, 12]})  # fmt: skip
+    noise = NoisePath.from_measurements({0.0: 20.0, 2.0: 60.0}, reference=24) if has_noise else None
+    random = np.random.default_rng(seed)
+
+    def predict(nodes: Any, batch: Any) -> Estimates:
+        seconds = 0.1 + batch / nodes / 1000 + 0.02 * np.log(nodes)
+        return Estimates(seconds, seconds * 0.9, seconds * 1.1, np.full(len(nodes), np.nan))
+
+    times = StageTimes(
+        subject, size, predict, find_unknown=lambda nodes, batch: np.zeros(len(nodes), dtype=bool),
+        startup=lambda nodes, batch: np.full(len(nodes), 2.0), noise=noise,
+    )  # fmt: skip
+    gpus = subject.cluster.gpus_per_node
+    counts = random.choice([1, 2, 3, 4, 6], 12)
+    nodes, batch = to_columns([Config(int(n), int(n) * gpus * 12 * 2 ** int(random.integers(0, 6))) for n in counts])
+    table = times.tabulate(nodes, batch, predict(nodes, batch))
+    for row, (count, own) in enumerate(zip(nodes.tolist(), batch.tolist(), strict=True)):
+        ramp = build_ramp_on_nodes(subject, batch=own, nodes=count, dataset_size=size, noise=noise)
+        is_stage = table.batch[row] > 0
+        assert table.batch[row][is_stage].tolist() == [stage.batch for stage in ramp.stages]
+        assert table.steps[row][is_stage].tolist() == list(ramp.remaining_steps(size=size, epochs=7).values())
+        assert table.share[row][is_stage].tolist() == pytest.approx(list(ramp.shares(7 * size).values()))
+        assert table.steps[row][~is_stage].sum() == 0 and [stage.batch for stage in table.records(row)] == [
+            stage.batch for stage in ramp.stages[:-1]
+        ]
+        assert table.step_time[row][is_stage] == pytest.approx(
+            predict(table.nodes[row][is_stage], table.batch[row][is_stage]).seconds
+        )
+        assert (np.diff(table.nodes[row][is_stage]) >= 0).all() and table.nodes[row, -1] == count
+
+
+@pytest.mark.parametrize("ramp", ["auto", [{"epochs": 1, "batch": 64}]])
+def test_the_stages_of_a_dataset_whose_samples_overflow_an_integer_are_forecast(ramp: object) -> None:
+    subject = Estimator.fit(job(ramp), probe_all(Truth(dataset_size=2**63 - 1), PROBES))
+    row = subject.predict(Config(2, 256))
+    seconds = sum(stage.share * 10 * 2**63 / stage.batch * stage.step_time for stage in row.stages)
+    assert row.parts is not None and row.parts.steps > seconds > 0

@@ -72,7 +72,7 @@ def test_a_smaller_batch_keeps_the_stages_below_it() -> None:
 SIZES = st.integers(1, 40)
 
 
-@given(size=st.integers(5, 300), batches=st.lists(SIZES, min_size=1, max_size=4, unique=True), data=st.data())
+@given(size=st.integers(5, 300), batches=st.lists(SIZES, min_size=1, max_size=4), data=st.data())
 @settings(max_examples=80)
 def test_steps_are_those_of_a_walk(size: int, batches: list[int], data: st.DataObject) -> None:
     begins = sorted(data.draw(st.lists(st.integers(0, 3 * size), min_size=len(batches), max_size=len(batches))))

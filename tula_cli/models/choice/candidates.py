@@ -1,8 +1,10 @@
 """The table of candidates: what can be chosen, and the forecast of a training with each."""
 
+import itertools
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -11,10 +13,88 @@ from numpy.typing import ArrayLike, NDArray
 from tula_cli.models.choice.columns import Flags, Floats, Ints
 from tula_cli.query import Query
 from tula_cli.run.frames import list_columns, make_array_frame, make_column_frame, read_records
-from tula_cli.run.records.recommendations import Prediction
+from tula_cli.run.records.recommendations import Prediction, StageSteps
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+@dataclass(frozen=True)
+class StageTable:
+    """The stages of trainings whose batch grows: arrays of shape (n, stages), ascending by batch.
+
+    The last column is the stage of a training's own batch. Where a training has no such stage, its batch is 0.
+    """
+
+    nodes: Ints
+    batch: Ints
+    steps: Floats  # of the whole training
+    share: Floats  # of its epochs
+    step_time: Floats  # seconds
+    step_low: Floats  # nan if unknown
+    step_high: Floats
+
+    @classmethod
+    def from_predictions(cls, rows: Sequence[Prediction]) -> "StageTable":
+        """Make a table of the stages of records, which have those before their own batch."""
+        tables = []
+        for row in rows:
+            own = StageSteps(batch=row.batch, steps=0, step_time=row.step_time, step_low=None, step_high=None)
+            stages = [*row.stages, own]
+            columns = {name: [[getattr(stage, name) for stage in stages]] for name in StageSteps.model_fields}
+            columns["nodes"] = [[stage.nodes or row.nodes for stage in stages]]
+            integers = {name: np.array(columns.pop(name), dtype=np.int64) for name in ("nodes", "batch")}
+            tables.append(cls(**integers, **{name: np.array(column, dtype=float) for name, column in columns.items()}))
+        return cls.concatenate(tables) if any(row.stages for row in rows) else NO_STAGES
+
+    @classmethod
+    def concatenate(cls, tables: Sequence["StageTable"]) -> "StageTable":
+        """Return the rows of several tables, one after the other."""
+        if all(table is NO_STAGES for table in tables):
+            return NO_STAGES
+        width = max(table.batch.shape[1] for table in tables)
+
+        def join(name: str) -> NDArray[Any]:
+            columns = [getattr(table, name) for table in tables]
+            joined = np.zeros((sum(map(len, columns)), width), dtype=columns[0].dtype)
+            at = 0
+            for column in columns:
+                joined[at : at + len(column), width - column.shape[1] :] = column
+                at += len(column)
+            return joined
+
+        return cls(**{field.name: join(field.name) for field in fields(cls)})
+
+    def take(self, rows: Ints) -> "StageTable":
+        """Return the rows with the given indices, in their order."""
+        return self if self is NO_STAGES else StageTable(**{name: column[rows] for name, column in vars(self).items()})
+
+    def count_changes(self) -> Ints:
+        """Return how often each training changes its nodes, shape (n,)."""
+        ascending = np.sort(np.where(self.batch > 0, self.nodes, self.nodes[:, -1:]), axis=1)
+        changes: Ints = (np.diff(ascending, axis=1) > 0).sum(axis=1)
+        return changes
+
+    def records(self, row: int) -> tuple[StageSteps, ...]:
+        """Return the stages of a training before its own batch."""
+        if self is NO_STAGES:
+            return ()
+        return tuple(
+            StageSteps(
+                batch=int(self.batch[row, stage]),
+                steps=int(self.steps[row, stage]),
+                share=float(self.share[row, stage]),
+                step_time=float(self.step_time[row, stage]),
+                step_low=None if math.isnan(low := float(self.step_low[row, stage])) else low,
+                step_high=None if math.isnan(high := float(self.step_high[row, stage])) else high,
+                nodes=None if (nodes := int(self.nodes[row, stage])) == self.nodes[row, -1] else nodes,
+            )
+            for stage in np.flatnonzero(self.batch[row, :-1]).tolist()
+        )
+
+
+NO_STAGES = StageTable(*[np.zeros((0, 0), dtype=np.int64)] * 2, *[np.zeros((0, 0))] * 5)
+"""The stages of trainings whose batch is constant."""
 
 
 class Candidates:
@@ -22,34 +102,43 @@ class Candidates:
 
     The columns are the fields of `Prediction`, which describes them with their units; those of its nested records have
     the record's name before theirs (`parts_steps`, `same_progress_hours`). nan stands for None. Objectives, limits and
-    the Pareto front work on columns; records are only made of rows that are shown, because 100,000 take seconds.
+    the Pareto front work on columns; records are only made of rows that are shown, because 100,000 take seconds. Of
+    stages the column has the rows in `stages`.
     """
 
-    def __init__(self, frame: "pd.DataFrame") -> None:
-        self.frame = frame
+    def __init__(self, frame: "pd.DataFrame", stages: StageTable = NO_STAGES) -> None:
+        self.frame, self.stages = frame, stages
 
     @classmethod
-    def from_columns(cls, columns: Mapping[str, Any]) -> "Candidates":
-        """Make a table of arrays of shape (n,), by name; numbers that are not given are unknown."""
+    def from_columns(cls, columns: Mapping[str, Any], stages: StageTable = NO_STAGES) -> "Candidates":
+        """Make a table of arrays of shape (n,), by name, and their stages; numbers that are not given are unknown."""
         count = len(columns["nodes"])
         empty = {
             column.name: np.full(count, np.nan if column.dtype == "float64" else False)
             for column in list_columns(Prediction)
             if column.dtype in ("float64", "bool")
         }
-        return cls(make_column_frame({**empty, **columns}))
+        return cls(make_column_frame({**empty, **columns, "stages": np.arange(count)}), stages)
 
     @classmethod
     def from_predictions(cls, rows: Iterable[Prediction]) -> "Candidates":
         """Make a table of records."""
-        return cls(make_array_frame(list(rows), Prediction))
+        records = list(rows)
+        frame = make_array_frame(records, Prediction).assign(stages=np.arange(len(records)))
+        return cls(frame, StageTable.from_predictions(records))
 
     @classmethod
     def concatenate(cls, tables: Sequence["Candidates"]) -> "Candidates":
         """Return the rows of several tables, one after the other."""
         import pandas as pd
 
-        return cls(pd.concat([table.frame for table in tables], ignore_index=True)) if len(tables) > 1 else tables[0]
+        stages = tables[0].stages
+        frames = [table.frame for table in tables]
+        if any(table.stages is not stages for table in tables):
+            starts = itertools.accumulate((len(table.stages.batch) for table in tables), initial=0)
+            frames = [frame.assign(stages=frame["stages"] + at) for frame, at in zip(frames, starts, strict=False)]
+            stages = StageTable.concatenate([table.stages for table in tables])
+        return cls(pd.concat(frames, ignore_index=True), stages) if len(tables) > 1 else tables[0]
 
     def __len__(self) -> int:
         return len(self.frame)
@@ -62,11 +151,11 @@ class Candidates:
         """Return the flagged rows, or those with the given indices, in their order."""
         indices = np.asarray(rows)
         indices = np.flatnonzero(indices) if indices.dtype == bool else indices.astype(np.intp)
-        return Candidates(self.frame.take(indices).reset_index(drop=True))
+        return Candidates(self.frame.take(indices).reset_index(drop=True), self.stages)
 
     def with_columns(self, columns: Mapping[str, Any]) -> "Candidates":
         """Return the table with other values in some columns; a single value stands for every row."""
-        return Candidates(self.frame.assign(**columns))
+        return Candidates(self.frame.assign(**columns), self.stages)
 
     def ordered(self) -> "Candidates":
         """Return the rows fastest first; ties by fewer nodes, then by the smaller batch."""
@@ -101,7 +190,8 @@ class Candidates:
 
     def predictions(self) -> tuple[Prediction, ...]:
         """Return all rows as records, in their order."""
-        return read_records(self.frame, Prediction)
+        stages = [self.stages.records(row) for row in self["stages"].tolist()]
+        return read_records(self.frame.assign(stages=stages), Prediction)
 
     def with_pareto_front(self) -> "Candidates":
         """Mark the rows of the Pareto front of time, cost and, if all rows have it, energy."""

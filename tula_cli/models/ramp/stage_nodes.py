@@ -5,9 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SpecError
 from tula_cli.models import messages
+from tula_cli.models.choice.columns import Ints
 from tula_cli.models.choice.grid import list_places
 from tula_cli.models.out_of_memory import MIN_NORMALISED
 from tula_cli.models.ramp.by_noise import NoisePath
@@ -138,6 +141,25 @@ def build_ramp_on_nodes(
             )
     divisor = compute_batch_divisor(spec, nodes)
     return build_ramp(spec, batch=batch, divisor=divisor, dataset_size=dataset_size, noise=noise, fewer=fewer)
+
+
+def find_fitting_batches(spec: JobSpec, nodes: Ints, batches: Ints) -> Ints:
+    """Return batches rounded down to divide on `nodes` nodes, or else on the most below these if stages may run on fewer.
+
+    0 if a batch has less than one sample for each part.
+
+    Args:
+        spec: the job.
+        nodes, batches: arrays that broadcast to the shape of the result.
+    """
+    parts = compute_batch_divisor(spec, 1)
+    divisor = nodes * parts
+    if spec.train.ramp_nodes == "auto":
+        counts = np.array(sorted(set(spec.search.nodes)))
+        place = np.searchsorted(counts, np.minimum(nodes - 1, batches // parts), side="right")
+        divisor = np.where(batches >= divisor, divisor, np.where(place > 0, counts[place - 1], 0) * parts)
+    fitting: Ints = np.where((divisor > 0) & (batches >= divisor), batches // np.maximum(1, divisor) * divisor, 0)
+    return fitting
 
 
 def check_stages(spec: JobSpec, *, batch: int, nodes: int, dataset_size: int) -> None:

@@ -1,17 +1,19 @@
-"""The duration of the steps of a batch-size ramp (`train.ramp`): sum_k n_k t(N_k, B_k) in place of n t(N, B)."""
+"""The duration of the steps of a batch-size ramp (`train.ramp`): sum_k n_k t(N_k, B_k) in place of n t(N, B).
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+The stages of many configurations are arrays of shape (n, stages), see `StageTable`. Positions are float64, which holds
+whole numbers of samples up to 2^53 exactly; beyond that, where int64 would overflow, they are rounded.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tula_cli.errors import SpecError
-from tula_cli.models.choice.columns import Flags, Floats, Ints, to_columns, to_configs
+from tula_cli.models.choice.candidates import NO_STAGES, StageTable
+from tula_cli.models.choice.columns import Flags, Floats, Ints, to_configs
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.cost import WorkCount
-from tula_cli.models.overheads import OverheadModel
 from tula_cli.models.ramp.by_noise import NoisePath
 from tula_cli.models.ramp.stage_nodes import (
     Change,
@@ -21,31 +23,21 @@ from tula_cli.models.ramp.stage_nodes import (
     choose_stage_nodes,
     describe_error,
     describe_stage_refusal,
+    find_fitting_batches,
     list_allowed_stage_nodes,
     list_nodes_named_by_stages,
 )
-from tula_cli.models.ramp.stages import Ramp
-from tula_cli.models.time.steptime import Estimate
-from tula_cli.run.records.recommendations import Stage, StageSteps
+from tula_cli.models.ramp.stages import (
+    compute_auto_begins,
+    count_steps_of_stages,
+    plan_stages_before_fitting,
+)
+from tula_cli.models.time.steptime import Estimates
+from tula_cli.run.records.recommendations import Stage
 from tula_cli.spec.job import JobSpec
 
 
-def make_change_costs(overheads: OverheadModel, gpus_per_node: int, queue: float) -> Callable[[Config], Change]:
-    """Return a function from a configuration to the duration of a change to its nodes (seconds).
-
-    It consists of a start and the wait for nodes.
-    """
-
-    @functools.cache
-    def change(config: Config) -> Change:
-        nodes, batch = to_columns([config])
-        overheads_here = overheads.overheads_at(nodes, batch // (nodes * gpus_per_node), batch)
-        return Change(float(overheads_here.startup[0]), queue)
-
-    return change
-
-
-@dataclass
+@dataclass(frozen=True)
 class StageTimes:
     """The stages of each configuration, with their nodes and step times.
 
@@ -54,24 +46,21 @@ class StageTimes:
 
     spec: JobSpec
     dataset_size: int
-    predicted: Callable[[Sequence[Config]], Sequence[Estimate]]  # step times, all at once
-    describe_why_unknown: Callable[[Config], str]  # why there is none; empty where there is
+    predict_steps: Callable[[Ints, Ints], Estimates]  # step times by nodes and batch
+    find_unknown: Callable[[Ints, Ints], Flags]  # the configurations whose step times are unknown
+    startup: Callable[[Ints, Ints], Floats]  # seconds of a start
     noise: NoisePath | None = None  # of the gradients
-    describe_why_too_large: Callable[[Config], str] = lambda _: (
-        ""
-    )  # why a batch does not fit the memory; empty where it does
-    change: Callable[[Config], Change] = lambda _: Change(0.0)  # what going on with other nodes takes
+    is_too_large: Callable[[Config], bool] = lambda _: False  # whether a batch does not fit the memory
+    queue: float = 0.0  # seconds that a job waits for nodes
     by: Worth = "time"  # that the nodes of stages are chosen by
-    _known: dict[Config, tuple[StageSteps, ...]] = field(default_factory=dict)
 
     def describe_why_infeasible(self, config: Config) -> str:
         """Return why a configuration cannot be trained with the stages that the job names; empty if it can."""
-        if self.spec.train.stages is None:
+        if not isinstance(self.spec.train.stages, list):
             return ""
         try:
-            assign_nodes_to_stages(
-                self._ramp(config).stages, list_nodes_named_by_stages(self.spec), spec=self.spec, nodes=config.nodes
-            )
+            stages = self.stage_positions(config)
+            assign_nodes_to_stages(stages, list_nodes_named_by_stages(self.spec), spec=self.spec, nodes=config.nodes)
         except SpecError as error:
             return describe_error(error)
         return ""
@@ -84,92 +73,6 @@ class StageTimes:
         if self.spec.train.stages is None:
             return ""
         return describe_stage_refusal(self.spec, batch=config.batch, nodes=config.nodes, dataset_size=self.dataset_size)
-
-    def stages_at(self, config: Config) -> tuple[StageSteps, ...]:
-        """Return the stages of a configuration before its own batch, ascending; empty if its batch is constant."""
-        if self.spec.train.stages is None:
-            return ()
-        if config not in self._known:
-            self.work_out([config])
-        return self._known[config][:-1]
-
-    def work_out(self, configs: Sequence[Config]) -> None:
-        """Compute the stages of many configurations at once, for later calls of `stages_at`.
-
-        Raises:
-            SpecError: a stage that the job names is not divisible, or the stages last as long as the training.
-        """
-        if self.spec.train.stages is None:
-            return
-        ramps = {config: self._ramp(config) for config in configs if config not in self._known}
-        options_by_config = {config: self._stage_options(config, ramp) for config, ramp in ramps.items()}
-        distinct_options = sorted(
-            {option for of_config in options_by_config.values() for options in of_config for option in options},
-            key=lambda option: (option.nodes, option.batch),
-        )
-        times = dict(zip(distinct_options, self.predicted(distinct_options), strict=True)) if distinct_options else {}
-        known_times = {option: time for option, time in times.items() if not self.describe_why_unknown(option)}
-        for config, ramp in ramps.items():
-            times_of_options = [
-                {option.nodes: known_times.get(option) or times[config] for option in options}
-                for options in options_by_config[config]
-            ]
-            self._known[config] = self._plan_stages(config, ramp, times_of_options)
-
-    def _stage_options(self, config: Config, ramp: Ramp) -> list[list[Config]]:
-        """Return the configurations on which each stage may run."""
-        return [
-            [Config(nodes, batch) for nodes in self._nodes_of_stage(config, batch)]
-            for batch in dict.fromkeys(stage.batch for stage in ramp.stages)
-        ]
-
-    def _nodes_of_stage(self, config: Config, batch: int) -> Sequence[int]:
-        named_nodes = list_nodes_named_by_stages(self.spec).get(batch)
-        if batch == config.batch or self.spec.train.ramp_nodes == "same" or named_nodes is not None:
-            return [named_nodes or config.nodes]
-        counts = list_allowed_stage_nodes(self.spec, batch, nodes=config.nodes)
-        if config.nodes in counts and self.describe_why_unknown(Config(config.nodes, batch)):
-            return [config.nodes]  # what other nodes would save is not known
-        fitting = [
-            count
-            for count in counts
-            if count == config.nodes
-            or not (self.describe_why_unknown(at := Config(count, batch)) or self.describe_why_too_large(at))
-        ]
-        return fitting or counts[:1]
-
-    def _plan_stages(
-        self, config: Config, ramp: Ramp, times: Sequence[Mapping[int, Estimate]]
-    ) -> tuple[StageSteps, ...]:
-        """Return the stages on the nodes chosen for each by time or cost.
-
-        Args:
-            config: the configuration of the training.
-            ramp: its stages.
-            times: step times of each stage by number of nodes.
-        """
-        epochs = self.spec.train.epochs_at_most
-        steps = ramp.remaining_steps(size=self.dataset_size, epochs=epochs)
-        shares = ramp.shares(self.dataset_size * epochs)
-        nodes = [next(iter(options)) for options in times]
-        if any(len(options) > 1 for options in times):
-            seconds = [
-                {count: number * time.seconds for count, time in options.items()}
-                for options, number in zip(times, steps.values(), strict=True)
-            ]
-            nodes = [*choose_stage_nodes(seconds, self.change(config), by=self.by)]
-        return tuple(
-            StageSteps(
-                batch=batch,
-                steps=number,
-                share=shares[batch],
-                step_time=options[count].seconds,
-                step_low=options[count].low,
-                step_high=options[count].high,
-                nodes=None if count == config.nodes else count,
-            )
-            for count, options, (batch, number) in zip(nodes, times, steps.items(), strict=True)
-        )
 
     def fits_mask(self, nodes: Ints, batch: Ints) -> Flags:
         """Return a mask, shape (n,), of the configurations for which `describe_why_infeasible` has no objection."""
@@ -185,67 +88,174 @@ class StageTimes:
             [not self.describe_why_not_startable(config) for config in to_configs(nodes, batch)], dtype=bool
         )
 
-    def stages_column(self, nodes: Ints, batch: Ints) -> NDArray[np.object_]:
-        """Return the stages of configurations, shape (n,), as returned by `stages_at`."""
-        column = np.empty(len(nodes), dtype=object)
-        column.fill(())
-        if self.spec.train.stages is not None:
-            for index, config in enumerate(to_configs(nodes, batch)):
-                column[index] = self.stages_at(config)
-        return column
+    def stage_positions(self, config: Config) -> tuple[Stage, ...]:
+        """Return the stages of a training at a configuration with their positions; empty if its batch does not grow."""
+        if self.spec.train.stages is None:
+            return ()
+        return build_ramp_on_nodes(
+            self.spec, batch=config.batch, nodes=config.nodes, dataset_size=self.dataset_size, noise=self.noise
+        ).stages
 
-    def count_equivalent_work(self, nodes: Ints, batch: Ints, work: WorkCount) -> WorkCount:
+    # --- Many configurations
+
+    def tabulate(self, nodes: Ints, batch: Ints, steps: Estimates) -> StageTable:
+        """Return the stages of configurations with their durations; `NO_STAGES` if the batch does not grow.
+
+        Args:
+            nodes, batch: of the configurations, shape (n,).
+            steps: their step times.
+        """
+        if self.spec.train.stages is None:
+            return NO_STAGES
+        begin, batches = self._plan(nodes, batch)
+        size, epochs = self.dataset_size, self.spec.train.epochs_at_most
+        later = np.minimum.accumulate(np.where(batches > 0, begin, np.inf)[:, ::-1], axis=1)[:, ::-1]
+        end = np.concatenate([later[:, 1:], np.full((len(nodes), 1), np.inf)], axis=1)
+        total = float(size) * epochs
+        counts = count_steps_of_stages(batches, end, size=size, epochs=epochs)
+        share = np.where(batches > 0, np.maximum(0.0, np.minimum(end, total) - begin) / total, 0.0)
+        stage_nodes = self._choose_nodes(nodes, batch, batches, counts, steps)
+        return self._with_step_times(stage_nodes, batches, counts, share, steps)
+
+    def _plan(self, nodes: Ints, batch: Ints) -> tuple[Floats, Ints]:
+        """Return where stages begin (samples) and their batches, shape (n, stages), the own batch of each row last.
+
+        The batch of a stage that a row does not have is 0.
+        """
+        spec, size = self.spec, self.dataset_size
+        distinct, rows = np.unique(batch, return_inverse=True)
+        planned = [
+            plan_stages_before_fitting(spec, own, dataset_size=size, noise=self.noise) for own in distinct.tolist()
+        ]
+        lower = sorted({stage.batch for stages in planned for stage in stages[:-1]})
+        columns = {stage_batch: index for index, stage_batch in enumerate(lower)}
+        begins = np.full((len(distinct), len(lower) + 1), np.inf)
+        for row, stages in enumerate(planned):
+            begins[row, [columns[stage.batch] for stage in stages[:-1]]] = [stage.begin for stage in stages[:-1]]
+            begins[row, -1] = stages[-1].begin
+        begin = begins[rows]
+        fitting = np.array(lower, dtype=np.int64)[None, :] + np.zeros((len(nodes), 1), dtype=np.int64)
+        if not isinstance(spec.train.stages, list):
+            counts, of_nodes = np.unique(nodes, return_inverse=True)
+            fitting = find_fitting_batches(spec, counts[:, None], np.array(lower, dtype=np.int64)[None, :])[of_nodes]
+        batches = np.column_stack([np.where(np.isfinite(begin[:, :-1]), fitting, 0), batch])
+        if spec.train.stages == "auto" or (spec.train.stages == "noise" and self.noise is None):
+            return compute_auto_begins(spec, batches, dataset_size=size), batches
+        first = (batches > 0).argmax(axis=1)
+        begin[np.arange(len(nodes)), first] = 0.0
+        return begin, batches
+
+    def _choose_nodes(self, nodes: Ints, batch: Ints, batches: Ints, counts: Floats, steps: Estimates) -> Ints:
+        """Return the nodes of each stage, shape (n, stages)."""
+        stage_nodes: Ints = np.repeat(nodes[:, None], batches.shape[1], axis=1)
+        for named_batch, count in list_nodes_named_by_stages(self.spec).items():
+            stage_nodes[:, :-1][batches[:, :-1] == named_batch] = count
+        if isinstance(self.spec.train.stages, list) or self.spec.train.ramp_nodes == "same":
+            return stage_nodes
+        options = self._list_options(nodes, batches)
+        pairs = sorted({(count, stage_batch) for (_, stage_batch), counts_ in options.items() for count in counts_})
+        known = self._predict_pairs(pairs)
+        startup = self.startup(nodes, batch)
+        for row, own_nodes in enumerate(nodes.tolist()):
+            present = np.flatnonzero(batches[row, :-1])
+            choices = [
+                {
+                    count: counts[row, column] * known.get((count, int(batches[row, column])), steps.seconds[row])
+                    for count in options[own_nodes, int(batches[row, column])]
+                }
+                for column in present.tolist()
+            ]
+            if any(len(choice) > 1 for choice in choices) or any(own_nodes not in choice for choice in choices):
+                own = {own_nodes: counts[row, -1] * steps.seconds[row]}
+                change = Change(float(startup[row]), self.queue)
+                stage_nodes[row, present] = choose_stage_nodes([*choices, own], change, by=self.by)[:-1]
+        return stage_nodes
+
+    def _list_options(self, nodes: Ints, batches: Ints) -> dict[tuple[int, int], Sequence[int]]:
+        """Return the numbers of nodes on which a stage may run, by the nodes of its training and its batch."""
+        pairs = {
+            (own_nodes, stage_batch)
+            for own_nodes, row in zip(nodes.tolist(), batches[:, :-1].tolist(), strict=True)
+            for stage_batch in row
+            if stage_batch
+        }
+        return {
+            (own_nodes, stage_batch): self._nodes_of_stage(own_nodes, stage_batch) for own_nodes, stage_batch in pairs
+        }
+
+    def _nodes_of_stage(self, nodes: int, batch: int) -> Sequence[int]:
+        counts = list_allowed_stage_nodes(self.spec, batch, nodes=nodes)
+        unknown = self.find_unknown(np.array(counts), np.full(len(counts), batch)).tolist()
+        if nodes in counts and unknown[counts.index(nodes)]:
+            return [nodes]  # what other nodes would save is not known
+        fitting = [
+            count
+            for count, is_unknown in zip(counts, unknown, strict=True)
+            if count == nodes or not (is_unknown or self.is_too_large(Config(count, batch)))
+        ]
+        return fitting or counts[:1]
+
+    def _predict_pairs(self, pairs: Sequence[tuple[int, int]]) -> dict[tuple[int, int], float]:
+        """Return the step times (seconds) of the pairs of nodes and batch that are known."""
+        if not pairs:
+            return {}
+        nodes, batch = np.array(pairs, dtype=np.int64).T
+        seconds, unknown = self.predict_steps(nodes, batch).seconds.tolist(), self.find_unknown(nodes, batch).tolist()
+        return {pair: time for pair, time, refused in zip(pairs, seconds, unknown, strict=True) if not refused}
+
+    def _with_step_times(
+        self, nodes: Ints, batches: Ints, counts: Floats, share: Floats, steps: Estimates
+    ) -> StageTable:
+        """Return the table of stages with their step times, predicted once for each pair of nodes and batch."""
+        cells = np.nonzero(batches[:, :-1])
+        pair_index, pair_nodes, pair_batch = _find_distinct_pairs(nodes[cells], batches[cells])
+        predicted, is_unknown = self.predict_steps(pair_nodes, pair_batch), self.find_unknown(pair_nodes, pair_batch)
+
+        def spread(of_pairs: Floats, own: Floats) -> Floats:
+            values = np.repeat(own[:, None], batches.shape[1], axis=1)
+            values[cells] = np.where(is_unknown[pair_index], own[cells[0]], of_pairs[pair_index])
+            return values
+
+        return StageTable(
+            nodes=nodes,
+            batch=batches,
+            steps=counts,
+            share=share,
+            step_time=spread(predicted.seconds, steps.seconds),
+            step_low=spread(predicted.low, steps.low),
+            step_high=spread(predicted.high, steps.high),
+        )
+
+    def count_equivalent_work(self, work: WorkCount, table: StageTable) -> WorkCount:
         """Return the work of configurations in equivalent steps.
 
         These are the steps at their own batches that take as long as the steps of all stages.
         """
-        if self.spec.train.stages is None:
+        if table is NO_STAGES:
             return work
-        configurations = to_configs(nodes, batch)
-        self.work_out(configurations)
-        changes = np.array([len(self._node_counts(config)) - 1 for config in configurations])
-        queue = np.array(
-            [self.change(config).queue if count else 0.0 for config, count in zip(configurations, changes, strict=True)]
-        )
-        steps = np.array([self._equivalent_steps(config) / work.epochs for config in configurations])
-        return replace(work, steps=steps, changes=changes, queued=changes * queue)
+        steps = (table.steps * table.step_time).sum(axis=1) / table.step_time[:, -1] / work.epochs
+        changes = table.count_changes()
+        return replace(work, steps=steps, changes=changes, queued=changes * self.queue)
 
-    def unused_node_hours(self, nodes: Ints, batch: Ints) -> Floats:
+    def unused_node_hours(self, nodes: Ints, batch: Ints, table: StageTable) -> Floats:
         """Return the node-hours, shape (n,), saved compared with all nodes of a training for all its hours."""
-        node_hours = np.zeros(len(nodes))
-        if self.spec.train.stages is not None:
-            for index, config in enumerate(to_configs(nodes, batch)):
-                node_hours[index] = self._unused_node_hours(config) / 3600
-        return node_hours
+        if table is NO_STAGES or (table.nodes == nodes[:, None]).all():
+            return np.zeros(len(nodes))
+        fewer = nodes[:, None] - table.nodes
+        steps = (fewer * table.steps * table.step_time).sum(axis=1)
+        ascending = np.sort(np.where(table.batch > 0, table.nodes, nodes[:, None]), axis=1)
+        is_first = np.diff(ascending, axis=1, prepend=0) > 0
+        starts = ((nodes[:, None] - ascending) * is_first).sum(axis=1) * self.startup(nodes, batch)
+        seconds: Floats = steps + starts + table.count_changes() * nodes * self.queue
+        return seconds / 3600
 
-    def _unused_node_hours(self, config: Config) -> float:
-        self.stages_at(config)
-        counts = self._node_counts(config)
-        if counts == [config.nodes]:
-            return 0.0
-        change = self.change(config)
-        steps = sum(
-            (config.nodes - stage.nodes) * stage.steps * stage.step_time
-            for stage in self._known[config]
-            if stage.nodes is not None
-        )
-        starts = sum(config.nodes - count for count in counts) * change.start
-        return steps + starts + (len(counts) - 1) * config.nodes * change.queue
 
-    def _node_counts(self, config: Config) -> list[int]:
-        """Return the successive numbers of nodes of a training."""
-        return sorted({stage.nodes or config.nodes for stage in self._known[config]})
+def _find_distinct_pairs(nodes: Ints, batch: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return for each pair the index of its first equal among the distinct ones, and those: nodes and batches."""
+    import pandas as pd
 
-    def _equivalent_steps(self, config: Config) -> float:
-        stages, last_stage = self._known[config], self._known[config][-1]
-        return sum(stage.steps * stage.step_time for stage in stages) / last_stage.step_time
-
-    def stage_positions(self, config: Config) -> tuple[Stage, ...]:
-        """Return the stages of a training at a configuration with their positions; empty if its batch does not grow."""
-        return () if self.spec.train.stages is None else self._ramp(config).stages
-
-    def _ramp(self, config: Config) -> Ramp:
-        size = self.dataset_size
-        return build_ramp_on_nodes(
-            self.spec, batch=config.batch, nodes=config.nodes, dataset_size=size, noise=self.noise
-        )
+    node_index, distinct_nodes = pd.factorize(nodes)
+    batch_index, distinct_batches = pd.factorize(batch)
+    pair_index, pairs = pd.factorize(node_index.astype(np.int64) * max(1, len(distinct_batches)) + batch_index)
+    width = max(1, len(distinct_batches))
+    return pair_index, distinct_nodes[pairs // width], distinct_batches[pairs % width]

@@ -17,6 +17,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import TYPE_CHECKING
 
 from tula_cli.errors import SpecError
 from tula_cli.models.ramp.by_noise import NoisePath, plan_stages_by_noise
@@ -26,6 +27,9 @@ from tula_cli.spec.job import JobSpec, get_warmup_epochs
 from tula_cli.spec.methods import METHODS
 from tula_cli.spec.schedules import ROUNDING, compute_decayed_share
 from tula_cli.spec.sections import MIN_STAGE_SHARE, RampStage, Schedule
+
+if TYPE_CHECKING:
+    from tula_cli.models.choice.columns import Floats, Ints
 
 # --- Stages
 
@@ -93,17 +97,56 @@ class Ramp:
             epoch: epochs completed.
             samples_done: samples done of the next one.
         """
-        steps_by_batch = dict.fromkeys((stage.batch for stage in self.stages), 0)
-        while epoch < epochs:
-            for batch, steps in self.steps_of_epoch(epoch, samples_done=samples_done, size=size):
-                steps_by_batch[batch] += steps
-            epoch, samples_done = epoch + 1, 0
-            number = self.stage_at(epoch * size)
-            ends = [stage.begin // size for stage in self.stages[number + 1 : number + 2]]
-            alike = max(0, min([epochs, *ends]) - epoch)  # epochs without a change
-            steps_by_batch[self.stages[number].batch] += alike * (size // self.stages[number].batch)
-            epoch += alike
+        import numpy as np
+
+        batches = [stage.batch for stage in self.stages]
+        ends = np.array([[*self._begins[1:], np.inf]], dtype=float)
+        steps = count_steps_of_stages(
+            np.array([batches]), ends, size=size, epochs=epochs, epoch=epoch, samples_done=samples_done
+        )
+        steps_by_batch = dict.fromkeys(batches, 0)  # two stages may have the same batch
+        for batch, count in zip(batches, steps[0].tolist(), strict=True):
+            steps_by_batch[batch] += int(count)
         return steps_by_batch
+
+
+def count_steps_of_stages(
+    batches: "Ints", ends: "Floats", *, size: int, epochs: int, epoch: int = 0, samples_done: int = 0
+) -> "Floats":
+    """Return the steps in each stage of many trainings, shape (n, stages), exact up to 2^53 samples in all.
+
+    A stage ends with the first step that reaches its end; at the end of an epoch a partial batch is left out.
+
+    Args:
+        batches: of the stages, in their order, shape (n, stages); 0 for a stage that a training does not have.
+        ends: samples passed at which each stage ends, the last one infinite.
+        size: samples per epoch.
+        epochs: of the whole training.
+        epoch: epochs completed.
+        samples_done: samples done of the next one.
+    """
+    import numpy as np
+
+    steps = np.zeros(batches.shape)
+    at = np.full(len(batches), float(epoch))  # epochs completed, and samples done of the next one
+    done = np.full(len(batches), float(samples_done))
+    for stage in range(batches.shape[1]):
+        is_active = (batches[:, stage] > 0) & (at < epochs)
+        batch, end = np.maximum(1.0, batches[:, stage]), ends[:, stage]
+        rest = np.floor(np.maximum(0.0, size - done) / batch)
+        needed = np.maximum(0.0, np.ceil((end - at * size - done) / batch))
+        ends_here = needed <= rest
+        whole = np.maximum(0.0, np.minimum(np.floor(end / size), epochs) - at - 1)  # further epochs without a change
+        later = at + 1 + whole
+        per_epoch = np.floor(size / batch)
+        needed_later = np.where(later < epochs, np.maximum(0.0, np.ceil((end - later * size) / batch)), 0.0)
+        ends_later = needed_later <= per_epoch
+        last = np.minimum(needed_later, per_epoch)
+        steps[:, stage] = np.where(is_active, np.where(ends_here, needed, rest + whole * per_epoch + last), 0.0)
+        new_at = np.where(ends_here, at, later + ~ends_later)
+        new_done = np.where(ends_here, done + needed * batch, np.where(ends_later, last * batch, 0.0))
+        at, done = np.where(is_active, new_at, at), np.where(is_active, new_done, done)
+    return steps
 
 
 def build_ramp(
@@ -136,17 +179,56 @@ def build_ramp(
         return Ramp.constant(batch)
     if decided and not isinstance(stages_setting, list):
         return _fit_stages([*list_stages_below(decided, batch)], [divisor])
-    if stages_setting == "noise" and noise is not None:
-        planned = plan_stages_by_noise(
+    if isinstance(stages_setting, list):
+        return _plan_named_stages(spec, stages_setting, batch, divisor, dataset_size)
+    if has_auto_stages(spec, noise):
+        return _plan_auto_stages(spec, batch, [divisor, *fewer], dataset_size)
+    planned = plan_stages_before_fitting(spec, batch, dataset_size=dataset_size, noise=noise)
+    return _fit_stages(planned, [divisor, *fewer])
+
+
+def has_auto_stages(spec: JobSpec, noise: NoisePath | None) -> bool:
+    """Return whether the stages of a training are those of `auto`: also with `noise` while that is not measured."""
+    return spec.train.stages == "auto" or (spec.train.stages == "noise" and noise is None)
+
+
+def plan_stages_before_fitting(
+    spec: JobSpec, batch: int, *, dataset_size: int, noise: NoisePath | None
+) -> Sequence[Stage]:
+    """Return the stages of a training before their batches are rounded to divide among its ranks, its own batch last.
+
+    Those of `auto` all begin at 0, because their lengths depend on how many of them divide (`compute_auto_begins`).
+    """
+    if isinstance(spec.train.stages, list):
+        return _plan_named_stages(spec, spec.train.stages, batch, 1, dataset_size).stages
+    if spec.train.stages == "decay":
+        return plan_stages_by_decay(spec, batch=batch, size=dataset_size)
+    if noise is not None and spec.train.stages == "noise":
+        return plan_stages_by_noise(
             noise, batch=batch, factor=get_noise_factor(spec), size=dataset_size, epochs=spec.train.epochs
         )
-        return _fit_stages(planned, [divisor, *fewer])
-    if stages_setting == "decay":
-        planned = plan_stages_by_decay(spec, batch=batch, size=dataset_size)
-        return _fit_stages(planned, [divisor, *fewer])
-    if not isinstance(stages_setting, list):
-        return _plan_auto_stages(spec, batch, [divisor, *fewer], dataset_size)
-    return _plan_named_stages(spec, stages_setting, batch, divisor, dataset_size)
+    return [Stage(begin=0, batch=stage_batch) for stage_batch in [*_list_doubled_batches(spec, batch), batch]]
+
+
+def compute_auto_begins(spec: JobSpec, batches: "Ints", *, dataset_size: int) -> "Floats":
+    """Return where the stages of `auto` begin (samples), shape (n, stages), the own batch of each training last.
+
+    Args:
+        spec: the job.
+        batches: of the stages, shape (n, stages); 0 for a stage that a training does not have.
+        dataset_size: training samples.
+    """
+    import numpy as np
+
+    number = (batches > 0).cumsum(axis=1) - 1
+    share = np.minimum(EPOCH_SHARE, MAX_SHARE / np.maximum(1, number[:, -1:]))
+    begins: Floats = np.rint(number * (share * spec.train.epochs * float(dataset_size)))
+    return begins
+
+
+def _list_doubled_batches(spec: JobSpec, batch: int) -> list[int]:
+    reference = spec.train.reference_batch
+    return [reference << k for k in range(batch.bit_length()) if reference << k < batch]
 
 
 def plan_stages_by_decay(spec: JobSpec, *, batch: int, size: int) -> tuple[Stage, ...]:
@@ -262,7 +344,7 @@ def _plan_named_stages(
 
 def _plan_auto_stages(spec: JobSpec, batch: int, divisors: Sequence[int], dataset_size: int) -> Ramp:
     reference = spec.train.reference_batch
-    doubled = [reference << k for k in range(batch.bit_length()) if reference << k < batch]
+    doubled = _list_doubled_batches(spec, batch)
     fitting = {doubled_batch: _find_fitting_batch(doubled_batch, divisors) for doubled_batch in doubled}
     fitting_batches = [fitting_batch for fitting_batch in fitting.values() if fitting_batch]
     length = min(EPOCH_SHARE, MAX_SHARE / max(1, len(fitting_batches))) * spec.train.epochs * dataset_size

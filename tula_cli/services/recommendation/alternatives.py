@@ -42,11 +42,7 @@ def predict_ramp_alternatives(estimator: Estimator, choice: Prediction) -> tuple
         **({"method": "lrs"} if spec.train.training_method.ramps else {}),
     )
     predictions["a fixed batch"] = fixed.predict_if_known(configuration, choice.market)
-    reference = [
-        row
-        for row in fixed.candidates().predictions()
-        if row.batch == spec.train.reference_batch and row.market == choice.market
-    ]
+    reference = fixed.candidates().select(batch=spec.train.reference_batch, market=choice.market).predictions()
     if reference:
         by_cost = estimator.stages_by == "cost"
         predictions["the reference batch"] = min(reference, key=lambda row: row.cost if by_cost else row.hours)

@@ -43,8 +43,9 @@ class StageTable:
             stages = [*row.stages, own]
             columns = {name: [[getattr(stage, name) for stage in stages]] for name in StageSteps.model_fields}
             columns["nodes"] = [[stage.nodes or row.nodes for stage in stages]]
-            integers = {name: np.array(columns.pop(name), dtype=np.int64) for name in ("nodes", "batch")}
-            tables.append(cls(**integers, **{name: np.array(column, dtype=float) for name, column in columns.items()}))
+            dtypes = {name: np.int64 if name in ("nodes", "batch") else float for name in columns}
+            arrays: dict[str, Any] = {name: np.array(columns[name], dtype=dtypes[name]) for name in columns}
+            tables.append(cls(**arrays))
         return cls.concatenate(tables) if any(row.stages for row in rows) else NO_STAGES
 
     @classmethod
@@ -93,7 +94,8 @@ class StageTable:
         )
 
 
-NO_STAGES = StageTable(*[np.zeros((0, 0), dtype=np.int64)] * 2, *[np.zeros((0, 0))] * 5)
+_EMPTY: Any = np.zeros((0, 0))
+NO_STAGES = StageTable(*[_EMPTY] * len(fields(StageTable)))
 """The stages of trainings whose batch is constant."""
 
 
@@ -190,7 +192,7 @@ class Candidates:
 
     def predictions(self) -> tuple[Prediction, ...]:
         """Return all rows as records, in their order."""
-        stages = [self.stages.records(row) for row in self["stages"].tolist()]
+        stages: Any = [self.stages.records(row) for row in self["stages"].tolist()]
         return read_records(self.frame.assign(stages=stages), Prediction)
 
     def with_pareto_front(self) -> "Candidates":

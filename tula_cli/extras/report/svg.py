@@ -1,21 +1,21 @@
 """Figures of a report as SVG, drawn by matplotlib.
 
-A drawing is 390 units wide and as high as its legend requires, so that its text, 10.5 units high, is readable on a
-phone. Text is kept as text. With one version of matplotlib, equal figures give byte-identical SVG.
+A drawing is 390 units wide, so that its text, 10.5 units high, is readable on a phone. Text is kept as text. With one
+version of matplotlib, equal figures give byte-identical SVG.
 """
 
+import html
 import io
 import itertools
 import logging
 import math
 import re
-import unicodedata
+import textwrap
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from xml.etree import ElementTree
 
 from tula_cli.errors import SpecError
 from tula_cli.services.document import Annotation, Density, Figure, Series
@@ -41,7 +41,7 @@ LIGHT = {
     "s4": "#8a6a00",
     "s5": "#6b6f76",
 }
-"""Colours by role; no two roles share a colour, so that a role can be derived from a colour in a drawing."""
+"""Colours by role; no two roles share a colour, so that a style sheet finds the elements of a role by their colour."""
 DARK = {
     "paper": "#14181d",
     "ink": "#e6eaef",
@@ -64,28 +64,24 @@ def get_series_color(index: int) -> str:
     return LIGHT[SERIES[index % len(SERIES)]]
 
 
-def get_series_marker(index: int) -> str:
-    return MARKERS[index % len(MARKERS)]
-
-
-def get_series_dash(index: int) -> Any:
-    """Return the line style of a series by its index, in matplotlib's notation."""
-    return DASHES[index // len(SERIES) % len(DASHES)]
-
-
 def make_css_variables(colors: dict[str, str]) -> str:
     """Return the colours as CSS variables."""
     return "".join(f"--{role}:{value};" for role, value in colors.items())
 
 
 def make_css_rules() -> str:
-    """Return the CSS rules that give elements of a role the page's colour of that role; see `render_plain`."""
-    return "".join(f".fill-{role}{{fill:var(--{role})}}.stroke-{role}{{stroke:var(--{role})}}" for role in LIGHT)
+    """Return the CSS rules that give the elements of a drawing the page's colours, so that it follows a dark theme."""
+    return "".join(
+        f'svg.figure [style*="{name}: {color}"]{{{name}:var(--{role})!important}}'
+        for role, color in LIGHT.items()
+        for name in ("fill", "stroke")
+    )
 
 
-# --- Text that fits a width
+# --- Text
 
 _UNFIT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+_LINE_LENGTH = 50  # characters of a line across a drawing
 
 
 def remove_control_characters(text: str) -> str:
@@ -93,176 +89,43 @@ def remove_control_characters(text: str) -> str:
     return _UNFIT.sub("\ufffd", text)
 
 
-def measure_text_width(text: str) -> float:
-    """Return an upper bound of a text's width in DejaVu Sans; 1 is the width of an ordinary letter (0.62 em)."""
-    return sum(map(_measure_character_width, text))
-
-
-def _measure_character_width(letter: str) -> float:
-    if unicodedata.combining(letter):
-        return 0.0
-    if unicodedata.east_asian_width(letter) in "WF":
-        return 2.0
-    if letter in "mwMW@%…":
-        return 1.6
-    return 1.0 if letter.isascii() and not letter.isupper() else 1.35
-
-
-def is_wide_script(text: str) -> bool:
-    """Return whether a text has letters that are missing in the font used for measuring."""
-    return any(ord(letter) > 0x24FF and letter not in "…★◆−→" for letter in text)
-
-
-def wrap_lines(text: str, wide: float, most: int) -> list[str]:
-    """Wrap a text to lines of width `wide`; text beyond `most` lines is cut and ends in an ellipsis.
-
-    Lines break at spaces, and inside words that are longer than a line.
-    """
-    wrapped = [""]
-    for word in remove_control_characters(text).split():
-        joined = f"{wrapped[-1]} {word}".strip()
-        if measure_text_width(joined) <= wide:
-            wrapped[-1] = joined
-            continue
-        if wrapped[-1]:
-            wrapped.append("")
-        for letter in word:
-            if measure_text_width(wrapped[-1] + letter) > wide:
-                wrapped.append("")
-            wrapped[-1] += letter
-    if len(wrapped) > most:
-        last = wrapped[most - 1]
-        while measure_text_width(last) > wide - 1.6:
-            last = last[:-1]
-        wrapped = [*wrapped[: most - 1], f"{last.rstrip()}…"]
-    return wrapped
-
-
-def fit_text(text: str, wide: float, most: int = 2) -> str:
-    """Wrap a text to at most `most` lines of width `wide`."""
-    return "\n".join(wrap_lines(text, wide, most))
+def wrap_text(text: str, length: int = _LINE_LENGTH, *, most: int = 2) -> str:
+    """Wrap a text to at most `most` lines of `length` characters; a longer text ends in an ellipsis."""
+    if 3 * sum(letter.isupper() or not letter.isascii() for letter in text) > len(text):
+        length = length // 2  # capitals and letters of other scripts are wide
+    lines = textwrap.wrap(remove_control_characters(text), max(length, 1))
+    return "\n".join(lines if len(lines) <= most else [*lines[: most - 1], f"{lines[most - 1][: length - 1]}…"])
 
 
 # --- Numbers at ticks
 
-_SUFFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))
-_MOST_DECIMALS = 12
-CHARACTER = 6.7  # units of a drawing that a digit takes
-_GAP = 12.0  # units between two words
+_SUFFIXES = ((1e12, "T", 1e12), (1e9, "G", 1e9), (1e6, "M", 1e6), (1e4, "k", 1e3))
+_MOST_TICKS = 7
 
 
-def place_ticks(low: float, high: float, scale: str, *, most: int) -> list[float]:
-    """Return round numbers between two bounds, ascending.
+def place_ticks(low: float, high: float, scale: str) -> list[float]:
+    """Return round numbers between two bounds, ascending; both are positive on a logarithmic scale."""
+    from matplotlib.ticker import LogLocator, MaxNLocator
 
-    Args:
-        low: lower bound; positive on a logarithmic scale.
-        high: upper bound, greater than `low`.
-        scale: "linear", "log" or "log2".
-        most: maximum number of ticks, at least 2.
-    """
-    if scale == "log2":
-        ticks = _list_power_ticks(low, high, 2.0, most)
-    elif scale == "log":
-        ticks = _list_decade_ticks(low, high, most)
+    evenly = MaxNLocator(_MOST_TICKS - 1, steps=[1, 2, 5, 10])
+    if scale == "linear":
+        locator: Any = evenly
+    elif scale == "log2":
+        locator = LogLocator(2, numticks=_MOST_TICKS)
     else:
-        return _list_linear_ticks(low, high, most)
-    return ticks if len(ticks) > 1 else _list_linear_ticks(low, high, min(most, 4))
+        locator = LogLocator(10, subs=(1.0, 2.0, 5.0) if high < 100 * low else (1.0,), numticks=_MOST_TICKS)
+    ticks = [float(tick) for tick in locator.tick_values(low, high) if low <= tick <= high]
+    return ticks if len(ticks) > 1 else [float(tick) for tick in evenly.tick_values(low, high) if low <= tick <= high]
 
 
-def fit_ticks(low: float, high: float, scale: str, *, length: float) -> list[float]:
-    """Return as many ticks as fit with their labels side by side on an axis of `length` units."""
-    for most in range(10 if scale == "log2" else 7, 2, -1):
-        ticks = place_ticks(low, high, scale, most=most)
-        if _thin_ticks(ticks, low, high, scale, length):
-            return ticks
-    return place_ticks(low, high, scale, most=2)
-
-
-def _thin_ticks(ticks: Sequence[float], low: float, high: float, scale: str, length: float) -> bool:
-    place: Callable[[float], float] = float if scale == "linear" else math.log
-    per = length / (place(high) - place(low))
-    labels = format_ticks(ticks, scale)
-    pairs = zip(zip(ticks, labels, strict=True), zip(ticks[1:], labels[1:], strict=True), strict=False)
-    return all(
-        per * (place(right) - place(left)) >= CHARACTER * (len(word) + len(next_word)) / 2 + _GAP
-        for (left, word), (right, next_word) in pairs
-    )
-
-
-def _list_linear_ticks(low: float, high: float, most: int) -> list[float]:
-    rough = (high - low) / most
-    power = 10.0 ** math.floor(math.log10(rough))
-    for step in (power, 2 * power, 5 * power, 10 * power, 20 * power):
-        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-        if last - first + 1 <= most:
-            break
-    # A sum of steps is off by the last digit; a quotient of whole numbers is not.
-    return [count / round(1 / step) if step < 1 else count * step for count in range(first, last + 1)]
-
-
-def _list_power_ticks(low: float, high: float, base: float, most: int) -> list[float]:
-    first, last = math.ceil(math.log(low, base) - 1e-9), math.floor(math.log(high, base) + 1e-9)
-    every = max(1, math.ceil((last - first + 1) / most))
-    return [base**power for power in range(first, last + 1, every)]
-
-
-def _list_decade_ticks(low: float, high: float, most: int) -> list[float]:
-    for factors in ((1, 2, 5), (1, 3), (1,)):
-        first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-        marks = [factor * 10.0**power for power in range(first, last + 1) for factor in factors]
-        shown = [value for value in marks if low * (1 - 1e-9) <= value <= high * (1 + 1e-9)]
-        if len(shown) <= most:
-            return shown
-    return _list_power_ticks(low, high, 10.0, most)
-
-
-def format_ticks(values: Iterable[float], scale: str = "linear") -> list[str]:
-    """Format the ticks of one axis; on a linear axis they share a unit and the fewest decimals that are exact."""
-    known = list(values)
-    if scale != "linear":
-        return [_format_plain(value) if scale == "log2" else format_short(value) for value in known]
-    largest = max((abs(value) for value in known), default=0.0)
-    least = min((abs(value) for value in known if value), default=1.0)
-    if largest >= 1e15 or least < 1e-4:
-        return [_format_power(value) for value in known]
-    size, suffix = _choose_tick_unit(largest)
-    decimals = next(count for count in range(_MOST_DECIMALS + 1) if _are_distinct(known, size, count))
-    return ["0" if value == 0 else f"{value / size:.{decimals}f}{suffix}".replace("-", "−") for value in known]
-
-
-def _choose_tick_unit(value: float) -> tuple[float, str]:
-    size, suffix = next(((size, suffix) for size, suffix in _SUFFIXES if value >= size), (1.0, ""))
-    return (1e3 if suffix == "k" else size), suffix
-
-
-def _format_plain(value: float) -> str:
-    """Format a number of a base-2 axis: batches in full (65536, not 65.5k), scaling factors as fractions (1/64)."""
-    if 1e-6 < value < 1 and 1 / value == round(1 / value):
-        return f"1/{1 / value:.0f}"
-    return f"{value:.0f}" if 1 <= abs(value) < 1e6 and value == round(value) else format_short(value)
-
-
-def _are_distinct(values: Sequence[float], size: float, decimals: int) -> bool:
-    """Return whether `decimals` represent all values exactly, or are the maximum number of decimals."""
-    if decimals == _MOST_DECIMALS:
-        return True
-    return all(math.isclose(float(f"{v / size:.{decimals}f}"), v / size, rel_tol=1e-9, abs_tol=0.0) for v in values)
-
-
-def format_short(value: float) -> str:
-    """Format a number compactly with at most 4 significant digits: 1.2M, 40k, 0.05."""
-    if value and not 1e-4 <= abs(value) < 1e15:
-        return _format_power(value)
-    size, suffix = _choose_tick_unit(abs(value))
-    digits = f"{value / size:.4g}" if size > 1 or abs(value) < 1e3 else f"{value:.0f}"
-    return f"{digits}{suffix}".replace("-", "−")
-
-
-def _format_power(value: float) -> str:
-    if value == 0:
-        return "0"
-    mantissa, _, power = f"{value:.3g}".partition("e")
-    return (f"{mantissa}e{int(power)}" if power else mantissa).replace("-", "−")
+def format_tick(value: float) -> str:
+    """Format a number compactly with at most 4 significant digits: 1.2M, 40k, 0.05; a power of two as 65536 or 1/64."""
+    if 1e-6 < value < 1 and math.log2(value).is_integer():
+        return f"1/{1 / value:.0f}" if value < 0.1 else f"{value:g}"
+    if 1 <= value < 1e6 and math.log2(value).is_integer():
+        return f"{value:.0f}"
+    size, suffix = next(((size, suffix) for least, suffix, size in _SUFFIXES if abs(value) >= least), (1.0, ""))
+    return f"{value / size:.4g}{suffix}".replace("-", "−").replace("e+", "e")
 
 
 # --- Series
@@ -385,7 +248,7 @@ def draw_curve(axes: "Axes", drawn_series: DrawnSeries, *, shift: float) -> Entr
     x = [place + shift for place in drawn_series.x]
     line = drawn_series.style != "points"
     lonely = drawn_series.style == "line" or (line and len(x) > _MANY)
-    dashes: Any = get_series_dash(drawn_series.index) if line else "none"
+    dashes: Any = DASHES[drawn_series.index // len(SERIES) % len(DASHES)] if line else "none"
     _draw_interval(axes, drawn_series, x, band=drawn_series.style == "line" or (line and len(x) >= _BAND))
     if line:
         axes.plot(x, drawn_series.y, color=drawn_series.color, linestyle=dashes, linewidth=1.6, zorder=3)
@@ -407,7 +270,7 @@ def draw_curve(axes: "Axes", drawn_series: DrawnSeries, *, shift: float) -> Entr
 
 def _make_marker_style(drawn_series: DrawnSeries, *, filled: bool) -> dict[str, Any]:
     return {
-        "marker": get_series_marker(drawn_series.index),
+        "marker": MARKERS[drawn_series.index % len(MARKERS)],
         "markersize": 5.5,
         "markeredgewidth": 1.3,
         "markeredgecolor": drawn_series.color,
@@ -570,70 +433,40 @@ def _compute_cell_corners(x: Sequence[float], y: Sequence[float], y_scale: str) 
 
 # --- Axes
 
-_LINE = 13.5  # units of a line of text
-_AXIS = 310.0  # units that the horizontal axis has at least
-_UPRIGHT = 180.0  # and the vertical one
-_TALL = 2.2  # of a vertical tick's room, in its words' width: they stand above each other
-_SLANTED = 14  # units between slanted words
 
-
-def set_x_scale(axes: "Axes", figure: Figure, places: Positions) -> float:
-    """Set the limits and ticks of the horizontal axis, and return the additional height of its labels in units."""
+def set_x_scale(axes: "Axes", figure: Figure, places: Positions) -> None:
     low, high = axes.dataLim.intervalx
     if places.discrete:
-        return _scale_categories(axes, figure, places, low, high)
-    if places.scale == "linear" and figure.density is not None:
-        axes.set_xlim(low, high)
+        _scale_categories(axes, figure, places, low, high)
     else:
-        axes.set_xlim(*_pad_range(low, high, places.scale, zero=False))
-    low, high = axes.get_xlim()
-    known = sorted({x for series in figure.series for x in series.x if low <= x <= high})
-    ticks = fit_ticks(low, high, places.scale, length=_AXIS)
-    if places.scale == "log2" and len(known) <= 7 and _are_apart(known, low, high):
-        ticks = known  # the batches themselves
-    _set_ticks(axes.xaxis, ticks, format_ticks(ticks, places.scale))
-    return 0.0
+        is_density = places.scale == "linear" and figure.density is not None
+        axes.set_xlim(*((low, high) if is_density else _pad_range(low, high, places.scale, zero=False)))
+        _set_ticks(axes.xaxis, place_ticks(*axes.get_xlim(), places.scale))
 
 
-def _are_apart(known: Sequence[float], low: float, high: float) -> bool:
-    labels = format_ticks(known, "log2")
-    per = _AXIS / math.log(high / low)
-    return all(
-        per * math.log(right / left) >= CHARACTER * (len(word) + len(other)) / 2 + 8
-        for (left, word), (right, other) in itertools.pairwise(zip(known, labels, strict=True))
-    )
-
-
-def _scale_categories(axes: "Axes", figure: Figure, places: Positions, low: float, high: float) -> float:
-    texts = [format_short(x) for x in places.order] if places.order else list(figure.categories)
+def _scale_categories(axes: "Axes", figure: Figure, places: Positions, low: float, high: float) -> None:
+    texts = [format_tick(x) for x in places.order] if places.order else list(figure.categories)
     last = max(len(texts) - 1, round(high))
     texts += [str(place) for place in range(len(texts), last + 1)]
     axes.set_xlim(min(low, -0.5), max(high, last + 0.5))
     axes.grid(visible=False, axis="x")
-    room = _AXIS / (last + 1) / CHARACTER - 0.8
-    if all(measure_text_width(part) <= room for text in texts for part in text.split()):
-        labels = [fit_text(text, room, 3) for text in texts]
-        _set_ticks(axes.xaxis, list(range(last + 1)), labels)
-        return _LINE * max((text.count("\n") for text in labels), default=0)
-    every = max(1, -(-(last + 1) * _SLANTED // int(_AXIS)))
-    labels = [wrap_lines(text, 22, 1)[0] for text in texts[::every]]
+    length = _LINE_LENGTH // (last + 1)
+    every = max(1, -(-(last + 1) // 25))
+    is_slanted = any(len(word) > length for text in texts for word in text.split())
+    labels = [wrap_text(text, 22, most=1) if is_slanted else wrap_text(text, length, most=3) for text in texts[::every]]
     _set_ticks(axes.xaxis, list(range(0, last + 1, every)), labels)
-    for word in axes.get_xticklabels():
-        word.set(rotation=38, ha="right", rotation_mode="anchor")
-    return 0.62 * CHARACTER * max(map(measure_text_width, labels), default=0)
+    if is_slanted:
+        for word in axes.get_xticklabels():
+            word.set(rotation=38, ha="right", rotation_mode="anchor")
 
 
 def set_y_scale(axes: "Axes", figure: Figure, *, bars: bool) -> None:
     low, high = axes.dataLim.intervaly
     if figure.y_scale != "linear" and low <= 0:  # bars begin there
         low = axes.dataLim.minposy
-    if figure.density is not None and not figure.series:
-        axes.set_ylim(low, high)
-    else:
-        axes.set_ylim(*_pad_range(low, high, figure.y_scale, zero=bars))
-    low, high = axes.get_ylim()
-    ticks = fit_ticks(low, high, figure.y_scale, length=_UPRIGHT * _TALL)
-    _set_ticks(axes.yaxis, ticks, format_ticks(ticks, figure.y_scale))
+    is_density = figure.density is not None and not figure.series
+    axes.set_ylim(*((low, high) if is_density else _pad_range(low, high, figure.y_scale, zero=bars)))
+    _set_ticks(axes.yaxis, place_ticks(*axes.get_ylim(), figure.y_scale))
 
 
 def _pad_range(low: float, high: float, scale: str, *, zero: bool) -> tuple[float, float]:
@@ -647,19 +480,11 @@ def _pad_range(low: float, high: float, scale: str, *, zero: bool) -> tuple[floa
     return low - room, 0.0 if zero and high <= 0 else high + room
 
 
-def _set_ticks(axis: Any, places: Sequence[float], labels: Sequence[str]) -> None:
+def _set_ticks(axis: Any, places: Sequence[float], labels: Sequence[str] | None = None) -> None:
     from matplotlib.ticker import NullLocator
 
     axis.set_minor_locator(NullLocator())
-    axis.set_ticks(list(places), labels=[remove_control_characters(text) for text in labels])
-
-
-def label_axes(axes: "Axes", figure: Figure, *, numbered: bool) -> float:
-    """Label the axes, the vertical one above it, and return the additional height of the labels in units."""
-    above, below = fit_text(figure.y_label, 50), fit_text(figure.x_label, 50)
-    axes.set_title(above, pad=17 if numbered else 8, color=LIGHT["ink"])
-    axes.set_xlabel(below)
-    return _LINE * (above.count("\n") + below.count("\n"))
+    axis.set_ticks(list(places), labels=[format_tick(place) for place in places] if labels is None else labels)
 
 
 # --- Marks
@@ -671,8 +496,6 @@ _POINTS: dict[str, dict[str, Any]] = {
     "event": {"marker": "o", "markersize": 11, "markerfacecolor": "none", "markeredgecolor": LIGHT["ink"]},
 }
 _LINES = {"choice": (0, (1, 1)), "knee": (0, (8, 2, 1, 2)), "limit": (0, (6, 3)), "event": (0, (1, 2))}
-_MOST_EVENTS = 9  # that the legend tells one by one
-_ROOM = 0.05  # of the axis, which a number above an event takes
 
 
 def draw_marks(axes: "Axes", marks: Sequence[Annotation], places: Positions) -> list[Entry]:
@@ -714,173 +537,32 @@ def _draw_mark(axes: "Axes", mark: Annotation, x: float) -> Entry | None:
 
 
 def _draw_events(axes: "Axes", events: Sequence[tuple[Annotation, float]]) -> list[Entry]:
-    """Draw a thin line per event, and return one legend entry for each distinct text."""
+    """Draw a thin line per event, numbered by its text, and return one legend entry for each distinct text."""
     from matplotlib.lines import Line2D
 
     look: dict[str, Any] = {"color": LIGHT["muted"], "linestyle": _LINES["event"], "linewidth": 1.2}
     texts = list(dict.fromkeys(mark.text for mark, _ in events))
-    for _, x in events:
+    for mark, x in events:
         axes.axvline(x, zorder=1.5, **look)
         axes.update_datalim([(x, 0.0)], updatey=False)
-    shown = [*texts[:_MOST_EVENTS], *([f"{len(texts) - _MOST_EVENTS} more"] if len(texts) > _MOST_EVENTS else [])]
+        if len(texts) > 1:
+            number = str(texts.index(mark.text) + 1)
+            where: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "bottom"}
+            axes.text(x, 1.005, number, fontsize=10, color=LIGHT["muted"], **where)
     if len(texts) == 1:
         return [Entry(Line2D([], [], **look), texts[0])]
-    return [Entry(Line2D([], [], **look), f"{place}: {text}") for place, text in enumerate(shown, 1)]
-
-
-def number_events(axes: "Axes", marks: Sequence[Annotation], places: Positions) -> bool:
-    """Write the numbers of events above their lines, merging those that are too close to each other.
-
-    The axes must have their limits. Return whether there are any numbers.
-    """
-    events = sorted(
-        (x, mark.text)
-        for mark in marks
-        if mark.kind == "event" and mark.y is None and not math.isnan(x := places.of_x(mark.x))
-    )
-    texts = list(dict.fromkeys(text for _, text in events))
-    if len(texts) < 2:
-        return False
-    groups: list[list[tuple[float, int]]] = []
-    for x, text in events:
-        share = float(axes.transAxes.inverted().transform(axes.transData.transform((x, 1.0)))[0])
-        number = min(texts.index(text), _MOST_EVENTS) + 1
-        if groups and share - groups[-1][-1][0] < _ROOM * (2 if len(groups[-1]) > 1 else 1):
-            groups[-1].append((share, number))
-        else:
-            groups.append([(share, number)])
-    for group in groups:
-        numbers = sorted({number for _, number in group})
-        word = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}–{numbers[-1]}"
-        middle = min(max((group[0][0] + group[-1][0]) / 2, 0.03), 0.97)
-        axes.text(
-            middle, 1.005, word, transform=axes.transAxes, ha="center", va="bottom", fontsize=10, color=LIGHT["muted"]
-        )
-    return True
-
-
-# --- Plain SVG
-#
-# Nothing in it touches the page around it: no rule of a style sheet, no id that another figure could have, no metadata. Colours
-# are attributes, which hold where the drawing stands alone, and classes, by which a page gives them its own (`make_css_rules`).
-
-_SVG, _XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
-_HREF = f"{{{_XLINK}}}href"
-_ROLES = {value: role for role, value in LIGHT.items()}
-_REFERENCE = re.compile(r"url\(#([^)]+)\)")
-_LONG = re.compile(r"-?\d+\.\d{3,}")
-_NUMBERS = ("d", "x", "y", "width", "height", "transform", "points")
-FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
-
-
-def render_plain(drawn: str, *, prefix: str, title: str, description: str) -> str:
-    """Convert matplotlib's SVG into SVG for a page.
-
-    Args:
-        drawn: SVG written by matplotlib.
-        prefix: prefix of the ids; unique on the page.
-        title: title for screen readers.
-        description: description of the content in a sentence or two, for screen readers.
-    """
-    root = ElementTree.fromstring(drawn)
-    _strip_metadata(root)
-    names = _collect_names(root, prefix)
-    for element in root.iter():
-        _tag_element(element)
-        _replace_color(element)
-        _rename_ids(element, names)
-        for name in _NUMBERS:
-            if name in element.attrib:
-                element.set(
-                    name,
-                    _LONG.sub(lambda match: f"{float(match[0]):.2f}".rstrip("0").rstrip("."), element.get(name, "")),
-                )
-    _describe(root, prefix, title, description)
-    return ElementTree.tostring(root, encoding="unicode")
-
-
-def _strip_metadata(root: ElementTree.Element) -> None:
-    """Remove metadata and style rules, which would apply to the whole page, and the whitespace between elements."""
-    for parent in list(root.iter()):
-        for child in list(parent):
-            if child.tag in (f"{{{_SVG}}}metadata", f"{{{_SVG}}}style"):
-                parent.remove(child)
-            child.tail = None
-        if parent.tag != f"{{{_SVG}}}text":
-            parent.text = None
-    for parent in list(root.iter()):
-        for child in list(parent):
-            if child.tag == f"{{{_SVG}}}defs" and not len(child):
-                parent.remove(child)
-
-
-def _collect_names(root: ElementTree.Element, prefix: str) -> dict[str, str]:
-    """Return new ids for the elements that are referred to."""
-    known = [element.get("id", "") for element in root.iter()]
-    used = {name for element in root.iter() for name in _find_references(element)}
-    return {name: f"{prefix}-{place}" for place, name in enumerate(name for name in known if name in used)}
-
-
-def _find_references(element: ElementTree.Element) -> Iterator[str]:
-    for name, value in element.attrib.items():
-        if name == _HREF:
-            yield value.removeprefix("#")
-        yield from _REFERENCE.findall(value)
-
-
-def _rename_ids(element: ElementTree.Element, names: dict[str, str]) -> None:
-    old_id = element.attrib.pop("id", "")
-    if old_id in names:
-        element.set("id", names[old_id])
-    if (target := element.attrib.pop(_HREF, None)) is not None:
-        element.set("href", f"#{names[target.removeprefix('#')]}")
-    for name, value in element.attrib.items():
-        element.set(name, _REFERENCE.sub(lambda match: f"url(#{names[match[1]]})", value))
-
-
-def _tag_element(element: ElementTree.Element) -> None:
-    """Remove the SVG namespace from a tag; the root declares it."""
-    element.tag = element.tag.removeprefix(f"{{{_SVG}}}")
-
-
-def _replace_color(element: ElementTree.Element) -> None:
-    """Convert the style of an element to attributes, and add classes for its colours."""
-    for declaration in filter(None, map(str.strip, element.attrib.pop("style", "").split(";"))):
-        name, value = (part.strip() for part in declaration.split(":", 1))
-        if name in ("font", "font-size"):  # matplotlib has written either
-            size = re.search(r"([\d.]+)px", value)
-            assert size, declaration
-            element.set("font-size", size[1])
-        elif name != "font-family":  # which the root has
-            element.set(name, value)
-    roles = {name: _ROLES.get(element.get(name, "")) for name in ("fill", "stroke")}
-    classes = [f"{name}-{role}" for name, role in roles.items() if role is not None]
-    if element.tag == "text" and "fill" not in element.attrib:  # it was left black
-        element.set("fill", LIGHT["ink"])
-        classes.append("fill-ink")
-    if classes:
-        element.set("class", " ".join(classes))
-
-
-def _describe(root: ElementTree.Element, prefix: str, title: str, description: str) -> None:
-    kept = {"viewBox": root.get("viewBox", ""), "xmlns": _SVG, "role": "img", "class": "figure"}
-    root.attrib.clear()
-    root.attrib.update({**kept, "stroke-linejoin": "round", "font-family": FONT})
-    root.set("aria-labelledby", f"{prefix}-title {prefix}-desc")
-    for place, (name, text) in enumerate((("title", title), ("desc", description))):
-        child = ElementTree.Element(name, {"id": f"{prefix}-{name}"})
-        child.text = text
-        root.insert(place, child)
+    return [Entry(Line2D([], [], **look), f"{place}: {text}") for place, text in enumerate(texts, 1)]
 
 
 # --- Figures
 
-WIDTH, PLOT = 390.0, 245.0  # units: of a drawing, and the height of what is not its legend
+WIDTH, PLOT = 390.0, 255.0  # units: of a drawing, and the height of what is not its legend
 _RC: dict[str, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "tula",
     "text.parse_math": False,  # a dollar is a dollar
-    "font.family": ["DejaVu Sans"],
+    "font.family": ["sans-serif"],
+    "font.sans-serif": ["DejaVu Sans", "sans-serif"],
     "font.size": 10.5,
     "figure.dpi": 72.0,
     "savefig.dpi": 72.0,
@@ -941,14 +623,20 @@ def render_svg(figure: Figure, *, prefix: str = "", looks: Mapping[str, int] | N
     with _use_plot_defaults():
         canvas = _draw_figure(figure, looks or {})
         written = io.StringIO()
-        canvas.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
+        canvas.savefig(written, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", prefix or figure.key) or "figure"
-    return render_plain(
-        written.getvalue(),
-        prefix=name,
-        title=remove_control_characters(figure.title),
-        description=describe_figure(figure),
+    root, _, content = written.getvalue().partition("<svg")[2].partition(">")
+    title, description = html.escape(remove_control_characters(figure.title)), html.escape(describe_figure(figure))
+    return (
+        f'<svg class="figure" role="img" aria-labelledby="{name}-title {name}-desc"{root}>'
+        f'<title id="{name}-title">{title}</title><desc id="{name}-desc">{description}</desc>'
+        + _TAG.sub(lambda tag: _REFERENCE.sub(rf"\g<1>{name}-", tag[0]), content)
     )
+
+
+_TAG = re.compile("<[^>]+>")
+_REFERENCE = re.compile(r"""(?:xlink:)?(href="#| id="|url\(#)""")
+"""Where matplotlib names an element; two figures of a page may have the same names."""
 
 
 def draw_figure(figure: Figure) -> "Canvas":
@@ -1008,12 +696,14 @@ def _draw_figure(figure: Figure, looks: Mapping[str, int], *, dpi: int = 72) -> 
         return canvas
     entries = [*entries, *_list_basis_entries(shown)]
     marks = draw_marks(axes, figure.marks, places)
-    extra = set_x_scale(axes, figure, places)
-    set_y_scale(axes, figure, bars=any(item.style in ("bars", "stacked") for item in shown))
-    extra += label_axes(axes, figure, numbered=number_events(axes, figure.marks, places))
+    set_x_scale(axes, figure, places)
+    set_y_scale(axes, figure, bars=any(item.style in _BARS for item in shown))
+    has_numbers = len({mark.text for mark in figure.marks if mark.kind == "event"}) > 1
+    axes.set_title(wrap_text(figure.y_label), pad=17 if has_numbers else 8, color=LIGHT["ink"])
+    axes.set_xlabel(wrap_text(figure.x_label))
     only = len(entries) == 1 and not marks and entries[0].text in ("", figure.title, figure.y_label)
-    high = 0.0 if only else _draw_legend(canvas, [*entries, *marks])
-    canvas.set_size_inches(WIDTH / 72, (PLOT + extra + high) / 72)
+    lines = 0 if only else _draw_legend(canvas, [*entries, *marks])
+    canvas.set_size_inches(WIDTH / 72, (PLOT + _LINE_HEIGHT * lines) / 72)
     return canvas
 
 
@@ -1067,19 +757,14 @@ def _draw_no_data(axes: "Axes") -> None:
 
 # --- the legend
 
+_LINE_HEIGHT = 15.0  # units
 
-def _draw_legend(canvas: "Canvas", entries: Sequence[Entry]) -> float:
-    """Draw the legend below the axes in as many columns as fit, and return its height in units."""
-    # A name that begins with "_" would be left out.
-    named = [(entry.handle, fit_text(entry.text, 50)) for entry in entries]
-    named = [(handle, f"\N{WORD JOINER}{text}" if text.startswith("_") else text) for handle, text in named]
-    unknown = any(is_wide_script(text) for _, text in named)  # wider than they are taken for
-    widest = max(measure_text_width(line) for _, text in named for line in text.split("\n"))
-    hoped = 1 if unknown else min(max(round(1.4 * WIDTH / (6.2 * widest + 35)), 1), 4)
-    for columns in range(hoped, 0, -1):
-        legend = canvas.legend(*zip(*named, strict=True), loc="outside lower left", ncols=min(columns, len(named)))
-        box, units = legend.get_window_extent(), 72 / canvas.dpi
-        if box.width * units <= WIDTH - 4 or columns == 1:
-            return float(box.height * units)
-        legend.remove()
-    raise AssertionError("one column is the last")
+
+def _draw_legend(canvas: "Canvas", entries: Sequence[Entry]) -> int:
+    """Draw the legend below the axes, and return the number of its lines."""
+    texts = [wrap_text(entry.text) for entry in entries]
+    longest = max(len(line) for text in texts for line in text.split("\n"))
+    columns = min(max(1, 60 // (longest + 8)), 4)
+    texts = [f"\N{WORD JOINER}{text}" if text.startswith("_") else text for text in texts]  # or it would be left out
+    canvas.legend([entry.handle for entry in entries], texts, loc="outside lower left", ncols=columns)
+    return -(-sum(text.count("\n") + 1 for text in texts) // columns)

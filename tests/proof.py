@@ -105,6 +105,7 @@ PARTS = (
     cases("other-peoples-scripts", 2.0, "tests/e2e/test_other_peoples_scripts.py"),
     cases("stragglers", 0.4, "tests/e2e/test_stragglers.py", alone=True),
     cases("out-of-memory", 1.6, "tests/e2e/test_out_of_memory.py"),
+    cases("largest-batch", 0.8, "tests/e2e/test_largest_batch.py"),
     cases("own-batches", 5.2, "tests/e2e/test_own_batches.py"),
     cases("failing-loader", 2.0, "tests/e2e/test_failing_loader.py"),
     cases("failing-loader-on-slurm", 3.3, "tests/slurm/test_script_on_slurm.py"),

@@ -37,6 +37,7 @@ __all__ = [
     "estimate",
     "evaluate",
     "export",
+    "find_largest_batch",
     "observed_jobs",
     "plan_trainings",
     "profile",

@@ -110,6 +110,9 @@ NodeType = Annotated[
         advanced=True,
     ),
 ]
+Largest = Annotated[
+    bool, Option("Find only the largest batch that fits the GPUs, on the fewest nodes of search.nodes.")
+]
 Fresh = Annotated[bool, Option("Build the model and the dataset again, even if nothing has changed.", advanced=True)]
 Wait = Annotated[
     bool | None,

@@ -156,9 +156,11 @@ RECORDED = Stop(why="batch_failed")
 PROBES: list[Row] = [
     ("any", "the job has all its results", probe(), f("user"), FINISHED, Stop()),
     ("none", "the job has all its results", probe(), None, FINISHED, Stop()),
+    ("none", "the search for the largest batch continues", probe(), None, history(finished=True, next_trial=12), Relaunch()),
     ("none", "always", probe(), None, history(), Relaunch()),
     ("any", "the allocation has ended", probe(), f("time_limit"), ENDED, Stop()),
     ("any", "a new start would fail in the same way", probe(), PERMANENT, history(), Stop()),
+    ("device_oom", "the search for the largest batch continues", probe(), f("device_oom"), history(next_trial=4), Relaunch(skip=8)),
     ("device_oom", "always", probe(), f("device_oom"), history(), RECORDED),
     ("device_fault", "attempts are left, and there is no scheduler", probe("local"), f("device_fault"), history(), Relaunch()),
     *((outcome, "attempts are left", probe(), f(outcome), history(earlier=lost(1)), Relaunch())

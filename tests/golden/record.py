@@ -76,6 +76,10 @@ def memory(folder: Folder) -> None:
     folder.tula("train --nodes 1 --batch 64 --yes")
 
 
+def largest(folder: Folder) -> None:
+    folder.tula("profile largest.yaml --largest --yes")
+
+
 def failed(folder: Folder) -> None:
     folder.tula("profile failed.yaml --yes", code=6)
     folder.tula("train --nodes 1 --batch 16 --yes", code=6)
@@ -151,7 +155,7 @@ def chain(folder: Folder) -> None:
 
 
 RECORDINGS: tuple[Callable[[Folder], None], ...] = (
-    measured, trained, memory, failed, types, script, observed, comparison, ramped, pending, chain,
+    measured, trained, memory, largest, failed, types, script, observed, comparison, ramped, pending, chain,
 )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from tula_cli.cli.options import CancelOnInterrupt, DryRun, Yes
 from tula_cli.cli.runs import JobOrRun
 from tula_cli.cli.waiting import answer_detached, follow_work, make_confirm, make_dependencies, make_inspector
-from tula_cli.options import Fresh, Timeout, Wait
+from tula_cli.options import Fresh, Largest, Timeout, Wait
 from tula_cli.show import profile as show_profile
 from tula_cli.show import tables
 from tula_cli.show.screen import Screen
@@ -14,6 +14,7 @@ def profile(
     chosen: JobOrRun,
     yes: Yes = False,
     dry_run: DryRun = False,
+    largest: Largest = False,
     fresh: Fresh = False,
     wait: Wait = None,
     timeout: Timeout = None,
@@ -35,14 +36,16 @@ def profile(
     )
     wait_policy = WaitPolicy(wait, timeout, cancel_on_interrupt)
     if dry_run:
-        would = follow_work(screen, profiling_rounds.make_dry_run(run, spec, own_dependencies))
+        would = follow_work(screen, profiling_rounds.make_dry_run(run, spec, own_dependencies, largest=largest))
         return screen.answer(tables.list_data_by_type(would), show_profile.render_dry_run(would))
     profiled = follow_work(
         screen,
-        profiling_rounds.run_profile(run, spec, own_dependencies, wait_policy, file=chosen.find_settings_origin(run)),
+        profiling_rounds.run_profile(
+            run, spec, own_dependencies, wait_policy, file=chosen.find_settings_origin(run), largest=largest
+        ),
     )
     if isinstance(profiled, profiling_rounds.SubmittedProbes):
         return answer_detached(screen, run, profiled, {"plan": tables.list_data_by_type(profiled.plans)})
     screen.status = "partial" if profiled.partial else screen.status
     data = tables.list_data_by_type(profiled.reports)
-    return screen.answer(data, tables.render_by_type(profiled.reports, show_profile.render_profile_report))
+    return screen.answer(data, tables.render_by_type(profiled.reports, show_profile.render_report))

@@ -51,6 +51,7 @@ class History:
         current_batch: the local batch that a probe job measures now.
         similar: the `earlier` attempts at the same work: of a probe job, at the same local batch.
         has_seen_gpus: whether nodes of the same cluster section have shown GPUs.
+        next_trial: the local batch that a search for the largest one tries next.
     """
 
     attempt: Attempt
@@ -68,6 +69,7 @@ class History:
     current_batch: int | None = None
     similar: Sequence[Attempt] = ()
     has_seen_gpus: bool = False
+    next_trial: int | None = None
 
 
 # --- The tables
@@ -94,6 +96,7 @@ Situation = Literal[
     "`train.max_attempts` supervisors have failed without a newer checkpoint",
     "no batch was left out yet",
     "no batch was left out yet, and there is a GPU",
+    "the search for the largest batch continues",
 ]
 Action = Literal[
     "new processes",
@@ -175,10 +178,12 @@ _RESTARTS: tuple[Rule, ...] = (
 
 PROBE: tuple[Rule, ...] = (
     ("any", "the job has all its results", "the end"),
+    ("none", "the search for the largest batch continues", "new processes"),
     ("none", "the job has all its results", "the end"),
     ("none", "always", "new processes"),  # a script is started once for each batch
     ("any", "the allocation has ended", "the end"),
     ("any", "a new start would fail in the same way", "the end"),
+    ("device_oom", "the search for the largest batch continues", "new processes without this batch"),
     ("device_oom", "always", "the end, with the result of the batch"),
     *_RESTARTS,
     ("cancelled", "the job is cancelled", "the end"),
@@ -419,6 +424,7 @@ _SITUATIONS: dict[Situation, Callable[[_Case], bool]] = {
         and not case.task.skip
         and (case.failure is None or case.failure.fault != "no_gpu")
     ),
+    "the search for the largest batch continues": lambda case: case.history.next_trial is not None,
 }
 
 

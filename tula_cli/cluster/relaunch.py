@@ -87,7 +87,27 @@ def read_history(
         current_batch=current_batch,
         similar=_list_similar_attempts(run, task, earlier) if outcome == "device_error" else (),
         has_seen_gpus=outcome == "device_fault" and _has_gpus_elsewhere(run, attempt),
+        next_trial=_find_next_trial(run, task, failed=current_batch if outcome == "device_oom" else None),
     )
+
+
+def _find_next_trial(run: RunDir, task: Task, *, failed: int | None = None) -> int | None:
+    """Return the local batch that a search for the largest one tries next.
+
+    Args:
+        run: the run.
+        task: the task; None is returned unless it searches for the largest batch and every other trial has a result.
+        failed: the trial that was out of memory, which is not recorded yet.
+    """
+    if not isinstance(task, ProbeTask) or task.bounds is None or run.current_probe(task) != failed:
+        return None
+    from tula_cli.models.memory.largest_batch import BatchBracket  # here: it needs numpy
+
+    unrecorded = (
+        () if failed is None else (OutOfMemory(**make_probe_identity(task, failed), assumed=False, message=""),)
+    )
+    results = [*run.results(), *unrecorded]
+    return BatchBracket.from_results(task.spec, task.nodes, task.bounds, results).choose_next_trial()
 
 
 def _find_lr_factor(run: RunDir, task: TrainTask) -> float | None:
@@ -210,7 +230,11 @@ def _carry_out_for_probe(
         else:
             kept = failure.model_copy(update={"detail": ""})
             run.write_result(Failed(**make_probe_identity(task, current), failure=kept))
-    if skip is not None:
+    trial = _find_next_trial(run, task) if isinstance(decision, Relaunch) else None
+    if trial is not None:
+        task = task.model_copy(update={"local_batches": (*task.local_batches, trial)})
+        run.write_task(task)
+    elif skip is not None:
         # A batch that failed in the user's code (e.g. batch 1 with BatchNorm) or diverged; others may not.
         task = task.model_copy(update={"skip": (skip,)})
         run.write_task(task)
@@ -218,10 +242,9 @@ def _carry_out_for_probe(
 
 
 def _write_out_of_memory(run: RunDir, task: ProbeTask, current: int, message: str) -> None:
-    """Record an out-of-memory result for the current batch, and an assumed one for all larger batches."""
-    for local_batch in task.local_batches:
-        if local_batch < current:
-            continue
+    """Record an out-of-memory result for the current batch, and an assumed one for all larger batches to be measured."""
+    larger = () if task.bounds is not None else [size for size in task.local_batches if size > current]
+    for local_batch in (current, *larger):
         assumed = local_batch > current
         text = f"a local batch of {current} did not fit" if assumed else message
         run.write_result(OutOfMemory(**make_probe_identity(task, local_batch), assumed=assumed, message=text))

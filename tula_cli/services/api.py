@@ -71,6 +71,7 @@ from tula_cli.services.document import Document, TextForm, load_report_package
 from tula_cli.services.estimate import EstimateReport
 from tula_cli.services.evaluate import prepare_evaluation, run_evaluation
 from tula_cli.services.events import Event, Note, Planned, WarningEvent, Work, follow
+from tula_cli.services.largest_batch import LargestBatch
 from tula_cli.services.nodes import ClusterCheck
 from tula_cli.services.observe import report_observed
 from tula_cli.services.observed_probes import add_observed_probes
@@ -755,12 +756,42 @@ def profile_events(arguments: ProfileArguments) -> Iterator[Event | Finished]:
 
 
 def _run_profile_work(
-    submission: Submission,
+    submission: Submission, *, largest: bool = False
 ) -> Work[profiling_rounds.ProfileResult | profiling_rounds.SubmittedProbes]:
     call = submission.call
     return profiling_rounds.run_profile(
-        call.run, call.spec, submission.dependencies, submission.wait_policy, file=call.file
+        call.run, call.spec, submission.dependencies, submission.wait_policy, file=call.file, largest=largest
     )
+
+
+@with_arguments(ProfileArguments)
+def find_largest_batch(arguments: ProfileArguments) -> LargestBatch | None:
+    """Find the largest batch that fits the GPUs, on the fewest nodes: `tula profile --largest`.
+
+    Each trial is a probe in new processes, whose result `recommend` uses too; a repeated call continues the search.
+
+    Returns:
+        The largest batch so far; None if the job is not waited for.
+
+    Raises:
+        SpecError: the job cannot be used or built, names several node types, or runs on CPUs without a memory limit.
+        OutOfMemoryAtMinimum: not even the smallest batch fits.
+        OverBudget, Pending, JobFailed, BadMeasurements, SchedulerError, KeyboardInterrupt: as of `profile`.
+
+    Example:
+        >>> tula.find_largest_batch("job.yaml", max_node_hours=1).local_batch
+    """
+    submission = arguments.prepare()
+    if names := submission.call.spec.types:
+        raise SpecError(
+            f"find_largest_batch works on one node type, and the job has {len(names)}", "use tula profile --largest"
+        )
+    profiled = follow(_run_profile_work(submission, largest=True), submission.report_event)
+    if isinstance(profiled, DetachedJobs):
+        return None
+    (largest_batch,) = profiled.reports.values()
+    assert isinstance(largest_batch, LargestBatch)
+    return largest_batch
 
 
 @dataclass(frozen=True)

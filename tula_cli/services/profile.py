@@ -73,6 +73,11 @@ class ProfileReport:
     certainty: str = ""  # how certain the decisions are and why no more is measured, with strategy: adaptive
     notes: tuple[str, ...] = ()  # what the probes of a script do not tell, and why
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether no probe has failed or is missing."""
+        return not self.failed and not self.missing
+
 
 def plan_probes(
     spec: JobSpec,

@@ -13,8 +13,9 @@ from tula_cli.run.format import require_current_format
 from tula_cli.run.jobfile import list_all_variants, save_job
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.results import JobFile
-from tula_cli.services import messages, profile
+from tula_cli.services import largest_batch, messages, profile
 from tula_cli.services.events import FirstJobPlanned, Note, ProfilePlanned, WarningEvent, Work
+from tula_cli.services.largest_batch import LargestBatch
 from tula_cli.services.profile import ProfilePlan, ProfileReport, UpperBoundPlan, plan_upper_bound
 from tula_cli.services.site_charges import warn_balance_for_probes, with_site_billing
 from tula_cli.services.waiting import (
@@ -37,7 +38,7 @@ Plans = Sequence[tuple[Run, ProfilePlan]]
 class ProfileResult:
     """The measurements of each variant (node type, sequence length); the key is None for a job without variants."""
 
-    reports: Mapping[str | None, ProfileReport]
+    reports: Mapping[str | None, ProfileReport | LargestBatch]
     partial: bool  # a probe failed or has no result, or a type has none at all
 
 
@@ -61,7 +62,7 @@ Inspections = Mapping[str | None, Inspection]
 
 
 def plan_variants(
-    runs: Sequence[Run], inspections: Inspections, *, again: bool = True
+    runs: Sequence[Run], inspections: Inspections, *, again: bool = True, largest: bool = False
 ) -> Work[list[tuple[Run, ProfilePlan]]]:
     """Return the probes to measure for each variant; yield a warning for one that has none, if another can be trained.
 
@@ -69,6 +70,7 @@ def plan_variants(
         runs: the run of each variant, which need not exist yet.
         inspections: inspection of each variant.
         again: whether failed probes are measured again.
+        largest: whether to search for the largest batch; each trial follows from the one before.
 
     Raises:
         Infeasible: no variant that can be trained has a feasible configuration.
@@ -83,12 +85,12 @@ def plan_variants(
         for text in inspection.warnings:
             yield WarningEvent(messages.inspection_warning(text=text))
         try:
-            planned.append(
-                (
-                    run,
-                    profile.plan_probes(run.spec, inspection, run, elsewhere=elsewhere, again=again, sizes=run.sizes),
-                )
+            plan = (
+                largest_batch.plan_search(run, inspection)
+                if largest
+                else profile.plan_probes(run.spec, inspection, run, elsewhere=elsewhere, again=again, sizes=run.sizes)
             )
+            planned.append((run, plan))
         except Infeasible as error:
             errors.append((run.name, error))
     if all(run.length is not None for run, _ in planned):
@@ -125,14 +127,24 @@ def _plan_first_jobs(
     return FirstJobPlanned(settled_later, runs[0].spec.search.max_node_hours)
 
 
-def make_dry_run(run: RunDir, spec: JobSpec, dependencies: Dependencies) -> Work[dict[str | None, DryRun]]:
+def _list_profiled_variants(run: RunDir, spec: JobSpec, *, largest: bool) -> tuple[Run, ...]:
+    """Return the variants that are measured; the largest batch is that of the job's own text length."""
+    return run.variants(spec) if largest else list_all_variants(run, spec)
+
+
+def make_dry_run(
+    run: RunDir, spec: JobSpec, dependencies: Dependencies, *, largest: bool = False
+) -> Work[dict[str | None, DryRun]]:
     """Return the jobs that would be submitted on each node type; nothing is written.
+
+    Args:
+        run, spec, dependencies, largest: as of `run_profile`.
 
     Raises:
         Infeasible: no configuration is feasible.
     """
     require_current_format(run.path)
-    variants = list_all_variants(run, with_site_billing(spec, run.path.parent))
+    variants = _list_profiled_variants(run, with_site_billing(spec, run.path.parent), largest=largest)
     inspections = {variant.name: inspect_variant(variant, dependencies) for variant in variants}
     settled = {
         name: inspection for name, inspection in inspections.items() if not isinstance(inspection, NotInspectable)
@@ -147,14 +159,20 @@ def make_dry_run(run: RunDir, spec: JobSpec, dependencies: Dependencies) -> Work
         }
         return {name: DryRun(plan, scripts[name]) for name, plan in planned.items()}
     dry_runs = {}
-    for variant, plan in (yield from plan_variants(variants, settled)):
+    for variant, plan in (yield from plan_variants(variants, settled, largest=largest)):
         launcher = dependencies.launcher_for(variant.spec)
         dry_runs[variant.name] = DryRun(plan, tuple(launcher.script(variant, task) for task in plan.tasks))
     return dry_runs
 
 
 def run_profile(
-    run: RunDir, spec: JobSpec, dependencies: Dependencies, wait_policy: WaitPolicy, *, file: JobFile | None = None
+    run: RunDir,
+    spec: JobSpec,
+    dependencies: Dependencies,
+    wait_policy: WaitPolicy,
+    *,
+    file: JobFile | None = None,
+    largest: bool = False,
 ) -> Work[ProfileResult | SubmittedProbes]:
     """Measure the missing probes, round after round; jobs that are already running are attached to.
 
@@ -164,6 +182,7 @@ def run_profile(
         dependencies: launcher, inspection, and the confirmation that is requested before jobs are submitted.
         wait_policy: whether and how long to wait.
         file: the file that the spec comes from.
+        largest: search for the largest batch that fits, on the fewest nodes, instead of the probes of the search.
 
     Raises:
         OtherFormat: the run has an older format.
@@ -176,7 +195,9 @@ def run_profile(
     """
     require_current_format(run.path)
     return (
-        yield from _Profiling(run, with_site_billing(spec, run.path.parent), dependencies, wait_policy, file).work()
+        yield from _Profiling(
+            run, with_site_billing(spec, run.path.parent), dependencies, wait_policy, file, largest
+        ).work()
     )
 
 
@@ -212,6 +233,7 @@ class _Profiling:
     dependencies: Dependencies
     wait_policy: WaitPolicy
     file: JobFile | None
+    largest: bool
     confirmed: bool = False
     first_jobs: float = 0.0  # node-hours that building the model and the dataset on nodes has taken
 
@@ -245,12 +267,12 @@ class _Profiling:
     def work(self) -> Work[ProfileResult | SubmittedProbes]:
         timeout, clock = self.wait_policy.timeout, self.wait_policy.clock
         deadline = None if timeout is None else clock() + timeout
-        runs = list_all_variants(self.run, self.spec)
+        runs = _list_profiled_variants(self.run, self.spec, largest=self.largest)
         inspections = yield from self._inspect_variants(runs, deadline)
         stopped: set[str | None] = set()  # types whose last round ended without all its results
         measures_failed_again = True  # what failed before; what fails now is left to the next call
         while True:
-            planned = yield from plan_variants(runs, inspections, again=measures_failed_again)
+            planned = yield from plan_variants(runs, inspections, again=measures_failed_again, largest=self.largest)
             missing = [(run, plan) for run, plan in planned if plan.missing and run.name not in stopped]
             if not missing:
                 save_job(self.run, self.spec, [run for run, _ in planned], self.file)
@@ -265,7 +287,30 @@ class _Profiling:
             stopped |= {submitted.run.name for submitted in jobs} - going_on
             if not going_on:
                 break
-        return (yield from _collect_reports(planned))
+        return (yield from self._collect_reports(planned, inspections))
+
+    def _collect_reports(self, planned: Plans, inspections: Inspections) -> Work[ProfileResult]:
+        """Return the measurements; a variant without any is a warning if another can be trained.
+
+        Raises:
+            TulaError: no variant that can be trained was measured.
+        """
+        reports: dict[str | None, ProfileReport | LargestBatch] = {}
+        errors: list[TulaError] = []
+        for run, plan in planned:
+            try:
+                reports[run.name] = (
+                    largest_batch.make_result(run, inspections[run.name], plan)
+                    if self.largest
+                    else profile.make_profile_report(run, plan)
+                )
+            except (BadMeasurements, JobFailed, OutOfMemoryAtMinimum) as error:
+                errors.append(error)
+                if run.name is not None:
+                    yield WarningEvent(messages.part_failed(part=describe_part(run.name), reason=error.message))
+        if all(run.length is not None for run, _ in planned if run.name in reports):
+            raise errors[0]
+        return ProfileResult(reports, bool(errors) or any(not report.is_complete for report in reports.values()))
 
     def _start(self, planned: Plans, missing: Plans) -> Work[list[_SubmittedRun]]:
         """Submit a round, after confirmation if there are jobs to submit."""
@@ -328,23 +373,3 @@ def _list_submitted_probes(planned: Plans, jobs: Sequence[_SubmittedRun]) -> Wor
     started = [job for submitted in jobs for job in submitted.run.name_jobs(submitted.started)]
     going_on = [job for submitted in jobs for job in submitted.run.name_jobs(submitted.under_way)]
     return SubmittedProbes(tuple(started), tuple(going_on), {run.name: plan for run, plan in planned})
-
-
-def _collect_reports(planned: Plans) -> Work[ProfileResult]:
-    """Return the measurements; a variant without any is a warning if another can be trained.
-
-    Raises:
-        TulaError: no variant that can be trained was measured.
-    """
-    reports: dict[str | None, ProfileReport] = {}
-    errors: list[TulaError] = []
-    for run, plan in planned:
-        try:
-            reports[run.name] = profile.make_profile_report(run, plan)
-        except (BadMeasurements, JobFailed, OutOfMemoryAtMinimum) as error:
-            errors.append(error)
-            if run.name is not None:
-                yield WarningEvent(messages.part_failed(part=describe_part(run.name), reason=error.message))
-    if all(run.length is not None for run, _ in planned if run.name in reports):
-        raise errors[0]
-    return ProfileResult(reports, bool(errors) or any(report.failed or report.missing for report in reports.values()))

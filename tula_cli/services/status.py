@@ -180,6 +180,7 @@ class _Progress:
     now: ProbeConfiguration | None
     measured_at: float | None = None  # Unix time of the last measurement
     failed: tuple[str, ...] = ()  # messages of what failed; the next call runs it again
+    may_grow: bool = False  # the job itself decides on further probes
 
     @property
     def complete(self) -> bool:
@@ -288,6 +289,7 @@ def get_job_progress(snapshot: Snapshot, tasks: list[JobTask], results: Results)
         now=undone[0] if undone else None,
         measured_at=max((r.measured_at for r in results_here.values() if isinstance(r, Measured)), default=None),
         failed=tuple(failed.values()),
+        may_grow=isinstance(newest, ProbeTask) and newest.bounds is not None,
     )
 
 
@@ -296,7 +298,7 @@ def _get_job_state(
 ) -> tuple[JobState, str]:
     """Return a job's state and reason, by results, then cancellation, then the scheduler, then attempts."""
     live = scheduler.state in ("pending", "running")
-    if progress.complete and not (progress.failed and live):
+    if progress.complete and not ((progress.failed or progress.may_grow) and live):
         return ("failed", progress.failed[0]) if progress.failed else ("done", "")
     if cancelled:
         return "cancelled", f"by {cancelled}"

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
+    from tula_cli.services.largest_batch import LargestBatch
     from tula_cli.services.profile import ProfilePlan, ProfileReport, UpperBoundPlan
     from tula_cli.services.profiling_rounds import DryRun
 
@@ -91,7 +92,9 @@ def _render_settled_plan(plan: "ProfilePlan") -> Iterator["RenderableType"]:
     yield f"{format_count(plan.missing, 'probe')} in {format_count(len({task.job for task in plan.tasks}), 'job')}{done}"
     yield from plan.reasons
     yield from _render_certainty(plan.certainty)
-    if plan.reasons:
+    if any(task.bounds for task in plan.tasks):
+        yield "one job for all trials, each in new processes: what follows depends on the results"
+    elif plan.reasons:
         yield "one round of several: what follows depends on its results and stays within search.max_node_hours"
     yield describe_upper_bound(plan.minutes_at_most / 60, plan.node_hours_at_most, plan.price_at_most, plan.currency)
     yield f"price: {plan.price}"
@@ -102,17 +105,42 @@ def _render_certainty(words: str) -> Iterator[str]:
         yield words
 
 
+def render_report(report: "ProfileReport | LargestBatch") -> Iterator["RenderableType"]:
+    """Show the measurements, or the largest batch that fits."""
+    from tula_cli.services.profile import ProfileReport
+
+    return render_profile_report(report) if isinstance(report, ProfileReport) else _render_largest_batch(report)
+
+
+def _render_largest_batch(largest: "LargestBatch") -> Iterator["RenderableType"]:
+    """Yield a table with one row per trial, then the largest batch, its headroom and the next step."""
+    yield _make_probe_table([*largest.measured, *largest.out_of_memory, *largest.failed])
+    yield from (f"{row.id} failed ({row.outcome}): {get_first_line(row.message)}" for row in largest.failed)
+    yield ""
+    place = describe_configuration(largest.nodes, largest.batch, largest.local_batch)
+    yield f"largest batch that fits: {place}{_describe_headroom(largest)}"
+    if largest.too_large is not None:
+        yield f"local batch {largest.too_large} does not fit"
+    elif largest.local_batch == largest.limit:
+        yield "no larger batch is possible: the dataset or search.max_batch ends here"
+    if largest.local_batch_with_margin:
+        margin = f"{largest.margin:.0%} of the memory free, as tula recommend does"
+        yield f"at most {largest.local_batch_with_margin} per GPU leaves {margin}"
+    if not largest.finished:
+        yield "the search is not finished; run tula profile --largest again"
+    yield ""
+    yield "next: tula profile, then tula recommend"
+
+
+def _describe_headroom(largest: "LargestBatch") -> str:
+    if largest.headroom is None or largest.capacity is None:
+        return ""
+    return f"; {largest.headroom:.0%} of {format_bytes(largest.capacity)} per GPU stays free"
+
+
 def render_profile_report(report: "ProfileReport") -> Iterator["RenderableType"]:
     """Yield a table with one row per probe, then failures, notes and the next step."""
-    byte, memory = choose_size_unit(max((row.memory.peak for row in report.measured), default=None))
-    made = make_table(
-        ("nodes", "batch", "batch\n/GPU", "step\n(ms)", "exposed\ncomm (ms)", "data wait\n(ms)", "samples/s", f"memory\n({memory}/GPU)", "outcome"),
-        left=(8,),
-    )  # fmt: skip
-    rows: list[Measured | OutOfMemory | Failed] = [*report.measured, *report.out_of_memory, *report.failed]
-    for row in sorted(rows, key=lambda row: (row.nodes, row.local_batch)):
-        made.add_row(*_make_probe_row(row, byte))
-    yield made
+    yield _make_probe_table([*report.measured, *report.out_of_memory, *report.failed])
     yield from (f"{row.id} failed ({row.outcome}): {get_first_line(row.message)}" for row in report.failed)
     yield from (f"note: {note}" for note in report.notes)
     if report.missing:
@@ -120,6 +148,19 @@ def render_profile_report(report: "ProfileReport") -> Iterator["RenderableType"]
     yield from _render_certainty(report.certainty)
     yield ""
     yield "next: tula recommend"
+
+
+def _make_probe_table(rows: "Sequence[Measured | OutOfMemory | Failed]") -> "RenderableType":
+    """Return a table with one row per probe."""
+    peaks = (row.memory.peak for row in rows if row.kind == "measured")
+    byte, memory = choose_size_unit(max(peaks, default=None))
+    made = make_table(
+        ("nodes", "batch", "batch\n/GPU", "step\n(ms)", "exposed\ncomm (ms)", "data wait\n(ms)", "samples/s", f"memory\n({memory}/GPU)", "outcome"),
+        left=(8,),
+    )  # fmt: skip
+    for row in sorted(rows, key=lambda row: (row.nodes, row.local_batch)):
+        made.add_row(*_make_probe_row(row, byte))
+    return made
 
 
 def describe_probe(result: "Measured | OutOfMemory | Failed") -> str:

@@ -24,7 +24,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.results import TrainResult
-from tula_cli.run.records.tasks import ProbeTask, Rung, TrainTask
+from tula_cli.run.records.tasks import BatchBounds, ProbeTask, Rung, TrainTask
 from tula_cli.run.script_attempt import ScriptAttempt
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
@@ -112,10 +112,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def probes(folder: Path, spec: JobSpec, *, nodes: int = 1, sizes: tuple[int, ...] = (4, 8)) -> RunDir:
-    """Measure local batches on so many nodes, to the end."""
+def probes(
+    folder: Path,
+    spec: JobSpec,
+    *,
+    nodes: int = 1,
+    sizes: tuple[int, ...] = (4, 8),
+    bounds: BatchBounds | None = None,
+) -> RunDir:
+    """Measure local batches on so many nodes, to the end; with bounds, search for the largest one."""
     run = RunDir.create(folder / "tula-runs", spec)
-    task = ProbeTask(id="probe", job="probe", spec=spec, workdir=str(folder), nodes=nodes, local_batches=sizes)
+    task = ProbeTask(
+        id="probe", job="probe", spec=spec, workdir=str(folder), nodes=nodes, local_batches=sizes, bounds=bounds
+    )
     run.write_task(task)
     supervise(run.path, "probe", environ=os.environ)
     return run
@@ -193,6 +202,33 @@ def test_a_batch_that_does_not_fit_bounds_the_others(folder: Path) -> None:
     assert isinstance(small, Measured) and isinstance(middle, OutOfMemory) and isinstance(large, OutOfMemory)
     assert (middle.assumed, large.assumed) == (False, True)
     assert "Tried to allocate 2.00 GiB" in middle.message
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_search_starts_the_script_anew_for_each_trial_until_the_largest_batch_is_known(
+    folder: Path, nodes: int
+) -> None:
+    # Of two ranks only one runs out of memory.
+    full = f"if options.b > 20 and rank == {nodes - 1}: raise RuntimeError('CUDA out of memory. Tried to allocate 2.00 GiB')"
+    spec = job(folder, what_else=full, cluster={"device": "cpu", "memory_per_gpu": "1GB"})
+    bounds = BatchBounds(limit=48, start=4, capacity=spec.cluster.memory_per_gpu, footprints=())
+    run = probes(folder, spec, nodes=nodes, sizes=(4,), bounds=bounds)
+    fits = {result.local_batch: result.kind for result in run.results()}
+    assert (fits[4], fits[20], fits[21]) == ("measured", "measured", "out_of_memory")
+    assert all((kind == "measured") == (size <= 20) for size, kind in fits.items())
+    task = run.task("probe")
+    assert isinstance(task, ProbeTask) and sorted(task.local_batches) == sorted(fits), (
+        "each is recorded as it was tried"
+    )
+    assert len(run.attempts("probe")) == len(fits) <= 7
+    assert not any(result.assumed for result in run.results() if isinstance(result, OutOfMemory))
+
+
+def test_a_search_that_fails_for_another_reason_ends(folder: Path) -> None:
+    spec = job(folder, what_else="if options.b > 4: raise ValueError('no such batch')")
+    bounds = BatchBounds(limit=48, start=4, capacity=2**30, footprints=())
+    run = probes(folder, spec, sizes=(4,), bounds=bounds)
+    assert [result.kind for result in run.results()] == ["measured", "failed"]
 
 
 def test_a_rank_that_fails_takes_the_others_along(folder: Path) -> None:

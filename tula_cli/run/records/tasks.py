@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter, computed_field
 
-from tula_cli.run.records.base import Record, RecordedText
+from tula_cli.run.records.base import Footprint, Record, RecordedText
 from tula_cli.run.records.failures import Recovery
 from tula_cli.run.records.recommendations import Prediction, Stage
 from tula_cli.spec.scripts.script import Script
@@ -136,12 +136,22 @@ class MeasuringTask(BaseTask):
         return math.ceil(self.spec.measuring_minutes())
 
 
+class BatchBounds(Record):
+    """The bounds of a search for the largest local batch that fits, and the estimate that it starts from."""
+
+    limit: int  # largest local batch to try: that of the dataset or of search.max_batch
+    start: int  # local batch of the first trial if the memory cannot be estimated
+    capacity: int | None  # bytes of one GPU; None if only a probe can tell
+    footprints: tuple[Footprint, ...]  # empty without an estimate, as for a script
+
+
 class ProbeTask(MeasuringTask):
-    """A job that measures local batches, ascending, on one number of nodes."""
+    """A job that measures local batches, ascending, on one number of nodes; or one that searches for the largest."""
 
     kind: Literal["probe"] = "probe"
     local_batches: tuple[int, ...]
     skip: tuple[int, ...] = ()  # those that failed in this job already; the supervisor goes on with the others
+    bounds: BatchBounds | None = None  # of a search for the largest batch, to which the supervisor appends the trials
 
     @property
     def is_timed(self) -> bool:

@@ -442,10 +442,8 @@ def run_probes(task: ProbeTask, run: RunDir, ranks: Ranks, datasets: Datasets, *
     """
     task = task.model_copy(update={"spec": find_most_expensive_job(task.spec)})
     overheads: JobOverheads | None = None
-    for local_batch in task.local_batches:
-        marks_progress = ranks.is_first and run.current_probe(task) == local_batch
-        if not ranks.broadcast(int(marks_progress)):
-            continue
+    # Rank 0 decides for all: on NFS another node may still see the task before the newest trial was added to it.
+    while local_batch := ranks.broadcast((run.current_probe(task) or 0) if ranks.is_first else 0):
         overheads = overheads or _measure_job_overheads(
             task, run, ranks, datasets, local_batch=local_batch, started_at=started_at
         )

@@ -35,7 +35,7 @@ def _find_shipped(name: str, exists: Callable[[Path], bool]) -> Path:
     for path in (_PACKAGE / name, _PACKAGE.parent / name):
         if exists(path):
             return path
-    raise TulaError(f"this installation of tula has no {name}", "reinstall it, from a wheel or a whole checkout")
+    raise TulaError(f"this installation of tula has no {name}", "reinstall it from a wheel or a complete checkout")
 
 
 def _list_config_folders(*, environ: Mapping[str, str] = os.environ) -> list[Path]:

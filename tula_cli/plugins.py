@@ -38,7 +38,7 @@ def load(name: str, builtins: Mapping[str, Any], *, kind: str) -> Any:
     if not is_import_string(name):
         raise SpecError(
             f"unknown {kind} {name!r}",
-            suggest_nearest(name, builtins) or f"a {kind} of your own is written package.module:attribute",
+            suggest_nearest(name, builtins) or f"write your own {kind} as package.module:attribute",
         )
     module_name, _, attribute = name.partition(":")
     if not module_name or module_name.startswith("."):

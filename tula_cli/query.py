@@ -76,7 +76,7 @@ class Query:
         for name, value, allowed in (("objective", self.objective, Objective), ("curve", self.curve, Curve)):
             if value not in get_args(allowed):
                 raise SpecError(
-                    f"unknown {name} {value!r}; it is one of {', '.join(get_args(allowed))}",
+                    f"unknown {name} {value!r}; use one of {', '.join(get_args(allowed))}",
                     suggest_nearest(str(value), get_args(allowed)),
                 )
         require_positive(nodes=self.nodes, max_nodes=self.max_nodes, max_batch=self.max_batch)

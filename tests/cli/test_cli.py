@@ -250,7 +250,7 @@ def test_edited_code_is_a_run_of_its_own(cluster, own_code):
     own_code.write_text("x = 2")
     answer = tula("recommend", "job.yaml")
     assert answer.code == 4
-    assert f"the code behind mine:Net has changed since run {first.id}: a new run directory" in answer.err
+    assert f"the code of mine:Net has changed since run {first.id}: a new run directory" in answer.err
     assert tula("profile", "job.yaml").code == 0
     assert newest().path != first.path
     assert "changed" not in tula("recommend", "job.yaml").err
@@ -391,7 +391,7 @@ def test_the_second_command_says_that_it_started_nothing_and_what_differs(cluste
     cluster.launcher = Here("hangs")
     assert "started probe-n001, probe-n002" in tula("profile", "job.yaml", "--no-wait").out
     again = tula("profile", "job.yaml", "--no-wait", "--set", "cluster.collective=reduce_scatter_allgather")
-    assert "under way already: probe-n001, probe-n002" in again.out
+    assert "already running: probe-n001, probe-n002" in again.out
     assert "started" not in again.out
     assert "submitted with another section cluster" in again.err
 
@@ -510,8 +510,8 @@ def test_just_looking_changes_nothing_that_later_commands_take(cluster, question
     before = files(newest())
     looked = tula("recommend", *question)
     assert looked.code == 0 and files(newest()) == before
-    assert f"only shown: tula train takes {first['choice']['nodes']} node" in looked.err
-    assert "(knee; 20" in looked.err and "--save makes it this one" in looked.err
+    assert f"only shown: tula train uses {first['choice']['nodes']} node" in looked.err
+    assert "(knee; 20" in looked.err and "--save stores this one" in looked.err
     assert "as recommended (knee; 20" in tula("train", "--dry-run").out
 
 
@@ -561,7 +561,7 @@ def test_what_a_saved_answer_assumes_is_told_and_is_not_a_setting_of_the_job(clu
     tula("profile", "job.yaml")
     own = newest().read_spec()
     dear = ("recommend", "job.yaml", "--set", "pricing.price=1000")
-    assert "only shown, as --set assumes something" in tula(*dear).err
+    assert "only shown, because of --set" in tula(*dear).err
     assert newest().recommendation() is None
     assert tula(*dear, "--save", "--json").json["data"]["saved"]
     assert newest().read_spec() == own
@@ -617,7 +617,7 @@ def test_a_training_under_way_is_attached_to_whatever_became_of_the_job(cluster,
     tula("train", "job.yaml", *asked)
     edit(here, train={"epochs": 9})
     again = tula("train", *asked)
-    assert again.code == 0 and "under way already" in again.out and "train.epochs 9 (here 4)" in again.err
+    assert again.code == 0 and "already running" in again.out and "train.epochs 9 (here 4)" in again.err
 
 
 def test_an_edited_price_is_told_and_trained_with(cluster, here):
@@ -625,7 +625,7 @@ def test_an_edited_price_is_told_and_trained_with(cluster, here):
     edit(here, pricing={"price": 7.0})
     recommended = tula("recommend")
     assert recommended.code == 0 and "pricing.price 7.0 (here 1.0)" in recommended.err
-    assert "tula recommend job.yaml takes what it says" in recommended.err
+    assert "to use it: tula recommend job.yaml" in recommended.err
     assert "pricing.price" in tula("profile").err
     assert tula("train").code == 0
 
@@ -986,8 +986,8 @@ def test_init_from_a_command_tells_what_is_required_yet():
     assert (data["complete"], data["kind"]) == (False, "slurm")
     assert [key["key"] for key in data["missing"] if key["required"]] == ["script.length"]
     shown = tula("init", "slurm", "-o", "new.yaml", "--from-command", line, "--force")
-    assert "Not found in the command (required): script.length, how long it trains: {epochs: N}" in shown.out
-    assert "next: write what is required, then tula check new.yaml" in shown.out
+    assert "Not found in the command (required): script.length, length of the training: {epochs: N}" in shown.out
+    assert "next: add the required keys, then run tula check new.yaml" in shown.out
     assert tula("check", "new.yaml", "--offline").code == 2
 
 
@@ -1031,7 +1031,7 @@ def test_init_asks_on_a_terminal_what_the_command_does_not_tell(monkeypatch):
 def test_init_refuses_a_command_without_a_batch_and_writes_nothing():
     refused = tula("init", "-o", "new.yaml", "--from-command", "python train.py --lr 0.1 --bz 8", "--json")
     assert (refused.code, refused.json["error"]["code"]) == (2, "spec")
-    assert "the options are --lr, --bz" in refused.json["error"]["message"]
+    assert "its options are --lr, --bz" in refused.json["error"]["message"]
     assert "--bz {local_batch}" in refused.json["error"]["hint"]
     assert not Path("new.yaml").exists()
 
@@ -1134,7 +1134,7 @@ def test_check_on_cluster_shows_the_nodes_and_the_network(cluster):
     [
         ("folder", 6, "n2 does not share the run directory"),
         ("user", 6, "no interface ib7"),
-        ("vanishes", 6, "left no word"),
+        ("vanishes", 6, "reported nothing"),
     ],
 )
 def test_check_on_cluster_fails_as_its_job_does(cluster, monkeypatch, fails, code, words):
@@ -1675,7 +1675,7 @@ def test_a_choice_by_energy_is_refused_where_no_probe_tells_it(cluster):
 def test_a_run_judges_the_strategies_by_its_own_probes(cluster):
     tula("profile", "job.yaml", "--set", "search.strategy=full")
     told = tula("recommend", "--validate")
-    assert "foreseen of this run's own probes" in told.out and "(each left out once)" in told.out
+    assert "foreseen of this run's own probes" in told.out and "(leave-one-out)" in told.out
     rows = tula("recommend", "--validate", "--json").json["data"]["validation"][""]
     assert [row["strategy"] for row in rows][-1] == "full" and all(0 <= row["median"] <= row["p90"] for row in rows)
     assert "validation" not in tula("recommend", "--json").json["data"]
@@ -1713,10 +1713,10 @@ def test_an_adaptive_search_goes_round_by_round_and_explains_each(cluster):
     told = tula("profile", "job.yaml", "--set", "search.strategy=adaptive", "--set", "search.nodes=[1,2,4]")
     assert told.code == 0 and "next: tula recommend" in told.out
     assert told.err.count("start?") == 0
-    assert "one of those to start from" in told.err and "expected regret of deciding now" in told.err
+    assert "one of the initial probes" in told.err and "expected regret of deciding now" in told.err
     assert 2 < len(newest().results()) < 10
     again = tula("profile", "job.yaml", "--set", "search.strategy=adaptive", "--set", "search.nodes=[1,2,4]")
-    assert again.code == 0 and "expected regret" in again.err and "one of those to start" not in again.err
+    assert again.code == 0 and "expected regret" in again.err and "one of the initial" not in again.err
 
 
 def test_detached_one_call_is_one_round(cluster):
@@ -1759,7 +1759,7 @@ def test_an_adaptive_search_goes_on_without_a_probe_that_fails(cluster):
 def test_rounds_end_where_nothing_is_measured_any_more(cluster):
     cluster.launcher = Here("partly")
     told = tula("profile", "job.yaml", *ROUNDS)
-    assert told.err.count("one of those to start from") >= 3
+    assert told.err.count("one of the initial probes") >= 3
     assert len(cluster.launcher.submitted) <= 4
 
 

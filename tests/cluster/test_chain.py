@@ -889,7 +889,7 @@ def test_that_no_node_has_shown_a_gpu_is_the_users_to_mend_and_no_nodes_fault(
     assert chain.outcomes() == ["user"]
     (attempt,) = chain.run.training("s").attempts()
     assert f"{words} on {attempt.host}" in attempt.message
-    assert "does the job ask for GPUs (on SLURM: cluster.slurm.gpus)" in attempt.message
+    assert "check that the job requests GPUs (on SLURM: cluster.slurm.gpus)" in attempt.message
     assert cluster.excluded == []
     assert cluster.cancelled == ["12", "13", "14", "15"]
     assert "exclude" not in make_submitit_parameters(chain.run, chain.newest())
@@ -945,7 +945,7 @@ def test_what_a_kernel_may_have_caused_is_tried_once_more_and_then_the_users(cha
     assert chain.outcomes() == ["device_error", "user"]
     last = chain.run.training("s").attempts()[-1]
     assert words in last.message
-    assert "as in the attempt before" in last.message
+    assert "as in the previous attempt" in last.message
     chain.start("12")
     assert chain.outcomes() == ["device_error", "user"]
 
@@ -1043,7 +1043,7 @@ def test_a_full_disk_holds_the_links_that_wait_and_room_lets_them_go(
     assert last.outcome == "disk" and last.message.endswith("; held: 13 to 15")
     assert (cluster.held, cluster.cancelled) == (["13", "14", "15"], [])
     never_fits(chain, last)
-    with pytest.raises(DiskFull, match=r"there is still no room: .* are missing") as told:
+    with pytest.raises(DiskFull, match=r"there is still too little space: .* are missing") as told:
         release_held_jobs(chain.run, chain.task)
     assert told.value.exit_code == 13 and cluster.held
     chain.run.write_attempt(last)
@@ -1052,7 +1052,7 @@ def test_a_full_disk_holds_the_links_that_wait_and_room_lets_them_go(
     chain.will_finish()
     chain.start("13")
     assert chain.outcomes() == ["disk", "done"]
-    assert "there is room again" in chain.newest().cause
+    assert "now that there is free space" in chain.newest().cause
 
 
 def test_a_link_that_is_released_too_early_holds_the_others_again(
@@ -1121,7 +1121,7 @@ def test_a_supervisor_that_fails_is_named_with_its_traceback_and_twice_at_once_e
     assert "Broken: no such key" in chain.run.log_path(first.task, first.number).read_text()
     with pytest.raises(Broken):
         chain.start("12")
-    assert "twice the same within" in chain.run.training("s").attempts()[-1].message
+    assert "twice in the same way within" in chain.run.training("s").attempts()[-1].message
     chain.start("13")
     assert chain.outcomes() == ["supervisor", "supervisor"]
     assert set(cluster.cancelled) == {"11", "12", "14", "15"}, "no job of it repeats that"
@@ -1204,7 +1204,7 @@ def test_the_same_end_at_once_twice_is_final(
     failure = Failure(outcome=outcome, message="so it was", signal=signal_name)
     one = Attempt(task="t", number=1, started_at=0.0, ended_at=seconds, failure=failure, samples=96)
     two = one.model_copy(update={"number": 2, "started_at": 100.0, "ended_at": 100.0 + seconds})
-    assert ("twice the same within 3 s" in after_two(chain, one, two, 96)) == ends
+    assert ("twice in the same way within 3 s" in after_two(chain, one, two, 96)) == ends
     assert not after_two(chain, one, two, 128), "something was saved"
     assert not after_two(chain, with_failure(one, outcome="port"), two, 96)
     assert not after_two(chain, two, None, 96)
@@ -1337,7 +1337,7 @@ def test_a_failure_after_progress_is_tried_once_more_in_the_next_job(chain: Chai
     chain.script = after_progress(chain, 64, "{}['label']")
     chain.start("11")
     assert chain.outcomes() == ["user"] and not cluster.cancelled
-    assert "tried once more" in chain.newest().cause
+    assert "started once more" in chain.newest().cause
     chain.start("12")
     assert chain.outcomes() == ["user", "user"]
     assert set(cluster.cancelled) == {"11", "13", "14", "15"}

@@ -76,8 +76,8 @@ def lost(times: int, outcome: OutcomeClass = "signal") -> list[Attempt]:
 
 AT_ONCE = attempt(ended_at=103.0)
 GROWS = {"stages": (Stage(begin=0, batch=32, nodes=1), Stage(begin=96, batch=64, nodes=2))}
-TWICE = "it is the same twice, within 30 s of a start or after equal samples"
-AFTER_STEP = "it is the first since the newest checkpoint and comes after a step"
+TWICE = "it occurs twice in the same way, within 30 s of a start or after the same samples"
+AFTER_STEP = "it is the first since the newest checkpoint and follows a step"
 AFTER_STEP_AND_WAITS = f"{AFTER_STEP}, and a later job waits"
 SUPERVISORS = "`train.max_attempts` supervisors have failed without a newer checkpoint"
 PERMANENT = Failure(outcome="user", permanent=True)
@@ -98,33 +98,33 @@ TRAININGS: list[Row] = [
     ("none", "always", training(), None, history(), Stop()),
     ("any", "the job is cancelled", training(), f("signal"), history(cancelled=True), Stop(why="cancelled")),
     ("any", "the job is cancelled", training(), f("cancelled"), history(), Stop(why="cancelled")),
-    ("any", "a new start would fail in the same way", training(), PERMANENT, history(), Stop()),
+    ("any", "a new start would fail too", training(), PERMANENT, history(), Stop()),
     ("any", "the allocation has ended", training(), f("device_oom"), history(allocation_ended=True), Requeue()),
     ("device_oom", "the next stage has more nodes", training(**GROWS), f("device_oom"), history(fallback=HALF),
      Relaunch(nodes=2, nodes_before=1, stage_batch=64)),
     ("device_oom", "a configuration takes less memory", training(), f("device_oom"), history(fallback=HALF), Relaunch(fallback=HALF)),
-    ("host_oom", "loader processes can be spared", training(), f("host_oom"), history(), Relaunch(workers=1, workers_before=2)),
+    ("host_oom", "fewer loader processes are possible", training(), f("host_oom"), history(), Relaunch(workers=1, workers_before=2)),
     ("user", AFTER_STEP_AND_WAITS, training(), f("user"), history(reached=128, later_jobs=2), Requeue(after_progress=True)),
     ("user", AFTER_STEP, training(), f("user"), history(reached=128), Relaunch(after_progress=True)),
     ("user", AFTER_STEP, training(), f("user"), history(progress=128), Relaunch(after_progress=True)),
     ("diverged", "the learning rate of the growing batch can be lowered", training(), f("diverged"), history(lr_factor=8.0),
      Relaunch(max_lr_factor=4.0)),
-    ("device_fault", "attempts are left, and there is no scheduler", training("local"), f("device_fault"), history(), Relaunch()),
-    ("device_fault", "attempts are left", training(), f("device_fault"), history(), Requeue(first="exclude")),
-    ("device_error", "attempts are left", training(), f("device_error"), history(), Relaunch()),
+    ("device_fault", "attempts remain, and there is no scheduler", training("local"), f("device_fault"), history(), Relaunch()),
+    ("device_fault", "attempts remain", training(), f("device_fault"), history(), Requeue(first="exclude")),
+    ("device_error", "attempts remain", training(), f("device_error"), history(), Relaunch()),
     ("disk", "always", training(), f("disk"), history(), Requeue(first="hold")),
-    ("storage", "attempts are left", training(), f("storage"), history(earlier=lost(5)), Relaunch(pause=True)),
+    ("storage", "attempts remain", training(), f("storage"), history(earlier=lost(5)), Relaunch(pause=True)),
     ("storage", "a later job waits", training(), f("storage"), history(earlier=lost(2, "storage"), later_jobs=1),
      Requeue(first="delay", minutes=10)),
     ("supervisor", TWICE, training(), f("supervisor"), twice("supervisor"), Stop(why="same_failure", seconds=3.0)),
     ("supervisor", SUPERVISORS, training(), f("supervisor"), history(earlier=lost(2, "supervisor")),
      Stop(why="supervisors_failed", count=3)),
     ("supervisor", "always", training(), f("supervisor"), history(earlier=lost(1, "supervisor")), Requeue()),
-    ("hung", "attempts are left", training(), f("hung"), history(earlier=lost(1)), Relaunch()),
+    ("hung", "attempts remain", training(), f("hung"), history(earlier=lost(1)), Relaunch()),
     ("host_limit", TWICE, training(), f("host_limit"), twice("host_limit"), Stop(why="same_failure", seconds=3.0)),
-    ("host_limit", "attempts are left", training(), f("host_limit"), history(), Relaunch(pause=True)),
-    ("port", "attempts are left", training(), f("port"), history(earlier=lost(1)), Relaunch()),
-    ("time_limit", "nothing was saved in the whole job", training(), f("time_limit"), history(of_allocation=[attempt()]),
+    ("host_limit", "attempts remain", training(), f("host_limit"), history(), Relaunch(pause=True)),
+    ("port", "attempts remain", training(), f("port"), history(earlier=lost(1)), Relaunch()),
+    ("time_limit", "the job saved nothing", training(), f("time_limit"), history(of_allocation=[attempt()]),
      Stop(why="nothing_saved", setting="cluster.slurm.minutes")),
     ("time_limit", "always", training(), f("time_limit"), history(of_allocation=[attempt(samples=0)]), Requeue()),
     ("time_limit", "always", training(), f("time_limit"), history(of_allocation=[attempt("storage")]), Requeue()),
@@ -134,12 +134,12 @@ TRAININGS: list[Row] = [
      Relaunch(nodes=2, nodes_before=1, stage_batch=64)),
     ("unknown", TWICE, training(), f("unknown"), history(earlier=[attempt("unknown", reached=128)], reached=128),
      Stop(why="same_failure", samples=128)),
-    ("unknown", "attempts are left", training(), f("unknown"), history(earlier=[attempt("unknown", reached=64)], reached=128), Relaunch()),
+    ("unknown", "attempts remain", training(), f("unknown"), history(earlier=[attempt("unknown", reached=64)], reached=128), Relaunch()),
     ("signal", TWICE, training(), Failure(outcome="signal", signal="SIGSEGV"),
      history(attempt=AT_ONCE, earlier=[attempt(ended_at=103.0, failure=Failure(outcome="signal", signal="SIGBUS"))]),
      Stop(why="same_failure", seconds=3.0)),
-    ("signal", "attempts are left", training(), Failure(outcome="signal", signal="SIGKILL"), twice("signal"), Relaunch()),
-    ("peer", "attempts are left", training(), f("peer"), history(), Relaunch()),
+    ("signal", "attempts remain", training(), Failure(outcome="signal", signal="SIGKILL"), twice("signal"), Relaunch()),
+    ("peer", "attempts remain", training(), f("peer"), history(), Relaunch()),
     ("any", "always", training(), f("user"), history(), Stop()),
     ("any", "always", training(), f("user"), history(reached=128, earlier=lost(1, "user")), Stop()),
     ("any", "always", training(), f("device_oom"), history(), Stop()),
@@ -159,16 +159,16 @@ PROBES: list[Row] = [
     ("none", "the search for the largest batch continues", probe(), None, history(finished=True, next_trial=12), Relaunch()),
     ("none", "always", probe(), None, history(), Relaunch()),
     ("any", "the allocation has ended", probe(), f("time_limit"), ENDED, Stop()),
-    ("any", "a new start would fail in the same way", probe(), PERMANENT, history(), Stop()),
+    ("any", "a new start would fail too", probe(), PERMANENT, history(), Stop()),
     ("device_oom", "the search for the largest batch continues", probe(), f("device_oom"), history(next_trial=4), Relaunch(skip=8)),
     ("device_oom", "always", probe(), f("device_oom"), history(), RECORDED),
-    ("device_fault", "attempts are left, and there is no scheduler", probe("local"), f("device_fault"), history(), Relaunch()),
-    *((outcome, "attempts are left", probe(), f(outcome), history(earlier=lost(1)), Relaunch())
+    ("device_fault", "attempts remain, and there is no scheduler", probe("local"), f("device_fault"), history(), Relaunch()),
+    *((outcome, "attempts remain", probe(), f(outcome), history(earlier=lost(1)), Relaunch())
       for outcome in ("device_error", "hung", "port", "unknown", "signal", "peer")),
-    *((outcome, "attempts are left", probe(), f(outcome), history(), Relaunch(pause=True)) for outcome in ("storage", "host_limit")),
+    *((outcome, "attempts remain", probe(), f(outcome), history(), Relaunch(pause=True)) for outcome in ("storage", "host_limit")),
     ("cancelled", "the job is cancelled", probe(), f("cancelled"), history(cancelled=True), Stop(why="cancelled")),
-    ("diverged", "no batch was left out yet", probe(), f("diverged"), history(), Relaunch(skip=8)),
-    ("user", "no batch was left out yet, and there is a GPU", probe(), f("user"), history(), Relaunch(skip=8)),
+    ("diverged", "no batch was skipped yet", probe(), f("diverged"), history(), Relaunch(skip=8)),
+    ("user", "no batch was skipped yet, and there is a GPU", probe(), f("user"), history(), Relaunch(skip=8)),
     ("any", "always", probe(), Failure(outcome="user", fault="no_gpu"), history(), RECORDED),
     ("any", "always", probe(skip=(8,)), f("user"), history(), RECORDED),
     ("any", "always", probe(skip=(8,)), f("diverged"), history(), RECORDED),
@@ -183,22 +183,22 @@ REHEARSALS: list[Row] = [
     ("none", "always", rehearsal(), None, history(), Relaunch()),
     ("any", "the job is cancelled", rehearsal(), f("user"), history(cancelled=True), Stop(why="cancelled")),
     ("any", "the allocation has ended", rehearsal(), f("time_limit"), ENDED, Stop()),
-    ("any", "a new start would fail in the same way", rehearsal(), PERMANENT, history(), Stop()),
+    ("any", "a new start would fail too", rehearsal(), PERMANENT, history(), Stop()),
     ("supervisor", "always", rehearsal(), f("supervisor"), history(), Stop()),
     ("disk", "always", rehearsal(), f("disk"), history(), Stop()),
-    ("storage", "attempts are left", rehearsal(), f("storage"), history(), Relaunch(pause=True)),
-    ("host_limit", "attempts are left", rehearsal(), f("host_limit"), history(), Relaunch(pause=True)),
-    ("any", "attempts are left", rehearsal(), f("user"), history(), Relaunch()),
+    ("storage", "attempts remain", rehearsal(), f("storage"), history(), Relaunch(pause=True)),
+    ("host_limit", "attempts remain", rehearsal(), f("host_limit"), history(), Relaunch(pause=True)),
+    ("any", "attempts remain", rehearsal(), f("user"), history(), Relaunch()),
     ("any", "always", rehearsal(), f("signal"), history(earlier=lost(MAX_RESTARTS)), Stop()),
 ]
 EVALUATIONS: list[Row] = [
     ("none", "always", evaluation(), None, history(), Stop()),
     ("any", "the allocation has ended", evaluation(), f("signal"), ENDED, Stop()),
-    ("any", "a new start would fail in the same way", evaluation(), PERMANENT, history(), Stop()),
-    ("device_fault", "attempts are left, and there is no scheduler", evaluation("local"), f("device_fault"), history(), Relaunch()),
-    *((outcome, "attempts are left", evaluation(), f(outcome), history(earlier=lost(1)), Relaunch())
+    ("any", "a new start would fail too", evaluation(), PERMANENT, history(), Stop()),
+    ("device_fault", "attempts remain, and there is no scheduler", evaluation("local"), f("device_fault"), history(), Relaunch()),
+    *((outcome, "attempts remain", evaluation(), f(outcome), history(earlier=lost(1)), Relaunch())
       for outcome in ("device_error", "hung", "port", "unknown", "signal", "peer")),
-    *((outcome, "attempts are left", evaluation(), f(outcome), history(), Relaunch(pause=True))
+    *((outcome, "attempts remain", evaluation(), f(outcome), history(), Relaunch(pause=True))
       for outcome in ("storage", "host_limit")),
     ("any", "always", evaluation(), f("user"), history(), Stop()),
     ("any", "always", evaluation(), f("device_fault"), history(), Stop()),
@@ -207,7 +207,7 @@ EVALUATIONS: list[Row] = [
 CHECKS: list[Row] = [
     ("none", "always", check(), None, history(), Stop()),
     ("any", "the allocation has ended", check(), f("port"), ENDED, Stop()),
-    ("port", "attempts are left", check(), f("port"), history(earlier=lost(1)), Relaunch()),
+    ("port", "attempts remain", check(), f("port"), history(earlier=lost(1)), Relaunch()),
     ("any", "always", check(), f("signal"), history(), Stop()),
     ("any", "always", check(), f("port"), history(earlier=lost(MAX_RESTARTS)), Stop()),
 ]

@@ -285,7 +285,7 @@ def test_a_job_that_was_not_accepted_is_an_error_with_sbatchs_words(slurm, run, 
     slurm.fault(sbatch=[fault])
     with pytest.raises(SchedulerError, match=r"Batch job submission failed: (Socket|Unable)") as caught:
         submitted(run, probes(run))
-    assert "does not submit twice" in caught.value.hint
+    assert "never submits a job twice" in caught.value.hint
     assert submitted(run, probes(run)).scheduler_id == "1000", "the next call submits it"
 
 
@@ -507,7 +507,7 @@ def test_between_two_links_a_chain_tells_how_the_last_one_ended(slurm, run):
     slurm.set(job.links[0], "TIMEOUT", "TimeLimit")
     told = state(run, job)
     assert told.state == "pending"
-    assert told.reason == "goes on after job 1000 (TIMEOUT: its time limit was reached)"
+    assert told.reason == "continues after job 1000 (TIMEOUT: its time limit was reached)"
 
 
 def test_a_chain_is_over_when_its_last_link_is(slurm, run):
@@ -526,7 +526,7 @@ def test_a_young_job_that_nobody_knows_yet_is_pending_and_an_old_one_is_over(slu
     assert state(run, job) == scheduler.SchedulerState("pending", "just submitted", young=True)
     old = job.model_copy(update={"submitted_at": time.time() - chains.YOUNG_SECONDS - 1})
     assert state(run, old).state == "ended"
-    assert "SLURM has forgotten it" in state(run, old).reason
+    assert "SLURM no longer knows it" in state(run, old).reason
 
 
 @pytest.mark.parametrize(("words", "reason"), [("FAILED", "JobLaunchFailure"), ("COMPLETED", "None")])
@@ -584,7 +584,7 @@ def test_from_submission_to_the_next_link_and_the_end(versions, run):
     assert (job.state, job.reason, job.starts_at) == ("queued", "Priority", 2e9)
     versions.set("1000", "NODE_FAIL", "NodeDown")
     job = services_status.run_status(run, launcher, now=time.time()).jobs[0]
-    assert (job.state, job.reason) == ("queued", "goes on after job 1000 (NODE_FAIL: a node of its allocation failed)")
+    assert (job.state, job.reason) == ("queued", "continues after job 1000 (NODE_FAIL: a node of its allocation failed)")
     assert services_status.cancel_jobs(run.variants(run.read_spec()), lambda _: launcher) == [plan.task.job]
     assert services_status.run_status(run, launcher, now=time.time()).jobs[0].state == "cancelled"
     assert services_status.cancel_jobs(run.variants(run.read_spec()), lambda _: launcher) == []

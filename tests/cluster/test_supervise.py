@@ -292,7 +292,7 @@ def test_a_device_error_at_another_batch_is_not_one_that_came_twice(
     assert outcomes(run, probe.id)[:3] == ["device_error", "device_error", "user"]
     result = run.result(make_probe_id(1, 128))
     assert result is not None and result.kind == "failed"
-    assert result.message.endswith("as in the attempt before")
+    assert result.message.endswith("as in the previous attempt")
 
 
 def test_a_batch_after_one_that_a_device_refused_twice_is_tried_twice_too(
@@ -373,7 +373,7 @@ def test_training_out_of_memory_goes_on_at_the_next_smaller_batch_where_that_is_
     assert summary.start_batch == 128
     assert summary.attempts == 2
     assert summary.predicted_step == 0.25, "of the batch that the actual step time is of"
-    assert summary.causes == ("out of memory at batch 128; its micro-batches are not cut: train.oom_policy is shrink",)
+    assert summary.causes == ("out of memory at batch 128; its micro-batches are not split: train.oom_policy is shrink",)
 
 
 def test_a_crash_under_a_memory_limit_is_out_of_memory(tmp_path: Path, ranks: Ranks) -> None:
@@ -418,7 +418,7 @@ def test_a_ramp_that_diverges_is_started_again_once_at_half_the_factor(
     assert ranks.starts == ["train-s-1", "train-s-2"], "once"
     relaunch = run.task("train-s-2")
     assert isinstance(relaunch, TrainTask) and relaunch.max_lr_factor == 4
-    assert relaunch.cause == f"{words}; restarted from before with train.max_lr_factor 4"
+    assert relaunch.cause == f"{words}; restarted from the previous checkpoint with train.max_lr_factor 4"
     assert run.training("s").diverged() == run.attempts()[-1]
 
 
@@ -498,7 +498,7 @@ def test_ranks_that_end_well_without_a_result_have_not_succeeded(
     ranks.will("")
     cluster_supervise.supervise(run.path, training.id)
     assert len(ranks.starts) == 2, "the same at once, twice"
-    assert "twice the same within" in run.training(training.signature).attempts()[-1].message
+    assert "twice in the same way within" in run.training(training.signature).attempts()[-1].message
     assert outcomes(run, training.id) == ["unknown"]
     cluster_supervise.supervise(run.path, probe.id)
     failed = run.result(make_probe_id(1, 32))

@@ -54,7 +54,7 @@ def rehearsed(folder: Path, script: str, job: str) -> dict[str, Any]:
 def test_hugging_face_trains_17_percent_too_many_at_half_the_batch_a_device(tmp_path: Path) -> None:
     found = rehearsed(tmp_path, "resuming_trainer.py", TRAINER)
     assert found["verdict"] == "same"
-    assert found["faults"] == ["at batch 16 it trains 4480 samples in all where 3840 were asked for: 16.7 % too many"]
+    assert found["faults"] == ["at batch 16 it trains 4480 samples in total instead of 3840: 16.7 % too many"]
     assert found["starts"][1]["samples"] == 2560, "at the same batch it is right"
 
 
@@ -72,5 +72,5 @@ def test_a_learning_rate_that_stays_is_right_unless_another_was_asked_for(
     assert found["verdict"] == verdict
     if verdict == "same":  # its checkpoint holds the optimizer with the rate of the whole batch
         assert found["faults"] == [
-            "at batch 8 its learning rate is 0.1000 after the checkpoint, and 0.05000 was asked for"
+            "at batch 8 its learning rate is 0.1000 after the checkpoint, but should be 0.05000"
         ]

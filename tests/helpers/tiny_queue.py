@@ -42,7 +42,7 @@ class TinyQueue:
         words = (str(script), job.name, str(job.nodes), str(job.tasks_per_node), str(job.minutes or 60), after)
         done = self._call("submit", *words)
         if done.returncode:
-            raise SchedulerError(f"{self.name} {done.stderr.strip()}", "ask for less")
+            raise SchedulerError(f"{self.name} {done.stderr.strip()}", "request less")
         return done.stdout.strip()
 
     def queued(self, names: Sequence[str]) -> list[Queued]:

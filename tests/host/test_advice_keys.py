@@ -154,7 +154,7 @@ def test_all_faults_of_devices_are_tried() -> None:
     ("outcome", "words"),
     [
         ("diverged", "script.reference.lr"),
-        ("device_oom", "have the script use"),
+        ("device_oom", "in the script"),
         ("host_oom", "the script's loader workers"),
         ("user", "correct the script"),
         ("device_error", "the script or a library"),

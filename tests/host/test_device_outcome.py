@@ -211,7 +211,7 @@ def test_other_endings_have_no_such_line() -> None:
     ("words", "told"),
     [
         ("CUDA error: uncorrectable ECC error encountered", "memory of a GPU"),
-        ("CUDA-capable device(s) is/are busy or unavailable", "nvidia-smi shows who"),
+        ("CUDA-capable device(s) is/are busy or unavailable", "see nvidia-smi"),
         ("Error 802: system not yet initialized", "fabric manager"),
         ("Call to ibv_reg_mr failed with error Cannot allocate memory", "ulimit -l"),
         ("NoGpu: in whatever words: No CUDA GPUs are available", "cluster.slurm.gpus"),

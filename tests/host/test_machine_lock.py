@@ -164,7 +164,7 @@ def test_what_another_user_has_put_into_tmp_is_not_used(
         place.chmod(0o777)
     else:
         place.touch() if kind == "a file" else os.mkfifo(place)
-    with pytest.raises(UntrustedFolder, match="not a folder of this user's alone"):
+    with pytest.raises(UntrustedFolder, match="not a private folder of this user"):
         probe("a", "gpu 0")
     assert list_living_tickets() == [] and describe_waiting("a of /runs/one") == ""
 

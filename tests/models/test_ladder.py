@@ -41,7 +41,7 @@ def known(*batches: int, world: int = 2, accumulate: int = 1, norm: bool = False
 )
 def test_parts_are_all_of_one_size(micro_batch: int, into: tuple[int, ...]) -> None:
     found = list_splits(micro_batch, micro_batch=micro_batch, micro_batches=1)
-    assert found.into == into and found.limit == "it holds one sample"
+    assert found.into == into and found.limit == "it has one sample"
 
 
 def test_a_huge_micro_batch_is_cut_as_quickly() -> None:
@@ -75,7 +75,7 @@ def test_a_smaller_batch_is_cut_as_far_as_it_has_to_be() -> None:
     own = list_splits(28, micro_batch=14, micro_batches=1, limits=[(lambda samples: samples > 2, "for a reason")])
     rungs = MicroBatches(splits=(own, *known(24, 16).splits), normalised=0)
     step = find_next_fallback((28, 24, 16), 2, rungs)
-    words = "out of memory at batch 28 in micro-batches of 7, which are not cut further: for a reason"
+    words = "out of memory at batch 28 in micro-batches of 7, which are not split further: for a reason"
     assert step == Fallback(rung=1, splits=2, batch=28, failed_micro_batch=7, limit="for a reason")
     assert step.description == words
 
@@ -102,13 +102,13 @@ def test_the_cause_says_what_is_done(of: dict[str, int], words: str) -> None:
     [
         (
             "train.oom_policy is shrink",
-            "out of memory at batch 64; its micro-batches are not cut: train.oom_policy is shrink",
+            "out of memory at batch 64; its micro-batches are not split: train.oom_policy is shrink",
         ),
         (
             "",
-            "out of memory at batch 64; its micro-batches are not cut: the ranks ended before they knew how far that may go",
+            "out of memory at batch 64; its micro-batches are not split: the ranks ended before they reported how far micro-batches can be split",
         ),
-        ("for a reason", "out of memory at batch 64; its micro-batches are not cut: for a reason"),
+        ("for a reason", "out of memory at batch 64; its micro-batches are not split: for a reason"),
     ],
 )
 def test_without_cutting_the_next_smaller_batch_follows(why: str, words: str) -> None:

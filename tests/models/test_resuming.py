@@ -40,19 +40,19 @@ def test_a_right_script_may_go_on_from_where_it_was_seen_to() -> None:
     assert judge_resume_test([begin(), SAME, half], lr_ratio=1.0).verdict == "epoch"
     middle = judge_resume_test([begin(640), start("same", 32, 3200), start("half", 16, 3200)], lr_ratio=1.0)
     assert middle.verdict == "any" and not middle.faults
-    assert middle.told[1] == "at batch 16 it goes on from its checkpoint, to 3840 samples of 3840"
+    assert middle.told[1] == "at batch 16 it resumes from its checkpoint, up to 3840 of 3840 samples"
 
 
 def test_a_trainer_that_counts_its_steps_at_the_old_batch_trains_17_percent_too_many() -> None:
     found = judge_resume_test([begin(), SAME, start("half", 16, 3200)], lr_ratio=None)
     assert found.verdict == "same"
-    words = "at batch 16 it trains 4480 samples in all where 3840 were asked for: 16.7 % too many"
+    words = "at batch 16 it trains 4480 samples in total instead of 3840: 16.7 % too many"
     assert found.faults == (words,) and found.told[-1] == words
 
 
 def test_of_a_resume_that_has_taken_no_step_nothing_is_known() -> None:
     found = judge_resume_test([begin(), start("same", 32, 0, ended="cut", seconds=76.6)], lr_ratio=1.0)
-    assert (found.verdict, found.told) == (None, ("not rehearsed at batch 32: no step within 76.6 s",))
+    assert (found.verdict, found.told) == (None, ("not tested at batch 32: no step within 76.6 s",))
 
 
 def test_what_a_dropped_last_batch_leaves_out_is_no_fault() -> None:
@@ -64,7 +64,7 @@ def test_a_checkpoint_that_cannot_be_loaded_is_of_no_use() -> None:
     failed = start("same", 32, 0, ended="failed", outcome="user", why="UnpicklingError: no")
     found = judge_resume_test([begin(), failed], lr_ratio=None)
     assert found.verdict == "none"
-    assert found.faults == ("at batch 32 it cannot go on from its own checkpoint: UnpicklingError: no",)
+    assert found.faults == ("at batch 32 it cannot resume from its own checkpoint: UnpicklingError: no",)
 
 
 def test_what_the_machine_did_says_nothing_of_the_script() -> None:
@@ -76,7 +76,7 @@ def test_what_the_machine_did_says_nothing_of_the_script() -> None:
 
 def test_a_script_that_begins_anew_is_told_from_one_that_repeats_a_part() -> None:
     anew = judge_resume_test([begin(), start("same", 32, 3840)], lr_ratio=None)
-    assert anew.verdict == "none" and "begins anew: all 3840 samples" in anew.faults[0]
+    assert anew.verdict == "none" and "starts from the beginning: all 3840 samples" in anew.faults[0]
     part = judge_resume_test([begin(640), start("same", 32, 3520), start("half", 16, 3200)], lr_ratio=None)
     assert part.verdict == "same" and "8.3 % too many" in part.faults[0]
 
@@ -84,7 +84,7 @@ def test_a_script_that_begins_anew_is_told_from_one_that_repeats_a_part() -> Non
 def test_samples_that_are_left_out_are_told() -> None:
     found = judge_resume_test([begin(), SAME, start("half", 16, 1280)], lr_ratio=None)
     assert found.verdict == "same" and found.faults == (
-        "at batch 16 it trains 2560 samples in all where 3840 were asked for: 1280 too few",
+        "at batch 16 it trains 2560 samples in total instead of 3840: 1280 too few",
     )
 
 
@@ -92,16 +92,16 @@ def test_what_was_not_reached_is_told_and_not_assumed() -> None:
     cut = start("half", 16, 800, ended="cut")
     found = judge_resume_test([begin(), SAME, cut], lr_ratio=None)
     assert found.verdict == "same" and not found.faults
-    assert "was not seen to its end (800 of 2560 samples in 30.0 s)" in found.told[-1]
+    assert "did not finish (800 of 2560 samples in 30.0 s)" in found.told[-1]
     unknown = judge_resume_test([begin(), SAME.model_copy(update={"whole": None})], lr_ratio=None)
     assert unknown.verdict == "same" and "were not compared" in unknown.told[0]
-    assert unknown.told[-1] == "not rehearsed at another batch"
+    assert unknown.told[-1] == "not tested at another batch"
 
 
 def test_of_a_resume_that_was_cut_short_only_what_was_compared_is_said() -> None:
     cut = start("same", 32, 800, ended="cut", first_lr=0.1)
     found = judge_resume_test([begin(next_lr=0.1), cut], lr_ratio=1.0)
-    assert found.verdict is None and "where it goes on is not known: raise search.max_minutes" in found.told[0]
+    assert found.verdict is None and "from where it resumed: raise search.max_minutes" in found.told[0]
     found = judge_resume_test([begin(next_lr=0.2), cut], lr_ratio=1.0)
     assert found.verdict == "same" and "learning rate is 0.1000" in found.faults[0], "its learning rate was compared"
 
@@ -109,7 +109,7 @@ def test_of_a_resume_that_was_cut_short_only_what_was_compared_is_said() -> None
 def test_a_checkpoint_that_comes_too_early_to_tell_a_fault_is_no_proof() -> None:
     early = begin(64)
     found = judge_resume_test([early, start("same", 32, 3776), start("half", 16, 3776)], lr_ratio=1.0)
-    assert found.verdict == "same" and "would not show" in found.told[-1] and not found.faults
+    assert found.verdict == "same" and "too few to notice" in found.told[-1] and not found.faults
 
 
 def test_a_start_that_was_cut_off_beyond_what_was_left_has_trained_too_many() -> None:
@@ -121,12 +121,12 @@ def test_a_start_that_was_cut_off_beyond_what_was_left_has_trained_too_many() ->
     ("first", "ratio", "fault"),
     [
         (0.05, 0.5, ""),
-        (0.1, 0.5, "its learning rate is 0.1000 after the checkpoint, and 0.05000 was asked for"),
+        (0.1, 0.5, "its learning rate is 0.1000 after the checkpoint, but should be 0.05000"),
         (0.1, 1.0, ""),
-        (0.01, 1.0, "its learning rate is 0.01000 after the checkpoint, and it was 0.1000 there at first"),
+        (0.01, 1.0, "its learning rate is 0.01000 after the checkpoint, but was 0.1000 at that point in the first run"),
         (0.05, None, ""),
         (0.1 * math.sqrt(0.5), None, ""),
-        (0.083, None, "it was 0.1000 there at first"),
+        (0.083, None, "was 0.1000 at that point in the first run"),
     ],
 )
 def test_the_learning_rate_is_held_against_what_was_asked_for(first: float, ratio: float | None, fault: str) -> None:
@@ -140,19 +140,19 @@ def test_the_learning_rate_is_held_against_what_was_asked_for(first: float, rati
     ("beginning", "words"),
     [
         (start("begin", 32, 3840, ended="ended"), "ended without a checkpoint that"),
-        (start("begin", 32, 0, ended="ended"), "at batch 32 no optimizer step of torch was seen"),
-        (start("begin", 32, 0, ended="cut"), "at batch 32 no optimizer step of torch was seen"),
-        (begin(3840, ended="ended"), "its only checkpoint is that of its end"),
+        (start("begin", 32, 0, ended="ended"), "at batch 32 no step of a torch optimizer was observed"),
+        (start("begin", 32, 0, ended="cut"), "at batch 32 no step of a torch optimizer was observed"),
+        (begin(3840, ended="ended"), "its only checkpoint is from the end of the training"),
         (start("begin", 32, 640, ended="cut"), "no checkpoint within 30.0 s at batch 32; raise search.max_minutes"),
         (
             start("begin", 32, 64, ended="failed", outcome="user", why="KeyError: 1"),
-            "it failed before it went on: KeyError",
+            "the script failed before it could resume: KeyError",
         ),
     ],
 )
 def test_without_a_checkpoint_there_is_no_verdict(beginning: Rehearsed, words: str) -> None:
     found = judge_resume_test([beginning], lr_ratio=None)
-    assert found.verdict is None and words in found.told[0] and found.told[0].startswith("not rehearsed: ")
+    assert found.verdict is None and words in found.told[0] and found.told[0].startswith("not tested: ")
 
 
 def rows(*samples: int | None) -> list[dict[str, Any]]:
@@ -312,7 +312,7 @@ def test_a_scheduler_that_goes_on_at_the_step_of_the_old_batch_is_found(
 def test_a_schedule_that_is_not_restored_is_found_although_its_learning_rate_is_right() -> None:
     before, after = (Schedule(name="LambdaLR", at=at, per_step=True, moves=True) for at in (24, 0))
     found = judge_resume_test([begin(schedule=before), SAME.model_copy(update={"schedule": after})], lr_ratio=1.0)
-    assert found.faults == ("at batch 32 its schedule (LambdaLR) goes on at step 0, and stood at 24",)
+    assert found.faults == ("at batch 32 its schedule (LambdaLR) resumes at step 0 instead of 24",)
 
 
 def test_what_rows_tell_of_a_schedule() -> None:

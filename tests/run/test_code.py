@@ -338,7 +338,7 @@ def test_code_that_changes_between_plan_and_submission_is_refused(here: Path, ru
     write(here, mine="x = 1")
     planned = run_code.choose_code(None, job(), here, keep=True)
     write(here, mine="x = 2")
-    with pytest.raises(TulaError, match="mine:Net has just been changed"):
+    with pytest.raises(TulaError, match="mine:Net is being changed"):
         run_code.take_snapshot(run, job(), planned)
     assert list((run.path / "code").iterdir()) == []
 
@@ -442,7 +442,7 @@ def test_a_run_is_measured_to_its_end_with_the_code_it_began_with(here: Path, ru
     launcher.says = dict.fromkeys(launcher.says, "ended")
     write(here, mine="x = 2")
     (warning,) = profile.plan_probes(job(), inspected(), run).code.warnings
-    assert warning == messages.earlier_code_used(code="the code behind mine:Net", run=run.id, missing_from=None)
+    assert warning == messages.earlier_code_used(code="the code of mine:Net", run=run.id, missing_from=None)
     assert submit(run, job(), launcher) == before
 
 
@@ -454,7 +454,7 @@ def test_training_takes_the_code_that_is_there_now_and_says_so(here: Path, run: 
     now = plan_training(run, job())
     assert now.task.signature != before.task.signature
     (warning,) = now.code.warnings
-    assert warning == messages.code_changed_since_measurement(code="the code behind mine:Net", run=run.id)
+    assert warning == messages.code_changed_since_measurement(code="the code of mine:Net", run=run.id)
     train.submit_training(run, now, FakeLauncher())
     task = run.task(now.task.id)
     assert isinstance(task, TrainTask)

@@ -273,7 +273,7 @@ def elsewhere(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
 
 
 def test_a_job_of_another_machine_lives_while_it_gives_signs_of_life(elsewhere: Callable[..., tuple[str, str]]) -> None:
-    assert elsewhere(HOUR - 60) == ("running", "on far, as far as its files tell")
+    assert elsewhere(HOUR - 60) == ("running", "on far, according to its files")
 
 
 @pytest.mark.promise(
@@ -283,7 +283,7 @@ def test_a_job_of_another_machine_lives_while_it_gives_signs_of_life(elsewhere: 
 )
 def test_a_job_of_another_machine_that_is_silent_for_an_hour_is_lost(elsewhere: Callable[..., tuple[str, str]]) -> None:
     state, reason = elsewhere(HOUR + 60)
-    assert state == "ended" and reason.startswith("on far, of which nothing was heard after 2")
+    assert state == "ended" and reason.startswith("on far, without a heartbeat since 2")
 
 
 def test_nothing_is_decided_of_jobs_that_give_no_signs(elsewhere: Callable[..., tuple[str, str]]) -> None:

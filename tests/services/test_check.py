@@ -662,7 +662,7 @@ def test_an_expected_start_is_told_again_where_another_minute_is_shown(nodes, mo
 
 def test_waiting_ends_with_the_time_and_says_why_it_waits(nodes):
     nodes.launcher.says[nodes.task.job], nodes.launcher.reason = "pending", "Priority"
-    with pytest.raises(Pending, match=r"check-n002-1 is not over after 20 s: pending \(Priority\)"):
+    with pytest.raises(Pending, match=r"check-n002-1 has not finished after 20 s: pending \(Priority\)"):
         nodes.watch(timeout=20)
     assert nodes.now == pytest.approx(20)
     assert nodes.start().id == nodes.task.id
@@ -687,7 +687,7 @@ def test_a_hopeless_moment_does_not_count(nodes, monkeypatch):
 def test_nodes_that_leave_nothing_do_not_see_the_folder(nodes):
     nodes.launcher.says[nodes.task.job] = "ended"
     assert nodes.watch() == ["ended"]
-    with pytest.raises(JobFailed, match="nothing came from n1, n2") as caught:
+    with pytest.raises(JobFailed, match="n1, n2 reported nothing") as caught:
         nodes.conclude()
     assert nodes.now >= 30, "what they wrote may be late"
     assert str(nodes.run.path) in caught.value.message
@@ -746,7 +746,7 @@ def test_a_job_that_ends_before_its_ranks_is_told_by_its_log(nodes):
 @pytest.mark.parametrize(("how", "words"), [("cancelled", "cancelled"), ("node_failure", "node failure")])
 def test_a_job_that_was_ended_is_no_story_of_folders(nodes, monkeypatch, how, words):
     monkeypatch.setattr(scheduler, "find_outcome", lambda _: how)
-    with pytest.raises(JobFailed, match=f"ended before it could look: {words}"):
+    with pytest.raises(JobFailed, match=f"ended before it could check the nodes: {words}"):
         nodes.conclude()
 
 

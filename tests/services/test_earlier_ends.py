@@ -88,12 +88,12 @@ def test_the_plan_of_a_training_says_which_it_rests_on(run: RunDir) -> None:
     trained(run, "a", 50, 71, spec=job())
     new = task(job())
     plan = TrainPlan(new, new.prediction, "as given", False, None, Source(Path(), ""), price="1 USD")
-    assert "train.early_stopping may end it earlier; times and costs are those of all epochs" in list(
+    assert "train.early_stopping may end it earlier; times and costs are for all epochs" in list(
         render_train_plan(plan)
     )
     known = TrainPlan(**{**vars(plan), "ends": predict_end(run, new, code="")})
     (line,) = [line for line in render_train_plan(known) if isinstance(line, str) and "earlier training" in line]
     assert line == (
-        "1 earlier training of this job at batch 64 got there after 2 epochs: up to epoch 2 of 10 it takes 12.0 min, 0.140 node-h;"
-        " what follows is of all epochs"
+        "1 earlier training of this job at batch 64 reached it after 2 epochs: up to epoch 2 of 10 it takes 12.0 min, 0.140 node-h;"
+        " the times and costs below are for all epochs"
     )

@@ -88,7 +88,7 @@ def test_a_log_that_may_not_be_read_is_named(run, monkeypatch):
     monkeypatch.setattr(logs, "open_file", refused)
     with pytest.raises(TulaError, match=f"cannot read {path}: Permission denied") as found:
         list(logs.read_logs(run))
-    assert found.value.hint == f"let yourself read it: chmod u+r {path}"
+    assert found.value.hint == f"make it readable: chmod u+r {path}"
 
 
 def test_no_logs_yet(run):

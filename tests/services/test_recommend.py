@@ -77,7 +77,7 @@ def test_the_choice_is_the_best_of_the_rows(run: RunDir) -> None:
     assert cheapest.choice.cost == min(row.cost for row in cheapest.rows)
     assert fastest.choice.nodes > cheapest.choice.nodes
     assert max(row.local_batch for row in fastest.rows) == 256
-    assert "10 epochs, whatever the batch" in fastest.reason
+    assert "10 epochs at every batch" in fastest.reason
     assert fastest.fit_error is not None and "step = " in fastest.fit
     assert fastest.price == "2 USD per node-hour"
 
@@ -97,10 +97,10 @@ def test_the_answer_is_stored(run: RunDir) -> None:
 
 
 def test_how_sure_the_knee_is_is_told_in_shares_of_the_curves_that_may_be(run: RunDir) -> None:
-    told = re.findall(r"of the curves that the probes leave open the knee is ([^;]*)", ask(run, "knee").reason)
+    told = re.findall(r"within the uncertainty of the probes the knee is ([^;]*)", ask(run, "knee").reason)
     shares = {int(batch): int(share) for batch, share in re.findall(r"(\d+) in (\d+)%", told[0])}
     assert 0 < sum(shares.values()) <= 101 and shares.keys() <= {row.batch for row in ask(run, "knee").rows}
-    assert "curves that the probes leave open" not in ask(run, "time").reason
+    assert "within the uncertainty of the probes" not in ask(run, "time").reason
 
 
 def test_more_nodes_than_any_probe_had_are_told_to_be_extrapolated(run: RunDir) -> None:
@@ -622,7 +622,7 @@ def test_the_reference_batch_takes_the_epochs_of_the_spec(noisy: RunDir) -> None
     ("length", "epochs", "asked", "advice"),
     [
         ({"epochs": 10}, 10, "10 epochs", "--set script.length.epochs=13"),
-        ({"steps": 100}, 26, "100 steps at batch 256", "as it is: script.length says how long"),
+        ({"steps": 100}, 26, "100 steps at batch 256", ", as set by script.length"),
     ],
 )
 def test_the_length_of_a_script_is_told_as_its_section_has_it(
@@ -635,7 +635,7 @@ def test_the_length_of_a_script_is_told_as_its_section_has_it(
     assert choice.same_progress is not None
     row = choice.model_copy(update={"same_progress": choice.same_progress.model_copy(update={"epochs": 12.4})})
     assert get_workload(measurements.run.spec).count_epochs(1000) == epochs
-    assert describe_epochs(row, measurements, "time") == f"every time is for {asked}, whatever the batch"
+    assert describe_epochs(row, measurements, "time") == f"all times are for {asked} at every batch"
     told = describe_epochs(row, measurements, "accuracy-time")
     assert f"the progress of {asked} at batch 256; tula train runs {asked}" in told and advice in told
 
@@ -791,9 +791,9 @@ def test_where_nothing_is_measured_at_the_smaller_micro_batch_the_fallback_names
     assert fallback is not None and fallback.micro_batch == 8 and "probe at local batch 8" in fallback.basis
     fallback = ask(run, nodes=8, max_batch=64).fallback
     assert fallback is not None and fallback.micro_batch == 4
-    assert fallback.basis == "by the probe at local batch 4, unless its BatchNorm forbids it"
+    assert fallback.basis == "from the probe at local batch 4, if its BatchNorm allows it"
     fallback = ask(run, nodes=8, max_batch=256).fallback
-    assert fallback is not None and fallback.basis == "by the fit at local batch 16"
+    assert fallback is not None and fallback.basis == "from the fit at local batch 16"
 
 
 def test_a_damaged_job_is_told_and_left_out(run: RunDir) -> None:

@@ -90,7 +90,7 @@ def prepared(found: resume_test.TrainingStart, launcher: FakeLauncher | None = N
     [
         (make_runs.spec(), "for a job with section script"),
         (spec(resume=None), "script.resume is missing"),
-        (spec(resume={"args": "", "checkpoint": "/mine/x.pth"}), "must not write over your own files"),
+        (spec(resume={"args": "", "checkpoint": "/mine/x.pth"}), "must not overwrite your files"),
     ],
 )
 def test_what_cannot_be_rehearsed_is_refused_in_words(tmp_path: Path, job: JobSpec, words: str) -> None:
@@ -149,13 +149,13 @@ def test_status_shows_a_rehearsal_while_it_runs_and_what_it_found(run: RunDir) -
 
 
 def test_what_found_nothing_out_is_no_success(run: RunDir) -> None:
-    keep(run, None, why="not rehearsed: no checkpoint within 30 s")
+    keep(run, None, why="not tested: no checkpoint within 30 s")
     nothing = resume_test.ResumeFinding(
         ResumeTestRecords(run.path).records_of(compute_rehearsal_signature(run.read_spec(), ""))[0],
         "rehearse",
         kept=False,
     )
-    with pytest.raises(NotRehearsed, match="was inconclusive: not rehearsed: no checkpoint within 30 s") as error:
+    with pytest.raises(NotRehearsed, match="was inconclusive: not tested: no checkpoint within 30 s") as error:
         nothing.require_found("job.yaml")
     assert error.value.exit_code == 12
     nothing.require_resumable("job.yaml", "")
@@ -216,7 +216,7 @@ def test_a_training_that_nobody_waits_for_is_submitted_behind_its_rehearsal(run:
     assert [job] == launcher.submitted and run.task(job).batch == 32  # type: ignore[union-attr]
     assert isinstance(said[-1], Note) and f"starts after {job}" in said[-1].text
     keep(run, "none")
-    with pytest.raises(JobFailed, match="cannot go on after an interruption: KeyError"):
+    with pytest.raises(JobFailed, match="cannot resume after an interruption: KeyError"):
         require_resumable(run, train_task(run.read_spec(), after=job))
     require_resumable(run, train_task(run.read_spec()))
 

@@ -133,7 +133,7 @@ ADAPTIVE = spec(search={"strategy": "adaptive", "max_batch": 4096}, train={"epoc
 def test_rounds_start_from_four_probes_and_say_so() -> None:
     found = choose_next_round(ADAPTIVE, [], inspection=inspected(Truth()))
     assert found.probes == {2: (16, 256, 2048), 16: (2,)} == probes_of(ADAPTIVE)
-    assert found.reasons[0] == "2 nodes, local batch 16: one of those to start from" and found.words == ""
+    assert found.reasons[0] == "2 nodes, local batch 16: one of the initial probes" and found.words == ""
 
 
 def test_rounds_start_with_the_far_corner_where_compute_is_not_measured_apart() -> None:
@@ -145,7 +145,7 @@ def test_rounds_start_with_the_far_corner_where_compute_is_not_measured_apart() 
 def test_probes_that_time_whole_steps_alone_are_followed_by_the_far_corner() -> None:
     whole = [probe.model_copy(update={"compute_time": None}) for probe in probe_all(Truth(), probes_of(ADAPTIVE))]
     found = choose_next_round(ADAPTIVE, whole, inspection=inspected(Truth()))
-    assert found.probes == {16: (256,)} and found.reasons == ("16 nodes, local batch 256: one of those to start from",)
+    assert found.probes == {16: (256,)} and found.reasons == ("16 nodes, local batch 256: one of the initial probes",)
 
 
 @pytest.mark.parametrize(("mebibytes", "is_small"), [(1, True), (100, False)])
@@ -155,7 +155,7 @@ def test_small_gradients_are_followed_by_the_far_corner(mebibytes: int, is_small
         for probe in probe_all(Truth(), probes_of(ADAPTIVE))
     ]
     reasons = choose_next_round(ADAPTIVE, probes, inspection=inspected(Truth())).reasons
-    assert (reasons == ("16 nodes, local batch 256: one of those to start from",)) == is_small
+    assert (reasons == ("16 nodes, local batch 256: one of the initial probes",)) == is_small
 
 
 def probes_of(job: JobSpec) -> dict[int, tuple[int, ...]]:

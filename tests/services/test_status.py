@@ -75,13 +75,13 @@ def test_a_job_that_is_held_for_a_full_disk_says_so_and_is_not_waited_for(run):
 def test_a_suspended_job_is_not_said_to_run_and_is_waited_for(run):
     name = make.add_training(run)
     run.write_attempt(make.attempt(f"{name}-1"))
-    reason = "suspended: an administrator has stopped it"
+    reason = "suspended by an administrator or for a job of higher priority"
     launcher = make.FakeLauncher({name: "running"}, reason=reason, flags={"suspended": True})
     now = services_status.run_status(run, launcher, now=START + 100)
     (job,) = now.jobs
     assert (job.state, job.reason, job.elapsed, now.active()) == ("suspended", reason, 100, True)
     told = shown(*show_status.render_status(now))
-    assert "suspended: an administrator" in told and "running" not in told and "lost" not in told
+    assert "suspended by an administrator" in told and "running" not in told and "lost" not in told
 
 
 def test_an_attempt_of_a_job_that_is_done_is_never_lost(run):
@@ -103,7 +103,7 @@ def test_a_job_that_has_just_ended_well_is_not_lost_before_its_results_are_here(
     run.write_attempt(make.attempt(name, end=START + 100 - apart, outcome=outcome))
     launcher = make.FakeLauncher({name: "ended"})
     job = only_job(run, launcher)
-    assert (job.state, job.reason) == ("running", "it has ended well: its results are on their way here")
+    assert (job.state, job.reason) == ("running", "it has finished; its results are not visible here yet")
     assert only_job(run, launcher, now=START + 200).state == "lost"
 
 

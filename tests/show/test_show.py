@@ -501,7 +501,7 @@ def test_the_status_and_the_plan_tell_the_stage_of_a_batch_that_grows(run):
     early = StageDecision(batch=32, begin=640, epoch=0.5, verdict="begins", **decision)
     files.write_stage_decisions([early, StageDecision(batch=64, begin=1281, epoch=1.0, verdict="put off", **decision)])
     assert (
-        "(now 32, stage 2 of 4; batch 64 is put off to epoch 1.00: gradient noise scale 40.0 (at most 60.0) at epoch 0.500)"
+        "(now 32, stage 2 of 4; batch 64 is delayed to epoch 1.00: gradient noise scale 40.0 (at most 60.0) at epoch 0.500)"
         in printed(show_status.render_status(snapshot(run, {train: "running"})))
     )
     (task,) = run.tasks()
@@ -833,14 +833,14 @@ def test_a_summary_tells_where_the_time_went():
     text = printed(show_train.render_summary(found))
     assert re.search(r"  steps +3.33 +4.00 +-16.7\n +waiting for data +- +0.200 +-\n", text)
     assert re.search(
-        r"  evaluation +1.00 +1.00 +\+0.0\n +checkpoints +0 +0.100 +-100.0\n  starts and ends +0.467", text
+        r"  evaluation +1.00 +1.00 +\+0.0\n +checkpoints +0 +0.100 +-100.0\n  starting, stopping +0.467", text
     )
     assert "branches" not in text
     where = Path.cwd() / "tula-runs/digits-1/train/ab12cd34/best"
     assert printed(show_train.render_summary(found, weights=where)).endswith(
         "\nbest weights: tula-runs/digits-1/train/ab12cd34/best\n"
     )
-    assert "starts, ends, repeated" in printed(show_train.render_summary(found.model_copy(update={"attempts": 2})))
+    assert "starting, stopping, repeated steps" in printed(show_train.render_summary(found.model_copy(update={"attempts": 2})))
     assert "steps" not in printed(show_train.render_summary(make.summary(predicted_parts=predicted)))
 
 

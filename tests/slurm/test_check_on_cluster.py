@@ -38,7 +38,7 @@ def test_nodes_and_the_network_between_them_are_told(tula: Tula, on_slurm: Slurm
 def test_a_folder_that_no_node_sees_is_told(tula: Tula, on_slurm: SlurmCluster) -> None:
     error = tula_error(tula, *CHECK, "--run-dir", str(on_slurm.local / "runs"), code=6)
     assert str(on_slurm.local / "runs") in error["message"]
-    assert f"nothing came from {', '.join(on_slurm.names[:2])}" in error["message"]
+    assert f"{', '.join(on_slurm.names[:2])} reported nothing" in error["message"]
     assert "--run-dir" in error["hint"]
 
 

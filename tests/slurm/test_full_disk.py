@@ -86,7 +86,7 @@ def test_a_training_that_fills_its_disk_is_held_and_goes_on_to_the_same_weights(
     assert last.shortage is not None and (last.shortage.missing or 0) > 0
 
     refused = tula("train", *place, *options[:4], code=13)["error"]
-    assert "there is still no room" in refused["message"] and refused["code"] == "disk"
+    assert "there is still too little space" in refused["message"] and refused["code"] == "disk"
     submitted = run.job(f"train-{signature}")
 
     ballast.unlink()

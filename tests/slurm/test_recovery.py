@@ -228,7 +228,7 @@ def test_the_cgroup_out_of_memory_is_told_and_smaller_micro_batches_fit(tula: Tu
     summary = tula(*command)["data"]
     assert summary["start_batch"] == summary["batch"] == batch
     assert summary["causes"] == [f"out of memory at batch {batch}: micro-batch 64 x 2 now"]
-    assert attempts(tula)[0].message == "the kernel killed a process for memory"
+    assert attempts(tula)[0].message == "the kernel killed a process because the memory was used up"
     assert job(tula).submissions == 1
 
 

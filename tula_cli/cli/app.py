@@ -132,7 +132,7 @@ REMOVED_VALUES: Mapping[tuple[str, str, str], str] = {
 }
 """Values of options that were removed, by command and option, and what to use instead."""
 
-_TRAIN = "tula train {} trains, tula profile {} measures first where to train"
+_TRAIN = "tula train {} trains, tula profile {} first measures configurations"
 OTHER_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("run", "start", "launch", "submit", "sbatch", "execute"), _TRAIN),
     **dict.fromkeys(("fit", "resume", "continue", "restart"), "tula train {}"),
@@ -174,7 +174,7 @@ def _show_help(
 ) -> None:
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help(), err=True)
-        raise SpecError("no command given", "tula init writes a job file to begin with")
+        raise SpecError("no command given", "tula init writes a job file to start with")
 
 
 # --- the error boundary
@@ -206,7 +206,7 @@ def _show_warning(
 
 def _run(arguments: Sequence[str], screen: Screen) -> int:
     if hint := REPLACED.get(screen.command):
-        return _report_error(screen, SpecError(f"there is no command {screen.command} any more", hint))
+        return _report_error(screen, SpecError(f"command {screen.command} was removed", hint))
     try:
         code = typer.main.get_command(app)(args=list(arguments), prog_name="tula", standalone_mode=False, obj=screen)
     except TulaError as error:
@@ -288,11 +288,11 @@ def _convert_usage_error(error: Any, arguments: Sequence[str]) -> SpecError:
     if path == "tula" and option is None:
         return _make_unknown_command_error(arguments)
     if hint := REMOVED_OPTIONS.get((path, str(option))):
-        return SpecError(f"{path} has no option {option} any more", hint)
+        return SpecError(f"{path}: option {option} was removed", hint)
     names = getattr(getattr(error, "param", None), "opts", ())
     for (command, name, value), hint in REMOVED_VALUES.items():
         if command == path and name in names and {value, f"{name}={value}"} & set(arguments):
-            return SpecError(f"{path} {name} has no value {value} any more", hint)
+            return SpecError(f"{path} {name}: value {value} was removed", hint)
     if option is not None and message.startswith("No such option"):
         nearest = " or ".join(getattr(error, "possibilities", None) or ())
         message, help_hint = f"{path} has no option {option}", f"{path} --help lists its options"
@@ -334,7 +334,7 @@ def _exit_on_broken_pipe() -> int:
     return READER_IS_GONE
 
 
-_REPORT = "this is a defect in tula; please report it with the lines above"
+_REPORT = "this is a bug in tula; please report it with the lines above"
 
 
 def _report_defect(screen: Screen, kind: type[BaseException], error: BaseException, trace: Any) -> None:

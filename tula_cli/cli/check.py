@@ -233,7 +233,7 @@ def check(screen: Screen, options: CheckOptions) -> None:
     job = options.job
     if job is None:
         raise SpecError(
-            "no job file was named", "for example tula check job.yaml; tula check --site checks the settings of a site"
+            "no job file was given", "for example tula check job.yaml; tula check --site checks the settings of a site"
         )
     if options.memory is not None:
         _refuse_all(

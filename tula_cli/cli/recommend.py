@@ -199,8 +199,8 @@ def _open_demo_run(screen: Screen, chosen: JobOrRun, *, saves: bool) -> tuple["R
 
     if chosen.is_named or saves:
         raise SpecError(
-            "--demo answers from its own run, and saves nothing",
-            "leave out the job, --run, --observed and --save, or leave out --demo",
+            "--demo uses its own run and saves nothing",
+            "remove the job, --run, --observed and --save, or remove --demo",
         )
     run = RunDir.newest(find_folder("demo"))
     screen.run_id = run.id

@@ -125,6 +125,6 @@ def answer_detached(screen: Screen, run: "RunDir", detached_jobs: "DetachedJobs"
     screen.status = "pending"
     started = [job for job in detached_jobs.jobs if job not in detached_jobs.under_way]
     sentences = [f"started {', '.join(started)}"] if started else []
-    sentences += [f"under way already: {', '.join(detached_jobs.under_way)}"] if detached_jobs.under_way else []
-    line = f"{'; '.join(sentences)}; tula status --run {words.make_relative_path(run.path)} shows how far they are"
+    sentences += [f"already running: {', '.join(detached_jobs.under_way)}"] if detached_jobs.under_way else []
+    line = f"{'; '.join(sentences)}; tula status --run {words.make_relative_path(run.path)} shows their progress"
     screen.answer({"jobs": list(detached_jobs.jobs), **data}, [line])

@@ -46,7 +46,7 @@ class BatchLauncher:
 
     @property
     def forgotten(self) -> str:
-        return f"{self.scheduler.name} has forgotten it"
+        return f"{self.scheduler.name} no longer knows it"
 
     def script(self, run: RunDir, task: Task) -> str:
         """Return the script of the first job of a task; the scripts of later jobs also wait for earlier ones."""
@@ -57,7 +57,7 @@ class BatchLauncher:
         text = self.script_text(run, self.request(run, task, self._link_names(run, task)[0]), task)
         if not (preview_text := make_rank_program(run, task).preview_command()):
             return text
-        return f"{text.rstrip()}\n\n# where tula then starts, on each GPU or node: {preview_text}\n"
+        return f"{text.rstrip()}\n\n# started by tula on each GPU or node: {preview_text}\n"
 
     def submit(self, run: RunDir, task: Task) -> Job:
         """Submit a task, a training as all jobs of its chain; jobs that are already in the queue are reused.
@@ -121,7 +121,7 @@ class BatchLauncher:
             return state
         if snapshot.started_logs(job.ids):
             return state
-        reason = f"it left no log, so its nodes probably do not see {snapshot.path.resolve()}; choose a folder on a file system that all nodes share with --run-dir"
+        reason = f"it wrote no log, so its nodes probably do not see {snapshot.path.resolve()}; choose a folder on a file system that all nodes share with --run-dir"
         return replace(state, reason=f"{state.reason}; {reason}" if state.reason else reason)
 
     def cancel(self, run: RunDir, job: Job) -> None:
@@ -135,7 +135,7 @@ class BatchLauncher:
         if complaint := self.scheduler.cancel(job.ids[::-1]):
             raise SchedulerError(
                 f"{self.scheduler.cancel_command or self.scheduler.name}: {complaint}",
-                f"{job.id} is marked as cancelled and starts nothing more; run tula cancel again",
+                f"{job.id} is marked as cancelled and will start nothing new; run tula cancel again",
             )
 
     # --- one job
@@ -232,7 +232,7 @@ def submit_script(scheduler: Scheduler, run: RunDir, job: JobRequest, text: str)
     if not isinstance(id_, str) or not id_ or _BAD_ID.search(id_):  # classes of users are not type-checked
         raise SchedulerError(
             f"{scheduler.name} gave a job the id {id_!r}",
-            "submit() has to return a text without '/', '_' and white space; the job itself may be in the queue",
+            "submit() must return text without '/', '_' and white space; the job itself may be in the queue",
         )
     return id_
 

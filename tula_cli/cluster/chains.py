@@ -118,7 +118,7 @@ def _add_next_reason(ids: Sequence[str], states: Sequence[SchedulerState], at: i
     state = states[at]
     for id_, following in zip(ids[at + 1 :], states[at + 1 :], strict=True):
         if following.hopeless or following.without_nodes:
-            reason = f"job {id_}, which goes on after it: {following.reason}"
+            reason = f"the next job {id_}: {following.reason}"
             return replace(state, reason="; ".join(filter(None, (state.reason, reason))))
     return state
 
@@ -129,4 +129,4 @@ def _get_waiting_state(earlier: Sequence[str], states: Sequence[SchedulerState])
     if last_state.reason != DEPENDENCY or not earlier:
         return last_state
     story = states[-2].reason or "it ended"
-    return SchedulerState("pending", f"goes on after job {earlier[-1]} ({story})", last_state.starts_at)
+    return SchedulerState("pending", f"continues after job {earlier[-1]} ({story})", last_state.starts_at)

@@ -80,35 +80,35 @@ Situation = Literal[
     "always",
     "the job is cancelled",
     "the job has all its results",
-    "a new start would fail in the same way",
+    "a new start would fail too",
     "the allocation has ended",
     "the next stage has more nodes",
     "a configuration takes less memory",
-    "loader processes can be spared",
+    "fewer loader processes are possible",
     "the learning rate of the growing batch can be lowered",
-    "attempts are left",
-    "attempts are left, and there is no scheduler",
+    "attempts remain",
+    "attempts remain, and there is no scheduler",
     "a later job waits",
-    "it is the first since the newest checkpoint and comes after a step, and a later job waits",
-    "it is the first since the newest checkpoint and comes after a step",
-    "it is the same twice, within 30 s of a start or after equal samples",
-    "nothing was saved in the whole job",
+    "it is the first since the newest checkpoint and follows a step, and a later job waits",
+    "it is the first since the newest checkpoint and follows a step",
+    "it occurs twice in the same way, within 30 s of a start or after the same samples",
+    "the job saved nothing",
     "`train.max_attempts` supervisors have failed without a newer checkpoint",
-    "no batch was left out yet",
-    "no batch was left out yet, and there is a GPU",
+    "no batch was skipped yet",
+    "no batch was skipped yet, and there is a GPU",
     "the search for the largest batch continues",
 ]
 Action = Literal[
     "new processes",
     "new processes after a pause",
-    "new processes, once more",
-    "new processes on the nodes of that stage",
+    "new processes, once",
+    "new processes on the nodes of the stage",
     "new processes with smaller micro-batches, or a smaller batch",
     "new processes with fewer loader processes",
-    "new processes from the checkpoint before, with half the factor of the learning rate",
+    "new processes from the previous checkpoint, with half the learning-rate factor",
     "new processes without this batch",
     "the next job",
-    "the next job, once more",
+    "the next job, once",
     "the next job, on other nodes",
     "the next job, 10 to 30 minutes later",
     "the later jobs are held until `tula train` finds space",
@@ -118,61 +118,61 @@ Action = Literal[
 Kind = OutcomeClass | Literal["any", "none"]
 Rule = tuple[Kind, Situation, Action]
 
-_TWICE: Situation = "it is the same twice, within 30 s of a start or after equal samples"
-_AFTER_STEP: Situation = "it is the first since the newest checkpoint and comes after a step"
+_TWICE: Situation = "it occurs twice in the same way, within 30 s of a start or after the same samples"
+_AFTER_STEP: Situation = "it is the first since the newest checkpoint and follows a step"
 _AFTER_STEP_AND_WAITS: Situation = (
-    "it is the first since the newest checkpoint and comes after a step, and a later job waits"
+    "it is the first since the newest checkpoint and follows a step, and a later job waits"
 )
 
 TRAINING: tuple[Rule, ...] = (
     ("none", "always", "the end"),
     ("any", "the job is cancelled", "the end"),
-    ("any", "a new start would fail in the same way", "the end"),
+    ("any", "a new start would fail too", "the end"),
     ("any", "the allocation has ended", "the next job"),
-    ("device_oom", "the next stage has more nodes", "new processes on the nodes of that stage"),
+    ("device_oom", "the next stage has more nodes", "new processes on the nodes of the stage"),
     ("device_oom", "a configuration takes less memory", "new processes with smaller micro-batches, or a smaller batch"),
-    ("host_oom", "loader processes can be spared", "new processes with fewer loader processes"),
-    ("user", _AFTER_STEP_AND_WAITS, "the next job, once more"),
-    ("user", _AFTER_STEP, "new processes, once more"),
+    ("host_oom", "fewer loader processes are possible", "new processes with fewer loader processes"),
+    ("user", _AFTER_STEP_AND_WAITS, "the next job, once"),
+    ("user", _AFTER_STEP, "new processes, once"),
     ("diverged", "the learning rate of the growing batch can be lowered",
-     "new processes from the checkpoint before, with half the factor of the learning rate"),
-    ("device_fault", "attempts are left, and there is no scheduler", "new processes"),
-    ("device_fault", "attempts are left", "the next job, on other nodes"),
-    ("device_error", "attempts are left", "new processes"),
+     "new processes from the previous checkpoint, with half the learning-rate factor"),
+    ("device_fault", "attempts remain, and there is no scheduler", "new processes"),
+    ("device_fault", "attempts remain", "the next job, on other nodes"),
+    ("device_error", "attempts remain", "new processes"),
     ("disk", "always", "the later jobs are held until `tula train` finds space"),
-    ("storage", "attempts are left", "new processes after a pause"),
+    ("storage", "attempts remain", "new processes after a pause"),
     ("storage", "a later job waits", "the next job, 10 to 30 minutes later"),
     ("supervisor", _TWICE, "the end"),
     ("supervisor", "`train.max_attempts` supervisors have failed without a newer checkpoint", "the end"),
     ("supervisor", "always", "the next job"),
-    ("hung", "attempts are left", "new processes"),
+    ("hung", "attempts remain", "new processes"),
     ("host_limit", _TWICE, "the end"),
-    ("host_limit", "attempts are left", "new processes after a pause"),
-    ("port", "attempts are left", "new processes"),
-    ("time_limit", "nothing was saved in the whole job", "the end"),
+    ("host_limit", "attempts remain", "new processes after a pause"),
+    ("port", "attempts remain", "new processes"),
+    ("time_limit", "the job saved nothing", "the end"),
     ("time_limit", "always", "the next job"),
     ("preempted", "always", "the next job"),
     ("node_failure", "always", "the next job"),
-    ("stage_end", "the next stage has more nodes", "new processes on the nodes of that stage"),
+    ("stage_end", "the next stage has more nodes", "new processes on the nodes of the stage"),
     ("unknown", _TWICE, "the end"),
-    ("unknown", "attempts are left", "new processes"),
+    ("unknown", "attempts remain", "new processes"),
     ("signal", _TWICE, "the end"),
-    ("signal", "attempts are left", "new processes"),
-    ("peer", "attempts are left", "new processes"),
+    ("signal", "attempts remain", "new processes"),
+    ("peer", "attempts remain", "new processes"),
     ("any", "always", "the end"),
 )  # fmt: skip
 """A training. On a machine without a scheduler "the next job" is the next `tula train`."""
 
 _RESTARTS: tuple[Rule, ...] = (
-    ("device_fault", "attempts are left, and there is no scheduler", "new processes"),
-    ("device_error", "attempts are left", "new processes"),
-    ("storage", "attempts are left", "new processes after a pause"),
-    ("hung", "attempts are left", "new processes"),
-    ("host_limit", "attempts are left", "new processes after a pause"),
-    ("port", "attempts are left", "new processes"),
-    ("unknown", "attempts are left", "new processes"),
-    ("signal", "attempts are left", "new processes"),
-    ("peer", "attempts are left", "new processes"),
+    ("device_fault", "attempts remain, and there is no scheduler", "new processes"),
+    ("device_error", "attempts remain", "new processes"),
+    ("storage", "attempts remain", "new processes after a pause"),
+    ("hung", "attempts remain", "new processes"),
+    ("host_limit", "attempts remain", "new processes after a pause"),
+    ("port", "attempts remain", "new processes"),
+    ("unknown", "attempts remain", "new processes"),
+    ("signal", "attempts remain", "new processes"),
+    ("peer", "attempts remain", "new processes"),
 )
 """Failures after which a job that saves no checkpoint is started again in its allocation."""
 
@@ -182,13 +182,13 @@ PROBE: tuple[Rule, ...] = (
     ("none", "the job has all its results", "the end"),
     ("none", "always", "new processes"),  # a script is started once for each batch
     ("any", "the allocation has ended", "the end"),
-    ("any", "a new start would fail in the same way", "the end"),
+    ("any", "a new start would fail too", "the end"),
     ("device_oom", "the search for the largest batch continues", "new processes without this batch"),
     ("device_oom", "always", "the end, with the result of the batch"),
     *_RESTARTS,
     ("cancelled", "the job is cancelled", "the end"),
-    ("diverged", "no batch was left out yet", "new processes without this batch"),
-    ("user", "no batch was left out yet, and there is a GPU", "new processes without this batch"),
+    ("diverged", "no batch was skipped yet", "new processes without this batch"),
+    ("user", "no batch was skipped yet, and there is a GPU", "new processes without this batch"),
     ("any", "always", "the end, with the result of the batch"),
 )
 """A job that measures batches, in ascending order."""
@@ -199,12 +199,12 @@ REHEARSAL: tuple[Rule, ...] = (
     ("none", "always", "new processes"),  # the next start of the test
     ("any", "the job is cancelled", "the end"),
     ("any", "the allocation has ended", "the end"),
-    ("any", "a new start would fail in the same way", "the end"),
+    ("any", "a new start would fail too", "the end"),
     ("supervisor", "always", "the end"),
     ("disk", "always", "the end"),
-    ("storage", "attempts are left", "new processes after a pause"),
-    ("host_limit", "attempts are left", "new processes after a pause"),
-    ("any", "attempts are left", "new processes"),
+    ("storage", "attempts remain", "new processes after a pause"),
+    ("host_limit", "attempts remain", "new processes after a pause"),
+    ("any", "attempts remain", "new processes"),
     ("any", "always", "the end"),
 )
 """The test of how a script resumes."""
@@ -212,7 +212,7 @@ REHEARSAL: tuple[Rule, ...] = (
 EVALUATION: tuple[Rule, ...] = (
     ("none", "always", "the end"),
     ("any", "the allocation has ended", "the end"),
-    ("any", "a new start would fail in the same way", "the end"),
+    ("any", "a new start would fail too", "the end"),
     *_RESTARTS,
     ("any", "always", "the end"),
 )
@@ -221,7 +221,7 @@ EVALUATION: tuple[Rule, ...] = (
 CHECK: tuple[Rule, ...] = (
     ("none", "always", "the end"),
     ("any", "the allocation has ended", "the end"),
-    ("port", "attempts are left", "new processes"),
+    ("port", "attempts remain", "new processes"),
     ("any", "always", "the end"),
 )
 """A check of the nodes of a site."""
@@ -274,7 +274,7 @@ def attribute_failure(task: Task, failure: Failure | None, history: History) -> 
     )
     if not (lacks_gpu or comes_again):
         return failure
-    note = f"; {advise(failure)}" if lacks_gpu else ", as in the attempt before"
+    note = f"; {advise(failure)}" if lacks_gpu else ", as in the previous attempt"
     permanent = isinstance(task, TrainTask)
     return failure.model_copy(
         update={"outcome": "user", "message": f"{failure.description}{note}", "permanent": permanent}
@@ -402,24 +402,24 @@ _SITUATIONS: dict[Situation, Callable[[_Case], bool]] = {
         case.history.cancelled or (case.outcome == "cancelled" and isinstance(case.task, TrainTask))
     ),
     "the job has all its results": lambda case: case.history.finished,
-    "a new start would fail in the same way": lambda case: case.failure is not None and case.failure.permanent,
+    "a new start would fail too": lambda case: case.failure is not None and case.failure.permanent,
     "the allocation has ended": lambda case: case.history.allocation_ended,
     "the next stage has more nodes": _Case.has_larger_stage,
     "a configuration takes less memory": lambda case: case.history.fallback is not None,
-    "loader processes can be spared": lambda case: case.spare_workers() is not None,
+    "fewer loader processes are possible": lambda case: case.spare_workers() is not None,
     "the learning rate of the growing batch can be lowered": lambda case: case.lower_lr_limit() is not None,
-    "attempts are left": _Case.has_attempts_left,
-    "attempts are left, and there is no scheduler": lambda case: case.is_local() and case.has_attempts_left(),
+    "attempts remain": _Case.has_attempts_left,
+    "attempts remain, and there is no scheduler": lambda case: case.is_local() and case.has_attempts_left(),
     "a later job waits": lambda case: case.history.later_jobs > 0,
     _AFTER_STEP_AND_WAITS: lambda case: case.is_first_after_step() and case.history.later_jobs > 0,
     _AFTER_STEP: _Case.is_first_after_step,
     _TWICE: lambda case: case.find_repeated_failure() is not None,
-    "nothing was saved in the whole job": _Case.has_saved_nothing,
+    "the job saved nothing": _Case.has_saved_nothing,
     "`train.max_attempts` supervisors have failed without a newer checkpoint": lambda case: (
         case.count_failed_supervisors() >= case.training.spec.train.max_attempts
     ),
-    "no batch was left out yet": lambda case: isinstance(case.task, ProbeTask) and not case.task.skip,
-    "no batch was left out yet, and there is a GPU": lambda case: (
+    "no batch was skipped yet": lambda case: isinstance(case.task, ProbeTask) and not case.task.skip,
+    "no batch was skipped yet, and there is a GPU": lambda case: (
         isinstance(case.task, ProbeTask)
         and not case.task.skip
         and (case.failure is None or case.failure.fault != "no_gpu")
@@ -444,7 +444,7 @@ def _delay_next_job(case: _Case, _: Situation) -> Requeue:
 
 def _stop(case: _Case, situation: Situation) -> Stop:
     match situation:
-        case "nothing was saved in the whole job":
+        case "the job saved nothing":
             return Stop(why="nothing_saved", setting=case.task.spec.cluster.backend.minutes_setting)
         case "`train.max_attempts` supervisors have failed without a newer checkpoint":
             return Stop(why="supervisors_failed", count=case.count_failed_supervisors())
@@ -456,20 +456,20 @@ def _stop(case: _Case, situation: Situation) -> Stop:
 _ACTIONS: dict[Action, Callable[[_Case, Situation], Relaunch | Requeue | Stop]] = {
     "new processes": lambda _case, _: Relaunch(),
     "new processes after a pause": lambda _case, _: Relaunch(pause=True),
-    "new processes, once more": lambda _case, _: Relaunch(after_progress=True),
-    "new processes on the nodes of that stage": _relaunch_on_next_stage,
+    "new processes, once": lambda _case, _: Relaunch(after_progress=True),
+    "new processes on the nodes of the stage": _relaunch_on_next_stage,
     "new processes with smaller micro-batches, or a smaller batch": lambda case, _: Relaunch(
         fallback=case.history.fallback
     ),
     "new processes with fewer loader processes": lambda case, _: Relaunch(
         workers=case.spare_workers(), workers_before=case.training.workers
     ),
-    "new processes from the checkpoint before, with half the factor of the learning rate": lambda case, _: Relaunch(
+    "new processes from the previous checkpoint, with half the learning-rate factor": lambda case, _: Relaunch(
         max_lr_factor=case.lower_lr_limit()
     ),
     "new processes without this batch": lambda case, _: Relaunch(skip=case.history.current_batch),
     "the next job": lambda _case, _: Requeue(),
-    "the next job, once more": lambda _case, _: Requeue(after_progress=True),
+    "the next job, once": lambda _case, _: Requeue(after_progress=True),
     "the next job, on other nodes": lambda _case, _: Requeue(first="exclude"),
     "the next job, 10 to 30 minutes later": _delay_next_job,
     "the later jobs are held until `tula train` finds space": lambda _case, _: Requeue(first="hold"),

@@ -43,7 +43,7 @@ class RankExit:
     """How a process that a supervisor started has exited; of several processes, the one that failed first."""
 
     exit_code: int
-    oom_kill: bool  # the kernel killed a process for memory meanwhile
+    oom_kill: bool  # the kernel killed a process because the memory was used up meanwhile
     words: str  # that came last of it
     rank: int  # that this is about; under torchrun the first of those it has started
 
@@ -78,7 +78,7 @@ def _find_failure_of_log(run: RunDir, task: Task, exited: RankExit, device: str)
     if outcome == "disk" or (outcome in ("unknown", "peer") and _is_disk_full(run, task, exited)):
         return Failure(outcome="disk", rank=exited.rank, host=host)
     if exited.oom_kill and outcome in ("signal", "unknown", "peer"):
-        message = "the kernel killed a process for memory"
+        message = "the kernel killed a process because the memory was used up"
         return Failure(
             outcome="device_oom" if device == "cpu" else "host_oom", message=message, rank=exited.rank, host=host
         )

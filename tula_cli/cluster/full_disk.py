@@ -32,7 +32,7 @@ def require_disk_space(run: RunDir, last_attempt: Attempt | None) -> None:
     missing = find_remaining_shortage(before)
     if missing is not None:
         raise DiskFull(
-            f"there is still no room: {missing.description}",
+            f"there is still too little space: {missing.description}",
             advise("disk"),
             folder=missing.folder,
             quota=missing.quota,

@@ -56,8 +56,8 @@ def describe_script_job(spec: JobSpec, script: Script) -> Inspection:
     bounds = [bound for bound in (script.known_dataset_size, spec.search.max_batch) if bound is not None]
     if not bounds:
         raise SpecError(
-            "nothing tells which batches are too large: script.dataset_size is auto, and the script has not run yet",
-            "set script.dataset_size (samples of an epoch) or search.max_batch",
+            "the largest batch is unknown: script.dataset_size is auto, and the script has not run yet",
+            "set script.dataset_size (samples per epoch) or search.max_batch",
         )
     gpus = 0 if spec.cluster.device == "cpu" else devices.count_gpus()
     return Inspection(
@@ -89,7 +89,7 @@ def _warn_missing_program(spec: JobSpec, script: Script) -> tuple[str, ...]:
         return ()
     problem = f"script.command: there is no program {program} on this machine"
     return _refuse_here(
-        spec, problem, "install it, activate its environment, or write its path", ": the nodes need one"
+        spec, problem, "install it, activate its environment, or give its path", ": the nodes need one"
     )
 
 
@@ -113,7 +113,7 @@ def _warn_missing_torch(spec: JobSpec, script: Script) -> tuple[str, ...]:
         return ()
     why = (tried.stderr.strip().splitlines() or ["no reason given"])[-1]
     problem = f"script.command: {python} cannot import torch: {why}"
-    hint = "activate the environment that has it, or write the path of its python"
+    hint = "activate the environment that has torch, or give the path of its Python"
     return _refuse_here(spec, problem, hint, "; on the nodes it has to")
 
 
@@ -171,7 +171,7 @@ RESOURCE_LIMITS = (
         r"|Resource temporarily unavailable|unable to (create|start) (new )?(native )?thread",
         (),
         {"ulimit -u": resource.RLIMIT_NPROC},
-        "raise the limit of processes and threads (ulimit -u), or end other processes of yours",
+        "raise the limit of processes and threads (ulimit -u), or end some of your processes",
     ),
     ResourceLimit(
         "memory",
@@ -180,7 +180,7 @@ RESOURCE_LIMITS = (
         r"|[Ff]ailed to allocate memory|[Mm]emory (cgroup|exhausted)|cgroup out.of.memory|CPU out of memory",
         (signal.SIGKILL, signal.SIGBUS),
         {"ulimit -v": resource.RLIMIT_AS},
-        "raise the limit of memory (ulimit -v, or that of your session), or use a machine with more",
+        "raise the memory limit (ulimit -v, or that of your session), or use a machine with more memory",
     ),
 )
 
@@ -290,7 +290,7 @@ def make_interpreter_error(python: str, stderr: str, *, elsewhere: str = "") -> 
         elsewhere: what to do instead, if the interpreter may work on another machine.
     """
     messages = [line for line in stderr.splitlines() if line.strip() and not line.startswith(_STEP_WORDS)]
-    last_message = messages[-1].strip() if messages else "it said nothing"
+    last_message = messages[-1].strip() if messages else "it printed nothing"
     return NotInspectable(f"{python} cannot build the model and the dataset: {last_message}", elsewhere=elsewhere)
 
 
@@ -304,7 +304,7 @@ def parse_inspection(stdout: str, stderr: str) -> Inspection:
         answer: Mapping[str, Any] = json.loads(stdout.strip().splitlines()[1:][-1])
     except (ValueError, IndexError):
         last_line = stderr.strip().splitlines()[-1:] or ["no output"]
-        raise JobFailed(f"building the model and the dataset ended before its answer: {last_line[0]}") from None
+        raise JobFailed(f"building the model and the dataset ended without a result: {last_line[0]}") from None
     error = answer.get("error")
     if error is None:
         return Inspection.model_validate(answer)

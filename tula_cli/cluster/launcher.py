@@ -87,7 +87,7 @@ def lock_submission(run: RunDir, *, sleep: Callable[[float], None] = time.sleep)
         if waited >= LOCK_PATIENCE:
             raise SchedulerError(
                 f"another tula command ({owner}) is submitting jobs of {run.id}",
-                f"wait for its end, or remove {run.path / 'lock'} if there is none",
+                f"wait until it has finished; if it no longer runs, remove {run.path / 'lock'}",
             )
         sleep(LOCK_POLL)
         waited += LOCK_POLL

@@ -146,13 +146,13 @@ def _get_state_on_other_machine(snapshot: Snapshot, job: Job) -> SchedulerState:
     """Return the state of a job on another machine from shared files, as its processes are visible only there."""
     attempts = list_attempts_of_submission(snapshot, job)
     if not attempts:
-        return SchedulerState("running", f"waits on {job.host}, or has ended there: only that machine knows")
+        return SchedulerState("running", f"waiting on {job.host}, or ended there: only that machine knows")
     if attempts[-1].ended_at is not None:
-        return SchedulerState("ended", f"on {job.host}, as far as its files tell")
+        return SchedulerState("ended", f"on {job.host}, according to its files")
     heard = snapshot.last_sign_of_life(attempts[-1])
     if heard is not None and time.time() - heard > MAX_SILENCE:
-        return SchedulerState("ended", f"on {job.host}, of which nothing was heard after {format_moment(heard)}")
-    return SchedulerState("running", f"on {job.host}, as far as its files tell")
+        return SchedulerState("ended", f"on {job.host}, without a heartbeat since {format_moment(heard)}")
+    return SchedulerState("running", f"on {job.host}, according to its files")
 
 
 def list_attempts_of_submission(snapshot: Snapshot, job: Job) -> list[Attempt]:

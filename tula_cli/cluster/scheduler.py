@@ -313,7 +313,7 @@ class LocalScheduler:
     def submit(self, script: Path, job: JobRequest) -> str:
         """Start a process that outlives this one, its terminal and Ctrl-C."""
         if job.after:
-            raise SchedulerError("jobs on this machine wait for no others", "start each when those before it are over")
+            raise SchedulerError("jobs on this machine cannot wait for each other", "start each one when the previous ones have finished")
         _reap_children()
         try:
             child = subprocess.Popen(
@@ -341,10 +341,10 @@ class LocalScheduler:
         return ""
 
     def hold(self, ids: Sequence[str]) -> str:
-        return "no job waits on this machine" if ids else ""
+        return "no job is queued on this machine" if ids else ""
 
     def release(self, ids: Sequence[str]) -> str:
-        return "no job waits on this machine" if ids else ""
+        return "no job is queued on this machine" if ids else ""
 
     def partitions(self) -> Sequence[Limits]:
         return []

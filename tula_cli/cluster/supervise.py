@@ -82,9 +82,9 @@ def require_current_format(run: Path, allocation: Allocation) -> None:
             message = (
                 f"could not be held: {complaint}"
                 if complaint
-                else f"are held: {scheduler.release_command} {ids} lets them go on"
+                else f"are held; to release them: {scheduler.release_command} {ids}"
             )
-            sys.stderr.write(f"tula: the jobs of the chain that wait ({ids}) {message}\n")
+            sys.stderr.write(f"tula: the waiting jobs of the chain ({ids}) {message}\n")
         raise
 
 
@@ -436,7 +436,7 @@ class Supervisor:
             write_summary(self.run, task)
         job = self._own_job(task)
         if job is not None:
-            why = "the training is finished" if training.result() else "they would end in the same way"
+            why = "the training is finished" if training.result() else "they would fail in the same way"
             self._release_links(job, [link for link in job.links if link != self.allocation.job_id], why)
 
     def _release_links(self, job: Job, links: Sequence[str], why: str) -> None:

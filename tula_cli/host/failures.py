@@ -44,17 +44,17 @@ class FailureKind:
 
 FAILURE_KINDS: dict[OutcomeClass, FailureKind] = {
     "device_oom": FailureKind(
-        "a GPU, or a rank on CPUs, was out of memory",
+        "a GPU, or a rank on CPUs, ran out of memory",
         OutOfMemoryAtMinimum,
         LESS_MEMORY,
         LESS_MEMORY_FOR_SCRIPT,
         severity=0,
     ),
     "host_oom": FailureKind(
-        "a node's own memory was used up",
+        "a node ran out of memory",
         JobFailed,
-        "the node's own memory ran out: lower train.workers, or {more_memory}",
-        "the node's own memory ran out: lower the script's loader workers (train.workers where its command has {{workers}}), or"
+        "the node ran out of memory: lower train.workers, or {more_memory}",
+        "the node ran out of memory: lower the script's loader workers (train.workers if its command has {{workers}}), or"
         " {more_memory}",
         severity=0,
     ),
@@ -65,86 +65,86 @@ FAILURE_KINDS: dict[OutcomeClass, FailureKind] = {
         "correct the script or its section and run the same command again; tula logs shows what the script wrote",
     ),
     "diverged": FailureKind(
-        "loss or weights were not finite, or the loss of a batch that grows rose and stayed high",
+        "loss or weights were not finite, or the loss of a growing batch rose and stayed high",
         Diverged,
-        "the same command diverges again: set a lower train.max_lr_factor (where the learning rate grows with the batch),"
+        "the same command would diverge again: set a lower train.max_lr_factor (if the learning rate grows with the batch),"
         " lower optimizer.lr, lengthen schedule.warmup_epochs, set train.max_grad_norm,"
         " or compute with train.precision fp32 or bf16",
-        "the same command diverges again: set a lower script.reference.lr, or where the command has no {{lr}} a lower learning"
+        "the same command would diverge again: set a lower script.reference.lr, or if the command has no {{lr}} a lower learning"
         " rate in the script; lengthen the script's warm-up, clip its gradients, or compute in fp32 or bf16 there",
     ),
     "device_fault": FailureKind(
         "a device or a node was faulty",
         DeviceFault,
-        "a node or one of its GPUs is faulty: tell the administrators; the same command goes on from the newest"
+        "a node or one of its GPUs is faulty: inform the administrators; the same command resumes from the newest"
         " checkpoint",
         severity=0,
     ),
     "device_error": FailureKind(
-        "a GPU refused what a kernel did",
+        "a GPU reported an error of a kernel",
         JobFailed,
-        "a GPU refused what a kernel did: if it does so again and on another node, the model or a library is wrong",
-        "a GPU refused what a kernel did: if it does so again and on another node, the script or a library is wrong",
+        "a GPU reported an error of a kernel: if this happens again on another node, the model or a library has a bug",
+        "a GPU reported an error of a kernel: if this happens again on another node, the script or a library has a bug",
     ),
     "disk": FailureKind(
-        "no space, no quota or no more files where the run lies, or where the job writes",
+        "the disk of the run, or one that the job writes to, is full (space, quota or number of files)",
         DiskFull,
-        "free some space (or quota) and run the same command again: it goes on from the newest checkpoint, and lets held"
-        " jobs go",
+        "free some space (or quota) and run the same command again: it resumes from the newest checkpoint and releases held"
+        " jobs",
     ),
     "storage": FailureKind(
-        "the file system did not answer, or lost a file (a time-out, a stale handle, an error of the disk)",
+        "the file system did not answer or lost a file (a timeout, a stale handle, a disk error)",
         StorageFailed,
-        "ask the administrators about the file system on that node; the same command goes on from the newest checkpoint",
+        "ask the administrators about the file system on that node; the same command resumes from the newest checkpoint",
     ),
     "supervisor": FailureKind(
         "tula's own supervisor failed",
         TulaError,
-        "this is a defect of tula, or its run directory was changed: please report it with what tula logs shows; the same"
-        " command goes on from the newest checkpoint",
+        "this is a bug in tula, or its run directory was changed: please report it with the output of tula logs; the same"
+        " command resumes from the newest checkpoint",
     ),
     "hung": FailureKind(
-        "a step of a rank came to no end, though its process lived",
+        "a step of a rank did not finish, although its process was alive",
         JobFailed,
-        "tula logs shows the stack of the rank that hung: what it waits for there (data, a lock, a file system) is the cause;"
-        " the same command goes on from the newest checkpoint",
+        "tula logs shows the stack of the rank that hung, and so what it waits for (data, a lock, a file system);"
+        " the same command resumes from the newest checkpoint",
     ),
     "host_limit": FailureKind(
         "a limit of the node was reached (open files, processes, threads)",
         JobFailed,
         "raise the limit on the nodes (ulimit -n for open files, ulimit -u for processes), or lower"
-        " train.workers; the same command goes on from the newest checkpoint",
+        " train.workers; the same command resumes from the newest checkpoint",
         "raise the limit on the nodes (ulimit -n for open files, ulimit -u for processes), or lower the script's loader workers"
-        " (train.workers where its command has {{workers}}); the same command goes on from the newest checkpoint",
+        " (train.workers if its command has {{workers}}); the same command resumes from the newest checkpoint",
     ),
-    "port": FailureKind("a port was taken", JobFailed, "a port was taken; run the same command again"),
+    "port": FailureKind("a port was in use", JobFailed, "a port was in use; run the same command again"),
     "cancelled": FailureKind(
-        "cancelled (tula cancel, scancel), or its time was up",
+        "the job was cancelled (tula cancel, scancel), or its time limit was reached",
         JobFailed,
         "the job was cancelled; the same command starts what is missing",
     ),
     "time_limit": FailureKind(
         "the time limit was reached",
         JobFailed,
-        "the same command goes on from the newest checkpoint; raise {minutes} if too little fits in",
+        "the same command resumes from the newest checkpoint; raise {minutes} if a job trains too little",
     ),
     "preempted": FailureKind(
         "the scheduler gave the nodes to another job",
         JobFailed,
-        "the scheduler gave the nodes to another job; the same command goes on from the newest checkpoint",
+        "the scheduler gave the nodes to another job; the same command resumes from the newest checkpoint",
     ),
     "node_failure": FailureKind(
         "a node was lost",
         JobFailed,
-        "a node was lost; the same command goes on from the newest checkpoint, on other nodes",
+        "a node was lost; the same command resumes from the newest checkpoint, on other nodes",
     ),
     "stage_end": FailureKind(
         "the next stage of train.ramp has more nodes",
         JobFailed,
-        "the next stage of a batch that grows has more nodes; the same command goes on there",
+        "the next stage of the growing batch has more nodes; the same command continues on them",
     ),
     "unknown": FailureKind(
-        "nothing tells what it was",
+        "the cause is unknown",
         JobFailed,
         "tula logs shows what the job wrote",
         severity=2,
@@ -152,7 +152,7 @@ FAILURE_KINDS: dict[OutcomeClass, FailureKind] = {
     "signal": FailureKind(
         "a process was killed",
         JobFailed,
-        "the job was killed from outside; the same command continues it",
+        "the job was killed by something other than tula; the same command resumes it",
         severity=3,
     ),
     "peer": FailureKind(
@@ -165,18 +165,18 @@ FAILURE_KINDS: dict[OutcomeClass, FailureKind] = {
 """Roughly in the order in which they are checked: failures of the user, of the machine, of the scheduler."""
 
 _FAULT_ADVICE: dict[FaultName, str] = {
-    "memory": "the memory of a GPU or of the node has failed: tell the administrators, who can drain the node",
-    "link": "a link between GPUs has failed: tell the administrators, who can drain the node",
-    "gpu_lost": "a GPU is gone: tell the administrators; nvidia-smi -q and dmesg tell more",
-    "gpu_busy": "another process holds the GPU, or it is in exclusive mode: nvidia-smi shows who",
-    "fabric": "the node's GPUs are not set up yet: its fabric manager has to run (nvidia-fabricmanager)",
-    "driver": "the driver of the node's GPUs does not work, or its libraries are of another version: the node may need a restart",
-    "mps": "the MPS server of the node does not answer: it has to be restarted (nvidia-cuda-mps-control)",
+    "memory": "the memory of a GPU or of the node has failed: ask the administrators to drain the node",
+    "link": "a link between GPUs has failed: ask the administrators to drain the node",
+    "gpu_lost": "a GPU is no longer visible: inform the administrators; nvidia-smi -q and dmesg show details",
+    "gpu_busy": "another process uses the GPU, or it is in exclusive mode: see nvidia-smi",
+    "fabric": "the node's GPUs are not set up: start its fabric manager (nvidia-fabricmanager)",
+    "driver": "the GPU driver of the node does not work, or does not match its libraries: the node may need a restart",
+    "mps": "the MPS server of the node does not answer: restart it (nvidia-cuda-mps-control)",
     "locked_memory": (
-        "InfiniBand may not lock enough memory: let the node's limit be unlimited (ulimit -l, memlock; for SLURM"
+        "InfiniBand cannot lock enough memory: remove the node's limit (ulimit -l unlimited, memlock; for SLURM"
         " LimitMEMLOCK of slurmd, PropagateResourceLimitsExcept=MEMLOCK)"
     ),
-    "no_gpu": "no GPU is to be seen: does the job ask for GPUs (on SLURM: cluster.slurm.gpus), and does nvidia-smi or rocm-smi show them?",
+    "no_gpu": "no GPU is visible: check that the job requests GPUs (on SLURM: cluster.slurm.gpus) and that nvidia-smi or rocm-smi lists them",
 }
 """Advice about the faults of a node or a device."""
 

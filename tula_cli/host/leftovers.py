@@ -120,7 +120,7 @@ class GpuMemory:
             if give_up():
                 return ""
             if time.monotonic() > deadline:
-                return f"{missing}; held by {', '.join(devices.describe_holders()) or 'nobody who is to be seen from here'}"
+                return f"{missing}; held by {', '.join(devices.describe_holders()) or 'no process that is visible here'}"
             time.sleep(POLL)
         return ""
 
@@ -133,7 +133,7 @@ class GpuMemory:
                 for gpu, used in used_now.items()
                 if used > used_before.get(gpu, 0) + MAX_EXTRA_BYTES
             }
-            return ", ".join(f"{extra >> 20} MiB of {gpu} are in use still" for gpu, extra in extra_bytes.items())
+            return ", ".join(f"{extra >> 20} MiB of {gpu} are still in use" for gpu, extra in extra_bytes.items())
         # Where nothing tells of memory, its holders do; those of this run are by now other supervisors' next ranks.
         later = sorted(set(devices.find_device_holders()) - set(self._holders) - set(_find_marked_processes(own_mark)))
-        return f"processes {later} hold GPUs still" if later else ""
+        return f"processes {later} still use GPUs" if later else ""

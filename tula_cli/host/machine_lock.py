@@ -90,7 +90,7 @@ def _make_private(path: Path) -> Path:
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
     if not _is_private(path):
-        raise UntrustedFolder(f"{path} is not a folder of this user's alone (mode 0700)")
+        raise UntrustedFolder(f"{path} is not a private folder of this user (mode 0700)")
     return path
 
 

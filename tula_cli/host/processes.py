@@ -145,7 +145,7 @@ def adopt_orphans() -> Iterator[None]:
 
 def _adopt(orphans: bool) -> None:
     if platform.system() != "Linux" or ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(orphans), 0, 0, 0):
-        raise OSError("this system lets no process adopt orphans")
+        raise OSError("this system cannot assign orphaned processes to another parent")
 
 
 class _TaggedStream(io.RawIOBase):

@@ -336,7 +336,7 @@ def compute_hourly_charge(pricing: Pricing, nodes: Number) -> Number:
     """
     billing = pricing.slurm_billing
     if billing is None:
-        assert pricing.kind != "billing", "what a job is billed was not asked for"
+        assert pricing.kind != "billing", "the billing of a job was not queried"
         return 0.0
     import numpy as np
 
@@ -371,13 +371,13 @@ def compute_max_price(spec: JobSpec, node_hours: float, capacity: int | None) ->
 def describe_price(pricing: Pricing) -> str:
     """Return the price with its unit and its source."""
     if pricing == UNPRICED:
-        return "none is given (pricing.price), so cost is a number of node-hours"
+        return "pricing.price is not set, so costs are in node-hours"
     unit = pricing.unit if pricing.kind == "billing" else _UNITS[pricing.kind]
     description = f"{pricing.price:g} {pricing.currency} per {unit}" + (
         f" ({pricing.source})" if pricing.source else ""
     )
     if pricing.kind == "billing" and (pricing.price, pricing.currency) == (1.0, unit):
-        description = f"{unit}, the hours of billing as SLURM counts them" + (
+        description = f"{unit} (billing-hours as SLURM counts them)" + (
             f" ({pricing.source})" if pricing.source else ""
         )
     if (bill := pricing.slurm_billing) is not None:
@@ -387,4 +387,4 @@ def describe_price(pricing: Pricing) -> str:
         return description
     spot = pricing.spot
     wait = f", {spot.wait_minutes:g} min to replace one" if spot.wait_minutes else ""
-    return f"{description}; spot {spot.discount:.0%} off, {spot.interruptions_per_day:g} interruptions a day and node{wait}"
+    return f"{description}; spot {spot.discount:.0%} off, {spot.interruptions_per_day:g} interruptions per day and node{wait}"

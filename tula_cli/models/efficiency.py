@@ -265,7 +265,7 @@ def describe_noise(noise: Noise, *, reference: int, epochs: int) -> str:
     at = f"after {noise.epoch:g} of {epochs} epochs" if noise.epoch else "at the start of training"
     source = "a training" if noise.epoch else probes
     return (
-        f"gradient noise scale {noise.scale:.3g} samples {at} ({bounds}, {source}), taken to grow with"
-        f" epochs^{GROWTH:g}; same progress as {epochs} epochs at batch {reference}, if the learning rate suits each batch"
+        f"gradient noise scale {noise.scale:.3g} samples {at} ({bounds}, {source}), assumed to grow with"
+        f" epochs^{GROWTH:g}; epochs for the same progress as {epochs} at batch {reference}, if the learning rate suits each batch"
         " as plain SGD with a scaled learning rate does: an assumption, not a measurement, for other methods"
     )

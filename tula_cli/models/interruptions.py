@@ -85,7 +85,7 @@ class CheckpointSchedule:
     @property
     def _setting_text(self) -> str:
         if self.asked == "none":
-            return "; nothing asks it to save before a time limit (script.save: none)"
+            return "; tula cannot request a checkpoint before a time limit (script.save: none)"
         return f"; before a time limit, tula requests a checkpoint ({self.asked})"
 
 

@@ -168,7 +168,7 @@ def describe_mixed_hardware(measured: Sequence[Measured]) -> str:
     if len(where) < 2:
         return ""
     description = "; ".join(f"{hardware}: {', '.join(ids)}" for hardware, ids in where.items())
-    return f"the probes ran on different hardware and cannot be fitted together ({description})"
+    return f"the probes ran on different hardware, so one model cannot describe them ({description})"
 
 
 def _get_hardware(probe: Measured) -> str:

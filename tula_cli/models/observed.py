@@ -113,7 +113,7 @@ class MeasuredJob:
             trained = max((beat.step for beat in heartbeats), default=0)
             raise BadMeasurements(
                 f"{script}/{job} has not been measured yet ({trained} steps so far)",
-                "ask again when it has trained for half a minute",
+                "run the same command again when it has trained for half a minute",
             )
         if len(ranks) < ranks[0].world:
             raise BadMeasurements(

@@ -19,7 +19,7 @@ LESS_MEMORY = (
     "search more nodes, lower search.min_batch, or use train.accumulate, train.activation_checkpointing or"
     " train.precision: bf16"
 )
-LESS_MEMORY_FOR_SCRIPT = "search more nodes, lower search.min_batch, or have the script use more accumulation, activation checkpointing or bf16"
+LESS_MEMORY_FOR_SCRIPT = "search more nodes, lower search.min_batch, or use more accumulation, activation checkpointing or bf16 in the script"
 
 
 def cannot_accumulate(spec: JobSpec) -> str:
@@ -52,7 +52,7 @@ def list_splits(
             return _make_splits(batch, micro_batch, micro_batches, splits, broken[0])
         splits.append(split)
         least = 2 * split
-    return _make_splits(batch, micro_batch, micro_batches, splits, "it holds one sample")
+    return _make_splits(batch, micro_batch, micro_batches, splits, "it has one sample")
 
 
 def list_divisors(number: int) -> list[int]:
@@ -83,7 +83,7 @@ def make_batch_norm_limit(*, ranks: int = 1) -> tuple[Callable[[int], bool], str
     def holds(micro_batch: int) -> bool:
         return micro_batch * ranks >= MIN_NORMALISED
 
-    return holds, f"BatchNorm would take its statistics over fewer than {MIN_NORMALISED} samples"
+    return holds, f"BatchNorm would compute its statistics over fewer than {MIN_NORMALISED} samples"
 
 
 def find_next_fallback(
@@ -109,7 +109,7 @@ def find_next_fallback(
     did_not_fit = Fallback(rung=0, splits=1, batch=batches[0], stage=stage)
     batch_splits = micro_batches.splits_of_batch(batches[0]) if micro_batches is not None else None
     if why_not or micro_batches is None or batch_splits is None:
-        limit = why_not or "the ranks ended before they knew how far that may go"
+        limit = why_not or "the ranks ended before they reported how far micro-batches can be split"
         return did_not_fit.model_copy(update={"rung": 1, "limit": limit}) if len(batches) > 1 else None
     failed = batch_splits.micro_batch / max(splits, 1 if stage is None else batches[0] / stage)
     following = next((split for split in batch_splits.into if batch_splits.micro_batch / split < failed), None)

@@ -118,8 +118,8 @@ def _compute_half_interval(residuals: Floats, *, parameters: int) -> float | Non
 def _describe_power(
     idle: float, per_sample: float, residuals: Sequence[float] | Floats, *, probe_count: int, of: int
 ) -> str:
-    per_sample_text = f" and {format_number(per_sample)} J a sample" if per_sample else ", whatever the batch"
-    error = "" if probe_count < 2 else f"; off by {float(np.median(np.abs(residuals))):.1%} in the median"
+    per_sample_text = f" and {format_number(per_sample)} J a sample" if per_sample else " at every batch"
+    error = "" if probe_count < 2 else f"; median error {float(np.median(np.abs(residuals))):.1%}"
     return f"{format_number(idle)} W a GPU{per_sample_text}, from {probe_count} of {format_count(of, 'probe')}{error}"
 
 

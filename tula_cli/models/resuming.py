@@ -15,8 +15,8 @@ changes little."""
 ROUNDING = 1e-6
 """Relative rounding error of a learning rate stored as a 32-bit number or written on a command line."""
 NO_STEP_SEEN = (
-    "no optimizer step of torch was seen: does it train with an optimizer of torch.optim, and is its Python started without"
-    " -I, -E and -S?"
+    "no step of a torch optimizer was observed: check that it uses torch.optim and that its Python starts without"
+    " -I, -E and -S"
 )
 
 
@@ -55,13 +55,13 @@ def judge_resume_test(starts: Sequence[Rehearsed], *, lr_ratio: float | None) ->
         return ResumeJudgement(None, (_explain_no_checkpoint(begin),))
     same_batch = _judge_resumed(begin, same, lr_ratio=1.0)
     if same.ended == "failed" and same.outcome != "user":
-        return ResumeJudgement(None, (f"not rehearsed: at batch {same.batch} {same.why}",))
+        return ResumeJudgement(None, (f"not tested: at batch {same.batch} {same.why}",))
     if same.ended == "cut" and not same_batch.faults:
         return ResumeJudgement(None, same_batch.told)  # it might as well have begun anew
     if same_batch.useless:
         return ResumeJudgement("none", same_batch.told, same_batch.faults)
     if half is None:
-        return ResumeJudgement("same", (*same_batch.told, "not rehearsed at another batch"), same_batch.faults)
+        return ResumeJudgement("same", (*same_batch.told, "not tested at another batch"), same_batch.faults)
     second = _judge_resumed(begin, half, lr_ratio=lr_ratio)
     schedule = "" if second.faults else _find_schedule_fault(begin, same, half, lr_ratio)
     reasons = (*same_batch.told, *second.told, *([schedule] if schedule else []))
@@ -77,26 +77,26 @@ def _find_last_of_phase(starts: Sequence[Rehearsed], phase: Phase) -> Rehearsed 
 
 def _explain_no_checkpoint(begin: Rehearsed | None) -> str:
     if begin is None:
-        return "not rehearsed: nothing was started"
+        return "not tested: the script was not started"
     if begin.ended == "failed":
-        return f"not rehearsed: at batch {begin.batch} it failed before it went on: {begin.why}"
+        return f"not tested: at batch {begin.batch} the script failed before it could resume: {begin.why}"
     if begin.saved_samples is None and not begin.steps:
         why = (
-            f"no optimizer step of torch was seen; the last line of the script is: {begin.why}"
+            f"no step of a torch optimizer was observed; last line of the script: {begin.why}"
             if begin.why
             else NO_STEP_SEEN
         )
-        return f"not rehearsed: at batch {begin.batch} {why}"
+        return f"not tested: at batch {begin.batch} {why}"
     if begin.saved_samples is None and begin.ended == "cut":
         within = f"within {format_duration(begin.seconds)} at batch {begin.batch}"
         return (
-            f"not rehearsed: no checkpoint {within}; raise search.max_minutes, or say in script.save how to ask for one"
+            f"not tested: no checkpoint {within}; raise search.max_minutes, or set script.save to how a checkpoint is requested"
         )
     if begin.saved_samples is None:
-        return "not rehearsed: it ended without a checkpoint that script.resume.checkpoint finds"
+        return "not tested: the script ended without a checkpoint that matches script.resume.checkpoint"
     if begin.ended == "ended":
-        return "not rehearsed: its only checkpoint is that of its end"
-    return "not rehearsed: nothing went on from its checkpoint, which is not whole, or search.max_minutes was over"
+        return "not tested: its only checkpoint is from the end of the training"
+    return "not tested: the script did not resume, because its checkpoint is incomplete or search.max_minutes was reached"
 
 
 def _is_at_epoch_end(begin: Rehearsed) -> bool:
@@ -111,10 +111,10 @@ def _is_at_epoch_end(begin: Rehearsed) -> bool:
 def _judge_resumed(begin: Rehearsed, start: Rehearsed, *, lr_ratio: float | None) -> _ResumedStart:
     at = f"at batch {start.batch}"
     if start.ended == "failed":
-        message = f"{at} it cannot go on from its own checkpoint: {start.why}"
+        message = f"{at} it cannot resume from its own checkpoint: {start.why}"
         return _ResumedStart(useless=True, told=(message,), faults=(message,))
     if not start.steps and start.ended == "cut":
-        return _ResumedStart(told=(f"not rehearsed {at}: no step within {format_duration(start.seconds)}",))
+        return _ResumedStart(told=(f"not tested {at}: no step within {format_duration(start.seconds)}",))
     counted = _judge_samples(begin, start)
     lr = _judge_learning_rate(begin, start, lr_ratio) or (
         _find_lost_schedule(begin, start) if start.batch == begin.batch else ""
@@ -129,34 +129,34 @@ def _judge_samples(begin: Rehearsed, start: Rehearsed) -> _ResumedStart:
     at, saved, total = f"at batch {start.batch}", begin.saved_samples or 0, start.whole
     if total is None:
         return _ResumedStart(
-            told=(f"samples {at} were not compared: nothing tells those of an epoch (script.dataset_size)",)
+            told=(f"samples {at} were not compared, because the samples per epoch are unknown (script.dataset_size)",)
         )
     remaining, tolerance = total - saved, _compute_sample_tolerance(begin, start, total - saved)
     beyond = start.samples - remaining
     if beyond > tolerance:
         least = "at least " * (start.ended == "cut")
         share = f"{least}{format_percent(beyond / total)} % too many"
-        message = f"{at} it trains {least}{saved + start.samples} samples in all where {total} were asked for: {share}"
+        message = f"{at} it trains {least}{saved + start.samples} samples in total instead of {total}: {share}"
         anew = abs(start.samples - total) <= tolerance < saved
         restart_message = (
-            f"{at} it does not go on from its checkpoint, but begins anew: all {total} samples are trained again"
+            f"{at} it does not resume from its checkpoint, but starts from the beginning: all {total} samples are trained again"
         )
         verdict = restart_message if anew else message
         return _ResumedStart(useless=anew, told=(verdict,), faults=(verdict,))
     if start.ended == "cut":
         reached = f"{start.samples} of {remaining} samples in {format_duration(start.seconds)}"
-        message = f"{at} it takes steps, but was not seen to its end ({reached}), so where it goes on is not known: raise search.max_minutes"
+        message = f"{at} it trains, but did not finish ({reached}), so it is unknown from where it resumed: raise search.max_minutes"
         return _ResumedStart(told=(message,))
     if beyond < -tolerance:
         message = (
-            f"{at} it trains {saved + start.samples} samples in all where {total} were asked for: {-beyond} too few"
+            f"{at} it trains {saved + start.samples} samples in total instead of {total}: {-beyond} too few"
         )
         return _ResumedStart(told=(message,), faults=(message,))
     if start.batch < begin.batch and saved * (1 - start.batch / begin.batch) <= tolerance:
-        early = f"its checkpoint holds {saved} samples alone: steps counted at the other batch would not show"
-        return _ResumedStart(told=(f"{at} it goes on, but {early}",))
+        early = f"its checkpoint contains only {saved} samples, too few to notice steps counted at the other batch"
+        return _ResumedStart(told=(f"{at} it resumes, but {early}",))
     return _ResumedStart(
-        exact=True, told=(f"{at} it goes on from its checkpoint, to {saved + start.samples} samples of {total}",)
+        exact=True, told=(f"{at} it resumes from its checkpoint, up to {saved + start.samples} of {total} samples",)
     )
 
 
@@ -179,11 +179,11 @@ def _judge_learning_rate(begin: Rehearsed, start: Rehearsed, ratio: float | None
         return ""
     expected = begin.next_lr * ratios[0]
     expected_text = (
-        f"it was {format_number(expected, 4)} there at first"
+        f"was {format_number(expected, 4)} at that point in the first run"
         if ratios[0] == 1.0
-        else f"{format_number(expected, 4)} was asked for"
+        else f"should be {format_number(expected, 4)}"
     )
-    return f"at batch {start.batch} its learning rate is {format_number(start.first_lr, 4)} after the checkpoint, and {expected_text}"
+    return f"at batch {start.batch} its learning rate is {format_number(start.first_lr, 4)} after the checkpoint, but {expected_text}"
 
 
 def _list_allowed_ratios(ratio: float | None) -> list[float]:
@@ -202,7 +202,7 @@ def _find_lost_schedule(begin: Rehearsed, same: Rehearsed) -> str:
     schedule_before, after = begin.schedule, same.schedule
     if schedule_before is None or after is None or after.moves is False or abs(schedule_before.at - after.at) <= 1:
         return ""
-    return f"at batch {same.batch} its schedule ({after.name}) goes on at step {after.at}, and stood at {schedule_before.at}"
+    return f"at batch {same.batch} its schedule ({after.name}) resumes at step {after.at} instead of {schedule_before.at}"
 
 
 def _find_schedule_fault(begin: Rehearsed, same: Rehearsed, half: Rehearsed, ratio: float | None) -> str:
@@ -219,14 +219,14 @@ def _find_schedule_fault(begin: Rehearsed, same: Rehearsed, half: Rehearsed, rat
         and counts
         and abs(schedule_before.at - after.at) <= 1 < after.at
     ):
-        why = f"it counts steps, and those before the checkpoint were of {begin.batch} samples"
-        return f"{at} its schedule ({after.name}) goes on at step {after.at} as at batch {same.batch}: {why}"
+        why = f"it counts steps, but steps before the checkpoint had {begin.batch} samples"
+        return f"{at} its schedule ({after.name}) resumes at step {after.at}, as at batch {same.batch}: {why}"
     differing = [_find_first_difference(begin, same, half, factor) for factor in _list_curve_factors(same, half, ratio)]
     if not differing or not all(differing):
         return ""
     samples, observed, expected = max(point for point in differing if point is not None)
-    figures = f"{format_number(observed, 4)} after {samples} samples, and {format_number(expected, 4)} was due there"
-    return f"{at} its learning rate is {figures}: the schedule counts steps of the batch before"
+    figures = f"{format_number(observed, 4)} after {samples} samples instead of {format_number(expected, 4)}"
+    return f"{at} its learning rate is {figures}: the schedule counts steps of the previous batch"
 
 
 def _list_curve_factors(same: Rehearsed, half: Rehearsed, ratio: float | None) -> list[float]:

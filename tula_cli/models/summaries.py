@@ -62,24 +62,24 @@ def _summarize_step_time(model: StepModel) -> Iterator[RegressionSummary]:
         yield _summarize_overlap(model, "step time", "")
         return
     reason = (
-        "the durations of whole steps do not show which one is right"
+        "whole step times do not show which one is right"
         if model.whole_steps_alone
-        else "gradients as small as these may be hidden or not"
+        else "the communication of such small gradients may overlap or not"
     )
     for member, weight, name in zip(model.members, model.weights, ("overlapped", "nothing overlapped"), strict=True):
         yield _summarize_overlap(
             member,
             f"step time, {name}",
-            f"; counts {weight:.0%} of two fits, for {reason}",
+            f"; one of two fits, with weight {weight:.0%}, because {reason}",
         )
 
 
 def _summarize_overlap(model: Overlap, name: str, share: str) -> RegressionSummary:
     names, result = model.coordinates, model.regression()
     about = (
-        "the model of step times at its most probable coordinates, by generalised least squares: whole steps and, where it was"
-        f" measured, their compute, then {format_count(len(names), 'row')} for the priors. Coordinates are counted from the mean of"
-        f" their prior in its standard deviations: one with a standard error near 1 was not determined by the probes{share}"
+        "the step-time model at its most probable parameters, by generalised least squares: one row per step time and, if"
+        f" measured, per compute time, and {format_count(len(names), 'row')} for the priors. Parameters are in standard deviations"
+        f" of their prior from its mean: one with a standard error near 1 was not determined by the probes{share}"
     )
     return RegressionSummary(
         name, about, _list_coefficients(result, names), _render_summary(result, "ln step time", names)
@@ -111,12 +111,12 @@ def _summarize_cost(estimator: Estimator) -> RegressionSummary:
     columns = {"fixed": np.ones(len(rows))}
     columns |= {f"ln {name}": np.log([getattr(row, name) for row in rows]) for name in ("nodes", "batch")}
     about = (
-        "the cost of a training at the measured configurations, by ordinary least squares in logarithms: a coefficient of"
-        " -0.5 for the batch divides the cost by 1.4 when the batch doubles"
+        "the cost of the training at the measured configurations, by ordinary least squares of logarithms: a coefficient of"
+        " -0.5 for the batch means that doubling the batch divides the cost by 1.4"
     )
     cost = np.array([row.cost for row in rows])
     if not (cost > 0).all():
-        return RegressionSummary("cost", f"{about}; a training costs nothing here", {}, "")
+        return RegressionSummary("cost", f"{about}; not fitted, because the cost is 0", {}, "")
     varying = {name: column for name, column in columns.items() if name == "fixed" or np.ptp(column) > 0}
     return _summarize_ols("cost", about, f"ln cost ({estimator.spec.pricing.currency})", np.log(cost), varying)
 
@@ -126,7 +126,7 @@ def _summarize_ols(name: str, about: str, of: str, target: Floats, columns: Mapp
 
     rows = np.column_stack(list(columns.values()))
     if len(rows) <= rows.shape[1] or np.linalg.matrix_rank(rows) < rows.shape[1]:
-        few = f"; {format_count(len(rows), 'probe')} do not determine its {format_count(rows.shape[1], 'coefficient')} and an error"
+        few = f"; {format_count(len(rows), 'probe')} are too few for {format_count(rows.shape[1], 'coefficient')} and an error"
         return RegressionSummary(name, f"{about}{few}", {}, "")
     result = OLS(target, rows).fit()
     return RegressionSummary(

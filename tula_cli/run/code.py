@@ -73,7 +73,7 @@ class ImportedCode:
         return ()
 
     def __str__(self) -> str:
-        return f"the code behind {', '.join(self.modules)}"
+        return f"the code of {', '.join(self.modules)}"
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ def _copy_snapshot(run: RunDir, selection: Selection, draft: Path, source: Sourc
     # Of the copies, not of the originals: they may be edited at this very moment.
     digest = compute_digest_of_files((draft / file for file in modules), draft, start=selection.start)
     if digest != source.digest:
-        raise TulaError(f"{message} has just been changed", "run the same command again")
+        raise TulaError(f"{message} is being changed", "run the same command again")
     # The links lead to this folder: the same code in another one is another snapshot.
     contents = compute_digest_of_files((draft / file for file in names), draft)
     place_text = "\0".join(dict.fromkeys([str(source.workdir), str(base), selection.program or str(base)]))

@@ -50,7 +50,7 @@ def warn_damaged_record(run: Path, path: Path, error: BadMeasurements) -> Diagno
     """Return a warning about a damaged record, with its consequence and what to do."""
     name = path.relative_to(run).as_posix()
     lost = next(
-        (consequence for pattern, consequence in _CONSEQUENCES.items() if fnmatchcase(name, pattern)), "it is left out"
+        (consequence for pattern, consequence in _CONSEQUENCES.items() if fnmatchcase(name, pattern)), "it is skipped"
     )
     return messages.damaged_record(problem=error.message, consequence=lost, advice=error.hint)
 
@@ -116,7 +116,7 @@ def describe_checkpoint_problem(path: Path) -> str:
         if stat.S_ISDIR(path.stat().st_mode):
             return _describe_sharded_problem(path)
         if not is_regular(path):
-            return "it is no file"
+            return "it is not a file"
         if path.stat().st_size == 0:
             return "it is empty"
         return "" if is_complete_archive(path, summed=_MAX_SUMMED) else "it is truncated or overwritten"

@@ -39,7 +39,7 @@ def describe_free_space(folder: Path) -> str:
     if statistics is None:
         return ""
     if statistics.f_files and not statistics.f_favail:
-        return f"no more files, of {statistics.f_files}, can be made on the file system of {folder}"
+        return f"no more files (of {statistics.f_files}) can be created on the file system of {folder}"
     total = words.format_bytes(statistics.f_blocks * statistics.f_frsize)
     return f"{words.format_bytes(count_free_bytes(statistics))} of {total} are free on the file system of {folder}"
 

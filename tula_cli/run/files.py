@@ -192,7 +192,7 @@ def open_file(path: Path) -> BinaryIO:
     file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115 - the caller closes it
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise make_damaged_error(path, "it is no file")
+        raise make_damaged_error(path, "it is not a file")
     return file
 
 
@@ -210,7 +210,7 @@ def read_error(path: Path, error: OSError) -> TulaError:
     if error.errno in IO_ERRNOS:
         return StorageFailed(message, NO_ANSWER)
     if error.errno in ACCESS_ERRNOS:
-        return make_ownership_error(path) or TulaError(message, f"let yourself read it: chmod u+r {path}")
+        return make_ownership_error(path) or TulaError(message, f"make it readable: chmod u+r {path}")
     return TulaError(message)
 
 
@@ -224,7 +224,7 @@ def write_record(path: Path, record: "BaseModel") -> None:
     try:
         text = record.model_dump_json(indent=1)
     except ValueError as error:  # of a name with other bytes than those of UTF-8
-        hint = "run tula from a folder, and name files, whose paths are UTF-8; convmv -t utf8 renames them"
+        hint = "use folders and files whose names are UTF-8; convmv -t utf8 renames them"
         raise CannotWrite(f"{path} cannot be written: a path or text in it is not UTF-8", hint) from error
     write_atomic(path, text + "\n")
 
@@ -277,7 +277,7 @@ def read_text(path: Path) -> str:
     except FileNotFoundError:
         return ""
     except UnicodeDecodeError:
-        raise make_damaged_error(path, "it is no text") from None
+        raise make_damaged_error(path, "it is not text") from None
 
 
 def list_files(folder: Path, pattern: str = "*.json") -> list[Path]:
@@ -442,7 +442,7 @@ def open_to_append(path: Path) -> BinaryIO:
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):
             raise CannotWrite(
-                f"cannot add to {path}: it is a link, or no file: what is added would go elsewhere",
+                f"cannot append to {path}: it is a link or not a file, so the data would be written elsewhere",
                 f"remove it: rm {path}",
             ) from error
         raise write_error(path, error) from error

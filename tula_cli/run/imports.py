@@ -51,7 +51,7 @@ def compute_file_digest(name: str) -> str:
     path = path / "sums.json" if path.is_dir() else path
     try:
         if not is_regular(path):
-            raise SpecError(f"model.weights: {name} is not a regular file", "name a file, or a folder of shares")
+            raise SpecError(f"model.weights: {name} is not a regular file", "name a file, or the folder of a sharded checkpoint")
         file_statistics = path.stat()
         return _compute_digest_of_content(path, (file_statistics.st_size, file_statistics.st_mtime_ns))
     except OSError as error:
@@ -188,7 +188,7 @@ def _read_file(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise SpecError(f"cannot read {file}: {error.strerror}", "the spec's import strings lead to it") from error
+        raise SpecError(f"cannot read {file}: {error.strerror}", "an import string of the job needs it") from error
 
 
 def import_roots(workdir: Path, path: Iterable[str]) -> list[Path]:

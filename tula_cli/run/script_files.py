@@ -112,8 +112,8 @@ def find_program(words: Sequence[str], workdir: Path, *, path: Sequence[str] | N
 def _make_missing_file_error(what: str) -> NoCommandFile:
     return NoCommandFile(
         f"script.command: {what}",
-        "call tula where the command runs, or name the file as it is there; with script.code: none it need only be there for"
-        " the job",
+        "run tula in the folder in which the command runs, or correct the name; with script.code: none, only the job needs"
+        " the file",
     )
 
 

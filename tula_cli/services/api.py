@@ -425,7 +425,7 @@ def load_job(job: Job, overrides: Sequence[str] = ()) -> JobSpec:
     if isinstance(job, str | Path):
         return load_spec(Path(job), overrides=overrides)
     if not isinstance(job, JobSpec | Mapping):
-        raise SpecError(f"{job!r} is no job", "give the path of a job.yaml, its content as a mapping, or a spec")
+        raise SpecError(f"{job!r} is not a job", "give the path of a job.yaml, its content as a mapping, or a spec")
     if isinstance(job, JobSpec) and not overrides:
         return job
     content = job.model_dump(mode="json", exclude_unset=True) if isinstance(job, JobSpec) else deepcopy(dict(job))
@@ -458,8 +458,8 @@ def _make_confirm(spec: JobSpec, confirm: Confirm | None) -> Confirm:
             return confirm(planned)
         if spec.search.max_node_hours is None:
             raise OverBudget(
-                "not confirmed: the job has no search.max_node_hours, and there is nobody to ask",
-                "set it, or give confirm=lambda planned: True",
+                "not confirmed: search.max_node_hours is not set, and no confirm function was given",
+                "set it, or pass confirm=lambda planned: True",
             )
         return True
 
@@ -1075,7 +1075,7 @@ def report_text(run: Target, *, form: TextForm = "markdown", root: str | Path = 
     """
     if form not in get_args(TextForm):
         raise SpecError(
-            f"unknown form {form!r}; it is one of {', '.join(get_args(TextForm))}",
+            f"unknown form {form!r}; use one of {', '.join(get_args(TextForm))}",
             suggest_nearest(str(form), get_args(TextForm)),
         )
     return load_report_package().render_text(report(run, root=root), form)

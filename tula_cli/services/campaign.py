@@ -56,7 +56,7 @@ def plan_campaign(
     require_positive(trainings=trainings)
     if trainings > MAX_TRAININGS:
         raise SpecError(
-            f"trainings {trainings}: at most {MAX_TRAININGS} can be planned together", "plan a part of them"
+            f"trainings {trainings}: at most {MAX_TRAININGS} can be planned together", "plan fewer at once"
         )
     if query.from_training:
         raise SpecError("--from-training has no effect on a plan for many trainings", "remove it")

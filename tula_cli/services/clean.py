@@ -182,7 +182,7 @@ def _describe_why_alive(
     try:
         jobs = snapshot.jobs
         if snapshot.damaged_jobs:
-            return f"{snapshot.damaged_jobs[0].message}: nobody knows whether that job runs"
+            return f"{snapshot.damaged_jobs[0].message}, so it is unknown whether that job runs"
         local = LocalLauncher().states(snapshot, [job for job in jobs if job.scheduler == "local"])
         if job_ids := [id_ for job in jobs if job.scheduler not in BACKENDS for id_ in job.ids]:
             states = {**states, **make_scheduler(RunDir(snapshot.path).read_spec().cluster).ask(job_ids)}
@@ -190,7 +190,7 @@ def _describe_why_alive(
         return error.message
     for name, _, run in (holder.partition(" of ") for holder in holders):
         if run == str(snapshot.here):
-            return f"{name} measures, trains or waits on this machine"
+            return f"job {name} is running or waiting on this machine"
     for job in jobs:
         state = local[job.id] if job.scheduler == "local" else _get_queue_state(job, states, now)
         if state.state != "ended":
@@ -243,12 +243,12 @@ def _lock_run(run_space: RunSpace) -> Iterator[None]:
             lock = RunDir(folder).lock
             if lock.acquire() and (owner := lock.acquire()):  # the first call takes away what a killed command has left
                 raise TulaError(
-                    f"another tula command ({owner}) is submitting jobs of this run; nothing more was freed"
+                    f"another tula command ({owner}) is submitting jobs of this run; nothing more was deleted"
                 )
             locks.callback(lock.release)
             jobs = folder / "jobs"
             with contextlib.suppress(FileNotFoundError):
                 newest = max((entry.stat(follow_symlinks=False).st_mtime for entry in os.scandir(jobs)), default=0.0)
                 if newest > run_space.changed:
-                    raise TulaError("a job of it was submitted meanwhile; nothing of it was freed")
+                    raise TulaError("a job of it was submitted in the meantime; nothing of it was deleted")
         yield

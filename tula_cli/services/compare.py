@@ -124,7 +124,7 @@ def make_job_of_cell(spec: JobSpec, method: str, seed: int) -> JobSpec:
         if variant.schedule:
             content["schedule"] = {**content.get("schedule", {}), **variant.schedule}
     elif own_settings := (*variant.optimizer, *variant.schedule):
-        raise SpecError(f"{method} sets {', '.join(own_settings)} of the optimizer, which a script has for itself")
+        raise SpecError(f"{method} sets {', '.join(own_settings)} of the optimizer, which only the script can set")
     elif variant.lr != 1.0:
         content["script"] = scale_lr_of_script(content["script"], spec.script, factor=variant.lr)
     if variant.preset:
@@ -442,7 +442,7 @@ class DefaultRows:
         """Text that lists the rows and the reasons why others are left out."""
         why = "".join(f"; without {method}, which {reason}" for method, reason in self.refused.items())
         return (
-            f"rows that fit this job: {', '.join(self.methods)} ({self.own} is the job's own){why}; --methods names others, of"
+            f"rows that fit this job: {', '.join(self.methods)} ({self.own} is the method of the job){why}; --methods names others, of"
             f" {', '.join(self.others)}"
         )
 
@@ -502,6 +502,6 @@ def list_default_batches(run: RunDir) -> tuple[int, ...]:
     if recommendation is None:
         raise BadMeasurements(
             f"{run.id} has no recommendation, and --batch is not given",
-            "name the large batches: tula compare job.yaml --batch 1024,4096",
+            "give the large batches: tula compare job.yaml --batch 1024,4096",
         )
     return (recommendation.choice.batch,)

@@ -238,7 +238,7 @@ def _compare_gpu_states(
         for states in (states_before, states_after)
     ]
     if limits[0] != limits[1]:
-        differences.append(FieldDifference("clocks held down by", limits[0], limits[1], part))
+        differences.append(FieldDifference("clocks throttled by", limits[0], limits[1], part))
     return tuple(differences)
 
 
@@ -588,7 +588,7 @@ def compare_runs(before: RunDir, after: RunDir) -> RunDifference:
         BadMeasurements: a record is damaged.
     """
     if before.path.resolve() == after.path.resolve():
-        raise SpecError(f"A and B are one run: {before.path.resolve()}", "name two runs, or a run and its copy")
+        raise SpecError(f"A and B are the same run: {before.path.resolve()}", "name two runs, or a run and its copy")
     specs = before.read_spec(), after.read_spec()
     pairs, only = _match_parts(before, specs[0], after, specs[1])
     snapshots_by_part = [(name, part_before.read(), part_after.read()) for name, part_before, part_after in pairs]
@@ -680,7 +680,7 @@ def _match_parts(
 _MAX_CAUSES = 6
 """Maximum number of differences in the headline; the tables show all of them."""
 _PARTS: tuple[StepPart, ...] = ("compute", "network", "input")
-_LIKELY_CAUSES = ("hardware", "GPU driver", "GPU clocks (MHz)", "clocks held down by", "torch", "CUDA", "NCCL")
+_LIKELY_CAUSES = ("hardware", "GPU driver", "GPU clocks (MHz)", "clocks throttled by", "torch", "CUDA", "NCCL")
 """Settings that change the time of a step most often; they are shown first."""
 _MAX_VALUE_LENGTH = 40  # characters of a value
 
@@ -694,15 +694,15 @@ def write_headline(difference: "RunDifference") -> tuple[str, ...]:
     )
     if not causes and not difference.steps.changed:
         alike = "the same job, code and environment" if difference.steps.timed else "the same job and code"
-        return (f"nothing differs: {alike}; {pace or 'nothing is measured in either'}", *trained)
+        return (f"nothing differs: {alike}; {pace or 'neither run has measurements'}", *trained)
     lines = [*filter(None, [pace]), *trained]
     if causes:
         more_text = f", and {len(causes) - _MAX_CAUSES} more" if len(causes) > _MAX_CAUSES else ""
         lines.append(f"what differs: {', '.join(causes[:_MAX_CAUSES])}{more_text}")
     else:
         lines.append(
-            "nothing that is recorded differs: another load of the machines or of the network, other nodes' neighbours,"
-            " or chance between jobs is left"
+            "no recorded property differs: the cause may be the load of the machines or of the network,"
+            " or random variation between jobs"
         )
     return tuple(lines)
 
@@ -713,7 +713,7 @@ def _describe_pace(difference: "RunDifference") -> str:
         return "no configuration was measured in both" * bool(steps.rows or any(steps.only))
     of = f"{len(steps.timed)} {'configuration' if len(steps.timed) == 1 else 'configurations'}"
     if not steps.changed or steps.ratio is None:
-        return f"a step takes as long at all of {of}, within the noise"
+        return f"step times are equal within noise at all of {of}"
     slower = sum((row.ratio or 1) > 1 for row in steps.changed)
     faster = len(steps.changed) - slower
     if slower and faster:

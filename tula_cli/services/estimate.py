@@ -118,15 +118,15 @@ def estimate(
     """
     if spec.script is not None:
         raise SpecError(
-            "memory is estimated by building the model, and this job has a script, which builds its own",
-            "tula profile measures it, and tula recommend tells it at each batch",
+            "the memory of a script cannot be estimated, because tula cannot build its model",
+            "tula profile measures it, and tula recommend --explain shows it for each batch",
         )
     inspection = (inspector or inspect)(spec)
     probed = _ProbedMemory.from_results(results, capacity=capacity)
     if not inspection.footprints and not probed.probes:
         raise JobFailed(
             f"memory cannot be estimated: {inspection.estimate_error}",
-            "tula profile measures it, and stops where it ends",
+            "tula profile measures it, and stops at the first batch that does not fit",
         )
     ranks = max(spec.search.nodes) * spec.cluster.gpus_per_node
     model = memory.fit_memory_model(
@@ -216,7 +216,7 @@ class _ProbedMemory:
             span = f"local batches {sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else f"local batch {sizes[0]}"
             count = format_count(len(self.probes), "probe")
             source = f"corrected by {count}" if inspection.footprints else f"from {count} alone"
-            off = "" if model.error is None else f"; the peaks are off by {model.error:.1%} in the median"
+            off = "" if model.error is None else f"; median error of the peaks {model.error:.1%}"
             sentences.append(f"{source} of this job ({span}{off})")
         if self.smallest_oom is not None:
             sentences.append(f"a local batch of {self.smallest_oom} was out of memory")

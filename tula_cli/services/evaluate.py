@@ -59,7 +59,7 @@ def prepare_evaluation(run: RunDir, spec: JobSpec, request: EvaluationRequest) -
     if spec.script is not None:
         raise SpecError(
             "tula evaluate is for tula's own loop, and this job has section script",
-            "how its weights are loaded and evaluated is the script's own matter",
+            "use the script itself to evaluate its weights",
         )
     variant, trained = _find_training(run, spec, request)
     files = variant.training(trained.signature)
@@ -125,7 +125,7 @@ def _find_weights(files: TrainingRun, requested: str | Path | None) -> tuple[str
     if requested == BEST:
         raise BadMeasurements(
             f"training {files.signature} has not finished an epoch yet, so it has no best weights",
-            "--weights last takes the newest",
+            "--weights last uses the newest ones",
         )
     return LAST, newest[0].absolute()
 

@@ -59,7 +59,7 @@ def write_schema(kind: Kind, path: Path) -> None:
         CannotWrite: the file cannot be written.
     """
     if path.is_dir() or (path.exists() and _TULA_SCHEMA not in _read_beginning(path)):
-        raise SpecError(f"{path} is there already, and is no schema that tula wrote", "remove it")
+        raise SpecError(f"{path} already exists and is not a schema that tula wrote", "remove it")
     text = json.dumps(make_json_schema(kind), indent=1, ensure_ascii=False) + "\n"
     write_atomic(path, text, mode=MODE_FOR_ALL)
 
@@ -249,10 +249,10 @@ def _set_key(text: str, key: str, value: str, why: str, *, section: str = "") ->
 
 def _fit_to_machine(text: str, *, per_node: int, gpus: int) -> str:
     if gpus < 1:
-        nodes, node_comment = [1, 2], f"here every node is {_describe_processes(per_node)} of this machine"
+        nodes, node_comment = [1, 2], f"numbers of nodes to measure; here a node is {_describe_processes(per_node)} of this machine"
     else:
         nodes = [2**power for power in range(max(1, gpus // per_node).bit_length())]
-        node_comment = f"here a node is {format_count(per_node, 'GPU')} of this machine's {gpus}"
+        node_comment = f"numbers of nodes to measure; here a node is {format_count(per_node, 'GPU')} of the {gpus} of this machine"
     text = _set_key(text, "nodes", str(nodes), node_comment)
     text = re.sub(
         r"^  max_seconds:.*$",
@@ -267,7 +267,7 @@ def _fit_to_machine(text: str, *, per_node: int, gpus: int) -> str:
     hours = sum(nodes) * _MINUTES / 60
     cap = math.ceil(12 * hours) / 10
     sum_ = f"({' + '.join(map(str, nodes))}) nodes" if len(nodes) > 1 else format_count(nodes[0])
-    comment = f"of all of them, {sum_} x {_MINUTES} minutes = {hours:.3g}; beyond, nothing is started"
+    comment = f"maximum node-hours of all profiling jobs: {sum_} x {_MINUTES} minutes = {hours:.3g}"
     return _set_key(text, "max_node_hours", f"{cap:g}", comment)
 
 
@@ -293,7 +293,7 @@ def with_batches(text: str, recognised: RecognisedCommand) -> str:
             text,
             "gpus_per_node",
             str(recognised.gpus_per_node),
-            "processes a node, as in the command",
+            "processes per node, as in the command",
             section="cluster",
         )
     text = re.sub(r"^  max_batch:.*\n", "", text, count=1, flags=re.MULTILINE)
@@ -301,15 +301,15 @@ def with_batches(text: str, recognised: RecognisedCommand) -> str:
     if batch is None:
         lines = _set_key(text, "min_batch", "32", "smallest global batch; batches are min_batch x 2^k")
         return re.sub(
-            r"^(  min_batch:.*)$", r"\1" + "\n  max_batch: 256 # the largest", lines, count=1, flags=re.MULTILINE
+            r"^(  min_batch:.*)$", r"\1" + "\n  max_batch: 256 # largest global batch", lines, count=1, flags=re.MULTILINE
         )
     nodes = [int(number) for number in re.findall(r"\d+", re.findall(r"^  nodes: \[(.*)\]", text, re.MULTILINE)[0])]
     least, most = choose_batch_range(recognised, batch, nodes)
-    below = "half of that of today" if least < batch else "that of today"
+    below = "half of the current batch" if least < batch else "the current batch"
     text = _set_key(
         text, "min_batch", str(least), f"{below}, {batch}; batches are min_batch x 2^k, each a start of the script"
     )
-    above = f"\n  max_batch: {most} # {most // batch} times that of today; memory may end it earlier"
+    above = f"\n  max_batch: {most} # {most // batch} times the current batch; memory may limit it further"
     return re.sub(r"^(  min_batch:.*)$", lambda line: line[0] + above, text, count=1, flags=re.MULTILINE)
 
 
@@ -351,14 +351,14 @@ def _list_machine_warnings(recognised: RecognisedCommand, offered: Site | None, 
     requested, partition = recognised.gpus_per_node, offered.default if offered is not None else None
     if requested is None:
         return []
-    description = f"the command starts {_describe_processes(requested)} a node"
+    description = f"the command starts {_describe_processes(requested)} per node"
     if 0 < gpus < requested:
-        return [f"{description}, and this machine has {format_count(gpus, 'GPU')}: set cluster.gpus_per_node"]
+        return [f"{description}, but this machine has {format_count(gpus, 'GPU')}: set cluster.gpus_per_node"]
     available = _count_gpus(offered) or requested
     if partition is None or available == requested:
         return []
     return [
-        f"{description}, and those of partition {partition.name} have {format_count(available, 'GPU')}: set cluster.gpus_per_node"
+        f"{description}, but those of partition {partition.name} have {format_count(available, 'GPU')}: set cluster.gpus_per_node"
     ]
 
 
@@ -399,7 +399,7 @@ class _Request:
         if not (text := self.text(name)):
             return default
         if not re.fullmatch(r"[1-9]\d{0,5}", text):
-            raise SpecError(f"#SBATCH {self.options[name].written}: {text!r} is no number", "give the number")
+            raise SpecError(f"#SBATCH {self.options[name].written}: {text!r} is not a number", "give the number")
         return int(text)
 
     @property
@@ -415,10 +415,10 @@ class _Request:
         if tasks > 1 and not tasks_per_node:
             written = self.options["ntasks"].written
             raise Unknown(
-                f"#SBATCH {written} does not say on how many nodes they are",
+                f"#SBATCH {written} does not specify the number of nodes",
                 "add a line #SBATCH --nodes=1, with the number",
                 key=NODES,
-                question=f"on how many nodes are the tasks of #SBATCH {written}?",
+                question=f"number of nodes of the tasks (#SBATCH {written})?",
             )
         return max(1, math.ceil(tasks / tasks_per_node)) if tasks_per_node else 1
 
@@ -475,7 +475,7 @@ def make_job_from_sbatch(
         written, [*_list_setting_lines(request, recognised, offered), *list_shell_settings(recognised)]
     )
     left_out = [
-        f"{option.written}: tula decides it for each of its jobs"
+        f"{option.written}: tula sets it for each of its jobs"
         for name, option in request.options.items()
         if name in _LEFT_OUT
     ]
@@ -501,7 +501,7 @@ def _read_request(text: str) -> _Request:
             raise SpecError(f"line {number}: {line.strip()!r}: {str(error).lower()}") from None
         known, other_words = read_slurm_options(arguments)
         if other_words:
-            raise SpecError(f"line {number}: {other_words[0].text!r} is no option of sbatch", "correct the line")
+            raise SpecError(f"line {number}: {other_words[0].text!r} is not an option of sbatch", "correct the line")
         options |= known
     return _Request(options)
 
@@ -509,7 +509,7 @@ def _read_request(text: str) -> _Request:
 def _check_folder(request: _Request) -> None:
     if (folder := request.text("chdir")) and Path(folder).expanduser().resolve() != Path.cwd():
         raise SpecError(
-            f"#SBATCH {request.options['chdir'].written} is not kept: jobs run in the folder that tula is run in",
+            f"#SBATCH {request.options['chdir'].written} is ignored: jobs run in the folder in which tula runs",
             f"run tula init in {folder}",
         )
 
@@ -654,7 +654,7 @@ def make_job_from_template(kind: Literal["local", "slurm"], offered: Site | None
     if gpus < 1:
         return text
     return _NODES_HERE.sub(
-        f"  nodes: {_list_powers_of_two(gpus)} # here a node is a GPU: {format_count(gpus, 'GPU')}", text, count=1
+        f"  nodes: {_list_powers_of_two(gpus)} # numbers of nodes to measure; here a node is a GPU, of {format_count(gpus, 'GPU')}", text, count=1
     )
 
 

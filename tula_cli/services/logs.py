@@ -168,7 +168,7 @@ class _LogReader:
         since, attempts = self.wanted.since, _group_logs_by_attempt(_list_log_files(self.run, self.wanted.job))
         selected = [log for logs in attempts if (log := self._with_rank(logs)) is not None]
         if attempts and not selected:
-            raise SpecError(f"--rank {self.wanted.rank}: no log of such a rank in {self.run.path}")
+            raise SpecError(f"--rank {self.wanted.rank}: no log of this rank in {self.run.path}")
         return selected if since is None else [log for log in selected if log.changed >= since]
 
     def _with_rank(self, logs: Sequence[_AttemptLog]) -> _AttemptLog | None:

@@ -230,9 +230,9 @@ def run_node_check(
 def _make_interruption(run: RunDir, task: CheckTask | None) -> Interruption:
     """Return the error to raise on Ctrl-C; a job that was submitted continues to run."""
     if task is None:
-        return Interruption("interrupted", "the same command submits the job, or attaches to it if it is there")
+        return Interruption("interrupted", "the same command submits the job, or attaches to it if it is already queued")
     hint = f"the same command attaches to it again; tula cancel {words.make_relative_path(run.path)} ends it"
-    return Interruption(f"interrupted; {task.job} goes on", hint)
+    return Interruption(f"interrupted; {task.job} continues", hint)
 
 
 def _to_the_minute(state: SchedulerState) -> SchedulerState:
@@ -366,7 +366,7 @@ def watch_cluster(
         if timeout is not None and now - started >= timeout:
             reason = f" ({state.reason})" if state.reason else ""
             raise Pending(
-                f"{job.id} is not over after {timeout:g} s: {state.state}{reason}",
+                f"{job.id} has not finished after {timeout:g} s: {state.state}{reason}",
                 "the same command attaches to it again",
             )
         sleep(pause if timeout is None else min(pause, max(0.0, started + timeout - now)))
@@ -387,7 +387,7 @@ def _cancel_hopeless(
     _cancel_check(run, launcher, task, job)
     return SchedulerError(
         f"{job.id} was accepted, but would not start: {state.reason}; it was cancelled",
-        "change the cluster section of the job, or look at fewer nodes with --nodes",
+        "change section cluster of the job, or check fewer nodes with --nodes",
     )
 
 
@@ -451,7 +451,7 @@ def _check_failure(run: RunDir, task: CheckTask, job: Job) -> TulaError:
         ended = scheduler.find_outcome(job.scheduler_id)
         if last_attempt is None and ended is not None:
             return JobFailed(
-                f"{job.id} ended before it could look: {ended.replace('_', ' ')}", advise(ended, task.spec)
+                f"{job.id} ended before it could check the nodes: {ended.replace('_', ' ')}", advise(ended, task.spec)
             )
         blind = set(range(task.nodes)) - _list_nodes_seen(run, task, job)
         if blind:
@@ -485,7 +485,7 @@ def _make_not_shared_error(run: RunDir, task: CheckTask, job: Job, blind: set[in
     )
     seeing = [name for number, name in enumerate(names) if number not in blind]
     without = list_hosts(name for number, name in enumerate(names) if number in blind)
-    description = f"{list_hosts(seeing)} wrote into it, {without} did not" if seeing else f"nothing came from {without}"
+    description = f"{list_hosts(seeing)} wrote into it, {without} did not" if seeing else f"{without} reported nothing"
     return JobFailed(
         f"{job.id} failed, probably because its nodes do not all see {run.path.resolve()}: {description}",
         "choose a folder on a file system that this machine and all nodes share: --run-dir FOLDER"
@@ -503,4 +503,4 @@ def _find_last_log_line(run: RunDir, job: Job) -> str:
         lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         if lines:
             return f"{lines[-1]} ({path})"
-    return "it has left no word"
+    return "it reported nothing"

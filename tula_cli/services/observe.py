@@ -167,8 +167,8 @@ def report_job(root: Path, job: str) -> list[ObservedReport]:
         time.sleep(0.2)
     if not jobs:
         raise BadMeasurements(
-            "no step of a torch optimizer was seen",
-            "observe the command that trains; one that clears PYTHONPATH, or ends before it trains, cannot be observed",
+            "no step of a torch optimizer was observed",
+            "observe the command that trains; a command that clears PYTHONPATH or ends before it trains cannot be observed",
         )
     return [_report(observed, everything) for observed in jobs]
 

@@ -155,7 +155,7 @@ class ExpectedEnd:
         least, most = self.witnesses[0], self.witnesses[-1]
         epochs = format_count(least, "epoch") if least == most else f"{least} to {most} epochs"
         count = len(self.witnesses)
-        return f"{format_count(count, 'earlier training')} of this job at batch {self.batch} got there after {epochs}"
+        return f"{format_count(count, 'earlier training')} of this job at batch {self.batch} reached it after {epochs}"
 
 
 def predict_end(run: RunDir, task: TrainTask, *, code: str) -> ExpectedEnd | None:

@@ -172,7 +172,7 @@ def submit_and_wait(
     if record is None or record.over_at is None:
         attempts = run.attempts(task.id)
         why = attempts[-1].message if attempts else "it has not started"
-        raise JobFailed(f"{task.id} ended without a finding: {why}", "tula logs shows its output")
+        raise JobFailed(f"{task.id} ended without a verdict: {why}", "tula logs shows its output")
     return ResumeFinding(record, resume_settings(run.spec).batch, kept=False)
 
 
@@ -234,13 +234,13 @@ def resume_settings(spec: JobSpec) -> Resume:
     if spec.script.resume is None:
         raise SpecError(
             "script.resume is missing, so there is nothing to test",
-            'write how the script resumes, for example resume: {args: "--resume {checkpoint}", checkpoint: "{out}/checkpoint.pth"}',
+            'describe how the script resumes, for example resume: {args: "--resume {checkpoint}", checkpoint: "{out}/checkpoint.pth"}',
         )
     if "out" not in find_placeholders(spec.script.resume.checkpoint):
         raise SpecError(
-            f"script.resume.checkpoint: {spec.script.resume.checkpoint} is not in {{out}}, and a rehearsal must not write over"
-            " your own files",
-            "have the script save in {out}",
+            f"script.resume.checkpoint: {spec.script.resume.checkpoint} is not in {{out}}, but the resume test must not overwrite"
+            " your files",
+            "make the script save in {out}",
         )
     return spec.script.resume
 

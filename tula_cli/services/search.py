@@ -126,7 +126,7 @@ def choose_next_round(
         _group_candidates_by_nodes(spec, fitting or candidates).items(), whole_steps=whole_steps
     )
     if missing := [probe for probe in start if probe not in results_by_config]:
-        reasons = [f"{describe_probe_place(*probe)}: one of those to start from" for probe in missing]
+        reasons = [f"{describe_probe_place(*probe)}: one of the initial probes" for probe in missing]
         return Round(group_probes_by_nodes(missing), tuple(reasons), "")
     estimator = Estimator.fit(
         spec,
@@ -265,7 +265,7 @@ def _make_infeasible_error(spec: JobSpec, *, dataset_size: int, max_local_batch:
     search, slurm = spec.search, spec.cluster.slurm or Slurm()
     if not any(map(slurm.longest, search.nodes)):
         return Infeasible(
-            f"the site lets no job have as many nodes as search.nodes asks for: {list(search.nodes)}, and at most"
+            f"all of search.nodes {list(search.nodes)} are more than the site allows: at most"
             f" {slurm.limits[-1].nodes} (cluster.slurm.limits)",
             "search fewer nodes",
         )
@@ -285,7 +285,7 @@ def _make_infeasible_error(spec: JobSpec, *, dataset_size: int, max_local_batch:
         )
     least = min(config.local_batch(spec.cluster.gpus_per_node) for config in divisible)
     return Infeasible(
-        f"out of memory before anything ran: at most {get_highest_limit(max_local_batch)} samples fit one GPU, the smallest local batch is"
+        f"out of memory in every probe: at most {get_highest_limit(max_local_batch)} samples fit one GPU, the smallest local batch is"
         f" {least}",
         LESS_MEMORY if spec.script is None else LESS_MEMORY_FOR_SCRIPT,
     )

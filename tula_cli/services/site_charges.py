@@ -65,7 +65,7 @@ class SiteCharge:
         expected = "" if self.predicted_billing is None else f", {self.predicted_billing:g} predicted"
         so_far = ", so far" * self.open
         return (
-            f"by sacct{so_far}: {format_count(self.jobs, 'job')}, billing {billings_text} an hour{expected};"
+            f"from sacct{so_far}: {format_count(self.jobs, 'job')}, billing {billings_text} per hour{expected};"
             f" {format_number(self.billing_hours)} billing-hours, {format_number(self.cost)} {self.currency}"
         )
 
@@ -149,8 +149,8 @@ def _find_bill(spec: JobSpec, root: Path | None, billing: SiteBilling | None) ->
         return SiteBill(node=spec.pricing.per_node, charge_factor=factor, qos=slurm.qos or "", words="pricing.per_node")
     if spec.cluster.kind != "slurm":
         raise SpecError(
-            f"pricing.kind billing: SLURM reports what a job is billed, but cluster.kind is {spec.cluster.kind}",
-            "give what a whole node is billed: pricing.per_node",
+            f"pricing.kind billing: the billing is queried from SLURM, but cluster.kind is {spec.cluster.kind}",
+            "set pricing.per_node to the billing of a whole node",
         )
     return (billing or _load_site_billing()).find_bill(spec, root)
 

@@ -110,9 +110,9 @@ def read_site(file: Path | None, *, environ: Mapping[str, str] = os.environ) -> 
     files = tuple(reversed(config_files(SITE_FILE, environ=environ))) if file is None else (file,)
     if not files:
         raise SpecError(
-            f"no {SITE_FILE} is found here: not in {SITE_FOLDER}, nor in tula/ of $XDG_CONFIG_DIRS and $XDG_CONFIG_HOME"
+            f"there is no {SITE_FILE} in {SITE_FOLDER}, or in folder tula/ of $XDG_CONFIG_DIRS or $XDG_CONFIG_HOME"
             " (~/.config)",
-            f"name one: tula check --site FILE; examples/slurm_site/{SITE_FILE} is an example",
+            f"give one: tula check --site FILE; examples/slurm_site/{SITE_FILE} is an example",
         )
     content: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -237,7 +237,7 @@ class _ShellResult:
     @property
     def last_error_line(self) -> str:
         error_lines = [line for line in self.err.splitlines() if line.strip() and not line.startswith(_MARK)]
-        return error_lines[-1].strip() if error_lines else "it said nothing"
+        return error_lines[-1].strip() if error_lines else "it printed nothing"
 
 
 def check_job_start(spec: JobSpec, *, run_setup: bool, workdir: Path) -> Iterator[SiteFinding]:
@@ -321,10 +321,10 @@ def _check_python(slurm: Slurm, lines: Sequence[str]) -> Iterator[SiteFinding]:
             "jobs",
         )
     else:
-        note = "" if slurm.python else ", the one that tula itself runs with"
+        note = "" if slurm.python else ", the interpreter of this tula"
         yield make_ok_finding(
             about,
-            f"{answer['path']}: Python {version}, torch {answer['torch'] or 'of an unknown version'}{note}",
+            f"{answer['path']}: Python {version}, torch {answer['torch'] or 'of unknown version'}{note}",
             "jobs",
         )
     yield from _check_tula_version(about, answer["tula"])
@@ -362,7 +362,7 @@ def _run_bash(lines: Sequence[str], *, only_read: bool = False) -> _ShellResult:
 
 _NEEDED_COMMANDS = ("sinfo", "squeue", "sbatch")
 _WITHOUT = {
-    "sacct": "tula does without accounting, but a scancel may be taken for a lost allocation",
+    "sacct": "tula works without accounting, but may mistake a scancel for a lost allocation",
     "sacctmgr": "accounts and QOS are not checked",
     "scontrol": "reservations are not checked, and faulty nodes of waiting jobs cannot be excluded",
 }
@@ -580,9 +580,9 @@ def _check_account(slurm: Slurm, facts: SiteFacts) -> Iterator[SiteFinding]:
     else:
         advice = (
             suggest_nearest(slurm.account, facts.accounts)
-            or "remove it, so that users set it, or name one that sacctmgr lists"
+            or "remove it, so that users set it, or set one that sacctmgr lists"
         )
-        yield make_problem_finding(about, f"accounting knows no account {slurm.account!r}", advice, "scheduler")
+        yield make_problem_finding(about, f"the accounting has no account {slurm.account!r}", advice, "scheduler")
 
 
 def _check_qos(slurm: Slurm, facts: SiteFacts) -> Iterator[SiteFinding]:

@@ -206,7 +206,7 @@ def get_job_status(
         and recent
         and _has_just_ended(recent[-1], progress, now, grace=get_backend(job.scheduler).grace)
     ):
-        state, reason = "running", "it has ended well: its results are on their way here"
+        state, reason = "running", "it has finished; its results are not visible here yet"
     if scheduler.released and state in ("failed", "diverged", "lost"):
         reason = f"{reason}; {scheduler.released}"
     end = now if state in ("running", "suspended") else progress.measured_at
@@ -320,7 +320,7 @@ def _get_state_from_attempts(
             return "queued", scheduler.reason  # the next link of its chain goes on
         measured = last_attempt.outcome == "done" or (last_attempt.outcome == "device_oom" and progress.now is not None)
         if measured:  # its supervisor saw all results: they are on their way here (NFS, Lustre)
-            return "lost", f"ended well, but {progress.done} of {progress.total} results are to be seen here"
+            return "lost", f"finished, but only {progress.done} of {progress.total} results are visible here"
         if last_attempt.outcome == "diverged":
             return "diverged", f"{last_attempt.message}; {advise('diverged', spec)}"
         if last_attempt.failure is not None and last_attempt.outcome == "device_fault":
@@ -721,8 +721,8 @@ def _make_never_starts_error(jobs: Sequence[JobStatus]) -> SchedulerError:
     reasons = dict.fromkeys(job.reason for job in jobs)
     names = ", ".join(job.id for job in jobs)
     return SchedulerError(
-        f"waiting for {names} is of no use: {'; '.join(reasons)}",
-        "tula cancel takes what is queued out of the queue; correct the cluster section and run the same command again",
+        f"{names} will not start: {'; '.join(reasons)}",
+        "remove queued jobs with tula cancel, correct section cluster, and run the same command again",
     )
 
 
@@ -825,7 +825,7 @@ def make_error_of_training(task: TrainTask, attempts: Sequence[Attempt], *, save
     """
     attempt = attempts[-1]
     if attempt.failure is None:
-        return Pending(f"training {task.signature} has not ended", "tula status shows how far it is")
+        return Pending(f"training {task.signature} has not ended", "tula status shows its progress")
     where = f" (rank {attempt.rank}, {attempt.host})" if attempt.rank is not None else ""
     hint = advise(attempt.failure, task.spec)
     message = f"Training failed on attempt {task.attempt}{where}: {attempt.message}"
@@ -883,7 +883,7 @@ def load_summary(run: RunDir, signature: str) -> Summary:
         raise JobFailed(f"training {signature} was cancelled", CANCELLED)
     attempts = run.training(signature).attempts()
     if task is None or not attempts:
-        raise Pending(f"training {signature} has not started", "tula status shows what it waits for")
+        raise Pending(f"training {signature} has not started", "tula status shows why")
     raise make_error_of_training(task, attempts, saved_samples=run.training(signature).newest_samples())
 
 

@@ -206,7 +206,7 @@ def _describe_source(recommendation: Recommendation | None, given_names: Sequenc
         return "as given"
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(recommendation.created_at))
     recommended = f"as recommended ({recommendation.criteria}; {when})"
-    return f"{given_names[0]} as given, the rest {recommended}" if given_names else recommended
+    return f"{given_names[0]} as given, otherwise {recommended}" if given_names else recommended
 
 
 def _resume_task(newest: TrainTask, requested: TrainTask) -> TrainTask:
@@ -477,8 +477,8 @@ def continue_training(run: RunDir, task: TrainTask, recommendation: Recommendati
         != continuation.signature
     ):
         raise SpecError(
-            f"training {continuation.signature}, by which this was recommended, has other settings or code",
-            "undo what was changed, or let tula recommend choose without --from-training",
+            f"the recommendation is based on training {continuation.signature}, which has other settings or code",
+            "undo the change, or run tula recommend without --from-training",
         )
     newest_task, target = tasks[-1], (task.own_nodes, task.batch)
     update = {"job": newest_task.job, "signature": continuation.signature, "max_lr_factor": newest_task.max_lr_factor}
@@ -531,6 +531,6 @@ def require_stopped(run: RunDir, task: TrainTask) -> None:
     newest = run.training(task.signature).newest_task()
     if newest is not None and task.attempt > newest.attempt:
         raise SchedulerError(
-            f"training {task.signature} is under way on {format_count(newest.nodes)} at batch {newest.batch}",
+            f"training {task.signature} is running on {format_count(newest.nodes)} at batch {newest.batch}",
             f"tula cancel {make_relative_path(run.path)} saves a checkpoint and stops it; then run the same command to resume it",
         )

@@ -126,7 +126,7 @@ def count_chain_links(minutes: float, limit: float, *, restart: float = 0.0) -> 
     """
     if minutes <= limit:
         return 1
-    assert restart < limit, "a job that only restarts never comes to an end"
+    assert restart < limit, "jobs of this length only restart and never finish the training"
     return 1 + math.ceil((minutes - limit) / (limit - restart) - 1e-9)
 
 
@@ -142,8 +142,8 @@ def describe_chain(choice: Prediction, spec: JobSpec, results: "Results") -> str
     start, save = find_restart_seconds(results)
     restart_minutes = (start + save) / 60 + _MARGIN
     jobs = count_chain_links(60 * choice.hours, limit, restart=restart_minutes)
-    limit_text = "" if slurm.minutes >= most else f", and cluster.slurm.minutes asks for {slurm.minutes}"
+    limit_text = "" if slurm.minutes >= most else f", and cluster.slurm.minutes is {slurm.minutes}"
     return (
-        f"; a chain of {jobs} jobs of {limit} min: {allowed}{limit_text}; their further starts, saves and ends add some"
-        f" {format_duration(60 * (jobs - 1) * restart_minutes)}, which is not in the time above"
+        f"; a chain of {jobs} jobs of {limit} min: {allowed}{limit_text}; restarts add about"
+        f" {format_duration(60 * (jobs - 1) * restart_minutes)}, which the time above does not include"
     )

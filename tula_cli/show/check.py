@@ -90,7 +90,7 @@ def render_check(report: "CheckReport", origins: Mapping[str, Origin]) -> Iterat
 
 def describe_expectation(expectation: "Expectation", *, local: bool) -> str:
     """Describe the expected time and node-hours of the probes."""
-    time = f"{format_duration(3600 * expectation.hours)} one job after the other, " if local else ""
+    time = f"{format_duration(3600 * expectation.hours)} with one job at a time, " if local else ""
     return f"expected {time}{format_number(expectation.node_hours)} node-h {expectation.basis}"
 
 
@@ -98,8 +98,8 @@ def describe_search_cost(search_cost: "SearchCost") -> str:
     """Describe the cost of each search strategy as a share of the training's node-hours."""
     shares = ", ".join(f"{name} {_format_share(share)}" for name, share in search_cost.shares.items())
     return (
-        f"of the node-hours of the training (batch {search_cost.batch} on {format_count(search_cost.nodes)}: {format_number(search_cost.node_hours)}) the search"
-        f" takes: {shares}"
+        f"cost of the search relative to the training (batch {search_cost.batch} on {format_count(search_cost.nodes)},"
+        f" {format_number(search_cost.node_hours)} node-h): {shares}"
     )
 
 
@@ -121,7 +121,7 @@ def _render_jobs(report: "CheckReport") -> Iterator["RenderableType"]:
         yield _make_lengths_table(report.lengths)
         yield ""
         others = [len(length.batches) for length in report.lengths if length.batches and not length.own]
-        yield f"{format_count(sum(others), 'probe')} in {format_count(len(others), 'job')} more, of the other lengths"
+        yield f"{format_count(sum(others), 'probe')} in {format_count(len(others), 'job')} more, for the other lengths"
 
 
 def _make_lengths_table(planned_lengths: "Sequence[PlannedLength]") -> "Table":
@@ -198,13 +198,13 @@ def describe_proposal(made: "FromCommand", path: Path) -> tuple[dict[str, object
     rows = [(f"{flag} {was}", f"{{{name}}}") for flag, (was, name) in spans.items()]
     width = max((len(was) for was, _ in rows), default=0)
     lines = [f"understood: {proposal.summary}", *(f"{written}: {meaning}" for written, meaning in proposal.sources)]
-    lines += [f"{' '.join(proposal.wrapper)}: kept before each rank"] * bool(proposal.wrapper)
+    lines += [f"{' '.join(proposal.wrapper)}: put before the command of each rank"] * bool(proposal.wrapper)
     lines += [f"left out: {text}" for text in proposal.left_out]
     lines += ["", *(f"{was:<{width}}  ->  {now}" for was, now in rows), *[""] * bool(rows)]
     lines += [f"Not found in the command (required): {key.key}, {key.words}" for key in made.missing if key.required]
     optional = [key.key for key in made.missing if not key.required]
     lines += [f"Not found in the command (optional): {', '.join(optional)}"] * bool(optional)
-    after = f"tula check {path}" if made.complete else "write what is required, then tula check " + str(path)
+    after = f"tula check {path}" if made.complete else "add the required keys, then run tula check " + str(path)
     data: dict[str, object] = {
         "recognised": {flag: {"value": was, "placeholder": name} for flag, (was, name) in spans.items()},
         "understood": {
@@ -294,7 +294,7 @@ def _render_network(report: "ClusterReport", names: Sequence[str]) -> Iterator["
 
 _PHASES = {"begin": "from the start", "same": "resumed", "half": "resumed at half"}
 _RESUMES = {
-    "none": "it cannot resume from its own checkpoint: after an interruption it would start again from the beginning",
+    "none": "it cannot resume from its own checkpoint: after an interruption it would start from the beginning",
     "same": "it resumes from its checkpoint at the same batch",
     "epoch": "it resumes from its checkpoint, at another batch only from the end of an epoch",
     "any": "it resumes from its checkpoint, also at another batch",
@@ -338,13 +338,13 @@ def describe_config_drift(config_drift: "ConfigDrift", command: str) -> str:
     """Describe how a job file differs from its run (both values), and the command that applies the file."""
     name, more = make_relative_path(Path(config_drift.file.path)), len(config_drift.changes) - _MAX_CHANGES_SHOWN
     if config_drift.problem:
-        return f"{name} cannot be used any more, so these are the run's own settings: {config_drift.problem}"
+        return f"{name} cannot be used any more, so the settings of the run are used: {config_drift.problem}"
     changes = [
         f"{key} {_shorten_text(now)} (here {_shorten_text(then)})"
         for key, (then, now) in list(config_drift.changes.items())[:_MAX_CHANGES_SHOWN]
     ]
     words = ", ".join(changes) + (f" and {more} more" if more > 0 else "")
-    return f"{name} says otherwise by now: {words}; {describe_file_use(config_drift, command)} takes what it says"
+    return f"{name} has changed: {words}; to use it: {describe_file_use(config_drift, command)}"
 
 
 def _shorten_text(value: Any) -> str:

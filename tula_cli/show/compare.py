@@ -123,7 +123,7 @@ def list_column_headings(compare_report: "CompareReport") -> tuple[str, ...]:
 
 def describe_moment(compare_report: "CompareReport") -> str:
     """Describe at which point of the training the metrics were taken."""
-    return "the last and the best that was told" if compare_report.of_script else "after the last epoch"
+    return "last and best reported value" if compare_report.of_script else "after the last epoch"
 
 
 def describe_lost_rows(compare_report: "CompareReport") -> str:

@@ -99,7 +99,7 @@ def _render_code(run_difference: "RunDifference") -> Iterator["RenderableType"]:
     added, removed = (sum(getattr(file, name) or 0 for file in code.files) for name in ("added", "removed"))
     yield f"code: {format_count(len(code.files), 'file')} (+{added} -{removed})"
     for file in code.files[:_MAX_FILES_SHOWN]:
-        counted = "not text, or too long" if file.added is None else f"+{file.added} -{file.removed}"
+        counted = "not text or too long" if file.added is None else f"+{file.added} -{file.removed}"
         yield f"  {file.name}  {counted}{f', {file.state}' * (file.state != 'changed')}"
     if len(code.files) > _MAX_FILES_SHOWN:
         yield f"  and {len(code.files) - _MAX_FILES_SHOWN} more (--json has all)"

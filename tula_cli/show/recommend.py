@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 MOST = 1000
 """Maximum number of predictions shown in one table, because laying out very many takes minutes."""
 
-MORE = "--all shows the others, and has results.csv hold them"
+MORE = "--all shows the others and writes them to results.csv"
 
 
 def render_recommendation(
@@ -71,15 +71,15 @@ def render_recommendation(
     marks = ["* chosen", *(["2, 3 ... runners-up"] if recommendation.runners_up else [])]
     better = _describe_better(recommendation.rows)
     if pareto and not recommendation.choice.pareto:
-        marks = [f"the choice ({recommendation.objective}) is not among them: something is {better}", *marks[1:]]
+        marks = [f"the choice ({recommendation.objective}) is not among them, because another one is {better}", *marks[1:]]
     yield "; ".join(marks if pareto else [*marks, f"P: nothing is {better}"])
     yield from (f"price: {line}" for line in recommendation.price.splitlines())
 
 
 DEMO = (
     "ResNet-18 on CIFAR-10, with one T4 GPU of each node (AWS g4dn.12xlarge). Step times and gradient noise were measured by"
-    " the authors of Pollux (OSDI 2021); the memory is an estimate by tula; the start of jobs and evaluation were not"
-    " published, and count as no time."
+    " the authors of Pollux (OSDI 2021); memory is estimated by tula. Starting a job and evaluation were not published"
+    " and are not included."
 )
 """The source of the numbers of `--demo`; benchmarks/replay/demo_run.py makes its run."""
 
@@ -177,7 +177,7 @@ def render_validation(judged: Mapping[str, Sequence["Validation"]]) -> Iterator[
         )
         for row in rows:
             made.add_row(
-                row.strategy, str(row.probes), f"{row.unseen}{' (each left out once)' * row.left_out_once}",
+                row.strategy, str(row.probes), f"{row.unseen}{' (leave-one-out)' * row.left_out_once}",
                 format_number(100 * row.median), format_number(100 * row.p90), format_percent(row.held),
             )  # fmt: skip
         yield ""
@@ -206,18 +206,18 @@ def _describe_continuation(recommendation: "Recommendation") -> Iterator[str]:
     if rest is None:
         return
     stands = f"training {rest.signature} at {rest.samples} samples, {format_percent(rest.left)} % left"
-    here = "its configuration is no candidate"
+    here = "its configuration is not a candidate"
     if rest.hours_as_it_is is not None and rest.cost_as_it_is is not None:
         takes = f"{format_duration(3600 * rest.hours_as_it_is)}, {format_number(rest.cost_as_it_is)} {recommendation.currency} to the end"
         here = f"on {format_count(rest.nodes)}, batch {rest.batch}, {takes}"
     if not rest.moves:
-        yield f"{stands}: {here}; that is the choice, so it goes on as it is"
+        yield f"{stands}: {here}; this is also the choice, so it continues unchanged"
         return
     there = (
-        f"{format_duration(3600 * rest.hours)}, {format_number(rest.cost)} {recommendation.currency} with a new start"
+        f"{format_duration(3600 * rest.hours)}, {format_number(rest.cost)} {recommendation.currency} including the restart"
     )
     gain = "" if not rest.hours_as_it_is else f" ({100 * (rest.hours / rest.hours_as_it_is - 1):+.0f} % time)"
-    yield f"{stands}: {here}; as chosen {there}{gain}" + ", better in neither: let it go on as it is" * rest.is_worse
+    yield f"{stands}: {here}; as chosen {there}{gain}" + ", neither faster nor cheaper: keep the current configuration" * rest.is_worse
 
 
 def _describe_fallback(recommendation: "Recommendation") -> Iterator[str]:
@@ -226,15 +226,15 @@ def _describe_fallback(recommendation: "Recommendation") -> Iterator[str]:
     if fallback is None:
         return
     more = 100 * (fallback.step_time / choice.step_time - 1)
-    takes = f"a step {format_number(1000 * fallback.step_time)} ms ({more:+.0f} %), {format_duration(3600 * fallback.hours)} in all"
+    takes = f"{format_number(1000 * fallback.step_time)} ms per step ({more:+.0f} %), {format_duration(3600 * fallback.hours)} in total"
     what = f"batch {fallback.batch} as micro-batch {fallback.micro_batch} x {fallback.micro_batches}"
-    yield f"after an out-of-memory: {what}, {takes}; {fallback.basis}"
+    yield f"fallback after an out-of-memory error: {what}, {takes}; {fallback.basis}"
 
 
 def _describe_better(rows: Iterable["Prediction"]) -> str:
     """Describe the condition under which one configuration beats another on the Pareto front of these rows."""
     if all(row.kwh is not None for row in rows):
-        return "as fast, as cheap and as low in energy, and better in one of them"
+        return "at least equal in time, cost and energy, and better in one of them"
     return "both faster and cheaper"
 
 
@@ -242,12 +242,12 @@ def describe_unsaved_answer(recommendation: "Recommendation", known: "Recommenda
     """Explain that an answer is not saved, and what `tula train` uses instead: the saved answer `known`, if any."""
     if recommendation.continuation is not None:
         return (
-            "only shown: the training goes on as it is; with --save, tula cancel and tula train have it go on as chosen"
+            "only shown: the training continues unchanged. To move it: --save, then tula cancel and tula train"
         )
     if known is None:
-        return "only shown, as --set assumes something; --save makes it what tula train takes"
+        return "only shown, because of --set; --save stores it for tula train"
     kept = f"{describe_place(known.choice)} ({known.criteria}; {format_moment(known.created_at)})"
-    return f"only shown: tula train takes {kept}; --save makes it this one"
+    return f"only shown: tula train uses {kept}; --save stores this one"
 
 
 def _describe_same_progress(recommendation: "Recommendation") -> Iterator[str]:
@@ -371,13 +371,13 @@ def _select_rows(recommendation: "Recommendation") -> list[dict[str, "Prediction
 def _describe_left_out(recommendation: "Recommendation", more: str, *, pareto: bool) -> Iterator[str]:
     of_front = sum(row.pareto for row in recommendation.rows), recommendation.beaten_by_none or 0
     shown, of = of_front if pareto else (len(_select_rows(recommendation)), _describe_total(recommendation))
-    what = "that nothing beats" if pareto else "configurations"
+    what = "configurations on the Pareto front" if pareto else "configurations"
     yield from [f"{shown} of {of} {what}; {more}"] if shown < of else ()
 
 
 def describe_where_all_are(*, kept: bool) -> str:
     """Describe where to find configurations that no table shows; `kept` states whether results.csv was written."""
-    return f"results.csv holds them all{'' if kept else ' with --save'}, and --json tells them"
+    return f"results.csv{'' if kept else ' (with --save)'} and --json contain all of them"
 
 
 def _describe_total(recommendation: "Recommendation") -> int:

@@ -117,7 +117,7 @@ def describe_cost(node_hours: float, cost: float, currency: str) -> str:
 
 def describe_upper_bound(hours: float | None, node_hours: float, price: float | None, currency: str) -> str:
     """Describe an upper bound: time on this machine, node-hours and price."""
-    time = "" if hours is None else f"{format_duration(3600 * hours)} one job after the other, "
+    time = "" if hours is None else f"{format_duration(3600 * hours)} with one job at a time, "
     cost = f"{format_number(node_hours)} node-h" if price is None else describe_cost(node_hours, price, currency)
     return f"at most {time}{cost}"
 
@@ -163,8 +163,8 @@ def describe_learnt(recommendation: "Recommendation") -> Iterator[str]:
         who = f"training{'s' * (len(trainings) > 1)} {', '.join(steps.signature for steps in trainings)}"
         took = f"{', '.join(format_number(1000 * steps.step_time) for steps in trainings)} ms a step"
         probe = trainings[0].probed
-        probe_in_words = "" if probe is None else f" (its probe {format_number(1000 * probe)}, which counts too)"
-        changed = ", less where the pace has changed" * any(steps.changed for steps in trainings)
+        probe_in_words = "" if probe is None else f" (combined with its probe, {format_number(1000 * probe)})"
+        changed = ", less if the step time has changed" * any(steps.changed for steps in trainings)
         noise = ", ".join(format_percent(steps.noise) for steps in trainings)
         yield (
             f"measured by {who}: {format_count(nodes)}, batch {batch}, {took}{probe_in_words}, up to {format_moment(trainings[-1].until)}; counts as known"

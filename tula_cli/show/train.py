@@ -121,12 +121,12 @@ def _describe_job_sizes(task: "TrainTask") -> Iterator[str]:
 def _describe_early_end(plan: "TrainPlan") -> str:
     """Describe when train.early_stopping is expected to end a training, or that this is unknown."""
     if plan.ends is None:
-        return "train.early_stopping may end it earlier; times and costs are those of all epochs"
+        return "train.early_stopping may end it earlier; times and costs are for all epochs"
     predicted, epochs = plan.ends.prediction, plan.task.spec.train.epochs_at_most
     text = (
         f"{format_duration(3600 * predicted.hours)}, {format_number(predicted.cost)} {plan.task.spec.pricing.currency}"
     )
-    return f"{plan.ends.description}: up to epoch {plan.ends.epoch} of {epochs} it takes {text}; what follows is of all epochs"
+    return f"{plan.ends.description}: up to epoch {plan.ends.epoch} of {epochs} it takes {text}; the times and costs below are for all epochs"
 
 
 def _render_training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
@@ -302,7 +302,7 @@ def _make_predicted_against_actual(summary: "Summary", charge: "SiteCharge | Non
 
 def _describe_each_interruption(lost: Sequence[int]) -> str:
     """Describe the number of samples lost at each interruption."""
-    return f"at each end {', '.join(map(str, lost))}" if len(lost) > 1 else "at one end"
+    return f"at each interruption {', '.join(map(str, lost))}" if len(lost) > 1 else "at one interruption"
 
 
 def _list_time_parts(summary: "Summary") -> Iterator[tuple[str, float | None, float]]:
@@ -316,7 +316,7 @@ def _list_time_parts(summary: "Summary") -> Iterator[tuple[str, float | None, fl
         "evaluation": "evaluation",
         "checkpoints": "checkpoints",
         "branches": "branches",
-        "rest": "starts and ends" if summary.attempts == 1 else "starts, ends, repeated",
+        "rest": "starting, stopping" if summary.attempts == 1 else "starting, stopping, repeated steps",
     }
     for part, name in names.items():
         here, predicted_part = getattr(actual, part), getattr(predicted, part, None)

@@ -37,7 +37,7 @@ class Backend:
     @property
     def more_memory(self) -> str:
         """Advice to a user whose job has used up a node's memory."""
-        return f"ask for more with {self.memory_setting}"
+        return f"request more with {self.memory_setting}"
 
 
 class ThisMachine(Backend):

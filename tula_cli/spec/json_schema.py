@@ -71,8 +71,8 @@ def _read_field_comments(section: type[Section]) -> dict[str, str]:
         source = textwrap.dedent(inspect.getsource(section))
     except OSError:
         raise TulaError(
-            f"this installation of tula lacks the source of {section.__module__}, whose comments tell what keys mean",
-            "install it again, from a wheel or a whole checkout",
+            f"this installation of tula lacks the source of {section.__module__}, whose comments describe the keys",
+            "reinstall it from a wheel or a complete checkout",
         ) from None
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     lines = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
@@ -96,7 +96,7 @@ Kind = Literal["job", "site"]
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _WORDS = {
     "job": "A job of tula: what to train, what to measure first, where to run.",
-    "site": "Settings for all jobs of a site or a user: any part of a job, which wins over it.",
+    "site": "Settings for all jobs of a site or a user: any part of a job file. A job file overrides them.",
 }
 
 

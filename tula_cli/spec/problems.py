@@ -149,7 +149,7 @@ def _describe_expected(item: Any) -> str:
     if item["type"] not in _WANTED:
         return describe_expected_value(item["msg"])
     names = _list_keys_at(item["loc"]) if _WANTED[item["type"]] == _SECTION else []
-    return _WANTED[item["type"]] + (f" of its own (with {', '.join(names)})" if names else "")
+    return _WANTED[item["type"]] + (f" of that name (with {', '.join(names)})" if names else "")
 
 
 def merge_unions(problems: list[Problem]) -> tuple[Problem, ...]:

@@ -146,7 +146,7 @@ class SequenceLengths(Section):
     def _each_is_named_once(self) -> "SequenceLengths":
         for key, values in (("lengths", self.lengths), ("lengths_map_to", self.lengths_map_to)):
             if len(set(values)) < len(values):
-                raise ValueError(f"{key} names one twice: {values}")
+                raise ValueError(f"{key} contains a value twice: {values}")
         return self
 
 
@@ -549,7 +549,7 @@ class Search(Section):
             raise ValueError(f"max_seconds {self.max_seconds:g} is below min_seconds {self.min_seconds:g}")
         for name, sizes in (("nodes", self.nodes), ("gpus_per_node", self.gpus_per_node or [])):
             if len(set(sizes)) != len(sizes):
-                raise ValueError(f"{name} names a size twice: {sizes}")
+                raise ValueError(f"{name} contains a size twice: {sizes}")
         return self
 
     @property

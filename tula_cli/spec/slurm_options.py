@@ -27,7 +27,7 @@ _SBATCH_SETTINGS = {
     "ntasks-per-node": "cluster.gpus_per_node",
     "tasks-per-node": "cluster.gpus_per_node",
     "ntasks-per-gpu": "cluster.gpus_per_node",
-    "time": "cluster.slurm.minutes for training jobs, search.max_minutes for measuring ones",
+    "time": "cluster.slurm.minutes for training jobs, search.max_minutes for profiling jobs",
     "partition": "cluster.slurm.partition",
     "account": "cluster.slurm.account",
     "qos": "cluster.slurm.qos",

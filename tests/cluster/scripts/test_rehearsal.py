@@ -139,7 +139,7 @@ def test_a_checkpoint_that_the_script_cannot_read_is_told_in_its_own_words(folde
     within = "if again: raise KeyError('optimizer')"
     found = rehearsed(folder, within=within)
     assert found.verdict == "none" and seen(found)[-1] == ("same", 16, "failed")
-    assert found.faults == ("at batch 16 it cannot go on from its own checkpoint: KeyError: 'optimizer'",)
+    assert found.faults == ("at batch 16 it cannot resume from its own checkpoint: KeyError: 'optimizer'",)
     assert (found.starts[-1].error, found.starts[-1].outcome) == ("KeyError", "user")
 
 
@@ -162,13 +162,13 @@ def test_steps_counted_at_the_old_batch_train_too_many_samples(folder: Path) -> 
 def test_a_script_that_saves_nothing_is_not_rehearsed(folder: Path) -> None:
     found = rehearsed(folder, saves=NEVER)
     assert found.verdict is None
-    assert found.told == ("not rehearsed: it ended without a checkpoint that script.resume.checkpoint finds",)
+    assert found.told == ("not tested: the script ended without a checkpoint that matches script.resume.checkpoint",)
 
 
 def test_no_checkpoint_within_the_time_is_told(folder: Path) -> None:
     script = {"command": "train.py -b {local_batch} --out {out}"}
     found = rehearsed(folder, saves=NEVER, script=script, search={"max_minutes": 0.1})
-    assert found.verdict is None and found.told[0].startswith("not rehearsed: no checkpoint within"), found
+    assert found.verdict is None and found.told[0].startswith("not tested: no checkpoint within"), found
 
 
 def test_a_batch_that_does_not_fit_is_halved(folder: Path) -> None:
@@ -250,7 +250,7 @@ def test_a_training_waits_for_its_rehearsal(folder: Path) -> None:
 def test_a_training_that_its_rehearsal_forbids_does_not_start(folder: Path) -> None:
     run = training_after(folder, "none")
     (attempt,) = run.training("x").attempts()
-    assert attempt.outcome == "user" and "cannot go on after an interruption: KeyError: 'a'" in attempt.message
+    assert attempt.outcome == "user" and "cannot resume after an interruption: KeyError: 'a'" in attempt.message
     assert not (run.path / "logs").exists()
 
 
@@ -272,6 +272,6 @@ def test_where_the_checkpoint_is_of_no_use_a_relaunch_begins_anew_and_the_summar
     assert (summary.attempts, result.samples, result.steps) == (2, 1600, 100), "all of it again"
     assert [row["samples"] for row in run.training("x").metrics() if row["kind"] == "start"] == [0, 0]
     (warning,) = summary.warnings
-    assert "each interruption begins it anew" in warning and f"warning: {warning}" in list(
+    assert "it starts again after each interruption" in warning and f"warning: {warning}" in list(
         show_train.render_summary(summary)
     )

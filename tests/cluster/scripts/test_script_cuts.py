@@ -68,4 +68,4 @@ def test_the_small_batch_of_gradient_scaling_stays_whole(tmp_path: Path) -> None
     run, task = training(tmp_path, method="ags")  # its small batch of 16 samples is one GPU's
     write_norms(run, "")
     own = ScriptTraining(run, task).possible_micro_batches().splits_of_batch(128)
-    assert own is not None and own.into == (2, 4) and own.limit == "AGS takes a small batch of 16 samples of it"
+    assert own is not None and own.into == (2, 4) and own.limit == "AGS needs a small batch of 16 samples from it"

@@ -165,7 +165,7 @@ def test_a_change_of_its_pace_is_told_without_evaluations_and_its_end_where_that
     assert abs(found.samples - 35 * 16) <= 16
     assert (found.parts, found.before.data, found.after.compute) == ((), None, None)
     told = describe_step_change(found)
-    assert "a script does not tell which part of it" in told and "(+150 %)" in told
+    assert "the affected part is unknown for a script" in told and "(+150 %)" in told
     if size is None:
         assert (found.epoch, found.seconds_left, found.cost_more) == (None, None, 0)
         assert told.startswith("since ") and "epoch" not in told and "to the end" not in told
@@ -275,7 +275,7 @@ def test_a_checkpoint_that_cannot_be_loaded_is_left_out_for_the_one_before(run: 
     reason = fails_at_once(run, first, out / "step-60")
     assert (
         reason.outcome == "unknown"
-        and "step-60 is left out, and the checkpoint before it tried: step-30" in reason.description
+        and "step-60 is skipped, and the previous checkpoint is tried: step-30" in reason.description
     )
     assert training.newest_checkpoint() == out / "step-30"
     held = run.training("x").script_progress()
@@ -307,7 +307,7 @@ def test_ranks_that_wait_for_one_that_goes_on_are_not_stuck(run: RunDir) -> None
     assert watching(run, 2).find_reason_to_kill() is None, "rank 0, on another node, evaluates alone"
     heartbeat(run, "train-x-1", 0, alive_at=long_ago)
     reason = watching(run, 2).find_reason_to_kill()
-    assert reason is not None and reason.rank == 1 and "ended as stuck" in reason.message
+    assert reason is not None and reason.rank == 1 and "stopped because it hangs" in reason.message
 
 
 def test_a_training_whose_shim_gave_up_goes_on(run: RunDir) -> None:
@@ -438,7 +438,7 @@ def test_samples_that_an_interruption_costs_are_kept(run: RunDir) -> None:
     anew = run.read_spec().model_copy(update={"script": run.read_spec().script.model_copy(update={"resume": None})})
     without = ScriptTraining(run, training.task.model_copy(update={"spec": anew, "signature": "y"}))
     without.settle_attempt(command(), Failure(outcome="time_limit", message="over"))
-    assert run.training("y").script_saves().lost == (960,), "it begins anew"
+    assert run.training("y").script_saves().lost == (960,), "it starts again"
 
 
 def test_a_training_that_never_steps_is_ended(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -450,7 +450,7 @@ def test_a_training_that_never_steps_is_ended(run: RunDir, monkeypatch: pytest.M
     watched._began -= 600
     reason = watched.find_reason_to_kill()
     assert reason is not None and reason.outcome == "user", "so that it is not started again"
-    assert "ended 30 min after its start" in reason.message and "no optimizer step of torch was seen" in reason.message
+    assert "ended 30 min after its start" in reason.message and "no step of a torch optimizer was observed" in reason.message
     heartbeat(run, "train-x-1", 0, alive_at=time.time())
     assert watched.find_reason_to_kill() is None, "a rank on another node has stepped"
 
@@ -576,9 +576,9 @@ def test_steps_that_come_to_train_on_more_samples_are_told_with_both_figures(alo
         heartbeat(alone, "train-x-1", 0, step=step, step_samples=samples)
         batch = training.check_step_samples(attempt, command, previous=batch)
     rows = [row["message"] for row in alone.training("x").newest_metrics() if row["kind"] == "warning"]
-    assert [message.partition(", and the command was given a batch of 16")[0] for message in rows] == [
-        "by step 40 a step has come to train on 64 samples",
-        "by step 60 a step has come to train on 16 samples",
+    assert [message.partition(", but the command was given batch 16")[0] for message in rows] == [
+        "by step 40, steps train on 64 samples",
+        "by step 60, steps train on 16 samples",
     ]
 
 

@@ -158,7 +158,7 @@ def test_factors_of_an_epoch_need_its_length(tmp_path: Path) -> None:
     assert told is not None and told.resumed and told.steps_per_epoch == 100 // 32
     probe = start(tmp_path, "a.py {batch}", **paper).plan().ags
     assert probe is not None and probe.steps_per_epoch == methods.NEVER_STEPS, "a probe times plain steps"
-    with pytest.raises(JobFailed, match="nothing tells how many samples"):
+    with pytest.raises(JobFailed, match="the number of samples"):
         start(tmp_path, "a.py {batch}", train=True, script={"dataset_size": "auto"}, **paper).plan()
 
 

@@ -426,7 +426,7 @@ def test_names_stay_words(tmp_path, name):
 
 def test_a_partition_of_broken_nodes_is_told_as_such():
     text = fill_template(TEMPLATE, Site((partition(), partition(name="old", default=False, kinds=())), ()))
-    assert "old: no node that can run a job" in text
+    assert "old: no node can run jobs" in text
 
 
 def test_a_template_that_lacks_a_line_is_our_mistake():

@@ -243,7 +243,7 @@ def test_what_keeps_a_job_is_told_with_what_to_do_also_while_the_link_before_it_
     now = get_chain_state(job, ask_states(job.links), forgotten="")
     assert now.state == "running"
     kept = "Reserved" not in reason  # which ends by itself
-    assert now.reason == (f"job {second}, which goes on after it: {told}" if kept else "")
+    assert now.reason == (f"the next job {second}: {told}" if kept else "")
 
 
 @pytest.mark.parametrize("word", ["SUSPENDED", "STOPPED"])
@@ -474,8 +474,8 @@ def test_a_reason_is_hopeless_exactly_if_waiting_does_not_cure_it():
         ("QOSMaxGRESPerJob", "the QOS does not allow so many GPUs (or other GRES)"),
         ("AssocMaxMemPerNode", "the account does not allow so much memory per node"),
         ("AssocMaxCpuMinutesPerJobLimit", "the account does not allow so many CPUs for so long in one job"),
-        ("QOSMinMemory", "not so little memory in one job"),
-        ("QOSGrpGRESMinutes", "the QOS has used up its budget"),
+        ("QOSMinMemory", "does not allow so little memory in one job"),
+        ("QOSGrpGRESMinutes", "the budget of the QOS is used up"),
         ("QOSMaxSomethingNewPerJob", "the QOS does not allow so many resources"),
         ("launch failed requeued held", "scontrol release 17"),
     ],

@@ -45,7 +45,7 @@ def test_what_nobody_shows_is_said_and_no_error():
         qos="",
         ask=Slurm(get_user_name(), without=["sacctmgr"]),
     )
-    assert "does not tell the account" in silent.unseen
+    assert "does not report the account" in silent.unseen
 
 
 def test_a_qos_that_is_not_shown_is_said_beside_what_is():

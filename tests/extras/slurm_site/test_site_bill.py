@@ -120,11 +120,11 @@ def test_a_usage_factor_that_is_not_told_is_said_and_not_kept(tmp_path):
     asked, silent = job(partition="billed", qos="dear"), Slurm(get_user_name(), without=["sacctmgr"])
     found = find_site_bill(asked, tmp_path, ask=silent)
     assert (found.usage_factor, found.qos) == (1, "dear")
-    assert "the usage factor of its QOS is not known" in found.words
+    assert "the usage factor of its QOS is unknown" in found.words
     assert find_site_bill(asked, tmp_path, ask=Slurm(get_user_name())).usage_factor == 2  # asked again, and kept
     assert find_site_bill(asked, tmp_path, ask=silent).usage_factor == 2
     unknown = find_site_bill(job(partition="billed", qos="deer"), None, ask=Slurm(get_user_name()))
-    assert "the accounting tells no usage factor of QOS deer, and 1 is taken" in unknown.words
+    assert "the accounting reports no usage factor of QOS deer, so 1 is assumed" in unknown.words
     none = Slurm(get_user_name(), config="AccountingStorageType = accounting_storage/none\n", without=["sacctmgr"])
     assert "usage factor" not in find_site_bill(asked, None, ask=none).words
 
@@ -150,7 +150,7 @@ def test_what_it_costs_in_units_and_in_money():
     units = billed(job(partition="billed", pricing={"unit": "core-hours"}))
     assert units.currency == "core-hours"
     assert compute_cost(units, hours=2.0, nodes=2, gpus_per_node=1, reserved=0) == 20.0
-    assert describe_price(units).startswith("core-hours, the hours of billing as SLURM counts them; a node is billed 5")
+    assert describe_price(units).startswith("core-hours (billing-hours as SLURM counts them); a node is billed 5")
     money = billed(job(partition="billed", pricing={"price": 0.02, "currency": "EUR", "unit": "core-hours"}))
     assert compute_cost(money, hours=2.0, nodes=2, gpus_per_node=1, reserved=0) == pytest.approx(0.4)
     assert describe_price(money).startswith("0.02 EUR per core-hours")
@@ -171,7 +171,7 @@ def test_an_answer_is_kept_for_a_day_and_goes_on_where_slurm_does_not_answer(tmp
     )
     assert [file.parent.name for file in tmp_path.rglob("bill-*.json")] == [FOLDER]
     other = job(partition="billed", memory="0")
-    with pytest.raises(SpecError, match="SLURM does not tell what it bills"):
+    with pytest.raises(SpecError, match="SLURM does not report its billing"):
         find_site_bill(other, tmp_path, ask=Slurm(get_user_name(), without=["scontrol"]))
     import time
 
@@ -179,7 +179,7 @@ def test_an_answer_is_kept_for_a_day_and_goes_on_where_slurm_does_not_answer(tmp
     monkeypatch.setattr(time, "time", lambda: later)
     stale = find_site_bill(asked, tmp_path, ask=Slurm(get_user_name(), without=["scontrol"]))
     assert stale.node == 5
-    assert "SLURM does not answer now" in stale.words
+    assert "SLURM does not answer" in stale.words
 
 
 def test_a_number_of_the_users_own_asks_nobody():

@@ -318,10 +318,10 @@ def test_one_process_at_a_time_sends_a_run_to_a_place(run: RunDir, place: str) -
     trackers = [Export(to="fake_tracker:FakeTracker", uri=place)]
     first = export_run(run, trackers, follow=True, active=lambda _: True, sleep=lambda _: None)
     next(first)
-    with pytest.raises(TrackerError, match="another process sends this run there"):
+    with pytest.raises(TrackerError, match="another process is sending this run there"):
         send(run, place)
     assert send(run, f"{place}-b")[0][0].new_runs == 2, "another place is free"
-    with pytest.raises(KeyboardInterrupt, match="what was sent is written down"):
+    with pytest.raises(KeyboardInterrupt, match="the next export continues from there"):
         first.throw(KeyboardInterrupt)
     assert send(run, place)[0][0].runs == 2
 
@@ -392,9 +392,9 @@ def test_trackers_are_those_named_else_those_of_the_job() -> None:
 @pytest.mark.parametrize(
     ("to", "uri", "words"),
     [
-        ([], None, "nothing says where to"),
+        ([], None, "no tracker was given"),
         ([], "x", "need --to"),
-        (["mlflow", "wandb"], "x", "are of one tracker"),
+        (["mlflow", "wandb"], "x", "are settings of one tracker"),
         (["mlflo"], None, "did you mean mlflow"),
         (["mlflow"], "http://me:pw@host", "must not contain a user name or password"),
         (["tensorboard"], "http://x.example", "--uri: tensorboard needs a folder, but got http://x.example"),

@@ -147,7 +147,7 @@ def test_the_knee_is_where_the_curve_bends(bend: int) -> None:
     rows = curve(lambda k: 10 + max(0, bend - k) * 20 - 0.01 * k)
     choice = choose(rows, objective="knee")
     assert choice.prediction.batch == 32 * 2**bend
-    assert choice.reason.startswith("the knee of time against batch: the batch before takes +")
+    assert choice.reason.startswith("the knee of time against batch: time +")
     assert {found.batch for found in choice.runners_up[:2]} == {16 * 2**bend, 64 * 2**bend}
 
 
@@ -175,7 +175,7 @@ def test_a_curve_without_a_knee_falls_back_and_says_so(time: Callable[[int], flo
     best = min(time(k) for k in range(9))
     within = [32 * 2**k for k in range(9) if time(k) <= 1.1 * best]
     assert choice.prediction.batch == within[0]
-    assert "the curve has none" in choice.reason
+    assert "has no knee" in choice.reason
 
 
 def test_one_configuration_is_the_choice() -> None:
@@ -211,7 +211,7 @@ def test_accuracy_time_takes_the_least_time_to_the_same_progress() -> None:
     assert choice.prediction.batch == 128
     assert [found.batch for found in choice.runners_up] == [64, 256]
     assert "shortest time to the same progress of 3 feasible configurations" in choice.reason
-    assert "the best batch runs from 64 to 256" in choice.reason
+    assert "the best batch is 64 to 256" in choice.reason
     assert [found.batch for found in find_envelope(rows, curve="accuracy-time")] == [64, 128, 256]
 
 
@@ -227,7 +227,7 @@ def test_an_uncertain_forecast_has_to_be_clearly_better_than_a_certain_one() -> 
     certain = between(2, 64, 1.0, 0.97, 1.03)
     choice = choose([between(4, 128, 0.9, 0.4, 2.0), certain], objective="time")
     assert choice.prediction == certain
-    assert "apart from batch 128 on 4 nodes, which is forecast to be 10% below but too uncertain" in choice.reason
+    assert "except for batch 128 on 4 nodes, which is predicted to be 10% below but too uncertain" in choice.reason
     sure = between(4, 128, 0.9, 0.85, 0.95)
     assert choose([sure, certain], objective="time").prediction == sure
     clear = between(4, 128, 0.5, 0.25, 1.0)

@@ -261,9 +261,9 @@ def test_stages_and_decisions_in_words() -> None:
         == "batch 128 from epoch 0; batch 256 from epoch 2.00; batch 512 from epoch 5.00"
     )
     assert describe_stages(with_epochs(stages(path((0, 10), (2, 100))), SIZE)).endswith(
-        "batch 2048 never: the noise scale stays below it"
+        "batch 2048: never, because the noise scale remains below it"
     )
     few = decide_stage(PLANNED[1], noise={"scale": 40.0, "low": 30.0, "high": 60.0}, passed=10_000, **DECIDE)
     assert describe_decision(few) == (
-        "batch 256 is put off to epoch 2.00: gradient noise scale 40.0 (at most 60.0) at epoch 1.00"
+        "batch 256 is delayed to epoch 2.00: gradient noise scale 40.0 (at most 60.0) at epoch 1.00"
     )

@@ -210,11 +210,11 @@ def test_a_script_whose_batch_is_its_own_is_refused() -> None:
     ("where", "train", "words"),
     [
         ({"batch": 2048}, {}, "never comes to batch 2048: the schedule leaves 1/9.91 .* 128 grows to 1268 at most"),
-        ({"nodes": 256}, {"ramp_nodes": "same"}, "begins at train.reference_batch 128, which has less than one sample"),
+        ({"nodes": 256}, {"ramp_nodes": "same"}, "starts at train.reference_batch 128, which is less than one sample"),
         (
             {"nodes": 64},
             {"ramp_nodes": "same", "accumulate": 4},
-            "has less than one sample for each GPU and micro-batch",
+            "is less than one sample per GPU and micro-batch",
         ),
     ],
 )
@@ -254,7 +254,7 @@ def test_batches_that_the_decay_never_comes_to_are_no_candidates() -> None:
     subject = forecast(low, reference_batch=4, ramp_nodes="same").spec
     problems, (warning,) = describe_unusable_stages(subject, dataset_size=12_800)
     assert problems == [] and warning.code == "nodes-unusable-for-stages"
-    assert warning.values["nodes"] == [8] and "train.ramp: decay begins at" in str(warning.values["reason"])
+    assert warning.values["nodes"] == [8] and "train.ramp: decay starts at" in str(warning.values["reason"])
 
 
 def test_what_it_saves_is_held_against_the_reference_batch_on_its_best_nodes() -> None:
@@ -267,7 +267,7 @@ def test_what_it_saves_is_held_against_the_reference_batch_on_its_best_nodes() -
     assert 1 - chosen.steps / reference.steps > 0.3
     words = describe_decay_savings(subject.spec, tuple(rows.values()))
     assert words.startswith(
-        "decay spent as batch, compared with batch 32 throughout on 1 node: 2552 steps instead of 4000 (-36 %)"
+        "train.ramp: decay, compared with batch 32 throughout on 1 node: 2552 steps instead of 4000 (-36 %)"
     )
     assert f"({100 * (chosen.hours / reference.hours - 1):+.0f} %)" in words
     assert words.endswith(f"({100 * (chosen.cost / reference.cost - 1):+.0f} %)")

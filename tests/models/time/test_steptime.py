@@ -142,7 +142,7 @@ def test_traffic_counts_nodes_where_there_are_several_even_with_one_node_among_t
     found = fit_step_time([*seen, *alone], collective="ring")
     assert found.predict(6, 8, 32).seconds == pytest.approx(overlapped(6, 32).seconds, rel=0.06)
     assert found.predict(1, 8, 32).seconds == pytest.approx(0.032, rel=0.15)
-    assert found.refusal(8, 4, 32) == "only 8 GPUs a node were measured, not 4"
+    assert found.refusal(8, 4, 32) == "only 8 GPUs per node were measured, not 4"
 
 
 def test_traffic_counts_gpus_inside_one_node() -> None:
@@ -172,7 +172,7 @@ def test_nodes_of_several_gpus_follow_from_one_node_and_nodes_of_one_gpu() -> No
         estimate, truth = found.predict(nodes, gpus, batch), two_level(nodes, gpus, batch).seconds
         assert estimate.low is not None and estimate.high is not None and estimate.low < truth < estimate.high
         assert estimate.seconds == pytest.approx(truth, rel=0.25)
-    assert found.refusal(2, 16, 16) == "only 1, 2, 4, 8 GPUs a node were measured, not 16"
+    assert found.refusal(2, 16, 16) == "only 1, 2, 4, 8 GPUs per node were measured, not 16"
     assert "more than 8 times" in found.refusal(33, 8, 16)
 
 

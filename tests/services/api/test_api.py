@@ -97,9 +97,9 @@ def test_a_run_is_sent_to_a_tracker_and_nothing_twice(tmp_path: Path) -> None:
     assert (first.to, first.runs, first.new_runs, first.problem) == ("tensorboard", 2, 2, "")
     (again,) = tula.export(run.path, ["tensorboard"], uri=str(run.path / "exports" / "tensorboard"))
     assert (again.new_runs, again.new_points) == (0, 0)
-    with pytest.raises(SpecError, match="nothing says where to"):
+    with pytest.raises(SpecError, match="no tracker was given"):
         tula.export(run.path)
-    with pytest.raises(SpecError, match="of one tracker, and --to names several"):
+    with pytest.raises(SpecError, match="of one tracker, but --to names several"):
         tula.export(run.path, ["mlflow", "wandb"], project="x")
     with pytest.raises(SpecError, match="every"):
         tula.export(run.path, "tensorboard", every="30")  # type: ignore[arg-type]
@@ -280,8 +280,8 @@ def test_a_second_ctrl_c_is_not_held_back() -> None:
 def test_values_that_the_command_line_would_refuse_are_one_error(cluster: AtOnce) -> None:
     run = tula.profile(make.SPEC)
     calls: list[tuple[str, Any]] = [
-        ("unknown objective 'tme'; it is one of time, cost", lambda: tula.recommend(run, objective="tme")),  # type: ignore[arg-type]
-        ("unknown curve 'both'; it is one of time, cost", lambda: tula.recommend(run, curve="both")),  # type: ignore[arg-type]
+        ("unknown objective 'tme'; use one of time, cost", lambda: tula.recommend(run, objective="tme")),  # type: ignore[arg-type]
+        ("unknown curve 'both'; use one of time, cost", lambda: tula.recommend(run, curve="both")),  # type: ignore[arg-type]
         ("nodes 0: must be 1 or more", lambda: tula.recommend(run, nodes=0)),
         ("max_batch -1: must be 1 or more", lambda: tula.recommend(run, max_batch=-1)),
         ("overrides 'pricing.price=3': give a list", lambda: tula.recommend(run, overrides="pricing.price=3")),

@@ -59,7 +59,7 @@ def test_the_settings_are_laid_over_the_job_and_checked_by_the_spec() -> None:
     ("row", "words"),
     [
         ("agz:delta=1", "there is no method 'agz' did you mean ags"),
-        ("nothing", "your own method is written package.module:attribute"),
+        ("nothing", "write your own method as package.module:attribute"),
         ("ags:0.1", "'0.1' is not a setting write ags:KEY=VALUE, as in ags:delta=0.1"),
         ("my.code:", "there is no method 'my.code:'"),
         (
@@ -71,7 +71,7 @@ def test_the_settings_are_laid_over_the_job_and_checked_by_the_spec() -> None:
         ("ags:train.method=lbt", "sets train.method, which is the row's first word"),
         ("lbt:ags.delta=0.1", "section ags has no effect with method lbt"),
         ("ags:auto.after=1", "section auto has no effect with method ags"),
-        ("ags:delta=", "gives delta no value"),
+        ("ags:delta=", "delta has no value"),
         ("ags:delta=0.1:ags.delta=0.2", "sets ags.delta twice"),
         ("ags:delta=[0.1", "methods: 'ags:delta=[0.1': ags.delta, line 1, column 5: not valid YAML"),
     ],

@@ -29,7 +29,7 @@ def test_a_schema_is_renewed_and_nothing_else_is_replaced(tmp_path):
     assert json.loads(schema.read_text()) == make_json_schema("job")
     job.write_text("name: mine\n")
     for path in (job, tmp_path):
-        with pytest.raises(SpecError, match="no schema that tula wrote"):
+        with pytest.raises(SpecError, match="not a schema that tula wrote"):
             write_schema("job", path)
     assert job.read_text() == "name: mine\n"
 

@@ -100,7 +100,7 @@ def test_settings_that_fit_the_site_are_found_sound(check):
         ("minutes: 1440", "minutes: 2-00:00", "cluster.slurm.minutes", "2880 is more than gpu allows (1440)", "1440"),
         ("qos: normal", "qos: short", "cluster.slurm.minutes", "1440 is more than QOS short allows (120)", "120"),
         ("qos: normal", "qos: norml", "cluster.slurm.qos", "no QOS 'norml'", "did you mean normal?"),
-        ("account: project", "account: phisics", "cluster.slurm.account", "knows no account", "did you mean physics?"),
+        ("account: project", "account: phisics", "cluster.slurm.account", "has no account", "did you mean physics?"),
         ("a100&ib", "a100&roce", "cluster.slurm.constraint", "no node here has roce", "a100, ib"),
         ("course", "exam", "cluster.slurm.reservation", "no reservation 'exam'", "there are: course"),
         ("setup: []", "setup: /no/such.sh", "cluster.slurm.setup", "the file /no/such.sh does not exist", "correct the path, or remove it"),
@@ -232,7 +232,7 @@ def test_the_files_that_jobs_read_are_found_and_told_apart(tmp_path, monkeypatch
     found = check_site(environ=environ, ask=facts)
     assert found.files == (tmp_path / "site/tula/site.yaml", tmp_path / "home/tula/site.yaml")
     assert [str(found.files[1]) in one.message for one in found.problems] == [True]
-    with pytest.raises(SpecError, match=r"no site\.yaml is found here"):
+    with pytest.raises(SpecError, match=r"there is no site\.yaml in"):
         check_site(environ={"XDG_CONFIG_HOME": str(tmp_path / "nowhere")})
 
 

@@ -115,5 +115,5 @@ def test_without_a_training_or_enough_of_its_steps_it_is_refused(run: RunDir) ->
     with pytest.raises(BadMeasurements, match="no training of this run is under way"):
         ask(run)
     make.add_training(run, rows=rows(SLOWER, count=3))
-    with pytest.raises(BadMeasurements, match="told its steps 3 times"):
+    with pytest.raises(BadMeasurements, match="reported its steps only 3 times"):
         ask(run)

@@ -143,8 +143,8 @@ def test_all_that_no_table_shows_are_told_as_json_and_written(run: RunDir, monke
     assert "configurations;" not in said(*asked), "a table of them all"
     monkeypatch.setattr(show_recommend, "MOST", count - 1)
     text = said(*asked)
-    assert len(text.splitlines()) < 100 and "configurations; results.csv holds them all, and --json tells them" in text
-    assert "results.csv holds them all with --save" in said(*asked, "--objective", "time")
+    assert len(text.splitlines()) < 100 and "configurations; results.csv and --json contain all of them" in text
+    assert "results.csv (with --save) and --json contain all of them" in said(*asked, "--objective", "time")
     monkeypatch.setattr(Answer, "with_all_rows", None)  # nor are all made into records at once
     rows = json.loads(said(*asked, "--json"))["data"]["rows"]
     assert len(rows) == count and [row["hours"] for row in rows] == sorted(row["hours"] for row in rows)

@@ -315,7 +315,7 @@ def test_a_job_on_this_machine_and_the_lock_of_the_machine_hold_a_run(run: RunDi
     run.write_job(make.job(name))
     assert found(run).kept == ""
     ticket = machine_lock.TicketHolder(f"{name} of {run.path.resolve()}", ["core 0"], measures=False)
-    assert found(run).kept == f"{name} measures, trains or waits on this machine"
+    assert found(run).kept == f"job {name} is running or waiting on this machine"
     ticket.close()
     assert found(run).kept == ""
 
@@ -324,7 +324,7 @@ def test_a_job_whose_record_is_damaged_holds_a_run(run: RunDir) -> None:
     trained(run, 100, 200, 300)
     (run.path / "jobs").mkdir()
     (run.path / "jobs/x.json").write_text("{")
-    assert "nobody knows whether that job runs" in found(run).kept
+    assert "unknown whether that job runs" in found(run).kept
 
 
 def test_what_was_submitted_since_the_look_is_left(run: RunDir) -> None:

@@ -297,7 +297,7 @@ def test_an_interpreter_that_cannot_run_here_is_told_apart_from_a_model_that_end
     assert "tula profile" not in make_interpreter_error("python", "").hint, "as it was on the node already"
     said = "ModuleNotFoundError: No module named 'torch'\nsrun: error: node1: task 0: Exited with exit code 1"
     assert make_interpreter_error("python", said).message.endswith("No module named 'torch'")
-    with pytest.raises(JobFailed, match="ended before its answer: Segmentation fault"):
+    with pytest.raises(JobFailed, match="ended without a result: Segmentation fault"):
         parse_inspection("begun\n", "Segmentation fault")
 
 
@@ -362,7 +362,7 @@ def test_a_limit_of_the_machine_is_named_with_what_to_do(code, said, name, sign,
 def test_other_ends_of_an_inspection_are_no_limit(said, monkeypatch):
     done = subprocess.CompletedProcess([], 1, "begun\n", said)
     monkeypatch.setattr(inspection, "run_command", lambda *_, **__: done)
-    with pytest.raises(JobFailed, match="ended before its answer"):
+    with pytest.raises(JobFailed, match="ended without a result"):
         inspect(spec())
 
 

@@ -118,7 +118,7 @@ def _select_counted_steps(ranks: Sequence[RankResult], log: Path) -> Sequence[Jo
         NotMeasured: there are too few steps, or they contradict the settings.
     """
     if not ranks:
-        raise NotMeasured(f"the command ended well, but {describe_missing_step(log)}")
+        raise NotMeasured(f"the command exited with code 0, but {describe_missing_step(log)}")
     if differences := list_mismatches(ranks):
         raise NotMeasured(" ".join(mismatch.text for mismatch in differences))
     if len(ranks) < ranks[0].world:
@@ -132,13 +132,13 @@ def _select_counted_steps(ranks: Sequence[RankResult], log: Path) -> Sequence[Jo
     if len(steps) < LEAST_STEPS and ranks[0].why == "stopped":
         raise NotMeasured(
             f"only {len(steps)} of {len(ranks[0].timed)} timed steps contain no evaluation, checkpoint or start of an epoch;"
-            f" {LEAST_STEPS} are needed: raise search.min_steps, or make the script evaluate less often in probes"
+            f" at least {LEAST_STEPS} are needed: raise search.min_steps, or make the script evaluate less often in probes"
             " (script.probe.args)"
         )
     if len(steps) < LEAST_STEPS:
         raise NotMeasured(
-            f"the script ended by itself after {ranks[0].steps} steps, of which {len(steps)} could be timed, and"
-            f" {LEAST_STEPS} are needed: let it train longer while it is measured (script.probe.args)"
+            f"the script ended after {ranks[0].steps} steps, of which {len(steps)} could be timed, but"
+            f" {LEAST_STEPS} are needed: make it train longer in probes (script.probe.args)"
         )
     return steps
 
@@ -216,8 +216,8 @@ def _find_dataset_size(task: ProbeTask, ranks: Sequence[RankResult]) -> int:
     counted = find_dataset_size(ranks)
     if known_size is None and counted is None:
         raise NotMeasured(
-            "nothing tells how many samples an epoch has: the script reads its data without a torch DataLoader that knows its"
-            " length; give script.dataset_size"
+            "the number of samples per epoch is unknown, because the script does not use a torch DataLoader with a known"
+            " length; set script.dataset_size"
         )
     return known_size if known_size is not None else int(counted or 0)
 

@@ -31,7 +31,7 @@ from tula_cli.spec.scripts.script import Length, count_requested_samples, count_
 MAX_RATES = 400
 """Maximum points of a stored learning-rate curve."""
 WEIGHTS_ONLY = "weights_only"
-HINT = "torch.load reads weights only unless it is told weights_only=False, and the checkpoint holds more"
+HINT = "torch.load only loads weights unless weights_only=False is set, and the checkpoint contains more"
 
 
 def count_trained(rows: Sequence[Mapping[str, Any]], local_batch: int) -> tuple[int, int]:
@@ -162,7 +162,7 @@ class ResumeTest(ScriptProgram):
         record = self.record
         self.files.write(record)
         start = self._next_start(record, max(self._remaining_seconds(record), MIN_SECONDS))
-        assert start is not None, "it is over"
+        assert start is not None, "it has ended"
         return start
 
     def _remaining_seconds(self, record: Rehearsal) -> float:
@@ -369,7 +369,7 @@ class ResumeTest(ScriptProgram):
         remaining = begin.whole - (begin.saved_samples or 0)
         if beat.step * start.batch <= ENDLESS_RATIO * remaining + 4 * begin.batch:
             return None
-        return Failure(outcome="cancelled", message="it trains more than twice what was left")
+        return Failure(outcome="cancelled", message="it trains more than twice the remaining samples")
 
 
 def _get_start(command: LeaderCommand) -> RehearsalStart:
@@ -422,6 +422,6 @@ def require_resumable(run: RunDir, task: Task) -> None:
     resume_test = ResumeTestRecords(run.path).read(task.predecessor)
     if resume_test is not None and resume_test.verdict == "none":
         raise JobFailed(
-            f"not started: its script cannot go on after an interruption: {'; '.join(resume_test.faults)}",
-            "mend its resume; or tula train --no-rehearse, which begins anew after each interruption",
+            f"not started: its script cannot resume after an interruption: {'; '.join(resume_test.faults)}",
+            "correct how it resumes; or use tula train --no-rehearse, which starts again after each interruption",
         )

@@ -460,8 +460,8 @@ class ScriptTraining(ScriptProgram):
             return NEVER_STEPS
         if self.dataset_size is None:
             raise JobFailed(
-                "ags.refresh is epoch, and nothing tells how many samples an epoch has",
-                "give script.dataset_size, or ags.refresh: {every: N} (optimizer steps)",
+                "ags.refresh is epoch, but the number of samples per epoch is unknown",
+                "set script.dataset_size, or ags.refresh: {every: N} (optimizer steps)",
             )
         return max(1, self.dataset_size // batch)
 
@@ -618,8 +618,8 @@ class ScriptTraining(ScriptProgram):
         update = {"lost": lost, "resumes_from": pattern, "resumed_attempt": (command.task, command.attempt)}
         self.training.write_script_saves(saves.model_copy(update=update))
         message = (
-            f"the script has resumed by itself from {path.name}, which holds {samples} samples, and is counted from there;"
-            f' so that it is known beforehand, write in section script: resume: {{checkpoint: "{pattern}"}}'
+            f"the script resumed by itself from {path.name}, so counting continues at {samples} samples;"
+            f' to make this known in advance, set in section script: resume: {{checkpoint: "{pattern}"}}'
         )
         self._add("warning", samples, message=message)
 
@@ -644,7 +644,7 @@ class ScriptTraining(ScriptProgram):
     def log_start(self, command: LeaderCommand) -> None:
         """Record the start of an attempt, with warnings about its checkpoints."""
         if self.resume_verdict == "none" and get_script(self.task.spec).resume is not None:
-            message = "a rehearsal has found that the script cannot go on from its own checkpoint: each interruption begins it anew"
+            message = "according to the resume test, the script cannot resume from its own checkpoint: it starts again after each interruption"
             self._add("warning", 0, message=message)
         for message in self._describe_damaged():
             self._add("warning", self.base(command)[0], message=message)
@@ -710,9 +710,9 @@ class ScriptTraining(ScriptProgram):
             return previous
         samples, steps = self._position_reached(command, beat.step, beat.samples)
         message = (
-            f"by step {steps} a step has come to train on {changed:g} samples, and the command was given a batch of"
-            f" {self.task.batch}: step time, cost and learning rate were predicted for {self.task.batch}. Does the script"
-            " accumulate more, or enlarge its batch, after its first steps?"
+            f"by step {steps}, steps train on {changed:g} samples, but the command was given batch"
+            f" {self.task.batch}, for which step time, cost and learning rate were predicted. Check whether the script"
+            " accumulates more or increases its batch after its first steps."
         )
         self._add("warning", samples, message=message)
         return changed
@@ -813,7 +813,7 @@ class ScriptTraining(ScriptProgram):
         samples, steps = self._position_reached(command, step, counted)
         log = self.run.log_path(self.task.id, command.attempt)
         if failure is None and beat is None and not command.checkpoint:
-            return Failure(outcome="user", message=f"the command ended well, but {describe_missing_step(log)}")
+            return Failure(outcome="user", message=f"the command exited with code 0, but {describe_missing_step(log)}")
         if failure is None and (broken := self.broken_claims(attempt.results(), command)) is not None:
             return broken
         if failure is not None and failure.outcome == "user" and beat is None:
@@ -848,7 +848,7 @@ class ScriptTraining(ScriptProgram):
             self.training.write_script_saves(saves)
             return None
         self._use_older_checkpoint(progress, older)
-        message = f"{failure.description}; {Path(progress.checkpoint).name} is left out, and the checkpoint before it tried: {older.name}"
+        message = f"{failure.description}; {Path(progress.checkpoint).name} is skipped, and the previous checkpoint is tried: {older.name}"
         self._add("warning", progress.samples, message=message)
         return Failure(outcome="unknown", message=message, rank=failure.rank, host=failure.host)
 
@@ -894,7 +894,7 @@ class ScriptTraining(ScriptProgram):
     def _warn_short(self, samples: int) -> None:
         total = self.total_samples
         if total is not None and abs(samples - total) > max(SHORT_TOLERANCE * total, self.task.batch):
-            message = f"the script ended after {samples} samples, and its length is {total}: {_explain_length(samples < total)}"
+            message = f"the script ended after {samples} samples instead of {total}: {_explain_length(samples < total)}"
             self._add("warning", samples, message=message)
 
     def _write_result(self, samples: int, steps: int, seconds: float | None) -> None:
@@ -907,7 +907,7 @@ class ScriptTraining(ScriptProgram):
         for name, values in rows.items():
             if not values:
                 self._add(
-                    "warning", samples, message=f"script.metric {name} was nowhere to be found in what the script told"
+                    "warning", samples, message=f"script.metric {name} does not occur in the output of the script"
                 )
         metrics = find_last_and_best(rows)
         self.run.write_train_result(
@@ -947,7 +947,7 @@ class ScriptTraining(ScriptProgram):
         def of(batch: int) -> Splits:
             micro_batch = batch // world // micro_batches
             fewest = refresh.compute_max_samples_drawn(task.spec, batch, available=micro_batch, world=world)
-            ags_limit = (lambda samples: samples >= fewest, f"AGS takes a small batch of {fewest} samples of it")
+            ags_limit = (lambda samples: samples >= fewest, f"AGS needs a small batch of {fewest} samples from it")
             return list_splits(batch, micro_batch=micro_batch, micro_batches=micro_batches, limits=[ags_limit, *limits])
 
         splits = tuple(of(rung.batch) for rung in task.ladder)
@@ -956,9 +956,9 @@ class ScriptTraining(ScriptProgram):
 
 def _explain_length(fewer: bool) -> str:
     return (
-        "does its command hold {epochs}, {steps} or {samples}, and is script.dataset_size right?"
+        "check that its command contains {epochs}, {steps} or {samples}, and that script.dataset_size is right"
         if fewer
-        else "did it count anew when it went on from its checkpoint?"
+        else "check whether it counts from the beginning when it resumes from its checkpoint"
     )
 
 

@@ -173,7 +173,7 @@ def find_last_script_line(log: Path) -> str:
 def describe_missing_step(log: Path) -> str:
     """Return a message that no step was seen, with the last line of the script, or else with possible causes."""
     line = find_last_script_line(log)
-    return f"no optimizer step of torch was seen; the last line of the script is: {line}" if line else NO_STEP_SEEN
+    return f"no step of a torch optimizer was observed; last line of the script: {line}" if line else NO_STEP_SEEN
 
 
 # --- The reports of the ranks
@@ -248,7 +248,7 @@ class ScriptMonitor(RankMonitor):
 
     def _failure(self, shim_failure: ScriptFailure, rank: int) -> Failure:
         is_of_shim = shim_failure.where != "script"
-        shims_fault = "measuring the script failed (this is tula's fault): " if shim_failure.where == "shim" else ""
+        shims_fault = "measuring the script failed (a bug in tula): " if shim_failure.where == "shim" else ""
         device = compute_device(self.run, self.task)
         outcome = "user" if is_of_shim else classify_failure(shim_failure.text, exit_code=1, device=device)
         line = "" if is_of_shim else find_telling_line(shim_failure.text)
@@ -289,7 +289,7 @@ class ScriptMonitor(RankMonitor):
             message = (
                 f"no step for {time.time() - beat.alive_at:.0f} s, after {beat.step} steps of {beat.seconds:.3g} s"
             )
-            message = f"{message}: ended as stuck"
+            message = f"{message}: stopped because it hangs"
             return Failure(outcome="unknown", message=message, rank=rank, host=get_node_name())
         return None
 

@@ -177,7 +177,7 @@ def inspect_on_node(
     output, complaint = read_text(log), read_text(log.with_suffix(".err"))
     if not log.exists():
         raise SchedulerError(
-            f"job {job.id}, which builds the model and the dataset, left no log in {log.parent}",
+            f"job {job.id}, which builds the model and the dataset, wrote no log in {log.parent}",
             "its node cannot write there: choose a folder on a file system that all nodes share with --run-dir",
         )
     try:
@@ -189,8 +189,8 @@ def inspect_on_node(
         if exceeded is None or exceeded[0].name != "memory":
             raise
         raise JobFailed(
-            f"the job that builds the model and the dataset used up its memory: {exceeded[1]}",
-            f"ask for more with {spec.cluster.backend.memory_setting}",
+            f"the job that builds the model and the dataset ran out of memory: {exceeded[1]}",
+            f"request more with {spec.cluster.backend.memory_setting}",
         ) from error
     write_record(get_inspection_path(run, spec), inspection)
     return inspection
@@ -276,7 +276,7 @@ class _WatchedJob:
                 over = now
             if over is None and timeout is not None and now - since >= timeout:
                 raise Pending(
-                    f"the job that builds the model and the dataset is not over after {timeout:g} s; it was cancelled",
+                    f"the job that builds the model and the dataset did not finish within {timeout:g} s and was cancelled",
                     "the same command starts it again; give it more time with --timeout",
                 )
             remaining = float("inf") if timeout is None else max(0.0, since + timeout - now)

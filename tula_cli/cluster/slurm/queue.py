@@ -124,13 +124,13 @@ PENDING = (
     "PENDING", "CONFIGURING", "POWER_UP_NODE", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD",
 )  # fmt: skip
 RUNNING = ("RUNNING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED")
-_STOPPED = """suspended: an administrator, or a job that goes first, has stopped it where it stands; it goes on once it is resumed: ask the
-administrators (scontrol resume {id}), or tula cancel and start it anew""".replace("\n", " ")
+_STOPPED = """suspended by an administrator or for a job of higher priority; it continues when it is resumed: ask the
+administrators (scontrol resume {id}), or cancel it with tula cancel and start again""".replace("\n", " ")
 COMMENT_PREFIX = "tula: "
 WAITS, GAVE_UP, DELAYED = f"{COMMENT_PREFIX}waits", f"{COMMENT_PREFIX}gave up", f"{COMMENT_PREFIX}delayed"
 """Prefixes of the comments in the queue by which a job that cannot open its log reports its state."""
-_NOT_LAUNCHED = """its script could not be started on its node (the node's disk, an unknown user, a failed prolog): for administrators, the
-cause is in slurmd.log of the node, under {id}""".replace("\n", " ")
+_NOT_LAUNCHED = """its script could not be started on its node (disk, unknown user or failed prolog): administrators find the
+cause in slurmd.log of the node, under {id}""".replace("\n", " ")
 _AWAY = re.compile(r"ReqNodeNotAvail\W+Unavailable|Nodes required for job are DOWN|^NodeDown")
 """squeue's reasons for jobs whose nodes are down or drained."""
 _MAINTENANCE = re.compile(r"Reserved for maintenance|ReqNodeNotAvail(?!\W+Unavailable)")
@@ -167,16 +167,16 @@ HOPELESS = tuple((re.compile(form), why) for form, why in {
     "(?P<who>QOS|Assoc)Max(?P<what>[A-Za-z]+?)MinutesPerJob(?:Limit)?": "{who} does not allow so {what} for so long in one job",
     "(?P<who>QOS|Assoc)Max(?P<what>[A-Za-z]+?)PerJob(?:Limit)?": "{who} does not allow so {what}",
     "(?P<who>QOS|Assoc)Max(?P<what>[A-Za-z]+?)PerNode": "{who} does not allow so {what} per node",
-    "(?P<who>QOS)Min(?P<what>[A-Za-z]+?)(?:NotSatisfied)?": "{who} asks for more: not so {few} in one job",
-    "(?P<who>QOS|Assoc)Grp(?!\\w*Run)(?P<what>[A-Za-z]+?)Minutes(?:Limit)?": "{who} has used up its budget, or what is left is too little for this job: sacctmgr show assoc, qos",
-    "(?P<who>QOS|Assoc)GrpWallLimit": "{who} has used up its budget of time",
-    "(?P<who>QOS|Association)TimeLimit": "{who} does not allow so much time, or has used up its budget of it",
-    "(?P<who>QOS)UsageThreshold": "the account's share of the machine is below what {who} asks for",
-    ".*exceeds (?P<who>QOS|assoc)\\w*.* group (?:max TRES.* minutes|wall limit).*": "{who} has used up its budget",
-    ".*exceeds (?P<who>QOS|assoc)\\w*.* max TRES.* minutes.*": "{who} does not allow so much for so long in one job",
+    "(?P<who>QOS)Min(?P<what>[A-Za-z]+?)(?:NotSatisfied)?": "{who} does not allow so {few} in one job",
+    "(?P<who>QOS|Assoc)Grp(?!\\w*Run)(?P<what>[A-Za-z]+?)Minutes(?:Limit)?": "the budget of {who} is used up or too small for this job: see sacctmgr show assoc, qos",
+    "(?P<who>QOS|Assoc)GrpWallLimit": "the time budget of {who} is used up",
+    "(?P<who>QOS|Association)TimeLimit": "{who} does not allow so much time, or its time budget is used up",
+    "(?P<who>QOS)UsageThreshold": "the account's share of the machine is below the minimum of {who}",
+    ".*exceeds (?P<who>QOS|assoc)\\w*.* group (?:max TRES.* minutes|wall limit).*": "the budget of {who} is used up",
+    ".*exceeds (?P<who>QOS|assoc)\\w*.* max TRES.* minutes.*": "{who} does not allow so many resources for so long in one job",
     "MaxMemPerLimit": "the partition does not allow so much memory per node or CPU: lower cluster.slurm.memory",
     # what is asked for is not there, or not for this user
-    "PartitionConfig": "the partition does not allow so many nodes or so much of them",
+    "PartitionConfig": "the partition does not allow so many nodes or resources",
     "PartitionNodeLimit": "the partition does not allow so many nodes",
     "PartitionTimeLimit": "the partition does not allow so much time",
     "PartitionDown": "the partition is down",
@@ -188,12 +188,12 @@ HOPELESS = tuple((re.compile(form), why) for form, why in {
     "InvalidQOS": "the QOS does not exist",
     "Inva(?:lid|ild)Reason": "SLURM does not name the reason",
     ".*not in group permitted.*": "you may not use the partition",
-    "Reservation(?:Deleted|Invalid)|Reservation .* (?:was deleted|is invalid|has ended)": "its reservation is gone",
-    "DeadLine": "its deadline passes before it could end",
+    "Reservation(?:Deleted|Invalid)|Reservation .* (?:was deleted|is invalid|has ended)": "its reservation no longer exists",
+    "DeadLine": "it cannot end before its deadline",
     "DependencyNeverSatisfied": "it waits for a job that failed",
     "BurstBufferOperation|Burst buffer .*error.*": "its burst buffer failed",
     # what somebody has to release
-    "JobHoldMaxRequeue|.*requeued held": f"SLURM has given it up after it could not be started: {_HELD}",
+    "JobHoldMaxRequeue|.*requeued held": f"SLURM holds it after it failed to start: {_HELD}",
     "JobHeldAdmin": f"an administrator holds the job: ask them to release it ({_HELD})",
     "JobHeldUser|.*in held state": f"you hold it: {_HELD}",
 }.items())  # fmt: skip

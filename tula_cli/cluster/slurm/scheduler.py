@@ -38,8 +38,8 @@ def require_plain_path(run: Path) -> None:
         return
     pattern = path[match.start() : match.start() + 2]
     raise SpecError(
-        f"the run directory {path} has {pattern} in its path, for which SLURM would put something else (as it puts a job's id for"
-        " %j)",
+        f"the run directory {path} contains {pattern}, which SLURM would replace (as it replaces %j by"
+        " the id of the job)",
         "choose another folder with --run-dir, or rename it",
     )
 
@@ -48,7 +48,7 @@ def require_plain_path(run: Path) -> None:
 
 HINTS = {
     "maxsubmitjob": "wait until some of your jobs have ended, or cancel some; squeue --user $USER lists them",
-    "accounting/qos policy": "ask for less, or set cluster.slurm.account or qos; sacctmgr show assoc, qos lists limits",
+    "accounting/qos policy": "request less, or set cluster.slurm.account or qos; sacctmgr show assoc, qos lists limits",
     "account": "set cluster.slurm.account; sacctmgr show user $USER withassoc lists yours",
     "partition": "set cluster.slurm.partition; sinfo lists them",
     "qos": "set cluster.slurm.qos; sacctmgr show qos lists them",
@@ -58,7 +58,7 @@ HINTS = {
     "time limit": "lower search.max_minutes or cluster.slurm.minutes",
     "memory": "lower cluster.slurm.memory",
     "gres": "check cluster.gpus_per_node against sinfo -o '%G'",
-    "contact slurm controller": "the controller is down or out of reach; run the same command again later",
+    "contact slurm controller": "the controller is down or unreachable; run the same command again later",
     "timed out": "the controller is busy; run the same command again later",
 }
 """Hints about a refusal, by words in its message; the first match is used."""
@@ -260,7 +260,7 @@ def _find_accepted_job(script: Path, name: str, message: str) -> str:
         if time.monotonic() >= deadline:
             raise SchedulerError(
                 f"sbatch does not answer ({message}), and no job {name} has appeared in the queue",
-                "the controller is busy or out of reach; run the same command again later, it does not submit twice",
+                "the controller is busy or unreachable; run the same command again later, it never submits a job twice",
             )
         time.sleep(ACCEPTANCE_LAG / 10)
 

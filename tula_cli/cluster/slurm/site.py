@@ -385,7 +385,7 @@ def _list_size_settings(partition: Partition) -> Iterator[TemplateLine]:
     yield from list_measuring_settings(suggest_nodes(partition), _choose_measuring_minutes(partition))
     limit = partition.minutes
     if limit is not None and limit < _MINUTES:
-        comment = "time limit of a training job, the most here; a longer training continues in the next one"
+        comment = "time limit of a training job, the maximum here; a longer training continues in the next one"
         yield TemplateLine("cluster.slurm.minutes", str(limit), comment)
 
 
@@ -435,7 +435,7 @@ def _list_node_settings(kind: NodeKind) -> Iterator[TemplateLine]:
         why = (
             "one process each"
             if ranks == gpus.count
-            else f"of {gpus.count}: a job can have {format_count(kind.cpus, 'CPU')} of a node"
+            else f"of {gpus.count}: a job can use {format_count(kind.cpus, 'CPU')} of a node"
         )
         yield TemplateLine("cluster.gpus_per_node", str(ranks), why)
     else:
@@ -459,7 +459,7 @@ def describe_partition(partition: Partition) -> str:
 
 
 def _describe_size(partition: Partition) -> str:
-    kinds = " and ".join(_describe_kind(kind) for kind in partition.kinds) or "no node that can run a job"
+    kinds = " and ".join(_describe_kind(kind) for kind in partition.kinds) or "no node can run jobs"
     most = partition.most_nodes
     at_most = f", at most {most} a job" if most is not None and most < partition.nodes else ""
     limit = "no time limit" if partition.minutes is None else f"at most {_describe_minutes(partition.minutes)}"

@@ -37,16 +37,16 @@ class Quantity:
 
 OF_EPOCHS = (
     Quantity("gradient_norm", "diagnostics.norm.q50", "Gradient norm", "norm of the gradient",
-             "Median of an epoch's steps; of one training the bars are the 5 and 95 % quantiles.", True, "Figure 5", ("q05", "q95")),
+             "Median of an epoch's steps; for a single training, bars are the 5 and 95 % quantiles.", True, "Figure 5", ("q05", "q95")),
     Quantity("gradient_change", "diagnostics.delta.q50", "Change of the gradient, Delta(G)", "Delta(G)",
-             "Eq. 5, median of an epoch's steps; of one training the bars are the 5 and 95 % quantiles.", True, "Figure 6", ("q05", "q95")),
+             "Eq. 5, median of an epoch's steps; for a single training, bars are the 5 and 95 % quantiles.", True, "Figure 6", ("q05", "q95")),
     Quantity("factor_mean", "ags.mean", "Mean scaling factor", "factor"),
-    Quantity("factor_steps", "ags.scaled", "Share of the steps that are scaled", "share of steps"),
+    Quantity("factor_steps", "ags.scaled", "Share of scaled steps", "share of steps"),
     Quantity("factor_at_cap", "ags.at_cap", "Share of factors at their cap", "share of factors"),
     Quantity("factor_at_floor", "ags.at_floor", "Share of factors at their floor", "share of factors"),
 )  # fmt: skip
 OF_CURVATURE = (
-    Quantity("lr_bound", "lr_bound", "Lemma 1's bound on the learning rate", "learning rate", "With the curvature as measured.", True),
+    Quantity("lr_bound", "lr_bound", "Lemma 1's bound on the learning rate", "learning rate", "With the measured curvature.", True),
 )  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def _build_accuracy_figure(curves: Sequence[GradientCurve], prefix: str) -> Iter
     """Yield the accuracy against samples seen, if Delta(G) is drawn as well."""
     if not any(make_mean_series(curves, lambda curve: curve.epochs, OF_EPOCHS[1].path)):
         return
-    quantity = Quantity("change_accuracy", "top1", "Accuracy beside it", "top-1 (%)", "On the evaluation set, over the same samples as Delta(G).", paper="Figure 6")  # fmt: skip
+    quantity = Quantity("change_accuracy", "top1", "Accuracy for comparison", "top-1 (%)", "On the evaluation set, over the same samples as Delta(G).", paper="Figure 6")  # fmt: skip
     yield from _draw_quantity(quantity, curves, lambda curve: curve.epochs, prefix)
 
 
@@ -158,7 +158,7 @@ Spreads = Sequence[tuple[float, float, float, float]]
 """Rows of samples seen, mean, minimum and maximum."""
 
 CAPTION = (
-    "Of every step; of a long training a point is the mean of neighbouring steps, the band their least and largest."
+    "All steps; in a long training, a point is the mean of neighbouring steps, and the band their minimum and maximum."
 )
 
 
@@ -173,7 +173,7 @@ def build_step_figures(steps: StepSeries, *, name: str, prefix: str = "") -> Ite
     quantities = (
         ("gradient_norm", "Gradient norm", "norm of the gradient", "Figure 5", (steps.norm, steps.norm_low, steps.norm_high)),
         ("gradient_change", "Change of the gradient, Delta(G)", "Delta(G), Eq. 5", "Figure 6", (steps.delta, steps.delta_low, steps.delta_high)),
-        ("factor_of_steps", "Scaling factor of the steps that are scaled", "factor", "", (steps.factor,) * 3),
+        ("factor_of_steps", "Scaling factor of scaled steps", "factor", "", (steps.factor,) * 3),
     )  # fmt: skip
     for key, title, label, paper, columns in quantities:
         rows = [

@@ -72,7 +72,7 @@ from tula_cli.words import (
 
 # --- The choice
 
-CHOICE_KEY, CHOICE_TITLE = "choice", "What was chosen"
+CHOICE_KEY, CHOICE_TITLE = "choice", "The chosen configuration"
 
 
 def build_choice_section(material: Material) -> Section:
@@ -464,7 +464,7 @@ def build_time_and_cost_section(material: Material) -> Section:
             " there, and less beyond it. Single points scatter around that curve."
         )
     else:
-        text.append("Time has no knee within the batches that were searched.")
+        text.append("Time has no knee within the searched batches.")
     figures = [
         _build_time_figure(material, choice),
         *_build_epoch_figure(material, choice),
@@ -635,7 +635,7 @@ def build_tradeoff_figure(
 
 # --- What was measured
 
-MEASURED, WHERE = ("measured", "What was measured"), ("step_parts", "Step time by component")
+MEASURED, WHERE = ("measured", "Measurements"), ("step_parts", "Step time by component")
 MAX_BARS = 24
 HOW_TO_MEASURE = "Run tula profile."
 
@@ -903,7 +903,7 @@ def build_cross_validation_section(material: Material) -> Section:
 
 
 def _make_validation_name(row: Validation) -> str:
-    return f"{row.strategy}, each left out once" if row.left_out_once else row.strategy
+    return f"{row.strategy}, leave-one-out" if row.left_out_once else row.strategy
 
 
 def _build_validation_table(validations: tuple[Validation, ...]) -> Table:
@@ -914,7 +914,7 @@ def _build_validation_table(validations: tuple[Validation, ...]) -> Table:
         for row in validations
     )
     caption = (
-        "Each search strategy is fitted to its probes and compared with the others. Absolute errors relative to the measured step"
+        "Each search strategy is fitted to its own probes and compared with the other probes. Errors are relative to the measured step"
         " time."
     )
     return Table("validation", "Step-time errors by search strategy", columns, rows, caption)

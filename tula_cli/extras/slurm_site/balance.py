@@ -39,14 +39,14 @@ def read_account_balance(spec: JobSpec, *, qos: str, ask: Ask) -> Balance:
     try:
         account = find_account(spec, ask)
     except SchedulerError as error:
-        return Balance("", (), f"the accounting does not tell the account: {error.message}")
+        return Balance("", (), f"the accounting does not report the account: {error.message}")
     if not account:
-        return Balance("", (), "the accounting knows no default account of yours; set cluster.slurm.account")
+        return Balance("", (), "you have no default account in the accounting; set cluster.slurm.account")
     partition = (spec.cluster.slurm and spec.cluster.slurm.partition) or ""
     qos = qos.lower()
     limits, missing = _read_limits_of_controller(account, partition, ask)
     if missing and (shared := _read_limits_of_sshare(account, ask)) is not None:
-        return Balance(account, tuple(shared), "" if not qos else f"of QOS {qos} nothing is shown")
+        return Balance(account, tuple(shared), "" if not qos else f"QOS {qos} is not shown")
     by_qos, hidden = ([], "") if missing else _read_limits_of_qos(qos, ask)
     return Balance(account, (*limits, *by_qos), missing or hidden)
 
@@ -87,9 +87,9 @@ def _read_limits_of_qos(qos: str, ask: Ask) -> tuple[list[TresLimit], str]:
     try:
         output = ask("scontrol", "show", "assoc_mgr", "flags=qos", f"qos={qos}")
     except SchedulerError as error:
-        return [], f"of QOS {qos} nothing is shown ({error.message})"
+        return [], f"QOS {qos} is not shown ({error.message})"
     blocks = [block for block in parse_blocks(output) if block.get("QOS", "").partition("(")[0] == qos]
-    return (parse_limits(blocks[0], f"QOS {qos}"), "") if blocks else ([], f"of QOS {qos} nothing is shown")
+    return (parse_limits(blocks[0], f"QOS {qos}"), "") if blocks else ([], f"QOS {qos} is not shown")
 
 
 def parse_blocks(text: str) -> Iterator[dict[str, str]]:

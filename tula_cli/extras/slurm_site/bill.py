@@ -67,10 +67,10 @@ def find_site_bill(spec: JobSpec, root: Path | None, *, ask: Ask) -> SiteBill:
     except SchedulerError as error:
         if stored is None:
             raise SpecError(
-                f"pricing.kind billing: SLURM does not tell what it bills ({error.message})",
-                "ask on a login node, or give what a whole node is billed: pricing.per_node",
+                f"pricing.kind billing: SLURM does not report its billing ({error.message})",
+                "run tula on a login node, or set pricing.per_node to the billing of a whole node",
             ) from None
-        return _load_stored_bill(stored, "SLURM does not answer now")
+        return _load_stored_bill(stored, "SLURM does not answer")
     if unsure:  # not kept: nothing would ask again for a day
         return bill if stored is None else _load_stored_bill(stored, unsure)
     if path is not None:
@@ -150,15 +150,15 @@ def ask_bill(spec: JobSpec, ask: Ask) -> tuple[SiteBill, str]:
         slurm = spec.cluster.slurm or Slurm()
         where = f"partition {slurm.partition}" if slurm.partition else "the default partition"
         raise SpecError(
-            f"pricing.kind billing: no node of {where} gives what the job asks for",
-            "scontrol show node tells Partitions, AvailableFeatures and Gres; pricing.per_node is without it",
+            f"pricing.kind billing: no node of {where} has the resources that the job requests",
+            "compare Partitions, AvailableFeatures and Gres in scontrol show node, or set pricing.per_node",
         )
     qos, factor, unsure = find_usage_factor(spec, ask, config)
     times = {offer.partition: compute_charge_factor(spec, qos=qos, partition=offer.partition) for offer in offers}
     dearest = max(offers, key=lambda offer: offer.node * times[offer.partition])
     least = min(offer.node for offer in offers)
     between = (
-        f"; from {format_number(least)} on, by partition and kind of nodes: the dearest counts"
+        f"; at least {format_number(least)}, depending on partition and node type; the most expensive is used"
         if least < dearest.node
         else ""
     )
@@ -170,7 +170,7 @@ def ask_bill(spec: JobSpec, ask: Ask) -> tuple[SiteBill, str]:
         charge_factor=times[dearest.partition],
         qos=qos,
         tres=dearest.tres,
-        words=f"{dearest.words}{by_qos}{between}{f'; {unsure}, and 1 is taken' if unsure else ''}",
+        words=f"{dearest.words}{by_qos}{between}{f'; {unsure}, so 1 is assumed' if unsure else ''}",
     )
     return bill, unsure
 
@@ -228,12 +228,12 @@ def find_usage_factor(spec: JobSpec, ask: Ask, config: Mapping[str, str]) -> tup
         qos = named or find_default_qos(spec, ask, config)
         rows = ask("sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=Name,UsageFactor").splitlines()
     except SchedulerError as error:
-        return named, 1.0, f"the usage factor of its QOS is not known ({error.message})"
+        return named, 1.0, f"the usage factor of its QOS is unknown ({error.message})"
     factors = {name.lower(): value for name, _, value in (row.partition("|") for row in rows)}
     try:
         return qos, float(factors[qos.lower()]), ""
     except (KeyError, ValueError):
-        return qos, 1.0, f"the accounting tells no usage factor of QOS {qos}"
+        return qos, 1.0, f"the accounting reports no usage factor of QOS {qos}"
 
 
 def find_default_qos(spec: JobSpec, ask: Ask, config: Mapping[str, str]) -> str:

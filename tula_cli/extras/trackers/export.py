@@ -352,8 +352,8 @@ def require_sent(results: Iterable[ExportResult]) -> None:
     """Raise TrackerError if something could not be sent to a tracker."""
     if failed := [result for result in results if result.problem]:
         raise TrackerError(
-            f"not all was sent to {', '.join(result.to for result in failed)}: {failed[0].problem}",
-            "the same command sends what was missed",
+            f"some values were not sent to {', '.join(result.to for result in failed)}: {failed[0].problem}",
+            "the same command sends the missing values",
         )
 
 
@@ -374,15 +374,15 @@ def list_requested_trackers(
     """
     if not to:
         if uri is not None or project is not None:
-            raise SpecError("--uri and --project need --to, the tracker that they are of")
+            raise SpecError("--uri and --project need --to, because they are settings of one tracker")
         sections = tuple(section for section in spec.export if by in (None, section.by))
         if not sections and by is None:
             raise SpecError(
-                "nothing says where to", "add --to mlflow, wandb or tensorboard, or a section export to job.yaml"
+                "no tracker was given", "add --to mlflow, wandb or tensorboard, or a section export to job.yaml"
             )
         return sections
     if len(to) > 1 and (uri is not None or project is not None):
-        raise SpecError("--uri and --project are of one tracker, and --to names several")
+        raise SpecError("--uri and --project are settings of one tracker, but --to names several")
     try:
         return tuple(Export(to=section, uri=uri, project=project) for section in to)
     except ValidationError as error:
@@ -398,7 +398,7 @@ def _lock_targets(targets: Sequence[_TrackerTarget]) -> Iterator[list[_TrackerTa
             owners = [stack.enter_context(session.lock()) for session in target.sessions]
             if owner := next(filter(None, owners), ""):
                 place = f"{target.destination.to} at {target.destination.uri}"
-                target.problem = f"{place}: another process sends this run there ({owner})"
+                target.problem = f"{place}: another process is sending this run there ({owner})"
         yield [target for target in targets if not target.problem]
 
 
@@ -438,7 +438,7 @@ def export_run(
     with _lock_targets(targets) as free:
         busy = [target for target in targets if target.problem]
         if busy and not free:
-            raise TrackerError(busy[0].problem, "nothing is missed: the next export sends what is new")
+            raise TrackerError(busy[0].problem, "nothing is lost: the next export sends the new values")
         yield from (WarningEvent(target.problem) for target in busy)
         began, last_note = time.monotonic(), float("-inf")
         try:
@@ -454,7 +454,7 @@ def export_run(
                 _sleep_until(now + interval, stop, sleep)
             yield from (WarningEvent(damage) for variant in variants for damage in variant.read().training_warnings)
         except KeyboardInterrupt:
-            raise Interruption("interrupted; what was sent is written down, and the next export goes on") from None
+            raise Interruption("interrupted; the next export continues from there") from None
         finally:
             for target in free:
                 yield from target.close()

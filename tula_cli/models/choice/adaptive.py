@@ -98,8 +98,8 @@ def propose(fit: StepTimeFit, candidates: Sequence[Candidate], *, tolerance: flo
         return Proposal((), regrets, f"{words}; settled")
     training = problem.node_seconds(belief.mean)
     picks = tuple(_round(problem, belief, open_, tolerance, training))
-    takes = f"the whole training takes {training / 3600:.2g} node-hours where it is fastest"
-    return Proposal(picks, regrets, words if picks else f"{words}; no further probe is worth what it costs: {takes}")
+    takes = f"the training takes {training / 3600:.2g} node-hours in its fastest configuration"
+    return Proposal(picks, regrets, words if picks else f"{words}; every further probe would cost more than it is expected to save: {takes}")
 
 
 @dataclass(frozen=True)
@@ -292,6 +292,6 @@ def _count_node_seconds(candidate: Candidate, started: set[tuple[int, int]]) -> 
 def describe_pick(candidate: Candidate, belief: _Belief, index: int, worth: float) -> str:
     spread = math.expm1(Z90 * math.sqrt(belief.covariance[index, index]))
     return (
-        f"{describe_probe_place(candidate.nodes, candidate.local_batch)}: its step time is known to {spread:.0%}; measuring it should better"
+        f"{describe_probe_place(candidate.nodes, candidate.local_batch)}: its step time is uncertain by {spread:.0%}; measuring it is expected to improve"
         f" the decisions by {worth:.1%}"
     )

@@ -327,7 +327,7 @@ def _describe_preference(
     saved = f"{format_number(100 * (1 - best.hours / chosen.hours), 2)} % faster{noise} and {cheaper:.0f} % cheaper"
     why = "a larger batch saves little more time" + " and may cost accuracy" * (best.batch > reference_batch)
     if best.batch <= chosen.batch:
-        why = "it goes by the times of the fit, not by single measurements"
+        why = "the knee is based on the fit, not on single measurements"
     return f"{_describe_place(best)} is {saved}; objective knee prefers {_describe_place(chosen)}, because {why}."
 
 

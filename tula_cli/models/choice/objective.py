@@ -235,7 +235,7 @@ def describe_open_knees(steps: StepTimeFit, line: Candidates, *, gpus_per_node: 
     drawn = steps.draws(line["nodes"], np.full(len(line), gpus_per_node), line["local_batch"])
     share_by_batch = count_knee_shares(line["batch"], drawn + np.log(line[_COLUMNS[curve]]) - np.log(line["step_time"]))
     shares_in_words = ", ".join(f"{batch} in {share:.0%}" for batch, share in share_by_batch.items() if share >= _RARE)
-    return f"; of the curves that the probes leave open the knee is {shares_in_words}" if shares_in_words else ""
+    return f"; within the uncertainty of the probes the knee is {shares_in_words}" if shares_in_words else ""
 
 
 def _sort_rows(rows: Candidates, curve: Quantity) -> Ints:
@@ -308,8 +308,8 @@ def _describe_passed_over(chosen: Prediction, rows: Candidates, curve: Quantity)
     if saved < ALIKE / 2:
         return ""
     return (
-        f", apart from batch {least.batch} on {format_count(least.nodes)}, which is forecast to be"
-        f" {saved:.0%} below but too uncertain to rely on (measuring it would tell)"
+        f", except for batch {least.batch} on {format_count(least.nodes)}, which is predicted to be"
+        f" {saved:.0%} below but too uncertain to rely on (measure it to be sure)"
     )
 
 
@@ -320,8 +320,8 @@ def _describe_noise_range(rows: Candidates, curve: Quantity) -> str:
     ends = (rows["same_progress_epochs_lossy"], rows["same_progress_epochs_alike"])
     lossy, alike = (int(rows["batch"][np.argmin(rows["hours"] * epochs)]) for epochs in ends)
     if lossy == alike:
-        return f" (batch {alike} over the whole range of the noise)"
-    return f" (over the range of the noise the best batch runs from {min(lossy, alike)} to {max(lossy, alike)})"
+        return f" (batch {alike} over the whole range of the gradient noise)"
+    return f" (the best batch is {min(lossy, alike)} to {max(lossy, alike)} over the range of the gradient noise)"
 
 
 def find_knee_batch(rows: Candidates, curve: Curve) -> int | None:
@@ -341,7 +341,7 @@ def _choose_knee(rows: Candidates, curve: Curve) -> Choice:
         chosen = next(row for row in line if row.batch == batch)
         reason = f"the knee of {curve} against batch{_describe_gain(chosen, line, curve)}{_describe_other_knees(chosen, line, curve)}"
         other = run_kneedle(batches, values)
-        reason += f"; Kneedle on the curve as far as it was searched says {other}" if other not in (None, batch) else ""
+        reason += f"; Kneedle on the searched part of the curve finds {other}" if other not in (None, batch) else ""
     worth = np.argsort(_sort_rows(best, curve))
     others = sorted(
         (place for place, row in enumerate(line) if row != chosen),
@@ -366,8 +366,8 @@ def _without_knee(line: Sequence[Prediction], curve: Curve) -> tuple[Prediction,
     best = min(_get_value_on_curve(row, curve) for row in line)
     chosen = next(row for row in line if _get_value_on_curve(row, curve) <= best * (1 + FALLBACK))
     few = f"there {'is' if len(line) == 1 else 'are'} only {format_count(len(line), 'batch')}"
-    why = few if len(line) < FEWEST else f"the curve has none: {_describe_shape(line, curve)}"
-    return chosen, f"no knee of {curve} against batch ({why}), so the smallest batch within {FALLBACK:.0%} of the best"
+    why = few if len(line) < FEWEST else _describe_shape(line, curve)
+    return chosen, f"smallest batch within {FALLBACK:.0%} of the best, because {curve} has no knee ({why})"
 
 
 def _describe_shape(line: Sequence[Prediction], curve: Curve) -> str:
@@ -376,7 +376,7 @@ def _describe_shape(line: Sequence[Prediction], curve: Curve) -> str:
     if last <= before * (1 - KNEE_SAVES):
         return f"{curve} still falls by {1 - last / before:.0%} at the largest batch{_describe_other_knees(line[-1], line, curve)}"
     change = (last / first) ** (1 / (len(line) - 1)) - 1
-    return f"a doubling of the batch changes {curve} by {change:+.0%} on average, without a bend"
+    return f"{curve} changes steadily, by {change:+.0%} per doubling of the batch"
 
 
 def _describe_gain(chosen: Prediction, line: Sequence[Prediction], curve: Curve) -> str:
@@ -385,7 +385,7 @@ def _describe_gain(chosen: Prediction, line: Sequence[Prediction], curve: Curve)
     if not 0 < place < len(line) - 1:
         return ""
     before, here, after = (_get_value_on_curve(row, curve) for row in line[place - 1 : place + 2])
-    return f": the batch before takes {before / here - 1:+.0%} of {curve}, the one after {after / here - 1:+.0%}"
+    return f": {curve} {before / here - 1:+.0%} at the next smaller batch, {after / here - 1:+.0%} at the next larger one"
 
 
 def _describe_other_knees(chosen: Prediction, line: Sequence[Prediction], curve: Curve) -> str:
@@ -397,7 +397,7 @@ def _describe_other_knees(chosen: Prediction, line: Sequence[Prediction], curve:
     place = line.index(chosen)
     around = [line[i] for i in (place - 1, place + 1) if 0 <= i < len(line)]
     close = [row for row in around if below_chord(row) <= below_chord(chosen) * (1 + NEARLY)]
-    return f" (the knee may as well be at {' or '.join(str(row.batch) for row in close)})" if close else ""
+    return f" (the knee may also be at {' or '.join(str(row.batch) for row in close)})" if close else ""
 
 
 def _as_good(chosen: Prediction, rows: Candidates, curve: Quantity) -> str:
@@ -412,7 +412,7 @@ def _as_good(chosen: Prediction, rows: Candidates, curve: Quantity) -> str:
     if not alike:
         return ""
     named = " and ".join(f"batch {row.batch} on {format_count(row.nodes)}" for row in alike)
-    return f"; {named} {'is' if len(alike) == 1 else 'are'} as good within the accuracy of the forecast"
+    return f"; {named} {'is' if len(alike) == 1 else 'are'} equally good within the accuracy of the prediction"
 
 
 def _are_alike(chosen: Prediction, other: Prediction, curve: Quantity) -> bool:

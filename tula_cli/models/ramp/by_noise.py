@@ -225,7 +225,7 @@ def describe_stages(stages: Sequence[Stage]) -> str:
 
 def _describe_stage(stage: Stage, *, by_noise: bool) -> str:
     if stage.noise is None:
-        never = f"batch {stage.batch} never: the noise scale stays below it"
+        never = f"batch {stage.batch}: never, because the noise scale remains below it"
         return never if by_noise else f"batch {stage.batch} from epoch {format_number(stage.epoch)}"
     return f"batch {stage.batch} from epoch {format_number(stage.epoch)}: noise scale {format_number(stage.noise)}"
 
@@ -241,8 +241,8 @@ def describe_decision(decision: StageDecision) -> str:
     bound = "" if decision.high is None else f" (at most {format_number(decision.high)})"
     noise = "not told" if decision.scale is None else f"scale {format_number(decision.scale)}{bound}"
     end = {
-        "begins": f"begins at epoch {format_number(decision.epoch)} as planned",
-        "put off": f"is put off to epoch {format_number(decision.epoch)}",
+        "begins": f"starts at epoch {format_number(decision.epoch)} as planned",
+        "put off": f"is delayed to epoch {format_number(decision.epoch)}",
         "stopped": "never begins",
     }
     return f"batch {decision.batch} {end[decision.verdict]}: gradient noise {noise} at epoch {format_number(decision.measured_at)}"

@@ -136,8 +136,8 @@ def build_ramp_on_nodes(
     for size, count in list_nodes_named_by_stages(spec).items():
         if count > nodes and size < batch:
             raise SpecError(
-                f"train.ramp: batch {size} has {format_count(count)}, more than the {nodes} of the training",
-                "nodes become more with the batch, not fewer",
+                f"train.ramp: batch {size} has {format_count(count)}, more than the training ({nodes})",
+                "the number of nodes must not decrease from stage to stage",
             )
     divisor = compute_batch_divisor(spec, nodes)
     return build_ramp(spec, batch=batch, divisor=divisor, dataset_size=dataset_size, noise=noise, fewer=fewer)
@@ -179,7 +179,7 @@ def check_stages(spec: JobSpec, *, batch: int, nodes: int, dataset_size: int) ->
     if above:
         raise SpecError(
             f"train.ramp: batch {above[0]} is not below the training's own, {batch}",
-            f"leave it out: after its stages a training has its own batch ({format_count(len(stages), 'stage')} named)",
+            f"remove it: after its stages, the training continues at its batch ({format_count(len(stages), 'stage')} given)",
         )
     if stages:
         ramp = build_ramp_on_nodes(spec, batch=batch, nodes=nodes, dataset_size=dataset_size)
@@ -195,9 +195,9 @@ def _check_decay(spec: JobSpec, *, batch: int, ramp: Ramp) -> None:
     reference, growth = spec.train.reference_batch, compute_max_decay_growth(spec)
     if ramp.stages[0].batch > reference:
         raise SpecError(
-            f"train.ramp: decay begins at train.reference_batch {reference}, which has less than one sample for each GPU and"
+            f"train.ramp: decay starts at train.reference_batch {reference}, which is less than one sample per GPU and"
             " micro-batch here",
-            "train on fewer nodes, or leave out train.ramp_nodes: same",
+            "train on fewer nodes, or remove train.ramp_nodes: same",
         )
     if batch > reference * growth:
         raise SpecError(

@@ -306,7 +306,7 @@ def _fit_stages(stages: Sequence[Stage], divisors: Sequence[int]) -> Ramp:
     ]
     first_stage, *later = (*fitting_stages, own_stage)
     remarks = tuple(
-        f"train.ramp leaves batch {stage.batch} out: it has less than one sample for each of {divisors[-1]} (GPUs x micro-batches)"
+        f"train.ramp: batch {stage.batch} is skipped, because it has less than one sample for each of {divisors[-1]} (GPUs x micro-batches)"
         for stage, size in zip(smaller, sizes, strict=True)
         if not size
     )
@@ -330,14 +330,14 @@ def _plan_named_stages(
         length = round(stage.epochs * dataset_size)
         if not length:
             raise SpecError(
-                f"train.ramp: {stage.epochs:g} epochs at batch {stage.batch} are less than one of the dataset's {dataset_size} samples",
+                f"train.ramp: {stage.epochs:g} epochs at batch {stage.batch} are less than one sample of the dataset ({dataset_size} samples)",
                 "remove the stage, or give it more epochs",
             )
         begin += length
     if begin >= spec.train.epochs * dataset_size:
         raise SpecError(
-            f"train.ramp lasts {begin / dataset_size:g} epochs, which leaves nothing of train.epochs {spec.train.epochs} to"
-            f" train at batch {batch}"
+            f"train.ramp lasts {begin / dataset_size:g} epochs, so nothing of train.epochs {spec.train.epochs} remains"
+            f" for batch {batch}"
         )
     return Ramp((*stages, Stage(begin=begin, batch=batch)))
 
@@ -349,7 +349,7 @@ def _plan_auto_stages(spec: JobSpec, batch: int, divisors: Sequence[int], datase
     fitting_batches = [fitting_batch for fitting_batch in fitting.values() if fitting_batch]
     length = min(EPOCH_SHARE, MAX_SHARE / max(1, len(fitting_batches))) * spec.train.epochs * dataset_size
     remarks = [
-        f"train.ramp: auto leaves batch {doubled_batch} out: it has less than one sample for each of {divisors[-1]} (GPUs x micro-batches)"
+        f"train.ramp: auto: batch {doubled_batch} is skipped, because it has less than one sample for each of {divisors[-1]} (GPUs x micro-batches)"
         for doubled_batch, fitting_batch in fitting.items()
         if not fitting_batch
     ]

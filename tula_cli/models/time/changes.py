@@ -297,8 +297,8 @@ MIN_SHARE = 0.3
 """Share of a step-time change from which on a part is named as a cause."""
 
 _FIELDS: dict[StepPart, str] = {"compute": "compute", "network": "sync", "input": "data"}
-_SLOWER: dict[StepPart, str] = {"compute": "the nodes compute more slowly", "network": "the network is slower", "input": "the data come more slowly"}  # fmt: skip
-_FASTER: dict[StepPart, str] = {"compute": "the nodes compute faster", "network": "the network is faster", "input": "the data come faster"}  # fmt: skip
+_SLOWER: dict[StepPart, str] = {"compute": "the nodes compute more slowly", "network": "the network is slower", "input": "data loading is slower"}  # fmt: skip
+_FASTER: dict[StepPart, str] = {"compute": "the nodes compute faster", "network": "the network is faster", "input": "data loading is faster"}  # fmt: skip
 
 
 def compute_median_parts(samples: Sequence[StepParts]) -> StepParts:
@@ -371,7 +371,7 @@ def describe_step_change(change: StepChange) -> str:
         if (old := getattr(parts_before, name)) is not None and (new := getattr(after, name)) is not None
     ]
     unknown = (
-        "a script does not tell which part of it" if parts_before.data is None else "no part alone accounts for it"
+        "the affected part is unknown for a script" if parts_before.data is None else "no single part explains it"
     )
     why = ", ".join(causes[part] for part in change.parts) or unknown
     extra_cost = change.cost_more
@@ -380,7 +380,7 @@ def describe_step_change(change: StepChange) -> str:
         if extra_cost
         else ""
     )
-    end = f"{format_duration(change.seconds_left)} to the end, not {format_duration(change.seconds_left_before)}{price}"
+    end = f"{format_duration(change.seconds_left)} remaining instead of {format_duration(change.seconds_left_before)}{price}"
     ends = [", ".join(sentences)] * bool(sentences) + [end] * (change.seconds_left is not None)
     position = f"{since}, {change.samples} samples"
     return (

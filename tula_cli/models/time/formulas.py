@@ -70,7 +70,7 @@ class Priors:
 
     def __post_init__(self) -> None:
         if not 0 < self.additive < 1:
-            raise ValueError(f"additive is {self.additive}: a probability above 0 and below 1 is needed")
+            raise ValueError(f"additive is {self.additive}, but must be a probability above 0 and below 1")
 
     @property
     def parameters(self) -> tuple[Prior, ...]:

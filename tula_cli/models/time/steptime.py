@@ -158,7 +158,7 @@ class _Scope:
         if not self.across and nodes > 1:
             return "only one node was measured: the communication time of several nodes is unknown"
         if self.across and not min(self.gpus_per_node) <= gpus_per_node <= max(self.gpus_per_node):
-            return f"only {_list_numbers(self.gpus_per_node)} GPUs a node were measured, not {gpus_per_node}"
+            return f"only {_list_numbers(self.gpus_per_node)} GPUs per node were measured, not {gpus_per_node}"
         return ""
 
 
@@ -204,7 +204,7 @@ class StepTimeFit:
             return why
         replicas, requested = self._replicas, nodes if self._scope.across else gpus_per_node
         if len(replicas) == 1 and requested not in replicas:
-            return f"one number of {self._scope.noun}s was measured: how the step time changes with it is unknown"
+            return f"only one number of {self._scope.noun}s was measured: how the step time changes with it is unknown"
         if requested > MAX_EXTRAPOLATION * (most := max(replicas)):
             return (
                 f"{requested} {self._scope.noun}s are more than {MAX_EXTRAPOLATION} times the {most} that were measured"

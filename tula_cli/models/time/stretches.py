@@ -164,9 +164,9 @@ def _split_into_starts(rows: Iterable[Row]) -> Iterator[_Start]:
 def _describe_difference_from_probes(task: TrainTask) -> str:
     """Return why the steps of an attempt are not comparable with a probe's; empty if they are."""
     if task.splits > 1:
-        return f"its micro-batches were cut into {task.splits}"
+        return f"its micro-batches were split into {task.splits}"
     if task.workers != task.spec.train.workers:
-        return f"it had {task.workers} loader processes a rank"
+        return f"it had {task.workers} loader processes per rank"
     return ""
 
 

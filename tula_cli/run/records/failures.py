@@ -37,7 +37,7 @@ class Shortage(Record):
     def description(self) -> str:
         """The folder and the missing space."""
         if self.files_free == 0:
-            return f"no more files can be made on the file system of {self.folder}"
+            return f"no more files can be created on the file system of {self.folder}"
         takes = "" if self.needed is None else f", {format_bytes(self.needed)} are needed"
         if self.quota:
             return f"the disk quota for {self.folder} is used up{takes}"
@@ -128,8 +128,8 @@ class Fallback(Record):
             statistics = f", with {self.statistics}" if self.normalised else ""
             return f"{message}: micro-batch {self.micro_batch} x {self.micro_batches} now{statistics}"
         if self.failed_micro_batch is not None:
-            return f"{message} in micro-batches of {self.failed_micro_batch}, which are not cut further: {self.limit}"
-        return f"{message}; its micro-batches are not cut: {self.limit}" if self.limit else message
+            return f"{message} in micro-batches of {self.failed_micro_batch}, which are not split further: {self.limit}"
+        return f"{message}; its micro-batches are not split: {self.limit}" if self.limit else message
 
 
 class Relaunch(Record):
@@ -150,20 +150,20 @@ class Relaunch(Record):
     @property
     def consequence(self) -> str:
         """Description of what follows, to append to that of the failure; empty if there is nothing to report."""
-        return "the training had made progress, so it is tried once more" if self.after_progress else ""
+        return "the training had made progress, so it is started once more" if self.after_progress else ""
 
     def describe_cause(self, failure: Failure) -> str:
         """Return why a training is relaunched after a failure."""
         if self.nodes is not None and failure.outcome == "device_oom":
-            return f"out of memory on {format_count(self.nodes_before)}, so it continues with {self.nodes}"
+            return f"out of memory on {format_count(self.nodes_before)}, so it continues on {self.nodes}"
         if self.nodes is not None:
             return f"batch {self.stage_batch} has {format_count(self.nodes)}"
         if self.fallback is not None:
             return self.fallback.description
         if self.workers is not None:
-            return f"host out of memory with {self.workers_before} loader processes a rank"
+            return f"host out of memory with {self.workers_before} loader processes per rank"
         if self.max_lr_factor is not None:
-            return f"{failure.summary}; restarted from before with train.max_lr_factor {self.max_lr_factor:g}"
+            return f"{failure.summary}; restarted from the previous checkpoint with train.max_lr_factor {self.max_lr_factor:g}"
         if self.after_progress:
             return f"{failure.description}; {self.consequence}"
         return f"{failure.outcome}: {failure.description}"
@@ -185,7 +185,7 @@ class Requeue(Record):
         """As in `Relaunch`."""
         refused = f": {self.complaint}"
         if self.after_progress:
-            return "the training had made progress, so it is tried once more"
+            return "the training had made progress, so it is started once more"
         if self.first == "exclude" and self.nodes:
             return (
                 f"{self.nodes} could not be excluded{refused}"
@@ -205,7 +205,7 @@ class Requeue(Record):
     def describe_cause(self, failure: Failure) -> str:
         """Return why a training resumes in another job after a failure."""
         if self.first == "hold":
-            return f"there is room again: {failure.description}"
+            return f"resumes now that there is free space: {failure.description}"
         named = f"{failure.outcome}: " if self.first == "exclude" else ""
         return "; ".join(filter(None, (f"{named}{failure.description}", self.consequence)))
 
@@ -224,9 +224,9 @@ class Stop(Record):
     def consequence(self) -> str:
         """As in `Relaunch`."""
         if self.samples is not None:
-            return f"twice the same after {self.samples} samples from the same checkpoint, so it is not started again"
+            return f"failed twice in the same way after {self.samples} samples from the same checkpoint, so it is not started again"
         if self.seconds is not None:
-            return f"twice the same within {max(1.0, self.seconds):.0f} s of a start, so it is not started again"
+            return f"failed twice in the same way within {max(1.0, self.seconds):.0f} s of a start, so it is not started again"
         if self.why == "nothing_saved":
             return f"the time limit was reached before anything could be saved: raise {self.setting}"
         if self.why == "supervisors_failed":
@@ -251,7 +251,7 @@ class Move(Record):
     def description(self) -> str:
         """From where to where."""
         before = f"{format_count(self.nodes_before)} at {self.batch_before}"
-        return f"goes on with {format_count(self.nodes)} at batch {self.batch} instead of {before}, as recommended from its own steps"
+        return f"continues on {format_count(self.nodes)} at batch {self.batch} instead of {before}, as recommended from its step times"
 
 
 class Resize(Record):

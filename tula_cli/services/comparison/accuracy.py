@@ -283,7 +283,7 @@ def _make_cell_report(training: TrainingRun, cell: Cell, job: JobStatus | None, 
         ended_without = (
             name not in summary.metrics and f"best_{name}" in summary.metrics
         )  # its last value was no number
-        reason = f"{name} was not finite in the end" if ended_without else ""
+        reason = f"{name} was not finite at the end" if ended_without else ""
         return dataclasses.replace(
             cell_report, metrics=summary.metrics, state="diverged" if ended_without else "done", reason=reason
         )
@@ -450,7 +450,7 @@ def describe_best(report: CompareReport) -> str:
             f"{progress}; compare more seeds (tula compare --seeds {max(5, 2 * first.seeds)})."
         )
     if len(candidates) == 1:
-        return f"At batch {batch} {first.method} alone is known: {result}{progress}."
+        return f"At batch {batch}, only {first.method} has a result: {result}{progress}."
     return f"At batch {batch} {first.method} is best: {result}{progress}."
 
 
@@ -576,5 +576,5 @@ def _judge_accuracy(reference: "ComparisonRow", row: "ComparisonRow", metric: st
         gap=row.gap,
         error=error,
         seeds=seeds,
-        words=f"{outcome} it: {row.method} at batch {row.batch} came out {description} (tula compare, {format_count(seeds, 'seed')})",
+        words=f"{outcome} it: {row.method} at batch {row.batch} was {description} (tula compare, {format_count(seeds, 'seed')})",
     )

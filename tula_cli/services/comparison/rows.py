@@ -28,7 +28,7 @@ from tula_cli.words import format_count, split_outside_brackets
 
 SEEDS = 3
 """Default number of seeds."""
-_NO_LR = "script.command has no {lr} that could be raised by hand"
+_NO_LR = "script.command has no {lr} that could be increased"
 
 
 def require_comparable_script(script: Script, *, seeds: int) -> None:
@@ -181,7 +181,7 @@ def _make_unknown_method_error(method: str, row: str) -> SpecError:
         )
     hint = suggest_nearest(method, list_known_methods()) or f"there are: {', '.join(list_known_methods())}"
     return SpecError(
-        f"methods: there is no method {method!r}", f"{hint}; your own method is written package.module:attribute"
+        f"methods: there is no method {method!r}", f"{hint}; write your own method as package.module:attribute"
     )
 
 
@@ -189,7 +189,7 @@ def _parse_setting(row: str, variant: Variant, text: str) -> str:
     """Return a setting with the full path of its key."""
     key, _, value = text.partition("=")
     if not value.strip():
-        raise SpecError(f"methods: {row!r} gives {key} no value", f"write {key}=VALUE; null is the default")
+        raise SpecError(f"methods: {row!r}: {key} has no value", f"write {key}=VALUE; null is the default")
     method_section = variant.training_method.section
     if "." not in key and not method_section:
         raise SpecError(

@@ -184,8 +184,8 @@ def _require_waiting(spec: JobSpec, wait_policy: WaitPolicy) -> None:
     """
     if not spec.cluster.backend.has_queue and wait_policy.wait is False:
         raise SpecError(
-            "--no-wait: on this machine one training follows the other, and this command starts the next",
-            "remove it; finished trainings are always kept",
+            "--no-wait: on this machine trainings run one after the other, and this command has to start each",
+            "remove it; finished trainings are kept if you interrupt the command",
         )
 
 

@@ -107,7 +107,7 @@ def describe_decay_savings(spec: JobSpec, alternatives: tuple[RampAlternative, .
     rows = {row.what: row for row in alternatives}
     chosen, reference = rows["as chosen"], rows.get("the reference batch")
     if reference is None:
-        return f"the saving by the decay is unknown: there is no step time for batch {spec.train.reference_batch}"
+        return f"the saving of train.ramp: decay is unknown, because there is no step time for batch {spec.train.reference_batch}"
     changes = [
         f"{after} instead of {reference_value} ({100 * (new / old - 1):+.0f} %)"
         for after, reference_value, new, old in (
@@ -127,7 +127,7 @@ def describe_decay_savings(spec: JobSpec, alternatives: tuple[RampAlternative, .
         )
     ]
     where = f"batch {reference.batch} throughout on {format_count(reference.nodes)}"
-    return f"decay spent as batch, compared with {where}: {', '.join(changes)}"
+    return f"train.ramp: decay, compared with {where}: {', '.join(changes)}"
 
 
 # --- The fallback
@@ -154,7 +154,7 @@ def predict_first_fallback(estimator: Estimator, choice: Prediction) -> Fallback
     row = estimator.predict_split(Config(choice.nodes, choice.batch), split, choice.market)
     local_batch = choice.local_batch // split
     measured = (choice.nodes, local_batch) in estimator.probes
-    bound = ", unless its BatchNorm forbids it" if micro_batch // split < MIN_NORMALISED else ""
+    bound = ", if its BatchNorm allows it" if micro_batch // split < MIN_NORMALISED else ""
     if row is None:
         return None
     return Fallback(
@@ -163,7 +163,7 @@ def predict_first_fallback(estimator: Estimator, choice: Prediction) -> Fallback
         micro_batches=accumulate * split,
         step_time=row.step_time,
         hours=row.hours,
-        basis=f"by the {'probe' if measured else 'fit'} at local batch {local_batch}{bound}",
+        basis=f"from the {'probe' if measured else 'fit'} at local batch {local_batch}{bound}",
     )
 
 
@@ -181,5 +181,5 @@ def _find_smaller_batch(estimator: Estimator, choice: Prediction) -> Fallback | 
         micro_batches=accumulate,
         step_time=row.step_time,
         hours=row.hours,
-        basis="measured" if row.measured else f"by the fit at local batch {row.local_batch}",
+        basis="measured" if row.measured else f"from the fit at local batch {row.local_batch}",
     )

@@ -79,9 +79,9 @@ def _render_recommended_yaml(spec: JobSpec, recommendation: Recommendation, *, t
     choice = recommendation.choice
     return (
         f"# tula recommends {describe_configuration(choice, recommendation.currency)}.\n"
-        f"# Asked by: {recommendation.criteria}.\n"
-        f"# Why: {recommendation.reason}.\n"
-        f"# Train it: {train}\n"
+        f"# Criteria: {recommendation.criteria}.\n"
+        f"# Reason: {recommendation.reason}.\n"
+        f"# To train: {train}\n"
         f"{dump_yaml(spec.without_bill())}"
     )
 

@@ -49,7 +49,7 @@ def find_unfinished_training(runs: Sequence[Run]) -> UnfinishedTraining:
         raise BadMeasurements("no training of this run is under way", "tula train starts one")
     _, run, task, rows = max(trainings, key=lambda training: training[0])
     if task.spec.script is not None:
-        raise SpecError("a training by a script reports only whole steps", "tula recommend without --from-training")
+        raise SpecError("the training of a script reports only whole steps", "tula recommend without --from-training")
     if not any(isinstance(result, Measured) for result in run.results()):
         raise BadMeasurements("nothing was measured for this job", "run tula profile first")
     samples = int(rows[-1]["samples"])
@@ -84,8 +84,8 @@ def _measure_training_pace(task: TrainTask, rows: Sequence[Mapping[str, Any]]) -
     plain_rows = [row for row in plain if row.get("batch", batch) == batch][-MAX_ROWS:]
     if len(plain_rows) < MIN_ROWS:
         raise BadMeasurements(
-            f"training {task.signature} has told its steps {len(plain_rows)} times since it started or changed, which is too few",
-            f"run the same command again after {MIN_ROWS - len(plain_rows)} s or some steps more",
+            f"training {task.signature} has reported its steps only {len(plain_rows)} times since it started or changed",
+            f"run the same command again after {MIN_ROWS - len(plain_rows)} s or a few more steps",
         )
     parts_by_row = [
         StepParts(

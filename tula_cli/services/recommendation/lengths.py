@@ -119,10 +119,10 @@ def _list_memory_points(probes: Sequence[tuple[int, Measured]]) -> list[Point]:
 
 
 def _describe_length_growth(quantity: str, growth: LengthGrowth, longest: int) -> str:
-    off = "" if growth.error is None else f" (off by {growth.error:.1%} in the median)"
+    off = "" if growth.error is None else f" (median error {growth.error:.1%})"
     square = growth.quadratic_share(longest)
     if square < 0.005:
-        return f"a sample's share of the {quantity} grows with the length{off}"
+        return f"the {quantity} per sample grows linearly with the length{off}"
     return (
         f"of a sample's share of the {quantity} {square:.0%} grow with the square of the length at {longest}, as attention does"
         + off

@@ -180,15 +180,15 @@ def find_gradient_noise_of_job(all_measurements: Sequence[TypeMeasurements], *, 
     if noise is not None or not needed:
         return noise
     hint = (
-        "it takes a probe on two or more GPUs (or, on one, a local batch of 2 or more) whose gradients are finite; where the"
-        " results are older than this objective, delete some in results/ and run tula profile again"
+        "probes measure it on two or more GPUs (or on one, with a local batch of 2 or more), if gradients are finite; if the"
+        " results are from a version of tula without this objective, delete some in results/ and run tula profile again"
     )
     raise _make_unknown_error(
         all_measurements,
-        f"no probe ({len(probes)} measured) measured the gradient noise, which time to accuracy is computed from",
+        f"no probe ({len(probes)} measured) measured the gradient noise, which this objective needs",
         hint
         if gradient_stats
-        else f"of a script that takes {messages.GRADIENTS_OF_SCRIPT}; choose by another objective",
+        else f"in a script, this requires {messages.GRADIENTS_OF_SCRIPT}; otherwise use another objective",
     )
 
 
@@ -221,8 +221,8 @@ def require_energy(
     raise _make_unknown_error(
         all_measurements,
         f"no probe ({count} measured) measured the energy of its steps",
-        "it takes NVIDIA GPUs that have an energy counter, and pip install 'tula-cli[nvml]' in the jobs' environment; probes"
-        " that were measured without it tell it once their files in results/ are deleted and tula profile has run again",
+        "this needs NVIDIA GPUs with an energy counter, and pip install 'tula-cli[nvml]' in the jobs' environment. To repeat"
+        " probes that were measured without it, delete their files in results/ and run tula profile",
     )
 
 
@@ -231,7 +231,7 @@ def describe_epochs(chosen: Prediction, measurements: TypeMeasurements, objectiv
     spec, same_progress = measurements.run.spec, chosen.same_progress
     length = describe_train_length(spec)
     if objective != "accuracy-time" or same_progress is None:
-        return f"every time is for {length}, whatever the batch"
+        return f"all times are for {length} at every batch"
     key = get_workload(spec).epochs_key
     description = (
         f"batch {chosen.batch} needs about {same_progress.epochs:.3g} epochs ({same_progress.epochs_low:.3g} to {same_progress.epochs_high:.3g}) for"
@@ -241,8 +241,8 @@ def describe_epochs(chosen: Prediction, measurements: TypeMeasurements, objectiv
     if needed == get_workload(spec).count_epochs(measurements.estimator.dataset_size):
         return description
     if spec.script is not None and spec.script.length.epochs is None:
-        return f"{description} as it is: script.length says how long"
-    return f"{description} as it is: --set {key}={needed} trains to the same progress"
+        return f"{description}, as set by script.length"
+    return f"{description}; to train to equal progress: --set {key}={needed}"
 
 
 def describe_noise_basis(noise: Noise, measurements: TypeMeasurements) -> str:
@@ -287,8 +287,8 @@ def _make_unknown_error(all_measurements: Sequence[TypeMeasurements], why: str, 
 
 def _make_pending_error(pending: int, why: str) -> Pending:
     return Pending(
-        f"{describe_pending_probes(pending)}, and the finished ones are not enough: {why}",
-        "tula status shows how far they are; run tula recommend again when they are done",
+        f"{describe_pending_probes(pending)}, and the finished ones are too few: {why}",
+        "tula status shows their progress; run tula recommend again when they have finished",
     )
 
 
@@ -315,7 +315,7 @@ def _require_enough(estimator: Estimator, unknown: Sequence[UnknownConfiguration
         raise _make_pending_error(pending, why)
     if len(estimator.probes) < 2:
         raise BadMeasurements(
-            f"one probe is too few to choose by: {why}", "run tula profile again; it measures what is missing"
+            f"one probe is too few for a recommendation: {why}", "run tula profile again; it measures what is missing"
         )
 
 

@@ -131,7 +131,7 @@ def validate_strategies(
         validations.append(_make_validation_row(TRAININGS, len(probed), pairs, left_out_once=True))
     if not validations:
         raise BadMeasurements(
-            f"nothing of each other follows from {format_count(len(probed), 'probe')}",
+            f"{format_count(len(probed), 'probe')} cannot predict each other",
             "measure more (search.strategy: sweep or full)",
         )
     return tuple(validations)

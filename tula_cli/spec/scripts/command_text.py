@@ -132,7 +132,7 @@ class _Reader:
     def _training(self, programs: Sequence[_Pipeline]) -> _Pipeline:
         if not programs:
             what = "no command starts a program" if self.text.strip() else "the command is empty"
-            raise SpecError(what, "give the whole command that you type today")
+            raise SpecError(what, "give the complete command with which you start it today")
         likely = [each for each in programs if _is_likely(each)] if self.keeps_setup else programs
         if len(programs) > 1 and len(likely) != 1:
             lines = "; ".join(f"{self._place(each)}{_shorten_words(each[0].words)!r}" for each in programs)
@@ -161,7 +161,7 @@ class _Reader:
         elif not self.keeps_setup:
             raise SpecError(
                 f"{self._place(pipeline)}{raw!r} needs a shell, but {_WITHOUT_SHELL}",
-                "run it before tula; or write the job with tula init slurm, which keeps such lines as cluster.slurm.setup",
+                "run that part before tula, or use tula init slurm, which keeps such lines as cluster.slurm.setup",
             )
         elif re.search(r"\$(?:[1-9@*#]|\{[1-9@*#])", raw) and not re.match(r"function|.*\(\)", raw):
             raise SpecError(

@@ -101,7 +101,7 @@ _LAUNCHERS = {
     "srun": _SRUN,
 }
 """Launchers by the name of the program, or of the module after `python -m`."""
-_MPI = "starts the processes itself and tells them of each other in MPI's variables, which a script under tula does not get"
+_MPI = "starts the processes itself and connects them by variables of MPI, which tula does not set"
 _SUBMITS = "submits a job, but tula itself submits the jobs"
 _FOREIGN = {
     **dict.fromkeys(("mpirun", "mpiexec", "orterun", "horovodrun", "jsrun", "aprun", "ibrun"), _MPI),
@@ -121,7 +121,7 @@ _WRAPPERS = frozenset({
 _LEFT_OUT = ("time", "nohup", "exec", "command", "setsid", "eval")
 _PYTHON = re.compile(r"i?python[\d.]*|pypy[\d.]*")
 _SHELLS = ("bash", "sh", "zsh", "dash")
-_WHOLE = "give the whole command that you type today"
+_WHOLE = "give the complete command with which you start it today"
 _HOW_TO_START = (
     "if it starts N on each node, write {gpus_per_node=N} in place of a number of GPUs; if it is one of several"
     " processes, put torchrun --nproc_per_node=N before the script in place of python"
@@ -305,7 +305,7 @@ def _count_processes_per_node(
         return count(each or total, PROCESSES, known, missing=missing)
     if world % machines:
         raise SpecError(
-            f"{format_count(world, 'process')} do not divide among {format_count(machines)}", "give a number that does"
+            f"{format_count(world, 'process')} do not divide among {format_count(machines)}", "give a number that does divide"
         )
     return world // machines
 
@@ -372,7 +372,7 @@ def _split_options(launcher: _Launcher, words: Sequence[ShellWord]) -> tuple[lis
         longer = [each for each in numbers if len(name) > 2 and each.startswith(name)]
         name = longer[0] if name not in numbers and len(longer) == 1 else name
         if name not in numbers and re.search(r"nproc|nnode|num_?(?:gpu|node|proc|machine)|n_?gpu", name):
-            raise SpecError(f"{launcher.name}'s {option.label} is not known", "correct it, or leave it out")
+            raise SpecError(f"{launcher.name}'s {option.label} is not known", "correct it, or remove it")
         result.append(replace(option, meaning=name))
     return result, rest
 
@@ -413,7 +413,7 @@ def _launch_by_srun(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
         raise SpecError("the command has a launcher but no script", _WHOLE)
     if container := next((name for name in options if name.startswith("container")), ""):
         raise SpecError(
-            f"srun's {options[container].written} would also start tula's supervisor in the container, which has no tula",
+            f"srun's {options[container].written} would also start tula's supervisor in the container, where tula is not installed",
             "start the container with words before the script, for example apptainer exec",
         )
     nodes, tasks, each = options.get("nodes"), options.get("ntasks"), options.get("ntasks_per_node")
@@ -467,8 +467,8 @@ def _make_launch_without_launcher(launch: Launch, known: KnownFacts, *, is_scrip
     name = launch.program[-1].name
     if _SUBMITIT.fullmatch(name):
         raise SpecError(
-            f"{name} submits jobs of its own (submitit), but tula itself submits the jobs",
-            "give the command that such a job runs: torchrun --nproc_per_node=8 main.py ... without the options of the job",
+            f"{name} submits jobs itself (submitit), but tula itself submits the jobs",
+            "give the command that its jobs run: torchrun --nproc_per_node=8 main.py ... without the options of the job",
         )
     if any(word.text == "--multirun" for word in launch.arguments):
         raise SpecError("--multirun starts several trainings, but a job has one", "give the values of one training")

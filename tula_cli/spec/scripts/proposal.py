@@ -41,30 +41,30 @@ def _list_missing_parts(script: dict[str, Any], placeholders: set[str]) -> Itera
             "script.command", "{out} in place of its output folder, or a probe writes where the training does"
         )
     if "length" not in script:
-        yield MissingKey("script.length", "how long it trains: {epochs: N}, {samples: N} or {steps: N}", required=True)
+        yield MissingKey("script.length", "length of the training: {epochs: N}, {samples: N} or {steps: N}", required=True)
     if _needs_a_size(script, placeholders):
-        yield MissingKey("script.dataset_size", "samples of an epoch, which {steps} follow from", required=True)
+        yield MissingKey("script.dataset_size", "samples per epoch, needed for {steps}", required=True)
     else:
         yield MissingKey(
-            "script.dataset_size", "samples of an epoch, where it has no torch DataLoader that could be asked"
+            "script.dataset_size", "samples per epoch, if the script does not use a torch DataLoader"
         )
     if "batch" not in script["reference"]:
-        yield MissingKey("script.reference.batch", "the batch of today, over all GPUs", required=True)
+        yield MissingKey("script.reference.batch", "the current batch, over all GPUs", required=True)
     if "lr" not in script["reference"]:
         if "lr" in placeholders:
-            yield MissingKey("script.reference.lr", "the learning rate of today", required=True)
+            yield MissingKey("script.reference.lr", "the current learning rate", required=True)
         else:
-            words = "the learning rate of today, with {lr} in the command; nothing where the script scales it itself"
+            words = "the current learning rate, with {lr} in the command; omit it if the script scales its learning rate"
             yield MissingKey("script.reference.lr", words)
     if "resume" not in script:
-        yield MissingKey("script.resume", "how it goes on from a checkpoint; without it a training begins anew")
+        yield MissingKey("script.resume", "how it resumes from a checkpoint; without it, an interrupted training starts again")
     elif "out" not in placeholders:
         yield MissingKey(
-            "script.resume.checkpoint", "where it saves; {out} is not in the command, so section resume is a comment"
+            "script.resume.checkpoint", "path of its checkpoints; {out} is not in the command, so section resume is a comment"
         )
-    yield MissingKey("script.metric", "how good it is, from what it prints or a file of JSON lines")
+    yield MissingKey("script.metric", "pattern of a metric in its output or in a file of JSON lines")
     yield MissingKey(
-        "script.save", "how it is asked for a checkpoint before it has to leave; without, its own last one counts"
+        "script.save", "how tula requests a checkpoint before a job has to stop; without it, the script's last checkpoint is used"
     )
 
 
@@ -74,18 +74,18 @@ def write_sections(recognised: RecognisedCommand) -> str:
     lines = [
         "script:",
         f"  command: {format_yaml_word(script['command'])}",
-        f"  launch: {script['launch']} # rank: tula starts a process a GPU; node: one a node, which starts its ranks itself",
+        f"  launch: {script['launch']} # rank: tula starts one process per GPU; node: one per node, which starts the ranks",
         *_list_length_lines(script),
         _render_dataset_size(script),
         *_render_reference(recognised),
         *_resume(script),
-        "  # metric: {top1: 'Acc@1 ([0-9.]+)'} # a pattern on what it prints, or {jsonl: FILE, key: NAME}; the last and the best are kept",
-        '  # save: none # how to ask for a checkpoint: SIGUSR1, SIGUSR2, SIGTERM, "file:{out}/save", or hooks (tula_hooks.py)',
-        "  # code: snapshot # of the files as they are when it is submitted; none: what they are when it starts",
-        "  # probe: # where it is measured and not trained",
-        '  #   args: "" # appended, for example --no-eval',
-        "  #   environment: {WANDB_MODE: disabled} # so that it publishes nothing",
-        "  #   stop: exit # how it ends after the last step; raise: SystemExit in its loop, so that it cleans up",
+        "  # metric: {top1: 'Acc@1 ([0-9.]+)'} # a pattern in its output, or {jsonl: FILE, key: NAME}; the last and the best value are kept",
+        '  # save: none # how tula requests a checkpoint: SIGUSR1, SIGUSR2, SIGTERM, "file:{out}/save", or hooks (tula_hooks.py)',
+        "  # code: snapshot # jobs run a copy made at submission; none: the files as they are when the job starts",
+        "  # probe: # settings for probes, not for trainings",
+        '  #   args: "" # appended to the command, for example --no-eval',
+        "  #   environment: {WANDB_MODE: disabled} # keeps W&B from publishing probes",
+        "  #   stop: exit # how a probe ends after its last step; raise: by SystemExit in the loop, so that the script can clean up",
         "",
         "train:",
         *_render_train(recognised),
@@ -98,7 +98,7 @@ def _list_length_lines(script: dict[str, Any]) -> Iterator[str]:
         ((kind, count),) = script["length"].items()
         others = [f"{{{other}: N}}" for other in ("epochs", "samples", "steps") if other != kind]
         length_words = (
-            " # at reference.batch; another batch takes as many samples"
+            " # at reference.batch; another batch trains on the same number of samples"
             if kind == "steps"
             else f" # or {' or '.join(others)}"
         )
@@ -114,16 +114,16 @@ def _needs_a_size(script: dict[str, Any], placeholders: set[str]) -> bool:
 
 def _render_dataset_size(script: dict[str, Any]) -> str:
     if _needs_a_size(script, set(find_placeholders(script["command"]))):
-        return "  # dataset_size: 50000 # REQUIRED: samples of an epoch, which {steps} follow from"
-    return "  # dataset_size: auto # samples of an epoch; auto: as its DataLoader says, in the probes"
+        return "  # dataset_size: 50000 # REQUIRED: samples per epoch, needed for {steps}"
+    return "  # dataset_size: auto # samples per epoch; auto: read from its DataLoader in the probes"
 
 
 def _render_reference(recognised: RecognisedCommand) -> Iterator[str]:
     reference, placeholders = recognised.script["reference"], set(find_placeholders(recognised.script["command"]))
     yield (
-        "  reference: # what the script was tuned for"
+        "  reference: # the batch and learning rate for which the script was tuned"
         if reference
-        else "  # reference: # REQUIRED: what it was tuned for"
+        else "  # reference: # REQUIRED: the batch and learning rate for which the script was tuned"
     )
     if "batch" in reference:
         yield f"    batch: {reference['batch']} # {_describe_batch(recognised)}"
@@ -134,7 +134,7 @@ def _render_reference(recognised: RecognisedCommand) -> Iterator[str]:
     elif "lr" in placeholders:
         yield f"  {'  # ' if reference else '#   '}lr: 0.1 # REQUIRED: tuned for that batch"
     else:
-        yield f"  {'  # ' if reference else '#   '}lr: 0.1 # with {{lr}} in the command; left out where the script scales it itself"
+        yield f"  {'  # ' if reference else '#   '}lr: 0.1 # needs {{lr}} in the command; omit it if the script scales its learning rate"
 
 
 def _describe_batch(recognised: RecognisedCommand) -> str:
@@ -144,7 +144,7 @@ def _describe_batch(recognised: RecognisedCommand) -> str:
         return "over all GPUs"
     values = recognised.values
     per_process = values.get("local_batch") or f"{values['micro_batch']} x {recognised.accumulate} micro-batches"
-    text = f"{per_process} a GPU x {format_count(recognised.ranks, 'GPU')}"
+    text = f"{per_process} per GPU x {format_count(recognised.ranks, 'GPU')}"
     batch = values.get("local_batch")
     if batch is None or recognised.ranks == 1:
         return text
@@ -154,13 +154,13 @@ def _describe_batch(recognised: RecognisedCommand) -> str:
 def _resume(script: dict[str, Any]) -> Iterator[str]:
     args = script.get("resume", {}).get("args", "--resume {checkpoint}")
     if "resume" in script and "out" in find_placeholders(script["command"]):
-        yield "  resume: # without it a training that is interrupted begins anew"
-        yield f"    args: {format_yaml_word(args)} # appended where there is a checkpoint"
-        yield '    checkpoint: "{out}/*" # of what matches, the newest: narrow it down to what the script saves'
-        yield "    # batch: rehearse # with which batch it may go on: same, epoch (another from an epoch's end on), any"
-        yield "    # checkpoint_interval: epoch # how often it saves (epoch, or so many steps), until a training has shown it"
+        yield "  resume: # without it, an interrupted training starts again"
+        yield f"    args: {format_yaml_word(args)} # appended to the command if there is a checkpoint"
+        yield '    checkpoint: "{out}/*" # the newest match is used; narrow the pattern down to the checkpoints of the script'
+        yield "    # batch: rehearse # batch with which it can resume: same, epoch (another one, from the end of an epoch), any"
+        yield "    # checkpoint_interval: epoch # how often it saves: epoch, or a number of steps; used until a training has shown it"
     else:
-        yield f'  # resume: {{args: {format_yaml_word(args, flow=True)}, checkpoint: "{{out}}/checkpoint*.pth"}} # or it begins anew'
+        yield f'  # resume: {{args: {format_yaml_word(args, flow=True)}, checkpoint: "{{out}}/checkpoint*.pth"}} # without it, it starts again'
 
 
 def _render_train(recognised: RecognisedCommand) -> Iterator[str]:
@@ -170,15 +170,15 @@ def _render_train(recognised: RecognisedCommand) -> Iterator[str]:
     if "lr_scaling" in chosen:
         yield "  lr_scaling: sqrt # {lr} is reference.lr times sqrt(batch / reference.batch); linear: times batch / reference.batch"
     if values.keys() & {"accumulate", "accumulate_total"}:
-        yield f"  accumulate: {recognised.accumulate} # micro-batches an optimizer step, {{accumulate}}"
+        yield f"  accumulate: {recognised.accumulate} # micro-batches per optimizer step, {{accumulate}}"
     elif placeholders & {"accumulate", "accumulate_total"}:
-        yield "  # accumulate: 1 # micro-batches an optimizer step, {accumulate}"
-    for key, default, words in (("seed", "0", ""), ("workers", "auto", "data-loader processes a GPU, ")):
+        yield "  # accumulate: 1 # micro-batches per optimizer step, {accumulate}"
+    for key, default, words in (("seed", "0", ""), ("workers", "auto", "data-loader processes per GPU, ")):
         if key in values:
             yield f"  {key}: {int(float(values[key]))} # {words}{{{key}}}"
         else:
             yield f"  # {key}: {default} # {words}{{{key}}}{' in the command' * (key not in placeholders)}"
-    yield "  # max_attempts: 8 # starts, or allocations, in a row that save nothing new"
+    yield "  # max_attempts: 8 # starts in a row without a newer checkpoint after which tula gives up"
 
 
 def format_yaml_word(text: str, *, flow: bool = False) -> str:

@@ -181,7 +181,7 @@ class _Reader:
             self.by_hand.add(name)
             if value and not _fits(name, value):
                 raise SpecError(
-                    f"{word.text}: {value!r} is no value of {{{name}}}", "give the number that you use today"
+                    f"{word.text}: {value!r} is not a value of {{{name}}}", "give the current number"
                 )
             if value:
                 self.values[name], self.flags[flag] = value, name
@@ -235,14 +235,14 @@ class _Reader:
         if len(chosen) > 1 or (of_all and of_one):
             names = " and ".join(option.written for option in [*of_all, *of_one] or chosen)
             raise SpecError(
-                f"the batch is given twice: {names}", "leave one of them out, or " + _HOW_TO_SAY.format("N")
+                f"the batch is given twice: {names}", "remove one of them, or " + _HOW_TO_SAY.format("N")
             )
         option, accumulation = chosen[0], kinds.get("accumulate", [])[:1]
         shared = [each for each in kinds.get("model_parallel", []) if each.value.text != "1"]
         if shared and self.ranks > 1 and not of_all:
             raise SpecError(
-                f"{shared[0].written}: several processes share one copy of the model, so how many batches of {option.written}"
-                " make that of a step is not known",
+                f"{shared[0].written}: several processes share one copy of the model, so the number of batches ({option.written})"
+                " per step is unknown",
                 "write {batch=N} in place of the number of an option that is the batch of all processes",
             )
         _check_count(option, "samples")
@@ -332,8 +332,8 @@ def _find_option_meaning(option: Option) -> str:
 def _check_count(option: Option, what: str) -> None:
     if option.value.unknown or not _fits("batch", option.value.text):
         raise SpecError(
-            f"{option.written}: {option.value.text!r} is no number of {what}",
-            "give the number that you use today",
+            f"{option.written}: {option.value.text!r} is not a number of {what}",
+            "give the current number",
         )
 
 
@@ -341,7 +341,7 @@ def _make_no_batch_error(options: Sequence[Option], words: Sequence[ShellWord]) 
     names = list(dict.fromkeys(option.label for option in options))
     line = " ".join(word.raw for word in words if not word.filled)
     known_options = (
-        f"the options are {', '.join(names)}, and none is known for one" if names else "it has no options with values"
+        f"its options are {', '.join(names)}, and none is known to set the batch" if names else "it has no options with values"
     )
     numbers = [option for option in options if _fits("batch", option.value.text) and not _find_option_meaning(option)]
     maybe = [f"{option.flag}{{local_batch}}" for option in numbers if MAY_BE_BATCH.search(option.flag)]

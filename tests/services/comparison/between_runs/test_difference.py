@@ -57,7 +57,7 @@ def test_a_copy_differs_in_nothing(runs, tmp_path):
     copy = shutil.copytree(one.path, tmp_path / "copy")
     found = compare_runs(one, RunDir.open(copy))
     assert found.same
-    told = "nothing differs: the same job, code and environment; a step takes as long at all of 6 configurations, within the noise"
+    told = "nothing differs: the same job, code and environment; step times are equal within noise at all of 6 configurations"
     assert found.headline == (told,)
     assert set(found.frame()["ratio"]) == {1.0}
 
@@ -80,7 +80,7 @@ def test_slower_clocks_and_another_driver_are_the_answer(runs):
     assert pace.endswith("x as slow at 6 of 6 configurations (compute, not network or input)")
     assert float(pace.split()[2]) == pytest.approx(1.32, abs=0.08)
     assert what == (
-        "what differs: GPU driver 550.54 -> 560.35, GPU clocks 1980 -> 1410 MHz, clocks held down by none -> power cap"
+        "what differs: GPU driver 550.54 -> 560.35, GPU clocks 1980 -> 1410 MHz, clocks throttled by none -> power cap"
     )
 
 
@@ -91,7 +91,7 @@ def test_a_slower_network_is_told_from_slower_nodes(runs):
     found = compare_runs(one, other)
     assert found.headline[0].endswith("at 4 of 6 configurations (network, not compute or input)")
     assert [row.nodes for row in found.steps.changed] == [2, 2, 4, 4]
-    assert "nothing that is recorded differs" in found.headline[1]
+    assert "no recorded property differs" in found.headline[1]
     assert compare_runs(other, one).headline[0].partition(" at ")[0].endswith("x as fast")
 
 
@@ -195,7 +195,7 @@ def test_types_of_nodes_are_held_against_their_own(runs):
 
 def test_runs_without_a_measurement_are_compared_by_their_jobs(runs):
     found = compare_runs(runs("a"), runs("b"))
-    assert found.headline == ("nothing differs: the same job and code; nothing is measured in either",)
+    assert found.headline == ("nothing differs: the same job and code; neither run has measurements",)
     other = runs("c")
     add(other)
     told = "nothing differs: the same job and code; no configuration was measured in both"

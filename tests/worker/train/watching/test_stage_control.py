@@ -67,7 +67,7 @@ def test_every_rank_is_told_and_so_is_the_user(alone: Ranks, run: RunDir, capsys
     train(run, alone, task)
     row, *_ = run.training(task.signature).stage_decisions()
     assert f"stages: {describe_decision(row)}" in capsys.readouterr().out
-    assert describe_decision(row).startswith("batch 16 is put off to epoch 2.01: gradient noise scale")
+    assert describe_decision(row).startswith("batch 16 is delayed to epoch 2.01: gradient noise scale")
 
 
 class Killed(Exception):

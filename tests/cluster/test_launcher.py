@@ -584,7 +584,10 @@ def test_from_submission_to_the_next_link_and_the_end(versions, run):
     assert (job.state, job.reason, job.starts_at) == ("queued", "Priority", 2e9)
     versions.set("1000", "NODE_FAIL", "NodeDown")
     job = services_status.run_status(run, launcher, now=time.time()).jobs[0]
-    assert (job.state, job.reason) == ("queued", "continues after job 1000 (NODE_FAIL: a node of its allocation failed)")
+    assert (job.state, job.reason) == (
+        "queued",
+        "continues after job 1000 (NODE_FAIL: a node of its allocation failed)",
+    )
     assert services_status.cancel_jobs(run.variants(run.read_spec()), lambda _: launcher) == [plan.task.job]
     assert services_status.run_status(run, launcher, now=time.time()).jobs[0].state == "cancelled"
     assert services_status.cancel_jobs(run.variants(run.read_spec()), lambda _: launcher) == []

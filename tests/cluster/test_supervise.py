@@ -373,7 +373,9 @@ def test_training_out_of_memory_goes_on_at_the_next_smaller_batch_where_that_is_
     assert summary.start_batch == 128
     assert summary.attempts == 2
     assert summary.predicted_step == 0.25, "of the batch that the actual step time is of"
-    assert summary.causes == ("out of memory at batch 128; its micro-batches are not split: train.oom_policy is shrink",)
+    assert summary.causes == (
+        "out of memory at batch 128; its micro-batches are not split: train.oom_policy is shrink",
+    )
 
 
 def test_a_crash_under_a_memory_limit_is_out_of_memory(tmp_path: Path, ranks: Ranks) -> None:

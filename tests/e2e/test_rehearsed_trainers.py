@@ -71,6 +71,4 @@ def test_a_learning_rate_that_stays_is_right_unless_another_was_asked_for(
     found = rehearsed(tmp_path, "reference.py", REFERENCE.replace("METHOD", method))
     assert found["verdict"] == verdict
     if verdict == "same":  # its checkpoint holds the optimizer with the rate of the whole batch
-        assert found["faults"] == [
-            "at batch 8 its learning rate is 0.1000 after the checkpoint, but should be 0.05000"
-        ]
+        assert found["faults"] == ["at batch 8 its learning rate is 0.1000 after the checkpoint, but should be 0.05000"]

@@ -840,7 +840,9 @@ def test_a_summary_tells_where_the_time_went():
     assert printed(show_train.render_summary(found, weights=where)).endswith(
         "\nbest weights: tula-runs/digits-1/train/ab12cd34/best\n"
     )
-    assert "starting, stopping, repeated steps" in printed(show_train.render_summary(found.model_copy(update={"attempts": 2})))
+    assert "starting, stopping, repeated steps" in printed(
+        show_train.render_summary(found.model_copy(update={"attempts": 2}))
+    )
     assert "steps" not in printed(show_train.render_summary(make.summary(predicted_parts=predicted)))
 
 

@@ -352,7 +352,11 @@ def test_all_problems_are_reported_at_once_with_their_paths(write):
         ("name=../up", "name", "letters"),
         ("ags.refresh={evry: 3}", "ags.refresh.evry", "every"),
         ("optimizer.lr=.nan", "optimizer.lr", "finite"),
-        ("search.sequence=[128]", "search.sequence", "a section of that name (with lengths, lengths_map_to), got [128]"),
+        (
+            "search.sequence=[128]",
+            "search.sequence",
+            "a section of that name (with lengths, lengths_map_to), got [128]",
+        ),
         ("ags.exclude=norms", "ags.exclude", "must be a list"),
     ],
 )

@@ -42,7 +42,9 @@ def observe(
     words = command or []
     if install is not None:
         if words or report:
-            raise SpecError("--install neither runs nor reports anything", "use --install FOLDER without a command, or remove it")
+            raise SpecError(
+                "--install neither runs nor reports anything", "use --install FOLDER without a command, or remove it"
+            )
         root = Path("~") / OBSERVED if folder == Path(OBSERVED) else folder
         if not str(root).startswith("~"):
             root = root.absolute()

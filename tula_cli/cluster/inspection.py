@@ -88,9 +88,7 @@ def _warn_missing_program(spec: JobSpec, script: Script) -> tuple[str, ...]:
     if program.endswith(".py") or "{" in program or shutil.which(program):  # which takes a path from here, too
         return ()
     problem = f"script.command: there is no program {program} on this machine"
-    return _refuse_here(
-        spec, problem, "install it, activate its environment, or give its path", ": the nodes need one"
-    )
+    return _refuse_here(spec, problem, "install it, activate its environment, or give its path", ": the nodes need one")
 
 
 def _warn_missing_torch(spec: JobSpec, script: Script) -> tuple[str, ...]:

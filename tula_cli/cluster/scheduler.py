@@ -313,7 +313,9 @@ class LocalScheduler:
     def submit(self, script: Path, job: JobRequest) -> str:
         """Start a process that outlives this one, its terminal and Ctrl-C."""
         if job.after:
-            raise SchedulerError("jobs on this machine cannot wait for each other", "start each one when the previous ones have finished")
+            raise SchedulerError(
+                "jobs on this machine cannot wait for each other", "start each one when the previous ones have finished"
+            )
         _reap_children()
         try:
             child = subprocess.Popen(

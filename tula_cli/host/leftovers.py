@@ -120,7 +120,9 @@ class GpuMemory:
             if give_up():
                 return ""
             if time.monotonic() > deadline:
-                return f"{missing}; held by {', '.join(devices.describe_holders()) or 'no process that is visible here'}"
+                return (
+                    f"{missing}; held by {', '.join(devices.describe_holders()) or 'no process that is visible here'}"
+                )
             time.sleep(POLL)
         return ""
 

@@ -89,14 +89,14 @@ def _explain_no_checkpoint(begin: Rehearsed | None) -> str:
         return f"not tested: at batch {begin.batch} {why}"
     if begin.saved_samples is None and begin.ended == "cut":
         within = f"within {format_duration(begin.seconds)} at batch {begin.batch}"
-        return (
-            f"not tested: no checkpoint {within}; raise search.max_minutes, or set script.save to how a checkpoint is requested"
-        )
+        return f"not tested: no checkpoint {within}; raise search.max_minutes, or set script.save to how a checkpoint is requested"
     if begin.saved_samples is None:
         return "not tested: the script ended without a checkpoint that matches script.resume.checkpoint"
     if begin.ended == "ended":
         return "not tested: its only checkpoint is from the end of the training"
-    return "not tested: the script did not resume, because its checkpoint is incomplete or search.max_minutes was reached"
+    return (
+        "not tested: the script did not resume, because its checkpoint is incomplete or search.max_minutes was reached"
+    )
 
 
 def _is_at_epoch_end(begin: Rehearsed) -> bool:
@@ -138,9 +138,7 @@ def _judge_samples(begin: Rehearsed, start: Rehearsed) -> _ResumedStart:
         share = f"{least}{format_percent(beyond / total)} % too many"
         message = f"{at} it trains {least}{saved + start.samples} samples in total instead of {total}: {share}"
         anew = abs(start.samples - total) <= tolerance < saved
-        restart_message = (
-            f"{at} it does not resume from its checkpoint, but starts from the beginning: all {total} samples are trained again"
-        )
+        restart_message = f"{at} it does not resume from its checkpoint, but starts from the beginning: all {total} samples are trained again"
         verdict = restart_message if anew else message
         return _ResumedStart(useless=anew, told=(verdict,), faults=(verdict,))
     if start.ended == "cut":
@@ -148,9 +146,7 @@ def _judge_samples(begin: Rehearsed, start: Rehearsed) -> _ResumedStart:
         message = f"{at} it trains, but did not finish ({reached}), so it is unknown from where it resumed: raise search.max_minutes"
         return _ResumedStart(told=(message,))
     if beyond < -tolerance:
-        message = (
-            f"{at} it trains {saved + start.samples} samples in total instead of {total}: {-beyond} too few"
-        )
+        message = f"{at} it trains {saved + start.samples} samples in total instead of {total}: {-beyond} too few"
         return _ResumedStart(told=(message,), faults=(message,))
     if start.batch < begin.batch and saved * (1 - start.batch / begin.batch) <= tolerance:
         early = f"its checkpoint contains only {saved} samples, too few to notice steps counted at the other batch"
@@ -202,7 +198,9 @@ def _find_lost_schedule(begin: Rehearsed, same: Rehearsed) -> str:
     schedule_before, after = begin.schedule, same.schedule
     if schedule_before is None or after is None or after.moves is False or abs(schedule_before.at - after.at) <= 1:
         return ""
-    return f"at batch {same.batch} its schedule ({after.name}) resumes at step {after.at} instead of {schedule_before.at}"
+    return (
+        f"at batch {same.batch} its schedule ({after.name}) resumes at step {after.at} instead of {schedule_before.at}"
+    )
 
 
 def _find_schedule_fault(begin: Rehearsed, same: Rehearsed, half: Rehearsed, ratio: float | None) -> str:

@@ -51,7 +51,9 @@ def compute_file_digest(name: str) -> str:
     path = path / "sums.json" if path.is_dir() else path
     try:
         if not is_regular(path):
-            raise SpecError(f"model.weights: {name} is not a regular file", "name a file, or the folder of a sharded checkpoint")
+            raise SpecError(
+                f"model.weights: {name} is not a regular file", "name a file, or the folder of a sharded checkpoint"
+            )
         file_statistics = path.stat()
         return _compute_digest_of_content(path, (file_statistics.st_size, file_statistics.st_mtime_ns))
     except OSError as error:

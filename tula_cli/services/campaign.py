@@ -55,9 +55,7 @@ def plan_campaign(
     """
     require_positive(trainings=trainings)
     if trainings > MAX_TRAININGS:
-        raise SpecError(
-            f"trainings {trainings}: at most {MAX_TRAININGS} can be planned together", "plan fewer at once"
-        )
+        raise SpecError(f"trainings {trainings}: at most {MAX_TRAININGS} can be planned together", "plan fewer at once")
     if query.from_training:
         raise SpecError("--from-training has no effect on a plan for many trainings", "remove it")
     for_one = replace(query, deadline_hours=None, budget=None)  # these are for all trainings together

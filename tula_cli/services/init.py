@@ -249,10 +249,15 @@ def _set_key(text: str, key: str, value: str, why: str, *, section: str = "") ->
 
 def _fit_to_machine(text: str, *, per_node: int, gpus: int) -> str:
     if gpus < 1:
-        nodes, node_comment = [1, 2], f"numbers of nodes to measure; here a node is {_describe_processes(per_node)} of this machine"
+        nodes, node_comment = (
+            [1, 2],
+            f"numbers of nodes to measure; here a node is {_describe_processes(per_node)} of this machine",
+        )
     else:
         nodes = [2**power for power in range(max(1, gpus // per_node).bit_length())]
-        node_comment = f"numbers of nodes to measure; here a node is {format_count(per_node, 'GPU')} of the {gpus} of this machine"
+        node_comment = (
+            f"numbers of nodes to measure; here a node is {format_count(per_node, 'GPU')} of the {gpus} of this machine"
+        )
     text = _set_key(text, "nodes", str(nodes), node_comment)
     text = re.sub(
         r"^  max_seconds:.*$",
@@ -301,7 +306,11 @@ def with_batches(text: str, recognised: RecognisedCommand) -> str:
     if batch is None:
         lines = _set_key(text, "min_batch", "32", "smallest global batch; batches are min_batch x 2^k")
         return re.sub(
-            r"^(  min_batch:.*)$", r"\1" + "\n  max_batch: 256 # largest global batch", lines, count=1, flags=re.MULTILINE
+            r"^(  min_batch:.*)$",
+            r"\1" + "\n  max_batch: 256 # largest global batch",
+            lines,
+            count=1,
+            flags=re.MULTILINE,
         )
     nodes = [int(number) for number in re.findall(r"\d+", re.findall(r"^  nodes: \[(.*)\]", text, re.MULTILINE)[0])]
     least, most = choose_batch_range(recognised, batch, nodes)
@@ -654,7 +663,9 @@ def make_job_from_template(kind: Literal["local", "slurm"], offered: Site | None
     if gpus < 1:
         return text
     return _NODES_HERE.sub(
-        f"  nodes: {_list_powers_of_two(gpus)} # numbers of nodes to measure; here a node is a GPU, of {format_count(gpus, 'GPU')}", text, count=1
+        f"  nodes: {_list_powers_of_two(gpus)} # numbers of nodes to measure; here a node is a GPU, of {format_count(gpus, 'GPU')}",
+        text,
+        count=1,
     )
 
 

@@ -230,7 +230,9 @@ def run_node_check(
 def _make_interruption(run: RunDir, task: CheckTask | None) -> Interruption:
     """Return the error to raise on Ctrl-C; a job that was submitted continues to run."""
     if task is None:
-        return Interruption("interrupted", "the same command submits the job, or attaches to it if it is already queued")
+        return Interruption(
+            "interrupted", "the same command submits the job, or attaches to it if it is already queued"
+        )
     hint = f"the same command attaches to it again; tula cancel {words.make_relative_path(run.path)} ends it"
     return Interruption(f"interrupted; {task.job} continues", hint)
 

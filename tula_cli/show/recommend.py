@@ -71,7 +71,10 @@ def render_recommendation(
     marks = ["* chosen", *(["2, 3 ... runners-up"] if recommendation.runners_up else [])]
     better = _describe_better(recommendation.rows)
     if pareto and not recommendation.choice.pareto:
-        marks = [f"the choice ({recommendation.objective}) is not among them, because another one is {better}", *marks[1:]]
+        marks = [
+            f"the choice ({recommendation.objective}) is not among them, because another one is {better}",
+            *marks[1:],
+        ]
     yield "; ".join(marks if pareto else [*marks, f"P: nothing is {better}"])
     yield from (f"price: {line}" for line in recommendation.price.splitlines())
 
@@ -213,11 +216,12 @@ def _describe_continuation(recommendation: "Recommendation") -> Iterator[str]:
     if not rest.moves:
         yield f"{stands}: {here}; this is also the choice, so it continues unchanged"
         return
-    there = (
-        f"{format_duration(3600 * rest.hours)}, {format_number(rest.cost)} {recommendation.currency} including the restart"
-    )
+    there = f"{format_duration(3600 * rest.hours)}, {format_number(rest.cost)} {recommendation.currency} including the restart"
     gain = "" if not rest.hours_as_it_is else f" ({100 * (rest.hours / rest.hours_as_it_is - 1):+.0f} % time)"
-    yield f"{stands}: {here}; as chosen {there}{gain}" + ", neither faster nor cheaper: keep the current configuration" * rest.is_worse
+    yield (
+        f"{stands}: {here}; as chosen {there}{gain}"
+        + ", neither faster nor cheaper: keep the current configuration" * rest.is_worse
+    )
 
 
 def _describe_fallback(recommendation: "Recommendation") -> Iterator[str]:
@@ -241,9 +245,7 @@ def _describe_better(rows: Iterable["Prediction"]) -> str:
 def describe_unsaved_answer(recommendation: "Recommendation", known: "Recommendation | None") -> str:
     """Explain that an answer is not saved, and what `tula train` uses instead: the saved answer `known`, if any."""
     if recommendation.continuation is not None:
-        return (
-            "only shown: the training continues unchanged. To move it: --save, then tula cancel and tula train"
-        )
+        return "only shown: the training continues unchanged. To move it: --save, then tula cancel and tula train"
     if known is None:
         return "only shown, because of --set; --save stores it for tula train"
     kept = f"{describe_place(known.choice)} ({known.criteria}; {format_moment(known.created_at)})"

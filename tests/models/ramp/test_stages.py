@@ -93,7 +93,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ([{"epochs": 1, "batch": 100}], {"nodes": 8}, r"batch 100 does not divide by 8 .*"),
     ([{"epochs": 1, "batch": 4096}], {}, "batch 4096 is not below the training's own, 2048"),
     ([{"epochs": 19.999999, "batch": 128}], {}, "lasts 20 epochs, so nothing of train.epochs 20"),
-    ([{"epochs": 1, "batch": 128, "nodes": 5}], {}, "has 5 nodes, more than the training \(1\)"),
+    ([{"epochs": 1, "batch": 128, "nodes": 5}], {}, r"has 5 nodes, more than the training \(1\)"),
     (
         [{"epochs": 4e-5, "batch": 128}],
         {},

@@ -56,6 +56,9 @@ def estimate_start(run: RunDir, spec: JobSpec, *, nodes: int, batch: int, now: f
     match = re.search(r"to start at (\S+)", f"{answer.text}\n{answer.complaint}")
     start = parse_time(match.group(1)) if match and answer.ok else None
     if start is None:
-        reason = answer.complaint.strip().rpartition("\n")[2].removeprefix("sbatch: error: ") or "sbatch reported no start time"
+        reason = (
+            answer.complaint.strip().rpartition("\n")[2].removeprefix("sbatch: error: ")
+            or "sbatch reported no start time"
+        )
         return StartEstimate(nodes=nodes, minutes=minutes, asked_at=now, wait=None, reason=reason)
     return StartEstimate(nodes=nodes, minutes=minutes, asked_at=now, wait=max(0.0, start - now))

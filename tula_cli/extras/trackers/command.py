@@ -63,8 +63,8 @@ def describe_exports(results: "Sequence[ExportResult]") -> "Iterator[str]":
             failed = "; incomplete, because of a write error" if result.problem else ""
             yield f"{result.to} (offline): wrote {new}; {runs} in the folder{failed}; not sent until you run"
         else:
-            failed = "; not all, for it did not answer" if result.problem else ""
-            yield f"{result.to}: sent {new}; {runs} there by now{failed}"
+            failed = "; incomplete, because it did not answer" if result.problem else ""
+            yield f"{result.to}: sent {new}; {runs} there in total{failed}"
         yield f"  {_describe_destination(result)}"
 
 

@@ -105,7 +105,7 @@ def describe_problems(folder: Path) -> list[str]:
     """Return a message for each tracker to which the last export failed, from the records in a run's export folder."""
     records = [read_record(path, _RECORD) for path in list_files(folder)]
     return [
-        f"export to {record.to}: {record.problem}; tula export sends what was missed"
+        f"export to {record.to}: {record.problem}; tula export sends the missing values"
         for record in records
         if record is not None and record.problem
     ]
@@ -504,7 +504,7 @@ def _update_with_warnings(targets: Sequence[_TrackerTarget], active: Callable[[R
 
 
 def _make_warning(error: TulaError) -> WarningEvent:
-    return WarningEvent(f"export: {error.message}; tula export sends what was missed")
+    return WarningEvent(f"export: {error.message}; tula export sends the missing values")
 
 
 def _sleep_until(moment: float, stop: Callable[[], bool], sleep: Callable[[float], None]) -> None:

@@ -99,7 +99,11 @@ def propose(fit: StepTimeFit, candidates: Sequence[Candidate], *, tolerance: flo
     training = problem.node_seconds(belief.mean)
     picks = tuple(_round(problem, belief, open_, tolerance, training))
     takes = f"the training takes {training / 3600:.2g} node-hours in its fastest configuration"
-    return Proposal(picks, regrets, words if picks else f"{words}; every further probe would cost more than it is expected to save: {takes}")
+    return Proposal(
+        picks,
+        regrets,
+        words if picks else f"{words}; every further probe would cost more than it is expected to save: {takes}",
+    )
 
 
 @dataclass(frozen=True)

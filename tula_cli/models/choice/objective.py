@@ -385,7 +385,9 @@ def _describe_gain(chosen: Prediction, line: Sequence[Prediction], curve: Curve)
     if not 0 < place < len(line) - 1:
         return ""
     before, here, after = (_get_value_on_curve(row, curve) for row in line[place - 1 : place + 2])
-    return f": {curve} {before / here - 1:+.0%} at the next smaller batch, {after / here - 1:+.0%} at the next larger one"
+    return (
+        f": {curve} {before / here - 1:+.0%} at the next smaller batch, {after / here - 1:+.0%} at the next larger one"
+    )
 
 
 def _describe_other_knees(chosen: Prediction, line: Sequence[Prediction], curve: Curve) -> str:

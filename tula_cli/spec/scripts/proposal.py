@@ -41,30 +41,36 @@ def _list_missing_parts(script: dict[str, Any], placeholders: set[str]) -> Itera
             "script.command", "{out} in place of its output folder, or a probe writes where the training does"
         )
     if "length" not in script:
-        yield MissingKey("script.length", "length of the training: {epochs: N}, {samples: N} or {steps: N}", required=True)
+        yield MissingKey(
+            "script.length", "length of the training: {epochs: N}, {samples: N} or {steps: N}", required=True
+        )
     if _needs_a_size(script, placeholders):
         yield MissingKey("script.dataset_size", "samples per epoch, needed for {steps}", required=True)
     else:
-        yield MissingKey(
-            "script.dataset_size", "samples per epoch, if the script does not use a torch DataLoader"
-        )
+        yield MissingKey("script.dataset_size", "samples per epoch, if the script does not use a torch DataLoader")
     if "batch" not in script["reference"]:
         yield MissingKey("script.reference.batch", "the current batch, over all GPUs", required=True)
     if "lr" not in script["reference"]:
         if "lr" in placeholders:
             yield MissingKey("script.reference.lr", "the current learning rate", required=True)
         else:
-            words = "the current learning rate, with {lr} in the command; omit it if the script scales its learning rate"
+            words = (
+                "the current learning rate, with {lr} in the command; omit it if the script scales its learning rate"
+            )
             yield MissingKey("script.reference.lr", words)
     if "resume" not in script:
-        yield MissingKey("script.resume", "how it resumes from a checkpoint; without it, an interrupted training starts again")
+        yield MissingKey(
+            "script.resume", "how it resumes from a checkpoint; without it, an interrupted training starts again"
+        )
     elif "out" not in placeholders:
         yield MissingKey(
-            "script.resume.checkpoint", "path of its checkpoints; {out} is not in the command, so section resume is a comment"
+            "script.resume.checkpoint",
+            "path of its checkpoints; {out} is not in the command, so section resume is a comment",
         )
     yield MissingKey("script.metric", "pattern of a metric in its output or in a file of JSON lines")
     yield MissingKey(
-        "script.save", "how tula requests a checkpoint before a job has to stop; without it, the script's last checkpoint is used"
+        "script.save",
+        "how tula requests a checkpoint before a job has to stop; without it, the script's last checkpoint is used",
     )
 
 

@@ -180,9 +180,7 @@ class _Reader:
                 continue
             self.by_hand.add(name)
             if value and not _fits(name, value):
-                raise SpecError(
-                    f"{word.text}: {value!r} is not a value of {{{name}}}", "give the current number"
-                )
+                raise SpecError(f"{word.text}: {value!r} is not a value of {{{name}}}", "give the current number")
             if value:
                 self.values[name], self.flags[flag] = value, name
 
@@ -234,9 +232,7 @@ class _Reader:
             raise _make_no_batch_error(options, [*self.launch.program, *self.launch.arguments])
         if len(chosen) > 1 or (of_all and of_one):
             names = " and ".join(option.written for option in [*of_all, *of_one] or chosen)
-            raise SpecError(
-                f"the batch is given twice: {names}", "remove one of them, or " + _HOW_TO_SAY.format("N")
-            )
+            raise SpecError(f"the batch is given twice: {names}", "remove one of them, or " + _HOW_TO_SAY.format("N"))
         option, accumulation = chosen[0], kinds.get("accumulate", [])[:1]
         shared = [each for each in kinds.get("model_parallel", []) if each.value.text != "1"]
         if shared and self.ranks > 1 and not of_all:
@@ -341,7 +337,9 @@ def _make_no_batch_error(options: Sequence[Option], words: Sequence[ShellWord]) 
     names = list(dict.fromkeys(option.label for option in options))
     line = " ".join(word.raw for word in words if not word.filled)
     known_options = (
-        f"its options are {', '.join(names)}, and none is known to set the batch" if names else "it has no options with values"
+        f"its options are {', '.join(names)}, and none is known to set the batch"
+        if names
+        else "it has no options with values"
     )
     numbers = [option for option in options if _fits("batch", option.value.text) and not _find_option_meaning(option)]
     maybe = [f"{option.flag}{{local_batch}}" for option in numbers if MAY_BE_BATCH.search(option.flag)]

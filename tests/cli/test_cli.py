@@ -1164,7 +1164,7 @@ def test_check_on_cluster_goes_on_when_interrupted(cluster, monkeypatch):
     monkeypatch.setattr(services_nodes, "watch_cluster", interrupt)
     answer = tula("check", "job.yaml", "--on-cluster")
     assert answer.code == 130
-    assert "check-n002-1 goes on" in answer.err
+    assert "check-n002-1 continues" in answer.err
     assert cluster.launcher.cancelled == []
 
 

@@ -91,7 +91,7 @@ def test_the_demo_refuses_what_it_cannot_measure() -> None:
 def test_the_demo_takes_no_run_and_saves_nothing(options: tuple[str, ...]) -> None:
     code, _, err = run_demo(*options)
     assert code == 2
-    assert "leave out" in err
+    assert "remove the job" in err
 
 
 def test_the_demo_writes_nothing(empty_folder: Path) -> None:

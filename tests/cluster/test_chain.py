@@ -342,7 +342,7 @@ def test_a_job_without_a_later_one_has_no_delay_to_end(chain: Chain, cluster: Cl
 
 
 @pytest.mark.parametrize(
-    ("finishes", "why"), [(True, "the training is finished"), (False, "they would end in the same way")]
+    ("finishes", "why"), [(True, "the training is finished"), (False, "they would fail in the same way")]
 )
 def test_jobs_that_the_supervisor_has_cancelled_are_reported_as_cancelled_by_tula(
     chain: Chain, finishes: bool, why: str

@@ -82,7 +82,7 @@ def test_a_damaged_result_is_told_beside_the_others(run):
     ],
 )
 def test_the_hint_of_a_damaged_file_names_the_command_that_writes_it(name, hint):
-    assert files.make_damaged_error(Path("run") / name, "it is no text").hint == hint
+    assert files.make_damaged_error(Path("run") / name, "it is not text").hint == hint
 
 
 @pytest.mark.promise(

@@ -794,7 +794,7 @@ def test_of_a_script_nothing_is_told_that_it_decides_by_itself():
     own = JobSpec.model_validate({**make.script_spec(epochs=1).model_dump(), **on_slurm})
     assert "tf32" in check(spec(**on_slurm), online=False).settings[0]
     assert check(own, online=False).settings == ()
-    with pytest.raises(SpecError, match="this job has a script"):
+    with pytest.raises(SpecError, match="tula cannot build its model"):
         estimate(own, inspector=lambda _: pytest.fail("built something"))
 
 

@@ -126,7 +126,7 @@ def test_a_row_may_keep_the_half_life_of_the_second_moment_which_a_script_has_fo
     made = services_compare.make_job_of_cell(adam, "sqrt-beta2", 5)
     assert (made.train.method, made.train.lr_scaling, made.optimizer.beta2_half_life) == ("lrs", "sqrt", "auto")
     assert services_compare.make_job_of_cell(adam, "sqrt", 5).optimizer.beta2_half_life is None
-    assert "which a script has for itself" in services_compare.describe_why_not_a_row(script_job(), "sqrt-beta2")
+    assert "which only the script can set" in services_compare.describe_why_not_a_row(script_job(), "sqrt-beta2")
 
 
 def test_robust_keeps_of_the_jobs_own_scaling_what_optimizer_and_ranks_need(run: RunDir) -> None:
@@ -834,7 +834,7 @@ def test_whether_a_batch_keeps_the_accuracy_is_told_by_the_trainings_of_the_job(
     found = accuracy.find_accuracy_evidence(run, spec, batch=batch)
     assert found is not None
     assert (found.outcome, found.gap, found.batch, found.reference_batch, found.seeds) == (outcome, gap, of, 32, 1)
-    assert found.error is None and found.words.startswith(f"{outcome} it: {method} at batch {of} came out ")
+    assert found.error is None and found.words.startswith(f"{outcome} it: {method} at batch {of} was ")
 
 
 def test_a_gap_within_a_point_keeps_the_accuracy_only_where_its_interval_says_so(run: RunDir) -> None:

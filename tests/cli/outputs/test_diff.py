@@ -38,7 +38,11 @@ def test_runs_are_named_by_folder_or_by_name_and_a_difference_is_no_failure(here
 
 def test_what_is_no_pair_of_runs_is_refused(here):
     run = RunDir.create(here / "tula-runs", make.spec())
-    for words, told in (((run.id, run.id), "are one run"), ((run.id, "nope"), "there is no run"), ((run.id,), "RUN_B")):
+    for words, told in (
+        ((run.id, run.id), "are the same run"),
+        ((run.id, "nope"), "there is no run"),
+        ((run.id,), "RUN_B"),
+    ):
         code, _, err = tula("diff", *words)
         assert code == 2 and told in err
 

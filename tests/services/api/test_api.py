@@ -126,7 +126,7 @@ def test_a_job_is_a_path_its_content_or_a_spec_and_a_run_its_folder(cluster: AtO
 
 @pytest.mark.parametrize("job", [3, None, ["job.yaml"]])
 def test_what_is_no_job_is_told(job: Any) -> None:
-    with pytest.raises(SpecError, match=re.escape(f"{job!r} is no job")):
+    with pytest.raises(SpecError, match=re.escape(f"{job!r} is not a job")):
         tula.profile(job)
 
 
@@ -238,7 +238,7 @@ def test_ctrl_c_while_a_node_check_is_submitted_tells_that_it_goes_on(
     cluster: AtOnce, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     press_ctrl_c_at_submission(monkeypatch)
-    with pytest.raises(Interruption, match="check-n002-1 goes on"):
+    with pytest.raises(Interruption, match="check-n002-1 continues"):
         tula.check_nodes(make.SPEC)
     assert cluster.submitted == ["check-n002-1"] and not cluster.cancelled
     tula.check_nodes(make.SPEC)
@@ -433,7 +433,7 @@ def test_a_comparison_trains_what_is_missing_and_its_frame_has_a_row_a_method_at
 
 def test_a_comparison_is_confirmed_or_capped(cluster: AtOnce) -> None:
     job = {**make.SPEC, "train": {"epochs": 9}, "search": {"nodes": [1]}}
-    with pytest.raises(tula.TulaError, match="nobody to ask"):
+    with pytest.raises(tula.TulaError, match="no confirm function"):
         tula.compare(job, methods=["lrs"], batches=[256], seeds=1, nodes=1)
     assert not cluster.submitted
 

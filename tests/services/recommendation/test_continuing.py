@@ -57,7 +57,7 @@ def test_it_is_the_next_attempt_of_the_same_training(run: RunDir) -> None:
     assert (task.attempt, task.nodes, task.batch) == (2, 1, 256)
     assert [rung.batch for rung in task.ladder] == [256, 128, 64, 32]
     assert planned.resumes == 640 and planned.prediction == make_runs.prediction(1, 256)
-    assert task.cause.startswith("goes on with 1 node at batch 256 instead of 2 nodes at 128")
+    assert task.cause.startswith("continues on 1 node at batch 256 instead of 2 nodes at 128")
 
 
 def test_the_same_command_again_attaches_to_it(run: RunDir) -> None:
@@ -80,7 +80,7 @@ def test_an_out_of_memory_there_goes_down_from_there(run: RunDir) -> None:
 def test_one_under_way_has_to_end_first(run: RunDir) -> None:
     begun, launcher = first(run), FakeLauncher()
     run.write_job(launcher.submit(run, begun))
-    with pytest.raises(SchedulerError, match="under way on 2 nodes at batch 128") as caught:
+    with pytest.raises(SchedulerError, match="is running on 2 nodes at batch 128") as caught:
         train.submit_training(run, plan(run), launcher)
     assert "tula cancel" in caught.value.hint
     assert run.training(begun.signature).newest_task() == begun

@@ -63,10 +63,14 @@ def test_a_slower_network_makes_one_node_the_better_choice(run: RunDir) -> None:
     assert found.choice.hours / 2 < rest.hours < rest.hours_as_it_is, "a new start is in it"
     assert "training-pace" in codes(answer.warnings)
     (line,) = show_recommend._describe_continuation(found)
-    assert "50.0 % left: on 2 nodes, batch 128" in line and line.endswith("% time)") and "with a new start (-" in line
+    assert (
+        "50.0 % left: on 2 nodes, batch 128" in line and line.endswith("% time)") and "including the restart (-" in line
+    )
     worse = rest.model_copy(update={"hours": 2 * rest.hours_as_it_is, "cost": 2 * (rest.cost_as_it_is or 0.0)})
     (line,) = show_recommend._describe_continuation(found.model_copy(update={"continuation": worse}))
-    assert line.endswith("with a new start (+100 % time), better in neither: let it go on as it is")
+    assert line.endswith(
+        "including the restart (+100 % time), neither faster nor cheaper: keep the current configuration"
+    )
 
 
 def test_where_nothing_has_changed_nothing_moves(run: RunDir) -> None:
@@ -75,7 +79,7 @@ def test_where_nothing_has_changed_nothing_moves(run: RunDir) -> None:
     assert found.continuation is not None and not found.continuation.moves
     assert found.continuation.hours == found.continuation.hours_as_it_is
     (line,) = show_recommend._describe_continuation(found)
-    assert line.endswith("that is the choice, so it goes on as it is")
+    assert line.endswith("this is also the choice, so it continues unchanged")
 
 
 def test_only_steps_since_the_newest_change_count(run: RunDir) -> None:

@@ -332,7 +332,7 @@ def test_what_was_submitted_since_the_look_is_left(run: RunDir) -> None:
     one = found(run)
     slurm_job(run)
     done = service.remove_files([one])
-    assert done.files == 0 and "submitted meanwhile" in done.problems[0]
+    assert done.files == 0 and "submitted in the meantime" in done.problems[0]
     assert len(names(folder)) == 3 and not (run.path / "lock").exists()
     one = found(run, ask=says())
     assert run.lock.acquire() == ""

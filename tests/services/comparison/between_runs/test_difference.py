@@ -245,7 +245,7 @@ def test_python_takes_names_folders_and_runs(runs, tmp_path):
     add(other)
     by_name = tula.diff(one.id, tula.Run.open(other.path), root=tmp_path / "a")
     assert by_name.same and by_name.before.path == one.path
-    with pytest.raises(SpecError, match="are one run"):
+    with pytest.raises(SpecError, match="are the same run"):
         tula.diff(one.path, str(one.path) + "/")
     with pytest.raises(SpecError, match="there is no run"):
         tula.diff(one.path, Path("nowhere"))

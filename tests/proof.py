@@ -99,7 +99,7 @@ PARTS = (
     cases("measuring-lock", 0.5, "tests/host/test_machine_lock.py"),
     cases("secrets", 0.4, "tests/e2e/test_secrets.py"),
     cases("bounded-grid", 0.5, "tests/e2e/test_main_job.py"),
-    cases("on-a-cluster", 2.0, "tests/slurm/test_tula.py"),
+    cases("on-a-cluster", 2.7, "tests/slurm/test_tula.py"),
     cases("scaled-scripts", 0.5, "tests/shim/test_ags.py"),
     cases("other-peoples-loops", 1.0, "tests/shim/test_other_peoples_loops.py"),
     cases("other-peoples-scripts", 2.0, "tests/e2e/test_other_peoples_scripts.py"),

@@ -14,6 +14,20 @@ from driver import PATIENCE, Tula
 from tula_cli.run.records.probes import Measured
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
+GREEDY = """
+import os, torch
+
+class Greedy(torch.nn.Module):
+    # Is out of memory above a local batch of 20, on one of two ranks.
+    def __init__(self, num_classes=10):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, num_classes)
+
+    def forward(self, x):
+        if len(x) > 20 and os.environ.get("RANK") == "1":
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes.")
+        return self.layer(x.flatten(1))
+"""
 
 
 def test_detached_profile_recommend_and_train_over_nodes(tula: Tula, on_slurm: SlurmCluster) -> None:
@@ -70,6 +84,19 @@ def test_out_of_memory_of_the_ranks_goes_on_in_the_same_allocation(tula: Tula) -
     assert summary["start_batch"] == 1024
     assert summary["causes"][0].startswith("out of memory at batch 1024: micro-batch 256 x 2 now")
     assert tula.run().jobs()[0].submissions == 1
+
+
+@pytest.mark.proof
+def test_one_job_of_two_nodes_finds_the_largest_batch_without_a_command_that_waits(tula: Tula) -> None:
+    (tula.folder / "mine.py").write_text(GREEDY)
+    model = ("--set", "model={name: 'mine:Greedy'}", "--set", "train.method=lbt", "--set", "search.nodes=[2]")
+    largest = ("profile", "job.yaml", "--largest", *model, "--set", "cluster.memory_per_gpu=1GB")
+    assert tula(*largest)["status"] == "pending"
+    run = tula.run()
+    tula.until(lambda: run.result("probe-n002-l000021") is not None)
+    answer = tula(*largest, "--wait")["data"]
+    assert (answer["local_batch"], answer["too_large"], answer["finished"]) == (20, 21, True)
+    assert [job.submissions for job in run.jobs()] == [1]
 
 
 @pytest.mark.proof

@@ -20,6 +20,7 @@ from tula_cli.services.profile import (
 )
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import LEAST_STEPS, MEMORY_MARGIN
+from tula_cli.words import format_count
 
 TRIAL_SECONDS = 10.0
 """Longest warm-up and longest timing of a trial, in seconds: with its other measurements it takes about a minute at most."""
@@ -133,7 +134,7 @@ def make_result(run: Run, inspection: Inspection, plan: ProfilePlan) -> LargestB
     bracket = BatchBracket.from_results(spec, nodes, make_bounds(spec, inspection), run.results())
     if not bracket.fitting:
         raise OutOfMemoryAtMinimum(
-            f"out of memory at local batch {bracket.failing} on {nodes} nodes",
+            f"out of memory at local batch {bracket.failing} on {format_count(nodes)}",
             LESS_MEMORY if spec.script is None else LESS_MEMORY_FOR_SCRIPT,
         )
     return LargestBatch(

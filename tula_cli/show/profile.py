@@ -124,8 +124,8 @@ def _render_largest_batch(largest: "LargestBatch") -> Iterator["RenderableType"]
     elif largest.local_batch == largest.limit:
         yield "no larger batch is possible: the dataset or search.max_batch ends here"
     if largest.local_batch_with_margin:
-        margin = f"{largest.margin:.0%} of the memory free, as tula recommend does"
-        yield f"at most {largest.local_batch_with_margin} per GPU leaves {margin}"
+        margin = f"{largest.margin:.0%} of the memory free, as tula recommend requires"
+        yield f"up to {largest.local_batch_with_margin} per GPU leave {margin}"
     if not largest.finished:
         yield "the search is not finished; run tula profile --largest again"
     yield ""

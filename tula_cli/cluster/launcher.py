@@ -1,8 +1,11 @@
 """Launchers: submit jobs and query their states, on this machine or on a scheduler."""
 
 import contextlib
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FrameType
 from typing import Protocol
 
 from tula_cli.cluster.batch_launcher import BatchLauncher
@@ -11,7 +14,6 @@ from tula_cli.cluster.scheduler import SchedulerState
 from tula_cli.cluster.schedulers import make_scheduler
 from tula_cli.cluster.slurm.submit import SlurmLauncher
 from tula_cli.errors import SchedulerError
-from tula_cli.host import interrupts
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Job
 from tula_cli.run.records.tasks import Task
@@ -92,7 +94,7 @@ def lock_submission(run: RunDir, *, sleep: Callable[[float], None] = time.sleep)
         sleep(LOCK_POLL)
         waited += LOCK_POLL
     try:
-        with interrupts.hold_interrupts():
+        with hold_interrupts():
             yield
     finally:
         run.lock.release()
@@ -110,3 +112,34 @@ def list_unfinished_jobs(run: RunDir, launcher: Launcher, job_ids: Iterable[str]
         if state.silent:
             raise SchedulerError(state.reason, "nothing was submitted; run the same command again later")
     return [job.id for job in jobs if states[job.id].state in ("pending", "running")]
+
+
+@contextlib.contextmanager
+def hold_interrupts() -> Iterator[None]:
+    """Delay Ctrl-C until the end of the block; a second Ctrl-C takes effect at once.
+
+    Has no effect outside the main thread, where Python raises no KeyboardInterrupt, or if the program has another
+    handler of SIGINT.
+
+    Raises:
+        KeyboardInterrupt: at the end, if Ctrl-C was pressed in the block.
+    """
+    previous_handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or previous_handler is not signal.default_int_handler:
+        yield
+        return
+    pressed = False
+
+    def hold(_: int, __: FrameType | None) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous_handler)
+    if pressed:
+        raise KeyboardInterrupt

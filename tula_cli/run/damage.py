@@ -18,7 +18,6 @@ from tula_cli.run.training_run import TrainingRun
 
 SUMS = "sums.json"
 """The file with the checksums of the other files of a sharded checkpoint."""
-RESTORE_HINT = "restore it from a copy of the run, if there is one"
 _MAX_SUMMED = 2**20
 """Bytes of a checkpoint whose checksums are verified; for the rest only the structure is checked, because it would take
 minutes."""

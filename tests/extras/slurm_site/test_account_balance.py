@@ -6,7 +6,7 @@ from make_runs import spec
 
 from tula_cli.errors import OverBudget, SpecError
 from tula_cli.extras.slurm_site import SlurmSite
-from tula_cli.extras.slurm_site.balance_check import compute_needed_minutes
+from tula_cli.extras.slurm_site.balance import compute_needed_minutes
 from tula_cli.extras.slurm_site.bill import get_user_name
 from tula_cli.services.site_charges import (
     check_balance,

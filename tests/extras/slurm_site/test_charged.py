@@ -1,6 +1,6 @@
 import pytest
 
-from tula_cli.extras.slurm_site.charges import compute_price_of_billed, parse_billed
+from tula_cli.extras.slurm_site.bill import compute_price_of_billed, parse_billed
 from tula_cli.spec.resources import Pricing, SiteBill
 
 ROWS = """51417006|COMPLETED|24|billing=5,cpu=2,gres/gpu:a100=2,gres/gpu=2,mem=1500M,node=1

@@ -10,11 +10,21 @@ from tula_cli import words
 from tula_cli.cli.options import Html, check_page
 from tula_cli.cli.runs import ExistingRun
 from tula_cli.errors import SpecError
-from tula_cli.extras.report import view
 from tula_cli.show.screen import Screen
 
 if TYPE_CHECKING:
     from tula_cli.services.document import Document
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from tula_cli.show.tables import make_table
+from tula_cli.words import format_count
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from tula_cli.services.document import Document, Section
+
 
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print the report as Markdown.")]
 Latex = Annotated[bool, typer.Option("--latex", help="Print the report as LaTeX (class article, without packages).")]
@@ -64,7 +74,7 @@ def report(
     text = _render_text_for_stdout(document, to_stdout)
     written = _write(document, html, svg, csv)
     if text is None:
-        screen.answer({"report": document, "written": written}, view.render_overview(document, written=written))
+        screen.answer({"report": document, "written": written}, render_overview(document, written=written))
         return
     if screen.as_json:
         screen.answer({"report": document, "text": text, "written": written}, ())
@@ -134,3 +144,32 @@ def _write(document: "Document", html: Path | None, svg: Path | None, csv: Path 
         write_atomic(path, text, mode=MODE_FOR_ALL)
     given_paths = [path for path in (html, svg, csv) if path is not None and path != Path("-")]
     return [words.make_relative_path(path.absolute()) for path in given_paths]
+
+
+# --- The output without a format: the sections that exist, and what is missing
+
+
+def render_overview(document: "Document", *, written: Sequence[str]) -> Iterator["RenderableType"]:
+    """Yield question, answer and facts, then a table with one row per section."""
+    from rich.text import Text
+
+    yield document.question
+    yield Text(document.answer, "bold green")
+    yield ""
+    yield from (f"{fact.name}: {fact.value}" for fact in document.facts)
+    yield ""
+    made = make_table(("section", "tables", "figures"), left=(0,))
+    for section in document.sections:
+        made.add_row(section.title, str(len(section.tables) or "-"), str(len(section.figures) or "-"))
+    yield made
+    yield from (f"{section.title}: {section.missing}" for section in document.sections if section.missing)
+    yield ""
+    if written:
+        yield from (f"wrote {path}" for path in written)
+        return
+    yield f"{_count_sections(document.sections)}: --html FILE for a page, --markdown, --latex, --csv DIR, --svg DIR"
+
+
+def _count_sections(sections: Sequence["Section"]) -> str:
+    tables, figures = (sum(len(getattr(section, name)) for section in sections) for name in ("tables", "figures"))
+    return f"{format_count(tables, 'table')} and {format_count(figures, 'figure')}"

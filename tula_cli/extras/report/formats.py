@@ -197,10 +197,15 @@ def render_markdown_rows(table: Table) -> Iterator[str]:
 
 
 def _render_markdown_figure(figure: Figure) -> str:
+    title, caption = _describe_figure(figure)
+    return f"Figure `{figure.key}`: {_escape_markdown(title)}. {_escape_markdown(caption)}".rstrip()
+
+
+def _describe_figure(figure: Figure) -> tuple[str, str]:
+    """Return the title of a figure, with the paper's figure that it corresponds to, and its caption with its marks."""
     paper = f" ({figure.paper} of the paper)" if figure.paper else ""
     marks = "; ".join(mark.text for mark in figure.marks if mark.kind in ("choice", "knee", "limit"))
-    caption = f"{figure.caption} Marked: {marks}." if marks else figure.caption
-    return f"Figure `{figure.key}`: {_escape_markdown(figure.title)}{paper}. {_escape_markdown(caption)}".rstrip()
+    return f"{figure.title}{paper}", f"{figure.caption} Marked: {marks}." if marks else figure.caption
 
 
 def _escape_markdown(words: str) -> str:
@@ -323,9 +328,6 @@ def _render_latex_head(words: str, *, left: bool) -> str:
 
 
 def _render_latex_figure(figure: Figure) -> str:
-    paper = f" ({figure.paper} of the paper)" if figure.paper else ""
-    marks = "; ".join(mark.text for mark in figure.marks if mark.kind in ("choice", "knee", "limit"))
-    caption = f"{figure.caption} Marked: {marks}." if marks else figure.caption
     return (
-        rf"\noindent Figure \texttt{{{escape_latex(figure.key)}}}: {escape_latex(f'{figure.title}{paper}. {caption}')}"
+        rf"\noindent Figure \texttt{{{escape_latex(figure.key)}}}: {escape_latex('. '.join(_describe_figure(figure)))}"
     )

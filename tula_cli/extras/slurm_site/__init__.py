@@ -29,13 +29,13 @@ class SlurmSite:
     def check_balance(
         self, spec: "JobSpec", bill: "SiteBill", *, nodes: int, hours: float | None, at_most: float | None
     ) -> "BalanceCheck":
-        from tula_cli.extras.slurm_site.balance_check import check_balance
+        from tula_cli.extras.slurm_site.balance import check_balance
         from tula_cli.extras.slurm_site.bill import ask_slurm
 
         return check_balance(spec, bill, nodes=nodes, hours=hours, at_most=at_most, ask=self._ask or ask_slurm)
 
     def find_charge(self, task: "TrainTask", jobs: Sequence[str]) -> "SiteCharge | None":
-        from tula_cli.extras.slurm_site.charges import compare_with_prediction, read_billed_jobs
+        from tula_cli.extras.slurm_site.bill import compare_with_prediction, read_billed_jobs
 
         billed = read_billed_jobs(jobs)
         return None if billed is None else compare_with_prediction(billed, task)

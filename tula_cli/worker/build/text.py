@@ -37,7 +37,6 @@ EXCLUDED_FOLDERS = (
 """Folders that are not part of the library, that not every installation has, or that are tables rather than programs."""
 MAX_FILE_BYTES = 65536
 """Bytes read per file, so that one long module does not make up half of a dataset."""
-VOCABULARY = 256
 PADDING = 0
 """A byte that does not occur in the source text."""
 

@@ -117,6 +117,7 @@ PARTS = (
     cases("gpus-of-nodes", 1.0, "tests/e2e/test_node_types.py"),
     cases("links", 7.7, "tests/slurm/test_links.py", alone=True),
     cases("growing-chain", 1.1, "tests/slurm/test_growing_chain.py"),
+    cases("seeds", 1.5, "tests/slurm/test_seeds.py"),
     cases("chaos", 4.7, "tests/slurm/test_chaos.py"),
     cases("killed-at-calls", 1.2, "tests/slurm/test_killed_at_calls.py"),
     cases("cached-attributes", 1.3, "tests/slurm/test_cached_attributes.py", alone=True),

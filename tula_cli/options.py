@@ -203,6 +203,14 @@ class TrainRequest:
         ),
     ] = None
     batch: Annotated[int | None, Option("Global batch size (default: as recommended).", minimum=1)] = None
+    seeds: Annotated[
+        int | None,
+        Option(
+            "Train this many times with different seeds, as planned by tula recommend --trainings N --save.",
+            metavar="N",
+            minimum=1,
+        ),
+    ] = None
     node_type: NodeType = None
     rehearse: Annotated[
         bool,

@@ -12,9 +12,12 @@ from cluster import SlurmCluster
 from driver import Tula
 
 from tula_cli.host.leftovers import find_processes_with_variable
+from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.script_attempt import ScriptAttempt
 from tula_cli.services.observe import report_observed
+from tula_cli.services.observed_probes import add_observed_probes
+from tula_cli.spec.load import load_spec
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 ROOT = Path(__file__).resolve().parents[2]
@@ -223,3 +226,9 @@ def test_a_step_of_two_nodes_is_observed_as_one_job(on_slurm: SlurmCluster, tmp_
     assert (report.nodes, report.gpus_per_node, report.batch) == (2, 1, 16)
     assert report.sync_seconds is not None and report.sync_seconds > 0
     assert [request.nodes for request in report.other_requests] == [1, 4]
+    (tmp_path / "job.yaml").write_text(TORCHRUN)
+    spec = load_spec(tmp_path / "job.yaml")
+    run = RunDir.of(tmp_path / "runs", spec)
+    list(add_observed_probes(run, spec, str(tmp_path / "tula-observed" / "plain_ddp")))
+    (probe,) = run.results()
+    assert isinstance(probe, Measured) and (probe.nodes, probe.batch) == (2, 16) and probe.compute_time is not None

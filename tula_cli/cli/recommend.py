@@ -72,7 +72,7 @@ def recommend(
     from tula_cli.services import recommend as service
     from tula_cli.spec.job import describe_training_method
 
-    flags = {"--pareto": pareto, "--all": every, "--validate": validate, "--explain": explain, "--save": save}
+    flags = {"--pareto": pareto, "--all": every, "--validate": validate, "--explain": explain}
     if trainings is not None and (unused := [name for name, given in flags.items() if given]):
         raise SpecError(f"{', '.join(unused)} has no effect with --trainings", "remove it")
     run, spec = (
@@ -81,7 +81,7 @@ def recommend(
         else _find_measured_run(screen, chosen, observed)
     )
     if trainings is not None:
-        _show_campaign(screen, run, spec, query, trainings, overrides=chosen.overrides, demo=demo)
+        _show_campaign(screen, run, spec, query, trainings, overrides=chosen.overrides, demo=demo, save=save)
         return
     if demo:
         answer = service.recommend(run, spec, query, overrides=chosen.overrides, now=time.time())
@@ -127,12 +127,18 @@ def _show_campaign(
     *,
     overrides: Sequence[str],
     demo: bool,
+    save: bool,
 ) -> None:
-    """Show a plan for many trainings."""
+    """Show a plan for many trainings, and store it if `save` is set."""
     from tula_cli.services import campaign as service
     from tula_cli.show import campaign as show_campaign
 
-    plan = service.plan_campaign(run, spec, query, trainings, overrides=overrides)
+    one_at_a_time = save and not spec.cluster.backend.has_queue
+    plan = service.plan_campaign(run, spec, query, trainings, overrides=overrides, one_at_a_time=one_at_a_time)
+    if save:
+        service.save_campaign(run, plan)
+        one_by_one = ", one training after the other, as on this machine" if one_at_a_time else ""
+        screen.note(f"stored for tula train --seeds {trainings}{one_by_one}")
     first, last = show_recommend.render_demo_lines() if demo else ((), ())
     data = {**vars(plan), **({"demo": show_recommend.DEMO} if demo else {})}
     screen.answer(data, itertools.chain(first, show_campaign.render_campaign(plan), last))

@@ -10,9 +10,11 @@ from tula_cli.show import train as show_train
 from tula_cli.show.screen import Screen
 
 if TYPE_CHECKING:
+    from tula_cli.run.directory import RunDir
     from tula_cli.run.records.results import Summary
     from tula_cli.services.train import PreparedTraining, TrainPlan
-    from tula_cli.services.waiting import Dependencies
+    from tula_cli.services.waiting import Dependencies, WaitPolicy
+    from tula_cli.spec.job import JobSpec
 
 
 def train(
@@ -37,10 +39,12 @@ def train(
         make_inspector(screen, run.path.parent, keep=not dry_run),
         confirm_unedited(screen, run, spec, chosen, then=make_confirm(screen, spec, yes=yes)),
     )
+    wait_policy = WaitPolicy(wait, timeout, cancel_on_interrupt)
+    if request.seeds is not None:
+        return _train_seeds(screen, chosen, run, spec, request, own_dependencies, wait_policy, dry_run=dry_run)
     training = follow_work(screen, service.prepare_training(run, spec, request, own_dependencies.inspect))
     if dry_run:
         return _show_dry_run(screen, training, own_dependencies)
-    wait_policy = WaitPolicy(wait, timeout, cancel_on_interrupt)
     summary = follow_work(
         screen,
         service.run_training(training, own_dependencies, wait_policy, file=chosen.find_settings_origin(run)),
@@ -48,6 +52,34 @@ def train(
     if isinstance(summary, DetachedJobs):
         return answer_detached(screen, training.variant, summary, {"plan": training.plan})
     return _answer_training(screen, training, summary)
+
+
+def _train_seeds(
+    screen: Screen,
+    chosen: JobOrRun,
+    run: "RunDir",
+    spec: "JobSpec",
+    request: TrainRequest,
+    dependencies: "Dependencies",
+    wait_policy: "WaitPolicy",
+    *,
+    dry_run: bool,
+) -> None:
+    """Run the trainings of a plan, or show it."""
+    from tula_cli.services import train_seeds as service
+
+    prepared = follow_work(screen, service.prepare_seeds(run, spec, request, dependencies.inspect))
+    if dry_run:
+        first = prepared.first
+        scripts = [] if first is None else [dependencies.launcher_for(prepared.variant.spec).script(run, first.task)]
+        data = {"plan": prepared.plan, "trainings": prepared.trainings, "scripts": scripts}
+        return screen.answer(data, show_train.render_seeds_plan(prepared.plan, len(prepared.missing), scripts=scripts))
+    origin = chosen.find_settings_origin(run)
+    report = follow_work(screen, service.run_seeds(prepared, dependencies, wait_policy, file=origin))
+    is_over = all(training.is_over for training in report.trainings)
+    screen.status = "done" if is_over else "pending"
+    screen.answer(report, show_train.render_seeds(report))
+    return report.require_none_failed()
 
 
 def _answer_training(screen: Screen, training: "PreparedTraining", summary: "Summary") -> None:

@@ -76,6 +76,8 @@ def _show_message(screen: Screen, event: "Note | WarningEvent | Planned | NodeCh
             screen.aside(show_profile.render_plans(plans))
         case events.TrainPlanned(plan, links):
             screen.aside(show_train.render_train_plan(plan, links=links))
+        case events.SeedsPlanned(campaign, missing):
+            screen.aside(show_train.render_seeds_plan(campaign, missing))
         case events.EvaluationPlanned(task):
             screen.aside(show_train.render_evaluation_plan(task))
         case events.ComparePlanned(compared):

@@ -79,7 +79,7 @@ class BatchLauncher:
             run.path, *([f"train/{task.signature}/checkpoints"] if isinstance(task, TrainTask) else [])
         )
         new = list(zip(list_chain_tasks(task), names, strict=True))[_count_submitted_links(names, queued) :]
-        ids += self._submit_links(run, new, after=self.jobs_to_name(ids), rehearsal=_resume_test_jobs(run, task))
+        ids += self._submit_links(run, new, after=self.jobs_to_name(ids), preceding=_list_preceding_ids(run, task))
         submissions = earlier.submissions if earlier else 0
         return Job(
             id=task.job,
@@ -200,7 +200,7 @@ class BatchLauncher:
         return id_
 
     def _submit_links(
-        self, run: RunDir, named: Sequence[tuple[Task, str]], *, after: Sequence[str], rehearsal: Sequence[str]
+        self, run: RunDir, named: Sequence[tuple[Task, str]], *, after: Sequence[str], preceding: Sequence[str]
     ) -> list[str]:
         """Submit named jobs, each to start when all earlier jobs have ended; return their ids.
 
@@ -212,7 +212,7 @@ class BatchLauncher:
         ids: list[str] = []
         for task, name in named:
             try:
-                ids.append(self._submit_link(run, task, name, after=(*rehearsal, *self.jobs_waited_for(after, ids))))
+                ids.append(self._submit_link(run, task, name, after=(*preceding, *self.jobs_waited_for(after, ids))))
             except SchedulerError:
                 if not ids and not after:
                     raise
@@ -264,10 +264,11 @@ def _count_submitted_links(names: Sequence[str], queued: Mapping[str, Queued]) -
     return max((names.index(name) + 1 for name in queued), default=0)
 
 
-def _resume_test_jobs(run: RunDir, task: Task) -> Sequence[str]:
+def _list_preceding_ids(run: RunDir, task: Task) -> Sequence[str]:
     """Return the ids of the jobs that the first job of a training waits for."""
-    job = run.job(task.predecessor) if task.predecessor else None
-    return () if job is None else job.ids
+    names = [task.predecessor] if task.predecessor else []
+    names += task.follows if isinstance(task, TrainTask) else ()
+    return [id_ for name in names if (job := run.job(name)) is not None for id_ in job.ids]
 
 
 def _add_error_output(snapshot: Snapshot, job: Job, state: SchedulerState) -> SchedulerState:

@@ -78,6 +78,7 @@ from tula_cli.services.observed_probes import add_observed_probes
 from tula_cli.services.resume_test import ResumeFinding, run_resume_test
 from tula_cli.services.status import RunStatus
 from tula_cli.services.tracking import ExportResult, load_trackers_package
+from tula_cli.services.train_seeds import SeedsReport, prepare_seeds, run_seeds
 from tula_cli.services.waiting import Dependencies, DetachedJobs, WaitPolicy
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.kinds import parse_size
@@ -603,6 +604,8 @@ class CampaignArguments(Settings, Query):
 
     run: RunArgument
     trainings: Annotated[int, "how many equal trainings to plan."]
+    _: KW_ONLY
+    save: Annotated[bool, "whether `train` with as many seeds uses this plan."] = False
 
 
 @with_arguments(CampaignArguments)
@@ -624,7 +627,18 @@ def plan_trainings(arguments: CampaignArguments) -> Campaign:
         >>> tula.plan_trainings(run, 30, max_nodes=16, deadline_hours=72).hours
     """
     call = arguments.resolve(arguments.run).measured()
-    return campaigns.plan_campaign(call.run, call.spec, arguments, arguments.trainings, overrides=arguments.overrides)
+    one_at_a_time = arguments.save and not call.spec.cluster.backend.has_queue
+    plan = campaigns.plan_campaign(
+        call.run,
+        call.spec,
+        arguments,
+        arguments.trainings,
+        overrides=arguments.overrides,
+        one_at_a_time=one_at_a_time,
+    )
+    if arguments.save:
+        campaigns.save_campaign(call.run, plan)
+    return plan
 
 
 def status(run: Target, *, root: str | Path = ROOT) -> Status:
@@ -810,11 +824,12 @@ class TrainingSummary(Summary):
 
 
 @with_arguments(TrainArguments)
-def train(arguments: TrainArguments) -> TrainingSummary | None:
+def train(arguments: TrainArguments) -> TrainingSummary | SeedsReport | None:
     """Train at the recommended nodes and batch size, or attach to the training, or go on from its newest checkpoint.
 
     Returns:
         Predicted against actual, how good it is, and the gain over today's configuration; None where nobody waits for it (`tula.status(run)` tells).
+        With `seeds` all trainings of the plan, as far as they are: `report.frame()` is a table of them.
 
     Raises:
         SpecError: the job or the batch cannot be used.
@@ -828,6 +843,11 @@ def train(arguments: TrainArguments) -> TrainingSummary | None:
     """
     submission = Submission.from_arguments(arguments.run, arguments, timeout=arguments.timeout)
     call, inspect = submission.call, submission.dependencies.inspect
+    if arguments.seeds is not None:
+        seeds = follow(prepare_seeds(call.run, call.spec, arguments, inspect), submission.report_event)
+        return follow(
+            run_seeds(seeds, submission.dependencies, submission.wait_policy, file=call.file), submission.report_event
+        )
     work = training.prepare_training(call.run, call.spec, arguments, inspect)
     prepared = follow(work, submission.report_event)
     summary = follow(

@@ -1,10 +1,11 @@
-"""`tula recommend --trainings`: how many nodes each of many trainings gets, and how many run side by side."""
+"""`tula recommend --trainings`, and the plan that `tula train --seeds` submits: how many nodes each of many trainings gets, and how many run side by side."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from tula_cli.errors import Infeasible, SpecError, require_positive
 from tula_cli.models.choice.campaign import (
@@ -23,16 +24,26 @@ from tula_cli.models.choice.campaign import (
 )
 from tula_cli.query import Query
 from tula_cli.run.directory import RunDir
+from tula_cli.run.files import read_record, write_atomic
+from tula_cli.run.owner import require_own
 from tula_cli.services.recommend import answer_query
 from tula_cli.spec.job import JobSpec
 from tula_cli.words import format_count, format_duration, format_number
 
 MAX_TRAININGS = 500
 """Planning more takes minutes."""
+PLAN_FILE = "trainings.json"
+"""File of a run that has its plan for many trainings."""
 
 
 def plan_campaign(
-    run: RunDir, spec: JobSpec, query: Query, trainings: int, *, overrides: Sequence[str] = ()
+    run: RunDir,
+    spec: JobSpec,
+    query: Query,
+    trainings: int,
+    *,
+    overrides: Sequence[str] = (),
+    one_at_a_time: bool = False,
 ) -> Campaign:
     """Plan many trainings of one job; nothing is written.
 
@@ -47,6 +58,7 @@ def plan_campaign(
             `deadline_hours` and `budget` are those of all trainings together.
         trainings: the number of trainings.
         overrides: settings that override those of the job.
+        one_at_a_time: whether no two trainings may run side by side, as on this machine.
 
     Raises:
         SpecError: the number of trainings is below 1 or too large, or the query is about a training under way.
@@ -72,7 +84,12 @@ def plan_campaign(
 
     quantity = _choose_quantity(query)
     groups = [
-        list_options(candidates, np.asarray(rows), cost="kwh" if quantity == "energy" else "cost")
+        list_options(
+            candidates,
+            np.asarray(rows),
+            cost="kwh" if quantity == "energy" else "cost",
+            all_nodes=nodes if one_at_a_time else None,
+        )
         for rows in candidates.frame.groupby(["type", "batch"]).indices.values()
     ]
     subject = f"{format_count(trainings, 'training')} on at most {format_count(nodes)}"
@@ -88,6 +105,7 @@ def plan_campaign(
         max_batch=max_batch,
         currency=currency,
         warnings=answer.warnings,
+        one_at_a_time=one_at_a_time,
     )
     if quantity == "energy" and not is_within(plan.cost, _get_limit(query.budget)):
         raise Infeasible(
@@ -96,6 +114,25 @@ def plan_campaign(
             "raise --budget, or choose --objective cost",
         )
     return plan
+
+
+def save_campaign(run: RunDir, plan: Campaign) -> None:
+    """Store a plan for `tula train --seeds`.
+
+    Raises:
+        TulaError: it cannot be written, or the run belongs to another user.
+    """
+    require_own(run.path)
+    write_atomic(run.path / PLAN_FILE, TypeAdapter(Campaign).dump_json(plan, indent=1).decode() + "\n")
+
+
+def load_campaign(run: RunDir) -> Campaign | None:
+    """Return the stored plan of a run, or None if there is none.
+
+    Raises:
+        BadMeasurements: its file is damaged.
+    """
+    return read_record(run.path / PLAN_FILE, TypeAdapter(Campaign))
 
 
 def _choose_quantity(query: Query) -> Quantity:

@@ -8,6 +8,7 @@ from tula_cli.diagnostics import Diagnostic
 
 if TYPE_CHECKING:
     from tula_cli.cluster.scheduler import SchedulerState
+    from tula_cli.models.choice.campaign import Campaign
     from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
     from tula_cli.run.records.tasks import CheckTask, EvaluateTask
     from tula_cli.services.compare import ComparePlan
@@ -95,6 +96,15 @@ class ComparePlanned:
 
 
 @dataclass(frozen=True)
+class SeedsPlanned:
+    """The trainings of a plan that are about to be submitted."""
+
+    plan: "Campaign"
+    missing: int  # of its trainings, those that are neither finished nor under way
+    node_hours: float  # expected, of these
+
+
+@dataclass(frozen=True)
 class EvaluationPlanned:
     """The evaluation that is about to be submitted."""
 
@@ -106,7 +116,7 @@ class EvaluationPlanned:
         return
 
 
-Planned = ProfilePlanned | FirstJobPlanned | TrainPlanned | ComparePlanned | EvaluationPlanned
+Planned = ProfilePlanned | FirstJobPlanned | TrainPlanned | ComparePlanned | SeedsPlanned | EvaluationPlanned
 
 
 @dataclass(frozen=True)

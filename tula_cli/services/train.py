@@ -289,7 +289,9 @@ def _list_fallback_rungs(
     return tuple(Rung(batch=b) for b in [batch, *reversed(smaller)])
 
 
-def submit_training(run: RunDir, plan: TrainPlan, launcher: Launcher, *, after: str = "") -> str:
+def submit_training(
+    run: RunDir, plan: TrainPlan, launcher: Launcher, *, after: str = "", follows: Sequence[str] = ()
+) -> str:
     """Submit the training job with a copy of the user's code, and return its id; a running training is left alone.
 
     Args:
@@ -297,6 +299,7 @@ def submit_training(run: RunDir, plan: TrainPlan, launcher: Launcher, *, after: 
         plan: the plan of the training.
         launcher: submits the job.
         after: the job of a resume test that the training has to wait for; empty for none.
+        follows: unfinished jobs that the training has to wait for, because it takes over their nodes.
 
     Raises:
         DiskFull: the last attempt ended because the disk was full, and nothing has been freed.
@@ -311,7 +314,9 @@ def submit_training(run: RunDir, plan: TrainPlan, launcher: Launcher, *, after: 
             require_stopped(run, task)
         else:
             run.uncancel(task.job)
-            run.write_task(task.model_copy(update={"code": take_snapshot(run, task.spec, plan.code), "after": after}))
+            code = take_snapshot(run, task.spec, plan.code)
+            task = task.model_copy(update={"code": code, "after": after, "follows": tuple(follows)})
+            run.write_task(task)
             run.write_job(launcher.submit(run, task))
     return task.job
 

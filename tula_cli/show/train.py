@@ -24,11 +24,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from tula_cli.models.choice.baseline import Gain
+    from tula_cli.models.choice.campaign import Campaign
     from tula_cli.run.records.recommendations import Prediction
     from tula_cli.run.records.results import EvaluationRecord, Summary
     from tula_cli.run.records.tasks import EvaluateTask, TrainTask
     from tula_cli.services.site_charges import SiteCharge
     from tula_cli.services.train import TrainPlan
+    from tula_cli.services.train_seeds import SeedsReport
 
 PERCENT = ("top1", "top5")
 
@@ -51,6 +53,37 @@ def render_train_plan(
     for script in scripts:
         yield ""
         yield script
+
+
+def render_seeds_plan(plan: "Campaign", missing: int, *, scripts: Sequence[str] = ()) -> Iterator["RenderableType"]:
+    """Yield the plan of trainings with different seeds, and how many of them would be submitted."""
+    from tula_cli.show.campaign import render_campaign
+
+    yield from render_campaign(plan)
+    yield ""
+    yield f"{missing} of {format_count(plan.trainings, 'training')} to submit, each with a seed of its own"
+    for script in scripts:
+        yield ""
+        yield script
+
+
+def render_seeds(report: "SeedsReport") -> Iterator["RenderableType"]:
+    """Yield a table of the trainings of a plan, and their cost."""
+    table = make_table(["seed", "nodes", "batch", "time (h)", "cost", "training", "result"], left=(5, 6))
+    for row in report.trainings:
+        hours, cost = (None, None) if row.summary is None else (row.summary.actual_hours, row.summary.actual_cost)
+        result = row.problem or "not finished"
+        if row.summary is not None:
+            result = ", ".join(f"{name} {format_number(value, 4)}" for name, value in row.summary.metrics.items())
+        table.add_row(
+            str(row.seed), str(row.nodes), str(row.batch), format_number(hours), format_number(cost), row.signature, result
+        )  # fmt: skip
+    yield table
+    finished = sum(row.summary is not None for row in report.trainings)
+    yield (
+        f"{finished} of {format_count(len(report.trainings), 'training')} finished, for"
+        f" {format_number(report.cost)} {report.plan.currency}; planned for all: {format_number(report.plan.cost)}"
+    )
 
 
 def _describe_bins(task: "TrainTask") -> Iterator[str]:

@@ -12,6 +12,7 @@ from tula_cli.models.choice.campaign import (
     Start,
     compute_makespan,
     describe_plan,
+    find_predecessors,
     find_shortest_makespan,
     list_options,
     plan_cheapest,
@@ -209,3 +210,19 @@ def test_fewer_trainings_than_fit_at_the_fastest_need_no_plan() -> None:
 def test_every_number_of_trainings_up_to_the_nodes_is_planned() -> None:
     for trainings, nodes in itertools.product(range(1, 9), (3, 8)):
         assert sum(wave.trainings for wave in describe(trainings, nodes, {1: 10.0, 2: 6.0, 8: 3.0}).waves) == trainings
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_trainings_that_wait_for_their_predecessors_never_need_more_nodes_whatever_they_take(seed: int) -> None:
+    options, trainings, nodes = make_options(seed, monotone=True)
+    starts = plan_shortest(options, trainings=trainings, nodes=nodes)
+    assert starts is not None
+    predecessors = find_predecessors(starts, nodes)
+    assert all(all(starts[other].end <= start.hours * (1 + 1e-9) for other in others)
+               for start, others in zip(starts, predecessors, strict=True))  # fmt: skip
+    rng, spans = random.Random(seed), list[tuple[float, float, int]]()
+    for start, others in zip(starts, predecessors, strict=True):
+        begin = max((spans[other][1] for other in others), default=0.0)
+        spans.append((begin, begin + start.option.hours * rng.uniform(0.3, 3.0), start.option.nodes))
+    for moment, _, _ in spans:
+        assert sum(width for begin, end, width in spans if begin <= moment < end) <= nodes

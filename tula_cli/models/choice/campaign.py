@@ -59,18 +59,23 @@ class Start:
         return self.hours + self.option.hours
 
 
-def list_options(candidates: Candidates, rows: Ints, *, cost: Literal["cost", "kwh"] = "cost") -> list[Option]:
+def list_options(
+    candidates: Candidates, rows: Ints, *, cost: Literal["cost", "kwh"] = "cost", all_nodes: int | None = None
+) -> list[Option]:
     """Return the options, of some rows of the candidates, that no other beats in nodes, hours and cost.
 
     Args:
         candidates: the configurations.
         rows: the indices of the rows to consider.
         cost: the column that stands for the cost.
+        all_nodes: the nodes of every option, where trainings run one at a time; None for those of each row.
 
     Returns:
         The options, ascending by nodes, then hours.
     """
     points: Floats = np.stack([candidates[name][rows].astype(float) for name in ("nodes", "hours", cost)], axis=1)
+    if all_nodes is not None:
+        points[:, 0] = all_nodes
     points, first = np.unique(points, axis=0, return_index=True)
     front = find_pareto_front(points)
     values = zip(points[front].tolist(), rows[first[front]].tolist(), strict=True)
@@ -161,6 +166,27 @@ def plan_shortest(
         else:
             too_short = middle
     return plan
+
+
+def find_predecessors(starts: Sequence[Start], nodes: int) -> list[tuple[int, ...]]:
+    """Return for each training of a plan the trainings, by index, whose nodes it takes over.
+
+    If each waits for these, at most `nodes` nodes are in use however long the trainings take.
+
+    Args:
+        starts: the trainings, by start.
+        nodes: the number of nodes.
+    """
+    last: list[int | None] = [None] * nodes  # training of each node so far
+    predecessors = []
+    for index, start in enumerate(starts):
+        ends = [0.0 if other is None else starts[other].end for other in last]
+        idle = [node for node in range(nodes) if ends[node] <= start.hours * (1 + _ROUNDING)]
+        taken = sorted(idle, key=lambda node: (-ends[node], last[node] or 0))[: start.option.nodes]
+        predecessors.append(tuple(sorted({other for node in taken if (other := last[node]) is not None})))
+        for node in taken:
+            last[node] = index
+    return predecessors
 
 
 def _start_early(starts: Sequence[Start], nodes: int) -> list[Start]:
@@ -320,6 +346,17 @@ class Wave:
 
 
 @dataclass(frozen=True)
+class ScheduledTraining:
+    """One training of a plan."""
+
+    start: float  # hours after the first
+    hours: float
+    nodes: int
+    cost: float
+    follows: tuple[int, ...]  # the trainings, by their index in the schedule, whose nodes it takes over
+
+
+@dataclass(frozen=True)
 class AtFastest:
     """The same trainings, each at the fastest configuration: what the plan is compared with."""
 
@@ -350,6 +387,7 @@ class Campaign:
     kwh: float | None
     bound_hours: float  # no schedule within the limits with this batch and node type finishes sooner
     waves: tuple[Wave, ...]
+    schedule: tuple[ScheduledTraining, ...]  # the same trainings one by one, by start
     at_fastest: AtFastest
     speedup: float  # how many times as fast the plan is as each training at its fastest
     currency: str
@@ -370,6 +408,7 @@ def describe_plan(
     max_batch: int | None,
     currency: str,
     warnings: Sequence[Diagnostic],
+    one_at_a_time: bool = False,
 ) -> Campaign:
     """Return a plan with its figures.
 
@@ -382,10 +421,11 @@ def describe_plan(
         max_batch: the largest batch considered; None if there is no limit.
         currency: of the costs.
         warnings: about the measurements.
+        one_at_a_time: whether no two trainings run side by side.
     """
     rows = {row: candidates.prediction(row) for row in {start.option.row for start in starts}}
     used = [rows[start.option.row] for start in starts]
-    hours, fastest = compute_makespan(starts), _compute_at_fastest(candidates, len(starts), nodes)
+    hours, fastest = compute_makespan(starts), _compute_at_fastest(candidates, len(starts), nodes, one_at_a_time)
     ratios = [
         (row.hours_low / row.hours, row.hours_high / row.hours)
         for row in rows.values()
@@ -411,6 +451,10 @@ def describe_plan(
             candidates.select(batch=used[0].batch, type=used[0].type), trainings=len(starts), nodes=nodes
         ),
         waves=tuple(_join_waves(starts, rows)),
+        schedule=tuple(
+            ScheduledTraining(start.hours, start.option.hours, row.nodes, row.cost, follows)
+            for start, row, follows in zip(starts, used, find_predecessors(starts, nodes), strict=True)
+        ),
         at_fastest=fastest,
         speedup=fastest.hours / hours,
         currency=currency,
@@ -459,9 +503,9 @@ def _compute_bound(candidates: Candidates, *, trainings: int, nodes: int) -> flo
     return float(max(hours[fits].min(), trainings * (widths * hours)[fits].min() / nodes))
 
 
-def _compute_at_fastest(candidates: Candidates, trainings: int, nodes: int) -> AtFastest:
+def _compute_at_fastest(candidates: Candidates, trainings: int, nodes: int, one_at_a_time: bool) -> AtFastest:
     fastest = candidates.take(candidates["nodes"] <= nodes).ordered().prediction(0)
-    side_by_side = min(trainings, nodes // fastest.nodes)
+    side_by_side = 1 if one_at_a_time else min(trainings, nodes // fastest.nodes)
     return AtFastest(
         nodes=fastest.nodes,
         batch=fastest.batch,

@@ -191,6 +191,7 @@ class TrainTask(BaseTask):
     max_lr_factor: float | None = None  # after a growing batch diverged, in place of the job's; None: the job's
     recovery: Recovery | None = None  # why this is a relaunch; None of the first
     after: str = ""  # the job of a rehearsal that comes first: what that finds may forbid this
+    follows: tuple[str, ...] = ()  # unfinished jobs whose nodes it takes over in a plan of many trainings
 
     @computed_field  # type: ignore[prop-decorator]
     @property

@@ -1,0 +1,143 @@
+"""`tula train --seeds`: the trainings of a plan."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import make_runs as make
+import pytest
+from make_results import Truth, probe_all, spec
+
+from tula_cli.errors import JobFailed, OverBudget, SpecError
+from tula_cli.options import TrainRequest
+from tula_cli.query import Query
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.tasks import TrainTask
+from tula_cli.services.campaign import load_campaign, plan_campaign, save_campaign
+from tula_cli.services.events import Event, SeedsPlanned, follow
+from tula_cli.services.train_seeds import PreparedSeeds, SeedsReport, prepare_seeds, run_seeds
+from tula_cli.services.waiting import Dependencies, WaitPolicy
+from tula_cli.spec.job import JobSpec
+
+QUEUE = {"kind": "slurm", "slurm": {"minutes": 60}}
+
+
+class Trains(make.FakeLauncher):
+    """Finishes each job at once, at a cost of 1; jobs of the seeds in `fails` fail, those in `queues` stay in the queue."""
+
+    def __init__(self, *, fails: tuple[int, ...] = (), queues: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.fails, self.queues, self.tasks = fails, queues, list[TrainTask]()
+
+    def submit(self, run: RunDir, task: Any) -> Any:
+        job = super().submit(run, task)
+        self.tasks.append(task)
+        seed = task.spec.train.seed
+        self.says[task.job] = "pending" if seed in self.queues else "ended"
+        if seed in self.fails:
+            run.write_attempt(make.attempt(task.id, outcome="user", message="KeyError: 'x'"))
+        elif seed not in self.queues:
+            run.write_train_result(make.train_result(task.signature))
+            run.write_summary(make.summary(signature=task.signature, actual_cost=1.0))
+        return job
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir.create(tmp_path, spec(search={"max_batch": 4096}))
+    for result in probe_all(Truth(noise=0.01), {2: (16, 32, 64, 128, 256), 4: (8,), 8: (4,), 16: (2, 256)}):
+        run.write_result(result)
+    return run
+
+
+def on_queue(run: RunDir) -> JobSpec:
+    job = run.read_spec()
+    return job.model_copy(update={"cluster": spec(cluster=QUEUE).cluster})
+
+
+def inspect(_: JobSpec) -> Any:
+    raise AssertionError("the probes have recorded the size of the dataset")
+
+
+def prepare(run: RunDir, job: JobSpec, seeds: int, **request: Any) -> PreparedSeeds:
+    return follow(prepare_seeds(run, job, TrainRequest(seeds=seeds, **request), inspect), lambda _: None)
+
+
+def train(
+    run: RunDir, launcher: Trains, seeds: int, job: JobSpec | None = None, **policy: Any
+) -> tuple[SeedsReport, list[Event]]:
+    events: list[Event] = []
+    dependencies = Dependencies(lambda _: launcher, inspect, lambda _: True)  # type: ignore[arg-type, return-value]
+    prepared = prepare(run, job or run.read_spec(), seeds)
+    return follow(run_seeds(prepared, dependencies, WaitPolicy(**policy)), events.append), events
+
+
+def test_each_training_has_its_seed_and_all_run_one_after_another_on_this_machine(run: RunDir) -> None:
+    launcher = Trains()
+    report, events = train(run, launcher, 3)
+    first = run.read_spec().train.seed
+    assert [task.spec.train.seed for task in launcher.tasks] == [first, first + 1, first + 2]
+    assert len({task.signature for task in launcher.tasks}) == 3 and not any(task.follows for task in launcher.tasks)
+    assert all(wave.side_by_side == 1 for wave in report.plan.waves) and report.cost == 3.0
+    (planned,) = [event for event in events if isinstance(event, SeedsPlanned)]
+    assert planned.missing == 3 and planned.node_hours == pytest.approx(report.plan.node_hours)
+    frame = report.frame()
+    assert list(frame["seed"]) == [first, first + 1, first + 2] and list(frame["cost"]) == [1.0] * 3
+
+
+def test_the_same_command_resumes_the_stored_plan_and_trains_what_failed(run: RunDir) -> None:
+    report, _ = train(run, Trains(fails=(1,)), 3)
+    assert [bool(row.problem) for row in report.trainings] == [False, True, False]
+    with pytest.raises(JobFailed, match=r"1 of 3 trainings failed: .*KeyError"):
+        report.require_none_failed()
+    run.write_result(run.results()[0].model_copy(update={"measured_at": 1.0}))
+    again = Trains()
+    repeated, _ = train(run, again, 3)
+    assert [task.spec.train.seed for task in again.tasks] == [1] and repeated.plan == report.plan
+    assert all(row.summary for row in repeated.trainings)
+    nothing = Trains()
+    train(run, nothing, 3)[0].require_none_failed()
+    assert not nothing.tasks
+
+
+def test_on_a_cluster_each_waits_for_the_trainings_whose_nodes_it_takes_over(run: RunDir) -> None:
+    job = on_queue(run)
+    plan = plan_campaign(run, job, Query(max_nodes=4), 9)
+    save_campaign(run, plan)
+    assert load_campaign(run) == plan
+    launcher = Trains(queues=tuple(range(9)))
+    report, _ = train(run, launcher, 9, job)
+    names = [task.job for task in launcher.tasks]
+    assert [task.nodes for task in launcher.tasks] == [scheduled.nodes for scheduled in plan.schedule]
+    assert [task.follows for task in launcher.tasks] == [
+        tuple(names[index] for index in scheduled.follows) for scheduled in plan.schedule
+    ]
+    assert any(task.follows for task in launcher.tasks) and not any(row.is_over for row in report.trainings)
+    launcher.tasks.clear()
+    train(run, launcher, 9, job)
+    assert not launcher.tasks, "those in the queue are left alone"
+
+
+def test_the_budget_is_that_of_all_trainings(run: RunDir) -> None:
+    plan = plan_campaign(run, run.read_spec(), Query(), 2, one_at_a_time=True)
+    save_campaign(run, dataclasses.replace(plan, budget=1.05 * plan.cost))
+    report, _ = train(run, Trains(fails=(1,)), 2)
+    assert report.cost == 1.0, "more than planned for one"
+    with pytest.raises(OverBudget, match="the finished trainings cost 1"):
+        prepare(run, run.read_spec(), 2)
+
+
+def test_options_without_effect_and_scripts_without_a_seed_are_refused(run: RunDir) -> None:
+    with pytest.raises(SpecError, match="--nodes, --batch has no effect with --seeds"):
+        prepare(run, run.read_spec(), 2, nodes=1, batch=32)
+    with pytest.raises(SpecError, match=r"no \{seed\}"):
+        prepare(run, make.script_spec(epochs=1), 2)
+    with pytest.raises(SpecError, match="--no-wait"):
+        train(run, Trains(), 2, wait=False)
+
+
+def test_after_three_failures_at_the_start_no_further_training_is_started(run: RunDir) -> None:
+    launcher = Trains(fails=tuple(range(6)))
+    with pytest.raises(JobFailed, match="the first 3 trainings have all failed"):
+        train(run, launcher, 5)
+    assert len(launcher.tasks) == 3

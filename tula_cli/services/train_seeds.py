@@ -1,0 +1,332 @@
+"""`tula train --seeds`: the trainings of a plan, each with a seed of its own."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs
+from tula_cli.errors import Diverged, JobFailed, OverBudget, Pending, SpecError, TulaError
+from tula_cli.models.choice.campaign import Campaign, is_within
+from tula_cli.options import TrainRequest
+from tula_cli.query import Query
+from tula_cli.run.code import choose_code
+from tula_cli.run.directory import Run, RunDir
+from tula_cli.run.format import require_current_format
+from tula_cli.run.frames import make_frame
+from tula_cli.run.jobfile import save_job
+from tula_cli.run.records.results import JobFile, Summary
+from tula_cli.services.campaign import load_campaign, plan_campaign, save_campaign
+from tula_cli.services.compare import Inspect, inspect_once
+from tula_cli.services.comparison.rows import takes_seed
+from tula_cli.services.events import Note, SeedsPlanned, WarningEvent, Work
+from tula_cli.services.resume_test import TrainingStart, describe_cap_exceeded, run_resume_test_if_due
+from tula_cli.services.site_charges import with_site_billing
+from tula_cli.services.status import load_summary
+from tula_cli.services.train import TrainPlan, plan_training, submit_training
+from tula_cli.services.waiting import (
+    Dependencies,
+    WaitPolicy,
+    make_interruption_of_jobs,
+    require_confirmed,
+    wait_for_jobs,
+    warn_new_jobs,
+)
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.signature import compute_train_signature
+from tula_cli.words import format_count, format_number
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+MAX_FIRST_FAILURES = 3
+"""Number of failures without any success after which no further training is started on this machine."""
+
+
+@dataclass(frozen=True)
+class SeedTraining:
+    """One training of a plan, in the order of the plan."""
+
+    seed: int
+    nodes: int
+    batch: int
+    signature: str
+    summary: Summary | None  # None until it has finished
+    problem: str  # why it failed; empty if it did not
+
+    @property
+    def job(self) -> str:
+        return f"train-{self.signature}"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has finished or failed."""
+        return self.summary is not None or bool(self.problem)
+
+
+@dataclass(frozen=True)
+class SeedsReport:
+    """The trainings of a plan so far."""
+
+    plan: Campaign
+    trainings: tuple[SeedTraining, ...]
+    cost: float  # of the finished ones
+
+    def frame(self) -> "pd.DataFrame":
+        """Return a table with one row per training; hours and cost are missing until it has finished."""
+        return make_frame(
+            [
+                {
+                    **{key: value for key, value in asdict(row).items() if key != "summary"},
+                    "hours": row.summary and row.summary.actual_hours,
+                    "cost": row.summary and row.summary.actual_cost,
+                }
+                for row in self.trainings
+            ]
+        )
+
+    def require_none_failed(self) -> None:
+        """Raise an error if trainings have failed and all are over.
+
+        Raises:
+            JobFailed: some have failed.
+        """
+        failed = [row.problem for row in self.trainings if row.problem]
+        if failed and all(row.is_over for row in self.trainings):
+            raise JobFailed(
+                f"{len(failed)} of {format_count(len(self.trainings), 'training')} failed: {failed[0]}",
+                "tula logs shows their output; the same command tries them again",
+            )
+
+
+@dataclass(frozen=True)
+class PreparedSeeds:
+    """The trainings of a plan before anything is submitted."""
+
+    run: RunDir
+    spec: JobSpec
+    variant: Run  # of the hardware to train on
+    plan: Campaign
+    trainings: tuple[SeedTraining, ...]
+    first: TrainPlan | None  # of the first training that has not finished
+    request: TrainRequest
+    inspect: Inspect
+
+    @property
+    def missing(self) -> tuple[SeedTraining, ...]:
+        return tuple(training for training in self.trainings if training.summary is None)
+
+    def plan_training(self, training: SeedTraining) -> TrainPlan:
+        """Return the plan of one training.
+
+        Raises:
+            TulaError: the user's code has changed since the trainings were prepared.
+        """
+        spec = _with_seed(self.variant.spec, training.seed)
+        plan = plan_training(self.variant, spec, nodes=training.nodes, batch=training.batch, inspect=self.inspect)
+        if plan.task.signature != training.signature:
+            raise TulaError("the code of the job has changed since the first training was started", "run it again")
+        return plan
+
+    def report(self) -> SeedsReport:
+        """Return the trainings as they are now."""
+        rows = tuple(_read_training(self.variant, training) for training in self.trainings)
+        return SeedsReport(self.plan, rows, sum(row.summary.actual_cost for row in rows if row.summary is not None))
+
+
+def _with_seed(spec: JobSpec, seed: int) -> JobSpec:
+    return spec.model_copy(update={"train": spec.train.model_copy(update={"seed": seed})})
+
+
+def _read_training(run: RunDir, training: SeedTraining) -> SeedTraining:
+    """Return a training with its summary, or why it failed."""
+    summary, problem = None, ""
+    try:
+        summary = load_summary(run, training.signature)
+    except Pending:
+        pass
+    except TulaError as error:
+        problem = error.message
+    return SeedTraining(training.seed, training.nodes, training.batch, training.signature, summary, problem)
+
+
+def prepare_seeds(run: RunDir, spec: JobSpec, request: TrainRequest, inspect: Inspect) -> Work[PreparedSeeds]:
+    """Plan the trainings by the stored plan, or else by the one for the knee; nothing is written.
+
+    The i-th training of the plan, counted from 0, has the seed `train.seed` + i.
+
+    Args:
+        run: the run.
+        spec: the job.
+        request: the number of seeds, and options.
+        inspect: returns the dataset's size if no probe has recorded it.
+
+    Raises:
+        OtherFormat: the run has an older format.
+        SpecError: an option has no effect with seeds, or the script takes no seed.
+        BadMeasurements, Infeasible, Pending: as in `plan_campaign`.
+        OverBudget: the finished trainings and those that remain exceed the budget of the plan.
+    """
+    assert request.seeds is not None
+    options = {"--nodes": request.nodes, "--batch": request.batch, "--type": request.node_type}
+    options["--within-balance"] = request.within_balance or None
+    if unused := [name for name, value in options.items() if value is not None]:
+        raise SpecError(
+            f"{', '.join(unused)} has no effect with --seeds",
+            f"give limits to the plan: tula recommend --trainings {request.seeds} --save",
+        )
+    if request.seeds > 1 and spec.script is not None and not takes_seed(spec.script):
+        raise SpecError(
+            "--seeds: the command of the script has no {seed}, so all trainings would be equal",
+            "add {seed} to script.command, for example --seed {seed}",
+        )
+    require_current_format(run.path)
+    spec = with_site_billing(spec, run.path.parent)
+    plan = load_campaign(run)
+    if plan is None or plan.trainings != request.seeds:
+        if plan is not None:
+            yield Note(f"the stored plan is for {format_count(plan.trainings, 'training')}: a new one, for the knee")
+        plan = plan_campaign(run, spec, Query(), request.seeds, one_at_a_time=not spec.cluster.backend.has_queue)
+    variant = run.variants(spec, plan.waves[0].node_type or None)[0]
+    code = choose_code(variant, variant.spec, Path.cwd(), keep=False)
+    trainings = []
+    for number, scheduled in enumerate(plan.schedule):
+        seed = spec.train.seed + number
+        signature = compute_train_signature(
+            _with_seed(variant.spec, seed), nodes=scheduled.nodes, batch=plan.batch, code=code.identity
+        )
+        training = SeedTraining(seed, scheduled.nodes, plan.batch, signature, None, "")
+        trainings.append(_read_training(variant, training))
+    inspect = functools.partial(inspect_once, inspect, {})
+    prepared = PreparedSeeds(run, spec, variant, plan, tuple(trainings), None, request, inspect)
+    _require_within_budget(prepared)
+    if not prepared.missing:
+        return prepared
+    first = prepared.plan_training(prepared.missing[0])
+    yield from map(WarningEvent, first.code.warnings)
+    return PreparedSeeds(run, spec, variant, plan, tuple(trainings), first, request, inspect)
+
+
+def _require_within_budget(prepared: PreparedSeeds) -> None:
+    """Raise an error if what has been spent and what remains exceed the budget of the plan.
+
+    Raises:
+        OverBudget: they do.
+    """
+    plan = prepared.plan
+    spent = prepared.report().cost
+    if plan.budget is None or not prepared.missing or not spent:
+        return  # the plan itself is within its budget
+    missing = {training.seed for training in prepared.missing}
+    remaining = sum(
+        scheduled.cost
+        for training, scheduled in zip(prepared.trainings, plan.schedule, strict=True)
+        if training.seed in missing
+    )
+    if not is_within(spent + remaining, plan.budget):
+        raise OverBudget(
+            f"the finished trainings cost {format_number(spent, 4)} {plan.currency}, and"
+            f" {format_count(len(missing), 'further training')} may cost {format_number(remaining, 4)}, more than the"
+            f" budget of {plan.budget:g}",
+            f"store a plan with another budget: tula recommend --trainings {plan.trainings} --budget PRICE --save",
+        )
+
+
+def run_seeds(
+    prepared: PreparedSeeds, dependencies: Dependencies, wait_policy: WaitPolicy, *, file: JobFile | None = None
+) -> Work[SeedsReport]:
+    """Submit the trainings that are missing, on this machine one after another, and return all of them.
+
+    Args:
+        prepared: the result of `prepare_seeds`.
+        dependencies: launcher, and the confirmation that is requested before jobs are submitted.
+        wait_policy: whether and how long to wait.
+        file: the file that the settings come from.
+
+    Raises:
+        OverBudget: the trainings were not confirmed.
+        SpecError: --no-wait on this machine, where trainings run one after another.
+        Pending: the timeout has passed.
+        Interruption: Ctrl-C; running trainings continue, unless they are to be cancelled.
+        CannotResume, SchedulerError: as in `run_training`.
+        JobFailed: the first trainings have all failed.
+    """
+    run = prepared.variant
+    if not prepared.missing:
+        yield Note("all trainings of this plan have already finished")
+        return prepared.report()
+    has_queue = run.spec.cluster.backend.has_queue
+    if not has_queue and wait_policy.wait is False:
+        raise SpecError("--no-wait: on this machine one training follows the other", "remove it")
+    launcher = dependencies.launcher_for(run.spec)
+    under_way = list_unfinished_jobs(run, launcher, [training.job for training in prepared.missing])
+    new = [training for training in prepared.missing if training.job not in under_way]
+    if new:
+        planned = SeedsPlanned(prepared.plan, len(new), _sum_node_hours(prepared, new))
+        yield planned
+        require_confirmed(dependencies.confirm, planned)
+    save_job(prepared.run, prepared.spec, [run], file)
+    save_campaign(prepared.run, prepared.plan)
+    try:
+        if has_queue:
+            yield from _submit_all(prepared, launcher, wait_policy, under_way)
+        else:
+            yield from _train_one_by_one(prepared, launcher, wait_policy)
+    except KeyboardInterrupt:
+        raise make_interruption_of_jobs(run, [(run, launcher)], wait_policy) from None
+    return prepared.report()
+
+
+def _sum_node_hours(prepared: PreparedSeeds, trainings: Sequence[SeedTraining]) -> float:
+    seeds = {training.seed for training in trainings}
+    rows = zip(prepared.trainings, prepared.plan.schedule, strict=True)
+    return sum(scheduled.nodes * scheduled.hours for training, scheduled in rows if training.seed in seeds)
+
+
+def _test_resume(prepared: PreparedSeeds, launcher: Launcher, wait_policy: WaitPolicy) -> Work[str]:
+    """Test the resume of a script if that is due; return the job that the trainings have to wait for, or an empty text."""
+    first, run = prepared.first, prepared.variant
+    assert first is not None
+    over = describe_cap_exceeded(prepared.run, prepared.spec) if prepared.spec.script is not None else ""
+    start = TrainingStart(run, first.task, first.code, first.prediction, prepared.request.rehearse, over)
+    return (yield from run_resume_test_if_due(start, launcher, wait_policy))
+
+
+def _submit_all(
+    prepared: PreparedSeeds, launcher: Launcher, wait_policy: WaitPolicy, under_way: Sequence[str]
+) -> Work[None]:
+    """Submit the missing trainings, each behind those whose nodes it takes over."""
+    run, unfinished = prepared.variant, set(under_way)
+    after = yield from _test_resume(prepared, launcher, wait_policy)
+    for training, scheduled in zip(prepared.trainings, prepared.plan.schedule, strict=True):
+        if training.summary is None and training.job not in unfinished:
+            follows = [job for index in scheduled.follows if (job := prepared.trainings[index].job) in unfinished]
+            submit_training(run, prepared.plan_training(training), launcher, after=after, follows=follows)
+            unfinished.add(training.job)
+    jobs = [training.job for training in prepared.missing]
+    yield from warn_new_jobs(run, launcher, jobs, under_way, run.spec)
+    if wait_policy.should_wait(run.spec):
+        yield from wait_for_jobs(run, launcher, jobs, wait_policy)
+    else:
+        yield Note(f"{format_count(len(jobs), 'training')} under way; the same command shows how they ended")
+
+
+def _train_one_by_one(prepared: PreparedSeeds, launcher: Launcher, wait_policy: WaitPolicy) -> Work[None]:
+    """Run the missing trainings one after another; one that fails does not stop the others."""
+    run, failed = prepared.variant, 0
+    after = yield from _test_resume(prepared, launcher, wait_policy)
+    for number, training in enumerate(prepared.missing, 1):
+        yield Note(f"training {number} of {len(prepared.missing)}: seed {training.seed}")
+        submit_training(run, prepared.plan_training(training), launcher, after=after)
+        yield from wait_for_jobs(run, launcher, [training.job], wait_policy)
+        if run.is_cancelled(training.job):
+            return
+        try:
+            load_summary(run, training.signature)
+        except (Diverged, JobFailed) as error:
+            failed += 1
+            if failed == number == MAX_FIRST_FAILURES:
+                raise JobFailed(
+                    f"the first {failed} trainings have all failed: {error.message}", "tula logs shows their output"
+                ) from None

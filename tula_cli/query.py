@@ -6,7 +6,6 @@ from typing import Annotated, Literal, get_args
 
 from tula_cli.errors import SpecError, require_number, require_positive
 from tula_cli.options import NodeType, Option, list_fields
-from tula_cli.plugins import suggest_nearest
 
 Objective = Literal["time", "cost", "knee", "accuracy-time", "energy"]
 Curve = Literal["time", "cost"]
@@ -75,6 +74,8 @@ class Query:
     def __post_init__(self) -> None:
         for name, value, allowed in (("objective", self.objective, Objective), ("curve", self.curve, Curve)):
             if value not in get_args(allowed):
+                from tula_cli.plugins import suggest_nearest
+
                 raise SpecError(
                     f"unknown {name} {value!r}; use one of {', '.join(get_args(allowed))}",
                     suggest_nearest(str(value), get_args(allowed)),

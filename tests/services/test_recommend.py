@@ -29,9 +29,8 @@ from tula_cli.run.records.results import Save, ScriptSaves
 from tula_cli.run.records.tasks import ProbeTask
 from tula_cli.services import messages
 from tula_cli.services.api import Run
-from tula_cli.services.recommend import count_pending_probes, recommend, should_replace, store_answer
+from tula_cli.services.recommend import count_pending_probes, recommend, should_replace, store_answer, warn_additive_fit
 from tula_cli.services.recommendation.measurements import describe_epochs
-from tula_cli.services.recommendation.warnings import warn_additive_fit
 from tula_cli.show import recommend as show_recommend
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import load_spec, validate

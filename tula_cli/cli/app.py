@@ -6,8 +6,8 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, TextIO, get_args
 
@@ -188,27 +188,12 @@ def run(arguments: Sequence[str], *, screen: Screen | None = None) -> int:
     """Run one command and return its exit code; errors that the user cannot fix are raised."""
     screen = screen or Screen()
     screen.expect(arguments)
-    with warnings.catch_warnings():
-        warnings.simplefilter("always", OldKeyWarning)
-        warnings.showwarning = functools.partial(_show_warning, screen, warnings.showwarning)
-        return _run(arguments, screen)
-
-
-def _show_warning(
-    screen: Screen, default: Callable[..., None], message: Warning | str, *where: Any, **more: Any
-) -> None:
-    """Show renamed keys as warnings of the command, and other Python warnings unchanged."""
-    if isinstance(message, OldKeyWarning):
-        screen.warn(str(message))
-    else:
-        default(message, *where, **more)
-
-
-def _run(arguments: Sequence[str], screen: Screen) -> int:
     if hint := REPLACED.get(screen.command):
         return _report_error(screen, SpecError(f"command {screen.command} was removed", hint))
     try:
-        code = typer.main.get_command(app)(args=list(arguments), prog_name="tula", standalone_mode=False, obj=screen)
+        with _show_old_keys(screen):
+            command = typer.main.get_command(app)
+            code = command(args=list(arguments), prog_name="tula", standalone_mode=False, obj=screen)
     except TulaError as error:
         return _report_error(screen, error)
     except BrokenPipeError:
@@ -230,6 +215,25 @@ def _run(arguments: Sequence[str], screen: Screen) -> int:
         _discard_unwritable()
         return _report_error(screen, known)
     return code if isinstance(code, int) else 0
+
+
+@contextmanager
+def _show_old_keys(screen: Screen) -> Iterator[None]:
+    """Show renamed keys of a job file as warnings of the command."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", OldKeyWarning)
+        warnings.showwarning = functools.partial(_show_warning, screen, warnings.showwarning)
+        yield
+
+
+def _show_warning(
+    screen: Screen, default: Callable[..., None], message: Warning | str, *where: Any, **more: Any
+) -> None:
+    """Show renamed keys as warnings of the command, and other Python warnings unchanged."""
+    if isinstance(message, OldKeyWarning):
+        screen.warn(str(message))
+    else:
+        default(message, *where, **more)
 
 
 def _report_error(screen: Screen, error: TulaError) -> int:

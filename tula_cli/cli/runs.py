@@ -54,7 +54,6 @@ class JobOrRun:
 
     def open(self, screen: Screen) -> tuple["RunDir", "JobSpec"]:
         """Return run and spec: of a job.yaml, whose run may not exist yet, or of an existing run."""
-        from tula_cli.run.code import get_user_code, list_runs_with_other_code, run_of_job
         from tula_cli.run.jobfile import find_config_drift, load_with_overrides
 
         root = Path(self.root)
@@ -68,6 +67,8 @@ class JobOrRun:
 
                 screen.warn(check.describe_config_drift(drift, screen.command))
             return run, spec
+        from tula_cli.run.code import get_user_code, list_runs_with_other_code, run_of_job
+
         spec = load(job, self.overrides)
         run = run_of_job(root, spec)
         screen.overrides = tuple(self.overrides)

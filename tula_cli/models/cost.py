@@ -13,7 +13,7 @@ functions that need it, so that commands which only show a price start without i
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -116,9 +116,6 @@ def count_work(
             return 0
         return np.where(eval_batch_size > 0, -(-samples // np.maximum(1, world * eval_batch_size)), 0)[()]
 
-    def counted(of: Callable[[int], int]) -> Number:
-        return of(batch) if isinstance(batch, int) else compute_by_value(of, batch)
-
     tuning = functools.cache(
         lambda global_batch: halving.plan_tuning(spec, batch=global_batch, dataset_size=dataset_size)
     )
@@ -127,11 +124,12 @@ def count_work(
         epochs=spec.train.epochs_at_most,
         steps=dataset_size // batch,
         eval_batches=evals(eval_size),
-        refreshes=counted(
-            lambda global_batch: refresh.count_refreshes(spec, batch=global_batch, steps=dataset_size // global_batch)
+        refreshes=compute_by_value(
+            lambda global_batch: refresh.count_refreshes(spec, batch=global_batch, steps=dataset_size // global_batch),
+            batch,
         ),
-        branches=counted(lambda global_batch: tuning(global_batch).branches),
-        branch_steps=counted(lambda global_batch: tuning(global_batch).steps),
+        branches=compute_by_value(lambda global_batch: tuning(global_batch).branches, batch),
+        branch_steps=compute_by_value(lambda global_batch: tuning(global_batch).steps, batch),
         branch_evals=evals(holdout) if holdout else 0,
     )
 

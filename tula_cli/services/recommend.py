@@ -12,7 +12,7 @@ import numpy as np
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import Infeasible
 from tula_cli.models import cost, efficiency
-from tula_cli.models.choice.baseline import make_headline
+from tula_cli.models.choice.baseline import make_headline, predict_baseline
 from tula_cli.models.choice.candidates import Candidates, Limit, list_limits
 from tula_cli.models.choice.columns import Flags
 from tula_cli.models.choice.grid import Config
@@ -32,6 +32,7 @@ from tula_cli.run.format import require_current_format
 from tula_cli.run.jobfile import find_settings_origin, list_variants_with_data, save_job
 from tula_cli.run.owner import require_own
 from tula_cli.run.records.recommendations import Prediction, Recommendation, SequenceLength
+from tula_cli.services import messages
 from tula_cli.services.recommendation.alternatives import (
     describe_ramp,
     predict_first_fallback,
@@ -45,23 +46,23 @@ from tula_cli.services.recommendation.measurements import (
     find_gradient_noise_of_job,
     gather_measurements,
     get_measurements_of_type,
+    list_measurement_warnings,
     require_energy,
     warn_no_gradients,
 )
-from tula_cli.services.recommendation.warnings import (
-    list_choice_warnings,
-    list_measurement_warnings,
-)
 from tula_cli.services.wall_times import describe_chain, select_within_bins
 from tula_cli.spec.job import JobSpec
+from tula_cli.spec.sections import MEMORY_MARGIN
 from tula_cli.spec.workload import get_workload
-from tula_cli.words import format_count, format_duration
+from tula_cli.words import format_count, format_duration, is_too_wide
 
 if TYPE_CHECKING:
     from tula_cli.cluster.launcher import Launcher
     from tula_cli.models.summaries import RegressionSummary
     from tula_cli.services.recommendation.validation import Validation
 
+_MAX_DISAGREEMENT = 0.15
+"""Largest relative difference from the additive fit that is not reported."""
 _BLOCK = 1000
 """Number of rows that are created at a time."""
 _MAX_ROWS_DRAWN = 400
@@ -338,6 +339,7 @@ def _build_answer(
         estimator.stages.stage_positions(Config(prediction.nodes, prediction.batch)), estimator.dataset_size
     )
     alternatives = predict_ramp_alternatives(estimator, prediction)
+    baseline = predict_baseline(estimator, noise, node_type=prediction.type)
     lengths: tuple[SequenceLength, ...] = ()
     growth, accuracy = "", None
     if run.spec.length is not None:
@@ -359,7 +361,9 @@ def _build_answer(
         curve=query.curve,
         options=tuple(query.options),
         overrides=tuple(overrides),
-        headline=make_headline(choice, candidates, estimator, noise, objective=query.objective, accuracy=accuracy),
+        headline=make_headline(
+            choice, baseline, candidates, estimator, noise, objective=query.objective, accuracy=accuracy
+        ),
         choice=prediction,
         reason=f"{choice.reason}{knees}; {epochs}{describe_chain(prediction, run.spec, measurements.results)}",
         rows=candidates.take(select_rows(candidates, choice, quantity)).predictions(),
@@ -435,6 +439,49 @@ def select_rows(rows: Candidates, choice: Choice, quantity: Quantity) -> Flags:
     for row in (choice.prediction, *choice.runners_up):
         worth |= (rows["nodes"] == row.nodes) & (rows["batch"] == row.batch) & (rows["type"] == row.type)
     return np.isin(numbers, numbers[worth])
+
+
+def list_choice_warnings(estimator: Estimator, choice: Choice, query: Query) -> Iterator[Diagnostic]:
+    """Yield the reasons why the choice may be worse than predicted."""
+    chosen, deadline = choice.prediction, query.deadline_hours
+    if estimator.steps.determined_exactly and not all(row.measured for row in (chosen, *choice.runners_up)):
+        yield messages.fit_error_unknown()
+    low, high = chosen.hours_low, chosen.hours_high
+    if low is not None and high is not None and is_too_wide(low, high):
+        yield messages.time_too_uncertain(low_hours=max(low, 0.0), high_hours=high)
+    if chosen.further:
+        yield messages.beyond_probed_nodes(
+            nodes=chosen.nodes,
+            probed_nodes=max(nodes for nodes, _ in estimator.probes),
+            gpus_per_node=estimator.spec.cluster.gpus_per_node if estimator.steps.levels else None,
+        )
+    yield from warn_additive_fit(estimator, chosen)
+    if chosen.headroom is not None and chosen.headroom < MEMORY_MARGIN:
+        yield messages.little_memory_free(free_share=chosen.headroom, wanted_share=MEMORY_MARGIN)
+    timed = chosen.same_progress if query.same_progress and chosen.same_progress else chosen
+    latest_hours = timed.hours_high or 0.0
+    if deadline is not None and latest_hours > deadline:
+        yield messages.may_miss_deadline(high_hours=latest_hours, deadline_hours=deadline)
+    if chosen.market == "spot":
+        if deadline is not None:
+            yield messages.spot_time_is_expected()
+    elif estimator.spec.pricing.spot is not None and estimator.predict_on_spot(chosen) is None:
+        if estimator.saving is not None and not estimator.saving.is_known:
+            yield messages.no_spot_saves_unknown(nodes=chosen.nodes)
+        else:
+            yield messages.no_spot_too_many_interruptions(nodes=chosen.nodes)
+
+
+def warn_additive_fit(estimator: Estimator, chosen: Prediction) -> list[Diagnostic]:
+    """Warn if a fit without overlap, which is accurate if little is overlapped, predicts a very different step time."""
+    gpus = estimator.spec.cluster.gpus_per_node
+    seconds = None if chosen.measured else estimator.steps.second_opinion(chosen.nodes, gpus, chosen.local_batch)
+    if seconds is None or chosen.step_low is None or chosen.step_high is None:
+        return []
+    is_near = abs(seconds / chosen.step_time - 1) < _MAX_DISAGREEMENT
+    if is_near or chosen.step_low <= seconds <= chosen.step_high:
+        return []
+    return [messages.additive_fit_disagrees(additive_ms=1e3 * seconds, predicted_ms=1e3 * chosen.step_time)]
 
 
 # --- The basis of an answer, on request

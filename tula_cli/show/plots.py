@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from tula_cli.show.tables import get_configuration_key
 from tula_cli.words import choose_time_unit, describe_method_label, format_count, format_number
 
 if TYPE_CHECKING:
@@ -131,14 +132,6 @@ def _list_line_cells(start: tuple[int, int], end: tuple[int, int]) -> Iterator[t
 
 
 # --- Plots
-
-
-def get_configuration_key(row: "Prediction") -> tuple[str, int, int]:
-    return row.type, row.nodes, row.batch
-
-
-def get_offer_key(row: "Prediction") -> tuple[str, int, int, str]:
-    return (*get_configuration_key(row), row.market)
 
 
 MARKERS = "ox+#@%&=~"

@@ -3,8 +3,13 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from tula_cli.show.plots import get_configuration_key, get_offer_key, render_plots
-from tula_cli.show.tables import describe_learnt, describe_place, make_table
+from tula_cli.show.tables import (
+    describe_learnt,
+    describe_place,
+    get_configuration_key,
+    get_offer_key,
+    make_table,
+)
 from tula_cli.words import (
     choose_size_unit,
     choose_time_unit,
@@ -130,6 +135,8 @@ def render_explanation(
         color: whether the plots have colours.
     """
     from rich.text import Text
+
+    from tula_cli.show.plots import render_plots
 
     yield ""
     yield f"choice: {recommendation.reason}"

@@ -171,3 +171,11 @@ def describe_learnt(recommendation: "Recommendation") -> Iterator[str]:
             f" to {noise} %{changed}"
         )
     yield from (f"not used in the fit: {why}" for why in recommendation.trainings_left_out)
+
+
+def get_configuration_key(row: "Prediction") -> tuple[str, int, int]:
+    return row.type, row.nodes, row.batch
+
+
+def get_offer_key(row: "Prediction") -> tuple[str, int, int, str]:
+    return (*get_configuration_key(row), row.market)

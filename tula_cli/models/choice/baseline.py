@@ -102,6 +102,7 @@ def make_risk_basis(spec: JobSpec, noise: Noise | None, *, dataset_size: int) ->
 
 def make_headline(
     choice: Choice,
+    baseline: Baseline,
     candidates: Candidates,
     estimator: Estimator,
     noise: Noise | None,
@@ -113,6 +114,7 @@ def make_headline(
 
     Args:
         choice: the choice.
+        baseline: on the node type of the choice.
         candidates: the feasible configurations that it was chosen among.
         estimator: the models of the node type of the choice.
         noise: the gradient noise, if it was measured.
@@ -120,7 +122,6 @@ def make_headline(
         accuracy: result of `tula compare` at the batch of the choice, if there is one.
     """
     spec, chosen = estimator.spec, choice.prediction
-    baseline = predict_baseline(estimator, noise, node_type=chosen.type)
     basis = make_risk_basis(spec, noise, dataset_size=estimator.dataset_size)
     risk = basis.assess(chosen.batch, accuracy)
     here, there = (_convert_to_same_progress(row, objective) for row in (chosen, baseline.prediction))

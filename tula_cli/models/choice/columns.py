@@ -50,8 +50,10 @@ def find_nearest(*distances: Floats) -> Ints:
     return nearest_index
 
 
-def compute_by_value(of: Callable[[int], float], values: Ints) -> NDArray[Any]:
-    """Apply a function to each value, calling it once per distinct value; shape (n,)."""
+def compute_by_value(of: Callable[[int], float], values: Ints | int) -> Any:
+    """Apply a function to a number, or to each value of an array, shape (n,), calling it once per distinct value."""
+    if isinstance(values, int):
+        return of(values)
     distinct, where = np.unique(values, return_inverse=True)
     values_by_position: NDArray[Any] = np.array([of(value) for value in distinct.tolist()])[where]
     return values_by_position

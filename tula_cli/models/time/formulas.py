@@ -171,9 +171,9 @@ class Process:
         mapped = np.asarray(np.linalg.solve(self._root, self._covariance(self.places, distinct)), dtype=float)
         return mapped.T[where]
 
-    def unseen_variance(self, at: Floats) -> Floats:
-        """Return the variance not explained by the values at the places, shape (n,)."""
-        explained: Floats = np.square(self.map(at)).sum(axis=1)
+    def unseen_variance(self, mapped: Floats) -> Floats:
+        """Return the variance not explained by the values at the places, shape (n,), where `map` returns `mapped`."""
+        explained: Floats = np.square(mapped).sum(axis=1)
         return np.maximum(0.0, self.sd**2 + self.white**2 - explained)
 
     def unseen_covariance(self, at: Floats) -> Floats:
@@ -246,7 +246,7 @@ class Points:
     @property
     def sizes(self) -> Floats:
         """GPUs per node; ones if the number is the same everywhere."""
-        return np.ones(len(self)) if self.gpus is None else self.gpus
+        return np.ones(self.replicas.shape) if self.gpus is None else self.gpus
 
 
 @dataclass(frozen=True)
@@ -335,39 +335,8 @@ class ModelValues:
     by_across: Floats  # and by ln of the part of m that is between nodes
 
 
-@dataclass(frozen=True)
-class StepPartArrays:
-    """The parts of a step at some points, each of shape (n,)."""
-
-    log_compute: Floats
-    log_across: Floats  # synchronisation between nodes; -inf where there is none
-    log_inside: Floats  # and what comes to it inside a node; likewise
-    floor: Floats  # share of the floor in the compute's sum of q-th powers
-    forward: Floats  # phi, shape (1,)
-    exposed: Floats  # tau, likewise
-    p: float
-
-    def log_step(self) -> Floats:
-        """Return ln of the step's seconds, with the parts overlapped."""
-        compute, sync, longer = np.exp(self.log_compute), np.exp(self.log_sync), np.exp(self.log_longer)
-        return np.asarray(np.log(self.forward * compute + longer + self.exposed * sync))
-
-    @property
-    def log_sync(self) -> Floats:
-        return np.asarray(np.logaddexp(self.log_across, self.log_inside))
-
-    @property
-    def log_backward(self) -> Floats:
-        return np.asarray(np.log1p(-self.forward) + self.log_compute)
-
-    @property
-    def log_longer(self) -> Floats:
-        """ln of the joint duration of the backward pass and the synchronisation that it hides."""
-        return np.asarray(np.logaddexp(self.p * self.log_backward, self.p * self.log_sync) / self.p)
-
-
-def predict_step_parts(z: Floats, at: FeaturePoints) -> StepPartArrays:
-    """Return the parts of the steps at points.
+def evaluate(z: Floats, at: FeaturePoints) -> ModelValues:
+    """Evaluate the model and its derivatives.
 
     Args:
         z: whitened coordinates, shape (size,).
@@ -376,9 +345,7 @@ def predict_step_parts(z: Floats, at: FeaturePoints) -> StepPartArrays:
     frame, priors, parameter_count = at.frame, at.frame.priors, PARAMETERS
     theta, residuals = priors.means + priors.sds * z[:parameter_count], z[parameter_count:]
     u, v = residuals[: at.u.shape[1]], residuals[at.u.shape[1] :]
-    slope, floor, level, growth, inside, forward, exposed, shared, inner, crowded = (
-        theta[[i]] for i in range(parameter_count)
-    )
+    slope, floor, level, growth, inside, forward, exposed, shared, inner, crowded = theta[:, None]
     log_slope = frame.log_scale + slope + at.log_batch
     log_floor = frame.log_scale + slope + floor + frame.log_batch + crowded * at.log_gpus
     log_power = np.logaddexp(priors.q * log_slope, priors.q * log_floor)
@@ -389,39 +356,28 @@ def predict_step_parts(z: Floats, at: FeaturePoints) -> StepPartArrays:
     log_inside = np.clip(log_level + inside + inner * at.log_inner, -60.0, 60.0)
     # Where nodes of one size were measured, what they synchronise inside is part of their level.
     together = at.points.inside if frame.gpus is None else ~at.points.alone & ~at.single
-    return StepPartArrays(
-        log_compute=log_power / priors.q + u @ at.u.T,
-        log_across=np.where(at.across, log_across, -np.inf),
-        log_inside=np.where(together, log_inside, -np.inf),
-        floor=np.exp(priors.q * log_floor - log_power),
-        # Clipped where they saturate: a step that is tried and rejected may go anywhere.
-        forward=1 / (1 + np.exp(-np.clip(forward, -30.0, 30.0))),
-        exposed=np.exp(np.minimum(exposed, 5.0)),
-        p=priors.p,
-    )
+    log_across, log_inside = np.where(at.across, log_across, -np.inf), np.where(together, log_inside, -np.inf)
+    floor_share = np.exp(priors.q * log_floor - log_power)  # of the floor in the compute's sum of q-th powers
+    # Clipped where they saturate: a step that is tried and rejected may go anywhere.
+    phi = float(1 / (1 + np.exp(-np.clip(forward[0], -30.0, 30.0))))
+    tau = float(np.exp(np.minimum(exposed[0], 5.0)))
 
-
-def evaluate(z: Floats, at: FeaturePoints) -> ModelValues:
-    """Evaluate the model and its derivatives."""
-    frame, priors, parameter_count = at.frame, at.frame.priors, PARAMETERS
-    step_parts = predict_step_parts(z, at)
-    phi, tau = float(step_parts.forward[0]), float(step_parts.exposed[0])
-    log_longer, log_step = step_parts.log_longer, step_parts.log_step()
-    compute, sync, longer, step = (
-        np.exp(log) for log in (step_parts.log_compute, step_parts.log_sync, log_longer, log_step)
-    )
-    backward_share, sync_share = (
-        np.exp(priors.p * (log_part - log_longer)) for log_part in (step_parts.log_backward, step_parts.log_sync)
-    )
+    log_compute, log_sync = log_power / priors.q + u @ at.u.T, np.logaddexp(log_across, log_inside)
+    log_backward = np.log1p(-phi) + log_compute
+    # ln of the joint duration of the backward pass and the synchronisation that it hides.
+    log_longer = np.logaddexp(priors.p * log_backward, priors.p * log_sync) / priors.p
+    compute, sync, longer = np.exp(log_compute), np.exp(log_sync), np.exp(log_longer)
+    step = phi * compute + longer + tau * sync
+    backward_share, sync_share = (np.exp(priors.p * (part - log_longer)) for part in (log_backward, log_sync))
     by_compute = (phi * compute + longer * backward_share) / step
     by_sync = (longer * sync_share + tau * sync) / step
-    inside_share = np.exp(step_parts.log_inside - np.where(sync > 0, step_parts.log_sync, 0.0))
+    inside_share = np.exp(log_inside - np.where(sync > 0, log_sync, 0.0))
     by_inside, by_across = by_sync * inside_share, by_sync * (1 - inside_share)
 
     of_compute = np.zeros((len(at.points), frame.size))
     of_compute[:, SLOPE] = 1.0
-    of_compute[:, FLOOR] = step_parts.floor
-    of_compute[:, CROWDED] = step_parts.floor * at.log_gpus
+    of_compute[:, FLOOR] = floor_share
+    of_compute[:, CROWDED] = floor_share * at.log_gpus
     of_compute[:, parameter_count : parameter_count + at.u.shape[1]] = at.u
     of_step = by_compute[:, None] * of_compute
     of_step[:, LEVEL] = by_sync
@@ -434,7 +390,7 @@ def evaluate(z: Floats, at: FeaturePoints) -> ModelValues:
     of_step[:, parameter_count + at.u.shape[1] :] = by_across[:, None] * at.v
     of_step[:, :parameter_count] *= priors.sds
     of_compute[:, :parameter_count] *= priors.sds
-    return ModelValues(log_step, step_parts.log_compute, sync, of_step, of_compute, by_compute, by_sync, by_across)
+    return ModelValues(np.log(step), log_compute, sync, of_step, of_compute, by_compute, by_sync, by_across)
 
 
 def fit_additive(replicas: Floats, local_batch: Floats, seconds: Floats) -> Floats | None:

@@ -92,7 +92,8 @@ class Overlap:
         values, whitened = self._whitened_at(at)
         by_z = self._remaining_derivatives(values, whitened)
         variance = np.einsum("ij,jk,ik->i", by_z, self._fitted.covariance, by_z)
-        variance += self._unseen_variance(at, values) + self._noise_variance(values)
+        variance += values.by_compute**2 * self._frame.u.unseen_variance(at.u)
+        variance += values.by_across**2 * self._frame.v.unseen_variance(at.v) + self._noise_variance(values)
         variance += _make_step_rows(at, values).variance(self._frame.priors) - np.square(whitened).sum(axis=0)
         return values.log_step + whitened.T @ self._fitted.residuals, np.sqrt(variance)
 
@@ -164,12 +165,6 @@ class Overlap:
         """Return the step time, the compute and the synchronisation within it (hidden or not). Seconds."""
         values = evaluate(self._fitted.z, self._frame.at(points))
         return np.exp(values.log_step), np.exp(values.log_compute), values.sync
-
-    def _unseen_variance(self, at: "FeaturePoints", values: "ModelValues") -> Floats:
-        """Return the variance of the smooth residuals that the probes do not explain."""
-        u = self._frame.u.unseen_variance(np.log(at.points.local_batch))
-        v = self._frame.v.unseen_variance(np.log(at.points.replicas))
-        return values.by_compute**2 * u + values.by_across**2 * v
 
     def _noise_variance(self, values: "ModelValues") -> Floats:
         priors = self._frame.priors

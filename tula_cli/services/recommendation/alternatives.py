@@ -149,37 +149,24 @@ def predict_first_fallback(estimator: Estimator, choice: Prediction) -> Fallback
     limits = [(lambda samples: samples >= fewest, "AGS's small batch")]
     splits = list_splits(choice.batch, micro_batch=micro_batch, micro_batches=accumulate, limits=limits)
     if cannot_accumulate(spec) or not splits.into:
-        return _find_smaller_batch(estimator, choice)
-    split = splits.into[0]
-    row = estimator.predict_split(Config(choice.nodes, choice.batch), split, choice.market)
-    local_batch = choice.local_batch // split
-    measured = (choice.nodes, local_batch) in estimator.probes
-    bound = ", if its BatchNorm allows it" if micro_batch // split < MIN_NORMALISED else ""
+        below = [config for config in estimator.feasible([choice.nodes]) if config.batch < choice.batch]
+        smaller = max(below, key=lambda config: config.batch, default=None)
+        row = None if smaller is None else estimator.predict_if_known(smaller, choice.market)
+        parts, bound = 1, ""
+    else:
+        parts = splits.into[0]
+        row = estimator.predict_split(Config(choice.nodes, choice.batch), parts, choice.market)
+        bound = ", if its BatchNorm allows it" if micro_batch // parts < MIN_NORMALISED else ""
     if row is None:
         return None
-    return Fallback(
-        batch=choice.batch,
-        micro_batch=micro_batch // split,
-        micro_batches=accumulate * split,
-        step_time=row.step_time,
-        hours=row.hours,
-        basis=f"from the {'probe' if measured else 'fit'} at local batch {local_batch}{bound}",
-    )
-
-
-def _find_smaller_batch(estimator: Estimator, choice: Prediction) -> Fallback | None:
-    """Return the next smaller batch as a fallback; None if there is none or its step time is unknown."""
-    below = [config for config in estimator.feasible([choice.nodes]) if config.batch < choice.batch]
-    config = max(below, key=lambda config: config.batch, default=None)
-    row = None if config is None else estimator.predict_if_known(config, choice.market)
-    if row is None:
-        return None
-    accumulate = estimator.spec.train.accumulate
+    local_batch = row.local_batch // parts
+    is_measured = row.measured if parts == 1 else (choice.nodes, local_batch) in estimator.probes
+    basis = f"from the {'probe' if is_measured else 'fit'} at local batch {local_batch}{bound}"
     return Fallback(
         batch=row.batch,
-        micro_batch=row.local_batch // accumulate,
-        micro_batches=accumulate,
+        micro_batch=local_batch // accumulate,
+        micro_batches=accumulate * parts,
         step_time=row.step_time,
         hours=row.hours,
-        basis="measured" if row.measured else f"from the fit at local batch {row.local_batch}",
+        basis="measured" if parts == 1 and is_measured else basis,
     )

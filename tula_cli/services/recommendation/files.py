@@ -133,12 +133,21 @@ def _list_table_lines(
 
     `rows` are the forecasts within the limits; `within` maps a configuration to the indices of its forecasts.
     """
+    estimator = measurements.estimator
     listed = [config for kind, config in within if kind == measurements.type]
     configs = _select_listed_configs(measurements, listed, every=isinstance(rows, Candidates))
     names = list(configs)
     for at in range(0, len(names), _BLOCK):
         block = names[at : at + _BLOCK]
-        on_demand, on_spot, whys = _make_forecasts_of_configs(measurements, block)
+        whys = {
+            config: estimator.describe_why_not_startable(config) or estimator.describe_why_unknown(config)
+            for config in block
+        }
+        candidates = estimator.estimate(*to_columns([config for config, why in whys.items() if not why]))
+        on_demand, on_spot = (
+            {Config(row.nodes, row.batch): row for row in forecasts.predictions()}
+            for forecasts in (candidates, estimator.on_spot(candidates))
+        )
         indices = [within.get((measurements.type, config), ()) for config in block]
         records = iter(_take_rows(rows, list(itertools.chain.from_iterable(indices))))
         for config, indices_here in zip(block, indices, strict=True):
@@ -166,23 +175,6 @@ def _select_listed_configs(
         *(estimator.configurations() if every or estimator.count <= MAX_ROWS_LISTED else ()),
     }
     return {config: probes.get(config) for config in sorted(configurations)}
-
-
-def _make_forecasts_of_configs(
-    measurements: TypeMeasurements, configs: Sequence[Config]
-) -> tuple[dict[Config, Prediction], dict[Config, Prediction], dict[Config, str]]:
-    """Return the forecasts of configurations on demand and on spot nodes, and the reasons why others have none."""
-    estimator = measurements.estimator
-    whys = {
-        config: estimator.describe_why_not_startable(config) or estimator.describe_why_unknown(config)
-        for config in configs
-    }
-    candidates = estimator.estimate(*to_columns([config for config, why in whys.items() if not why]))
-    on_demand, on_spot = (
-        {Config(row.nodes, row.batch): row for row in rows.predictions()}
-        for rows in (candidates, estimator.on_spot(candidates))
-    )
-    return on_demand, on_spot, whys
 
 
 def _make_table_row(

@@ -17,8 +17,7 @@ from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.run.records.base import Components
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import SequenceLength
-from tula_cli.services.recommendation.measurements import TypeMeasurements
-from tula_cli.services.recommendation.warnings import warn_failed_probes
+from tula_cli.services.recommendation.measurements import TypeMeasurements, warn_failed_probes
 
 
 def predict_lengths(measurements: TypeMeasurements) -> tuple[tuple[SequenceLength, ...], str]:

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from tula_cli.models.time import stretches
 from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.models.time.stretches import TrainingObservations
 from tula_cli.query import Objective, Query
-from tula_cli.run.code import find_measured_snapshot
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.probes import Failed, GradientStats, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, Recommendation, Stage, TrainedSteps
@@ -343,6 +342,8 @@ def list_observations_from_trainings(
         return TrainingObservations()
     tasks = run.tasks()
     probed_job = next((task.spec for task in tasks if isinstance(task, ProbeTask)), spec)
+    from tula_cli.run.code import find_measured_snapshot  # which runs without trainings do not need
+
     snapshot = find_measured_snapshot(run)
     observations: list[TrainedSteps] = []
     left_out: list[str] = []
@@ -521,3 +522,38 @@ def plan_stages(
         raise BadMeasurements(NOISE_NOT_MEASURED, HOW_TO_MEASURE)
     ramp = build_ramp_on_nodes(spec, batch=batch, nodes=nodes, dataset_size=dataset_size, noise=noise)
     return with_epochs(ramp.stages, dataset_size)
+
+
+# --- Warnings
+
+_MAX_REASONS = 5
+"""Maximum number of reasons for leaving out configurations that are reported one by one."""
+
+
+def warn_failed_probes(results: Results) -> list[Diagnostic]:
+    """Return a warning for each failed probe."""
+    return [
+        messages.probe_failed(nodes=result.nodes, local_batch=result.local_batch, reason=result.message)
+        for result in results
+        if isinstance(result, Failed)
+    ]
+
+
+def list_measurement_warnings(measurements: TypeMeasurements) -> Iterator[Diagnostic]:
+    """Yield warnings on missing, failed and disturbed probes, on the fits, and on damaged files, of a node type."""
+    if measurements.pending:
+        yield messages.probes_pending(probes=measurements.pending)
+    yield from warn_failed_probes(measurements.results)
+    unknown = measurements.unknown
+    for group in unknown[:_MAX_REASONS]:
+        yield messages.configurations_left_out(configurations=group.count, nodes=group.nodes, reason=group.why)
+    if remaining := unknown[_MAX_REASONS:]:
+        yield messages.more_configurations_left_out(
+            configurations=sum(group.count for group in remaining),
+            nodes=[count for group in remaining for count in group.nodes],
+        )
+    snapshot = measurements.run.read()
+    for attempt in snapshot.attempts:
+        if attempt.disturbed_by:
+            yield messages.probe_disturbed(task=attempt.task, trainings=attempt.disturbed_by)
+    yield from (*measurements.estimator.warnings, *snapshot.job_warnings, *snapshot.training_warnings)

@@ -49,7 +49,7 @@ def script_job() -> Any:
 
 def answered(run: RunDir, objective: Any = "time") -> RunDir:
     """Return the run with an answer that training takes."""
-    recommending.store_answer(
+    recommending.save_answer(
         run, run.read_spec(), recommending.recommend(run, run.read_spec(), Query(objective=objective), now=1.0)
     )
     return run

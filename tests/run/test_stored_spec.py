@@ -9,8 +9,7 @@ import pytest
 from tula_cli.errors import SpecError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.jobfile import load_with_overrides
-from tula_cli.spec.load import load_spec, validate
-from tula_cli.spec.stored import without_removed_values
+from tula_cli.spec.load import load_spec, validate, without_removed_values
 
 TYPES = {"a": {}, "b": {"search": {"strategy": "partial"}}}
 

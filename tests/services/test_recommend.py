@@ -29,7 +29,7 @@ from tula_cli.run.records.results import Save, ScriptSaves
 from tula_cli.run.records.tasks import ProbeTask
 from tula_cli.services import messages
 from tula_cli.services.api import Run
-from tula_cli.services.recommend import count_pending_probes, recommend, should_replace, store_answer, warn_additive_fit
+from tula_cli.services.recommend import count_pending_probes, recommend, save_answer, should_replace, warn_additive_fit
 from tula_cli.services.recommendation.measurements import describe_epochs
 from tula_cli.show import recommend as show_recommend
 from tula_cli.spec.job import JobSpec
@@ -61,7 +61,7 @@ def ask(
 ) -> Recommendation:
     """Ask, and keep the answer."""
     answer = recommend(run, run.read_spec(), Query(objective=objective, **limits), pending=pending, now=1.0)
-    store_answer(run, run.read_spec(), answer)
+    save_answer(run, run.read_spec(), answer)
     return answer.recommendation
 
 
@@ -131,7 +131,7 @@ def test_only_the_first_answer_and_those_to_the_same_question_are_kept_unasked(r
 def test_what_an_answer_assumes_is_not_written_as_the_jobs_own(run: RunDir) -> None:
     dear = spec(search={"max_batch": 4096}, pricing={"price": 9.0, "currency": "EUR"})
     answer = recommend(run, dear, Query(objective="time"), overrides=["pricing={price: 9.0, currency: EUR}"], now=1.0)
-    store_answer(run, run.read_spec(), answer)
+    save_answer(run, run.read_spec(), answer)
     path = run.path / "recommended.yaml"
     assert load_spec(path, environ={}, site_files=()) == run.read_spec()
     assert "EUR" in path.read_text() and "# Asked by: time, --set pricing=" in path.read_text()
@@ -423,7 +423,7 @@ def on_spot(
     pricing = {"price": 2.0, "spot": {"discount": 0.6, "interruptions_per_day": 2.0, **spot}}
     job = spec(search={"max_batch": 4096}, pricing=pricing)
     answer = recommend(run, job, Query(objective=objective, **(limits or {})), now=1.0)
-    store_answer(run, job, answer)
+    save_answer(run, job, answer)
     return answer.recommendation
 
 

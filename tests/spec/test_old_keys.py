@@ -10,11 +10,10 @@ import pytest
 from tula_cli.errors import SpecError
 from tula_cli.services.api import load_job
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.load import load_spec, validate
+from tula_cli.spec.load import load_spec, validate, without_removed_values
 from tula_cli.spec.merge import ENV_PREFIX, merge_sources
 from tula_cli.spec.old_keys import REMOVED, RENAMED, OldKeyWarning
 from tula_cli.spec.signature import compute_measurement_signature, compute_train_signature
-from tula_cli.spec.stored import without_removed_values
 
 OLD = json.loads((Path(__file__).parents[1] / "fixtures" / "old_specs.json").read_text())
 """Jobs as runs of an older version hold them, whole, with the names of their runs, trainings, nodes and resume tests there."""

@@ -11,7 +11,6 @@ from typing import Annotated, Any, cast, get_args
 import typer
 from typer.core import TyperCommand
 
-from tula_cli.entry_points import load_extra
 from tula_cli.errors import Interruption, SpecError, TulaError
 from tula_cli.options import Option, find_option, list_fields
 from tula_cli.show.screen import Screen
@@ -231,5 +230,7 @@ class ExtraCommand(Command):
         Raises:
             SpecError: the package is not installed.
         """
+        from tula_cli.entry_points import load_extra
+
         command: Callable[..., None] = load_extra(self.module).command
         return command

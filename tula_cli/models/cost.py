@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tula_cli.models import halving, refresh
-from tula_cli.models.tres import NOISE
 from tula_cli.run.records.base import Market
 from tula_cli.run.records.probes import Overheads
 from tula_cli.spec.job import JobSpec
@@ -30,6 +29,9 @@ if TYPE_CHECKING:
 
 GB = 10**9
 """Bytes of the GB in a price: decimal, as in cloud price lists and GPU data sheets."""
+
+ROUNDING_ERROR = 1e-9
+"""Relative rounding error of a product of floats: a billing of 10 x 0.3 must count as 3."""
 
 DAY = 24 * 3600.0
 
@@ -339,7 +341,7 @@ def compute_hourly_charge(pricing: Pricing, nodes: Number) -> Number:
     import numpy as np
 
     billed = np.multiply(nodes, billing.node) + billing.job
-    units = np.floor(billed * (1 + NOISE)) * billing.usage_factor * billing.charge_factor
+    units = np.floor(billed * (1 + ROUNDING_ERROR)) * billing.usage_factor * billing.charge_factor
     return float(units) if np.ndim(units) == 0 else units
 
 

@@ -9,10 +9,9 @@ from tula_cli.errors import SpecError
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.results import JobFile
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.load import load_spec, validate
+from tula_cli.spec.load import load_spec, validate, without_removed_values
 from tula_cli.spec.merge import apply_overrides, flatten
 from tula_cli.spec.signature import compute_measurement_signature
-from tula_cli.spec.stored import without_removed_values
 from tula_cli.spec.yaml_text import read_yaml
 
 

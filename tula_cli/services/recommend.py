@@ -525,28 +525,6 @@ def should_replace(recommendation: Recommendation, stored: Recommendation | None
     return not recommendation.overrides if stored is None else recommendation.criteria == stored.criteria
 
 
-def store_answer(run: RunDir, job: JobSpec, answer: Answer, *, every: bool = False) -> None:
-    """Write recommendation.json, recommended.yaml, results.csv and cmd.txt, which `tula train` reads.
-
-    Args:
-        run: the run to write to; each of its node types gets the files for `tula train --type`.
-        job: the job without settings that the answer only assumes.
-        answer: the answer to store.
-        every: whether results.csv lists all candidates, however many there are.
-
-    Raises:
-        TulaError: the files cannot be written.
-    """
-    all_measurements = {measurements.run.type: measurements for measurements in answer.all_measurements}
-    for variant in run.variants(job):
-        if variant.type is not None and variant.type in answer.by_type:
-            candidates = answer.candidates.select(type=variant.type).with_pareto_front() if every else None
-            write_answer(
-                variant, variant.spec, [all_measurements[variant.type]], answer.by_type[variant.type], candidates
-            )
-    write_answer(run, job, answer.all_measurements, answer.recommendation, answer.candidates if every else None)
-
-
 def save_answer(
     run: RunDir,
     spec: JobSpec,
@@ -556,10 +534,12 @@ def save_answer(
     job: Path | None = None,
     every: bool = False,
 ) -> None:
-    """Store an answer for `tula train`, with the settings of the job but not those that the answer only assumes.
+    """Write recommendation.json, recommended.yaml, results.csv and cmd.txt, which `tula train` reads.
+
+    The settings of the job are stored too, but not those that the answer only assumes.
 
     Args:
-        run: the run.
+        run: the run to write to; each of its node types gets the files for `tula train --type`.
         spec: the settings of the query.
         answer: the answer to store.
         overrides: settings of `spec` that override its file or run.
@@ -574,6 +554,13 @@ def save_answer(
     require_current_format(run.path)
     assumed = bool(answer.recommendation.overrides)
     own_spec = run.read_spec() if assumed else spec
-    store_answer(run, own_spec, answer, every=every)
+    all_measurements = {measurements.run.type: measurements for measurements in answer.all_measurements}
+    for variant in run.variants(own_spec):
+        if variant.type is not None and variant.type in answer.by_type:
+            candidates = answer.candidates.select(type=variant.type).with_pareto_front() if every else None
+            write_answer(
+                variant, variant.spec, [all_measurements[variant.type]], answer.by_type[variant.type], candidates
+            )
+    write_answer(run, own_spec, answer.all_measurements, answer.recommendation, answer.candidates if every else None)
     file = find_settings_origin(run, None, ()) if assumed else find_settings_origin(run, job, overrides)
     save_job(run, own_spec, list_variants_with_data(run, own_spec), file)

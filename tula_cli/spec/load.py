@@ -8,15 +8,16 @@ all problems at once, each with its path and the nearest valid name. Units are i
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BeforeValidator, ValidationError
 
 from tula_cli.errors import SpecError
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.merge import merge_sources
-from tula_cli.spec.problems import describe_problem, merge_unions
+from tula_cli.spec.old_keys import remove_old_keys, replace_old_keys
+from tula_cli.spec.sections import REMOVED_STRATEGIES
 from tula_cli.spec.yaml_text import Dumper
 
 
@@ -52,6 +53,8 @@ def validate(content: Mapping[str, Any], *, source: str) -> JobSpec:
     try:
         return JobSpec.model_validate(content)
     except ValidationError as error:
+        from tula_cli.spec.problems import describe_problem, merge_unions
+
         problems = merge_unions([describe_problem(item, of_script="script" in content) for item in error.errors()])
         count = "a problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise SpecError(f"{source} has {count}", problems=problems) from None
@@ -61,3 +64,28 @@ def dump_yaml(spec: JobSpec) -> str:
     """Return the whole spec as YAML that `load_spec` reads back to an equal spec."""
     content = spec.model_dump(mode="json")
     return yaml.dump(content, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+# --- Records of runs, possibly written by an older version of tula
+
+
+def without_removed_values(content: Any) -> Any:
+    """Return a stored job, as plain values, without removed keys; a removed `search.strategy` becomes auto.
+
+    The results of older runs stay readable; no version continues a training of another format.
+    """
+    if not isinstance(content, Mapping):
+        return content
+    updated = remove_old_keys(replace_old_keys(content))
+    search, train, node_types = (updated.get(name) for name in ("search", "train", "node_types"))
+    if isinstance(search, Mapping) and str(search.get("strategy")) in REMOVED_STRATEGIES:
+        updated["search"] = {**search, "strategy": "auto"}
+    if isinstance(train, Mapping) and isinstance(train.get("diagnostics"), bool):  # is a list now
+        updated["train"] = {name: value for name, value in train.items() if name != "diagnostics"}
+    if isinstance(node_types, Mapping):
+        updated["node_types"] = {name: without_removed_values(node_type) for name, node_type in node_types.items()}
+    return updated
+
+
+StoredSpec = Annotated[JobSpec, BeforeValidator(without_removed_values)]
+"""The job spec stored in a record."""

@@ -19,7 +19,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.frames import read_records
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.services import search
-from tula_cli.services.recommend import Answer, recommend, store_answer
+from tula_cli.services.recommend import Answer, recommend, save_answer
 from tula_cli.services.recommendation.files import MAX_ROWS_LISTED
 from tula_cli.show import recommend as show_recommend
 from tula_cli.show.screen import Screen
@@ -76,15 +76,15 @@ def test_a_record_is_made_only_of_what_is_listed(run: RunDir, monkeypatch: pytes
         candidates, "read_records", lambda frame, kind: made.extend(frame.index) or read_records(frame, kind)
     )
     answer = ask(run)
-    store_answer(run, run.read_spec(), answer)
+    save_answer(run, run.read_spec(), answer)
     assert len(made) < len(answer.candidates) / 2
 
 
 def test_the_table_holds_what_was_measured_and_listed_and_all_where_that_is_asked(run: RunDir) -> None:
     answer = ask(run)
-    store_answer(run, run.read_spec(), answer)
+    save_answer(run, run.read_spec(), answer)
     listed = table(run)
-    store_answer(run, run.read_spec(), answer, every=True)
+    save_answer(run, run.read_spec(), answer, every=True)
     every = table(run)
     assert set(listed) == places(answer.recommendation.rows) | {(n, n * b) for n, sizes in PLAN.items() for b in sizes}
     assert set(every) == {

@@ -14,7 +14,7 @@ from tula_cli.options import TrainRequest
 from tula_cli.query import Query
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.services import train
-from tula_cli.services.recommend import Answer, recommend, store_answer
+from tula_cli.services.recommend import Answer, recommend, save_answer
 from tula_cli.services.search import choose_probes
 from tula_cli.spec.job import JobSpec
 
@@ -94,7 +94,7 @@ def test_each_counts_with_its_own_price_and_the_cheapest_is_chosen_among_all(run
 
 def test_the_table_tells_gpus_of_each_line(run: RunDir) -> None:
     answer = ask(run)
-    store_answer(run, run.read_spec(), answer)
+    save_answer(run, run.read_spec(), answer)
     header, *lines = (line.split(",") for line in (run.path / "results.csv").read_text().splitlines())
     told = {(line[header.index("node_type")], line[header.index("gpus_per_node")]) for line in lines}
     assert told == {("gpus-1", "1"), ("gpus-2", "2"), ("gpus-4", "4")}

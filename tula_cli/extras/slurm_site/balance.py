@@ -12,7 +12,7 @@ from tula_cli.cluster.slurm.sbatch import with_environment_defaults
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SchedulerError
 from tula_cli.extras.slurm_site.bill import Ask, find_account, get_user_name
-from tula_cli.models.tres import parse_tres, truncate_billing
+from tula_cli.extras.slurm_site.tres import parse_tres, truncate_billing
 from tula_cli.services import messages
 from tula_cli.services.site_charges import BalanceCheck, TresLimit
 from tula_cli.spec.job import JobSpec

@@ -16,8 +16,8 @@ from tula_cli.cluster.slurm.command import call_slurm, parse_record
 from tula_cli.cluster.slurm.site import COMMAND_TIMEOUT
 from tula_cli.cluster.slurm.site_factors import compute_charge_factor
 from tula_cli.errors import SchedulerError, SpecError, TulaError
+from tula_cli.extras.slurm_site.tres import compute_billing, parse_count, parse_flags, parse_tres, parse_weights
 from tula_cli.models.cost import compute_hourly_charge
-from tula_cli.models.tres import compute_billing, parse_count, parse_flags, parse_tres, parse_weights
 from tula_cli.run.files import make_folder, read_record, write_record
 from tula_cli.run.records.base import Record
 from tula_cli.run.records.tasks import TrainTask

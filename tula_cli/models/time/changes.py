@@ -13,7 +13,7 @@ import numpy as np
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.models import messages
 from tula_cli.models.cost import compute_cost
-from tula_cli.models.time.noise import Floats, compute_standard_error, compute_trimmed_mean
+from tula_cli.models.time.noise import SETTLING_SAMPLES, Floats, compute_standard_error, compute_trimmed_mean
 from tula_cli.run.records.recommendations import Prediction, StageSteps
 from tula_cli.run.records.results import StepChange, StepPart, StepParts
 from tula_cli.run.records.scripts import Heartbeat
@@ -112,9 +112,6 @@ def _rank_values(values: Floats) -> Floats:
 
 
 # --- Levels
-
-SETTLING_SAMPLES = 3
-"""Number of first samples that are not judged, while caches fill and loaders start."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,9 @@ Floats = NDArray[np.float64]
 
 BLOCKS = 5
 
+SETTLING_SAMPLES = 3
+"""Number of first samples that are not judged, while caches fill and loaders start."""
+
 Z90 = 1.645
 """Half the width of a 90 % interval in standard deviations."""
 

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from tula_cli.models import refresh
-from tula_cli.models.time.changes import SETTLING_SAMPLES
 from tula_cli.models.time.noise import (
     BLOCKS,
+    SETTLING_SAMPLES,
     Z90,
     compute_block_deviation,
     compute_standard_error,

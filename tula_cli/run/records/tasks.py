@@ -8,10 +8,10 @@ from pydantic import Field, TypeAdapter, computed_field
 from tula_cli.run.records.base import Footprint, Record, RecordedText
 from tula_cli.run.records.failures import Recovery
 from tula_cli.run.records.recommendations import Prediction, Stage
+from tula_cli.spec.load import StoredSpec
 from tula_cli.spec.scripts.script import Script
 from tula_cli.spec.sections import Workers
 from tula_cli.spec.slurm_options import ROOM
-from tula_cli.spec.stored import StoredSpec
 
 FOLDER_PATIENCE = 30
 """Seconds for which a job waits for a folder that is unavailable."""

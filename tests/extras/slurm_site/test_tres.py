@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_cli.models.tres import compute_billing, parse_flags, parse_tres, parse_weights, truncate_billing
+from tula_cli.extras.slurm_site.tres import compute_billing, parse_flags, parse_tres, parse_weights, truncate_billing
 
 NAMES = ("cpu", "mem", "node", "gres/gpu", "gres/gpu:a100", "license/x", "bb/scratch")
 AMOUNTS = st.floats(0, 1e6, allow_nan=False)

@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Literal
 
+from tula_cli.models.cost import ROUNDING_ERROR
+
 Tres = Mapping[str, float]
 """Counts by name ("cpu", "mem" in MB, "node", "gres/gpu", "gres/gpu:a100", "license/matlab")."""
 
@@ -19,8 +21,6 @@ Count = Literal["sum", "max", "max_gres"]
 _MB = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2, "P": 1024.0**3, "E": 1024.0**4}
 _COUNTS = {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 _OF_A_NODE = ("cpu", "mem", "node")
-NOISE = 1e-9
-"""Relative rounding error of a product of floats: 10 x 0.3 must count as 3."""
 
 
 def parse_tres(text: str) -> dict[str, float]:
@@ -88,4 +88,4 @@ def compute_billing(tres: Tres, weights: Tres | None, count: Count) -> float:
 
 def truncate_billing(value: float) -> int:
     """Truncate a billing to a whole number, as SLURM stores it for a job (AllocTRES)."""
-    return math.floor(value * (1 + NOISE))
+    return math.floor(value * (1 + ROUNDING_ERROR))

@@ -367,7 +367,8 @@ def evaluate(z: Floats, at: FeaturePoints) -> ModelValues:
     # ln of the joint duration of the backward pass and the synchronisation that it hides.
     log_longer = np.logaddexp(priors.p * log_backward, priors.p * log_sync) / priors.p
     compute, sync, longer = np.exp(log_compute), np.exp(log_sync), np.exp(log_longer)
-    step = phi * compute + longer + tau * sync
+    log_step = np.log(phi * compute + longer + tau * sync)
+    step = np.exp(log_step)
     backward_share, sync_share = (np.exp(priors.p * (part - log_longer)) for part in (log_backward, log_sync))
     by_compute = (phi * compute + longer * backward_share) / step
     by_sync = (longer * sync_share + tau * sync) / step
@@ -390,7 +391,7 @@ def evaluate(z: Floats, at: FeaturePoints) -> ModelValues:
     of_step[:, parameter_count + at.u.shape[1] :] = by_across[:, None] * at.v
     of_step[:, :parameter_count] *= priors.sds
     of_compute[:, :parameter_count] *= priors.sds
-    return ModelValues(np.log(step), log_compute, sync, of_step, of_compute, by_compute, by_sync, by_across)
+    return ModelValues(log_step, log_compute, sync, of_step, of_compute, by_compute, by_sync, by_across)
 
 
 def fit_additive(replicas: Floats, local_batch: Floats, seconds: Floats) -> Floats | None:

@@ -114,13 +114,13 @@ def test_how_allocations_stand_and_end(on_slurm: SlurmCluster) -> None:
     expected = until(lambda: scheduler.ask_states([waiting])[waiting].starts_at)
     assert expected == scheduler.find_end_time(long, {})
     assert 200 < expected - time.time() < 400
-    assert scheduler.list_live_ids("tula-long") == [long]
+    assert [job.id for job in scheduler.list_live_jobs(["tula-long"])] == [long]
     assert [scheduler.find_outcome(id_) for id_ in (done, failed, long, "999999")] == [None] * 4
     if on_slurm.settings.cgroups:
         assert scheduler.find_outcome(killed) == "host_oom"
     scheduler.cancel_jobs([waiting, long])
     until(lambda: scheduler.find_outcome(long) == "cancelled")
-    assert scheduler.list_live_ids("tula-long") == []
+    assert [job.id for job in scheduler.list_live_jobs(["tula-long"])] == []
     until(lambda: scheduler.ask_states(["999999", long])[long].reason.startswith("CANCELLED"))
 
 

@@ -520,14 +520,6 @@ def list_live_jobs(names: Sequence[str]) -> list[Queued]:
     ]
 
 
-def list_live_ids(job_name: str) -> list[str]:
-    """Return the ids of this user's pending or running jobs with exactly this name; empty if squeue does not answer."""
-    try:
-        return [job.id for job in list_live_jobs([job_name])]
-    except SchedulerError:
-        return []
-
-
 def cancel_jobs(ids: Sequence[str]) -> str:
     """Cancel exactly these jobs; return scancel's error message, or empty. Ended jobs are not an error."""
     job_ids = [id_ for id_ in ids if id_.isdigit()]  # scancel would take a name for other things

@@ -250,7 +250,7 @@ def test_a_job_that_stands_still_says_so_and_how_it_goes_on(versions, word):
     job = versions.add("a", word)
     state = ask_states([job])[job]
     assert (state.state, state.suspended) == ("running", True)
-    assert state.reason.startswith("suspended: ") and f"scontrol resume {job}" in state.reason
+    assert state.suspended and f"scontrol resume {job}" in state.reason
     assert "\n" not in state.reason
 
 

@@ -268,7 +268,7 @@ def test_a_run_that_is_named_is_used_whatever_became_of_the_code(cluster, own_co
         assert tula(command, "--run", run.path).code == 0, command
     trained = tula("train", "--run", run.path)
     assert trained.code == 0
-    assert f"The code behind mine:Net has changed since {run.id} was measured. The new code is trained" in trained.err
+    assert f"The code of mine:Net has changed since {run.id} was measured. The new code is trained" in trained.err
     assert newest().path == run.path
 
 
@@ -592,7 +592,7 @@ def test_a_training_does_not_start_from_settings_that_the_job_no_longer_has(clus
     tula("profile", "job.yaml")
     tula("recommend")
     edit(here, train={"epochs": 9, "method": "ags"}, optimizer={"lr": 0.002})
-    told = "job.yaml says otherwise by now: optimizer.lr 0.002 (here 0.1), train.epochs 9 (here 4)"
+    told = "job.yaml has changed: optimizer.lr 0.002 (here 0.1), train.epochs 9 (here 4)"
     for command in (["train"], ["compare", "--batch", 64]):
         refused = tula(*command)
         assert refused.code == 2 and "(optimizer.lr, train.epochs)" in refused.err and told in refused.err
@@ -1007,7 +1007,7 @@ def test_init_from_a_script_of_sbatch_is_a_job_of_slurm():
     assert (
         "understood: 2 nodes, 4 processes per node, 64 samples per process: global batch 512; 90 epochs" in answer.out
     )
-    assert "left out: --output=logs/%x-%j.out: tula decides it for each of its jobs" in answer.out
+    assert "left out: --output=logs/%x-%j.out: tula sets it for each of its jobs" in answer.out
     assert tula("init", "-o", "new.yaml", "--force", "--from-sbatch", "nowhere.sbatch").code == 2
     assert tula("init", "-o", "new.yaml", "--force", "--from-sbatch", str(script), "--from-command", "x").code == 2
 
@@ -1566,7 +1566,7 @@ def test_the_screens_tell_the_types_apart(two_types):
 
 def test_the_cap_holds_for_all_types_together(two_types):
     plan = tula("profile", "job.yaml", "--set", "search.max_node_hours=1.5")
-    assert plan.code == 8 and "the probes of all 2 parts (node types, lengths) may take 2.00 node-hours" in plan.err
+    assert plan.code == 8 and "the probes of all 2 variants (node types, lengths) may take 2.00 node-hours" in plan.err
     assert not any(launcher.submitted for launcher in two_types.launchers.values())
     assert tula("check", "job.yaml", "--set", "search.max_node_hours=1.5").code == 8
 
@@ -1649,7 +1649,7 @@ def test_spot_is_shown_beside_on_demand_and_trained_at_its_price(cluster, here):
     shown = tula("recommend", "--objective", "cost").out
     assert "on spot, batch" in shown.splitlines()[0]
     assert re.search(r"^the same on demand: .*more expensive", shown, re.MULTILINE)
-    assert "cheaper" in shown and "spot 50% off, 1 interruptions a day and node" in shown
+    assert "cheaper" in shown and "spot 50% off, 1 interruptions per day and node" in shown
     plan = tula("train", "--dry-run")
     assert "on spot nodes" in plan.out
     task = tula("train", "--dry-run", "--json").json["data"]["plan"]["task"]
@@ -1703,7 +1703,7 @@ def test_explain_says_where_probes_are_too_few_for_a_regression(cluster):
     tula("profile", "job.yaml", "--set", "search.nodes=[2]", "--set", "search.strategy=partial")
     explained = tula("recommend", "--explain")
     assert explained.code == 0 and "coefficient  " in explained.out
-    assert "probes do not determine its 2 coefficients and an error" in explained.out
+    assert "probes are too few for 2 coefficients and an error" in explained.out
 
 
 # --- rounds

@@ -392,7 +392,7 @@ def test_an_out_of_memory_in_a_stage_goes_on_with_more_nodes_at_the_same_batch(c
     chain.start("11")
     newest = chain.newest()
     assert (newest.nodes, newest.batch, newest.splits) == (2, 64, 1)
-    assert newest.cause == "out of memory on 1 node, so it continues with 2"
+    assert newest.cause == "out of memory on 1 node, so it continues on 2"
 
 
 def test_a_stage_whose_supervisor_was_killed_goes_on_in_the_next_link_of_that_stage(
@@ -771,9 +771,9 @@ def test_a_kill_for_memory_is_told_although_another_rank_failed_first(chain: Cha
     ("log", "outcome", "words"),
     [
         ("subprocess.CalledProcessError: Command '['python', 'train.py']' died with <Signals.SIGKILL: 9>.", "signal",
-         "a rank was killed by SIGKILL, as its launcher says"),
+         "a rank was killed by SIGKILL, as its launcher reports"),
         (f"RuntimeError: {GLOO}\n[launch.py] exits with return code = -9", "signal",
-         "a rank was killed by SIGKILL, as its launcher says"),
+         "a rank was killed by SIGKILL, as its launcher reports"),
         ("Traceback (most recent call last):\nValueError: mine\n\nTraceback (most recent call last):\n"
          "subprocess.CalledProcessError: Command 'x' returned non-zero exit status 1.", "user", "ValueError: mine"),
         ("the end is near\nresource_tracker.py:310: UserWarning: resource_tracker: 1 leaked\n  warnings.warn(", "unknown",

@@ -321,11 +321,11 @@ def test_a_rank_that_hangs_is_told_with_its_stack_and_started_again(tula) -> Non
     )
     model = ("--set", "model={name: 'hanging:Net'}")
     summary = tula("train", "job.yaml", "--nodes", "2", "--batch", "128", *model)["data"]
-    assert summary["attempts"] == 2 and summary["causes"][0].startswith("hung: no end of a step for 2 s")
+    assert summary["attempts"] == 2 and summary["causes"][0].startswith("hung: no step finished for 2 s")
     first, _ = tula.run().attempts()
     assert (first.outcome, first.rank) == ("hung", 1)
     assert "in forward, " in first.message and "hanging.py line 13" in first.message
     assert first.message in str(tula("status")["data"]["attempts"])
     log = tula.run().log_path(first.task, 1).read_text()
-    assert "[rank1]: rank 1 hangs: no end of a step" in log and "in forward" in log
+    assert "[rank1]: rank 1 hangs: no step finished" in log and "in forward" in log
     assert "rank 0 hangs" not in log, "it waited for the other"

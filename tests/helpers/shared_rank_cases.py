@@ -179,7 +179,7 @@ def damaged(folder: Path, ranks: Ranks) -> list[Any]:
     ranks.broadcast(0)
     told: list[str] = []
     found = checkpoint.load_for_all(run, TRAIN.signature, ranks, told.append)
-    words = f"the checkpoint {newest.name} ({int(newest.stem)} samples) is damaged, passed over and kept as checkpoints/damaged-{newest.name}"
+    words = f"the checkpoint {newest.name} ({int(newest.stem)} samples) is damaged, skipped and kept as checkpoints/damaged-{newest.name}"
     assert told == ([words] if ranks.is_first else [])
     return [found and found["folder"].name, before.name]
 

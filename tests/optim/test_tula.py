@@ -765,7 +765,7 @@ def test_settings_that_local_norms_cannot_have_are_refused() -> None:
 def test_what_serves_one_optimizer_is_not_for_another(kind: type) -> None:
     model, given = mlp(), {"gate" if kind is Gate else "factors": kind()}
     TulaOptimizer(sgd(model), model=model, b_large=B_LARGE, b_small=B_SMALL, **given)
-    with pytest.raises(ValueError, match=f"this {kind.__name__} serves another"):
+    with pytest.raises(ValueError, match=f"this {kind.__name__} belongs to another"):
         TulaOptimizer(sgd(model), model=model, b_large=B_LARGE, b_small=B_SMALL, **given)
 
 

@@ -323,7 +323,7 @@ def test_nothing_is_written_through_a_planted_link(tmp_path: Path, plant: Callab
     own.write_text("the user's\n")
     plant(tmp_path / "metrics.jsonl", own)
     for add in (lambda path: files.append_json_line(path, {}), files.open_to_append):
-        with pytest.raises(CannotWrite, match=r"cannot add to .*metrics\.jsonl: it is a link"):
+        with pytest.raises(CannotWrite, match=r"cannot append to .*metrics\.jsonl: it is a link"):
             add(tmp_path / "metrics.jsonl")
     draft = tmp_path / f".spec.yaml.{socket.gethostname()}.{os.getpid()}"
     plant(draft, own)

@@ -778,7 +778,7 @@ def test_methods_of_a_script_are_those_that_run_on_it() -> None:
         services_compare.plan_comparison(RunDir(Path("x")), own_scaling, grid, inspect=inspect, now=1.0)
     problems = {problem.path: problem.message for problem in error.value.problems}
     assert set(problems) == {"lrs", "lars", "lbt-x2"}
-    assert "neither {lr} nor {lr_factor}" in problems["lrs"] and "no {lr} that could be raised" in problems["lbt-x2"]
+    assert "neither {lr} nor {lr_factor}" in problems["lrs"] and "no {lr} that could be increased" in problems["lbt-x2"]
 
 
 def test_a_script_that_scales_gradients_gives_the_plain_rows_none_of_it() -> None:

@@ -59,7 +59,7 @@ def test_seeds_of_the_same_job_tell_where_it_ends_and_what_it_takes(run: RunDir)
     assert found is not None
     assert (found.epoch, found.witnesses, found.batch) == (4, (2, 4, 10), 64)
     assert found.prediction.hours == pytest.approx(0.4)
-    assert found.description == "3 earlier trainings of this job at batch 64 got there after 2 to 10 epochs"
+    assert found.description == "3 earlier trainings of this job at batch 64 reached it after 2 to 10 epochs"
 
 
 def test_the_nearest_batch_counts(run: RunDir) -> None:

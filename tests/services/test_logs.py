@@ -143,7 +143,7 @@ def test_rank_0_is_shown_although_another_wrote_last(slurm):
     assert texts(logs.read_logs(slurm)) == ["one"]
     (line,) = logs.read_logs(slurm, LogQuery(rank=1))
     assert (line.text, line.file, line.task, line.attempt, line.rank) == ("two", other, "probe-n002", 1, 1)
-    with pytest.raises(SpecError, match="--rank 2: no log of such a rank"):
+    with pytest.raises(SpecError, match="--rank 2: no log of this rank"):
         list(logs.read_logs(slurm, LogQuery(rank=2)))
 
 
@@ -158,7 +158,7 @@ def test_nodes_of_several_ranks_have_a_log_each(tmp_path):
         found = [texts(logs.read_logs(run, LogQuery(rank=rank))) for rank in range(4)]
         assert found == [["zero"], ["[rank1]: one"], ["two"], ["[rank3]: three"]]
         assert texts(logs.read_logs(run)) == ["zero"], "of rank 0, where no rank is asked for"
-        with pytest.raises(SpecError, match="--rank 4: no log of such a rank"):
+        with pytest.raises(SpecError, match="--rank 4: no log of this rank"):
             list(logs.read_logs(run, LogQuery(rank=4)))
 
 

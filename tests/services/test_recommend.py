@@ -446,7 +446,7 @@ def test_spot_is_offered_beside_on_demand(run: RunDir) -> None:
     assert other.step_fitted == pytest.approx(row.step_fitted)  # one at a time, or all at once: up to rounding
     assert other.model_copy(update={"step_fitted": row.step_fitted}) == row
     assert on_spot(run, "time").choice.market == "on_demand"
-    assert "spot 60% off, 2 interruptions a day and node" in answer.price
+    assert "spot 60% off, 2 interruptions per day and node" in answer.price
     table = pd.read_csv(run.path / "results.csv")
     assert table.spot_hours.notna().sum() == len(spot)
 

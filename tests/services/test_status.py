@@ -591,7 +591,7 @@ def test_results_may_come_later_than_the_end_of_the_attempt_that_wrote_them(run,
     clock = Clock([(25, lambda: make.add_measured(run, 1, 32))])
     seen = watched(run, make.FakeLauncher({name: "ended"}), [name], clock)
     assert (seen[0].jobs[0].state, seen[-1].jobs[0].state) == ("lost", "done")
-    assert "0 of 1 results are to be seen" in seen[0].jobs[0].reason
+    assert "0 of 1 results are visible" in seen[0].jobs[0].reason
 
 
 def test_a_failed_job_needs_no_grace(run):

@@ -49,7 +49,7 @@ def test_the_recommended_configuration_is_taken(run: RunDir) -> None:
     assert (planned.task.nodes, planned.task.batch) == (2, 256)
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(make_runs.START))
     assert planned.source == f"as recommended (time, --max-nodes 2, --set pricing.price=9; {when})"
-    assert plan(run, run.read_spec(), nodes=1).source.startswith("nodes as given, the rest as recommended (time, ")
+    assert plan(run, run.read_spec(), nodes=1).source.startswith("nodes as given, otherwise as recommended (time, ")
 
 
 def test_given_nodes_and_batch_win(run: RunDir) -> None:

@@ -181,15 +181,15 @@ def test_one_process_alone_is_refused_and_goes_on_being_so(around: Callable[...,
     ags.made(loop.base)
     loop.base.register_step_pre_hook(ags.before_step)
     loop.base.register_step_post_hook(lambda optimizer, *_: ags.after_step(optimizer))
-    with pytest.raises(CannotScaleError, match=r"one process has no other's gradient.*else use train.method lbt"):
+    with pytest.raises(CannotScaleError, match=r"there is no other gradient.*otherwise use train.method lbt"):
         loop.train(range(9))
-    assert "one process has no other's gradient" in told(tmp_path)
+    assert "there is no other gradient" in told(tmp_path)
     with pytest.raises(CannotScaleError):
         loop.train(range(1))  # a script that catches it trains no step more
 
 
 def test_a_loop_that_offers_no_small_batch_is_refused(around: Callable[..., AgsSteps]) -> None:
-    for preset, words in (("robust", "one process has no other's"), ("paper", "needs tula_hooks.small_batch")):
+    for preset, words in (("robust", "there is no other"), ("paper", "needs tula_hooks.small_batch")):
         loop, ags = Loop(), around(preset)
         loop.around(ags).ags = None
         with pytest.raises(CannotScaleError, match=words):
@@ -225,7 +225,7 @@ def test_gradients_are_scaled_where_that_is_known_to_act_else_updates(kind: Any,
 
 
 def test_gradients_of_adam_are_refused(around: Callable[..., AgsSteps]) -> None:
-    with pytest.raises(CannotScaleError, match="divides by the gradient's own magnitude"):
+    with pytest.raises(CannotScaleError, match="divides by the magnitude of the gradient"):
         Loop("Adam").around(around(apply_to="gradient"))
 
 
@@ -280,7 +280,7 @@ def test_an_optimizer_of_other_parameters_is_refused(around: Callable[..., AgsSt
     ags.split.modules.append(weakref.ref(model))
     ags.made(loop.base)
     ags.seek()
-    with pytest.raises(CannotScaleError, match="no optimizer was made of the parameters"):
+    with pytest.raises(CannotScaleError, match="no optimizer has the parameters"):
         for _ in range(ags_module.PATIENCE):
             ags.after_step(loop.base)
 

@@ -47,8 +47,8 @@ def test_steps_are_both_bounds(tmp_path: Path) -> None:
     ("content", "words"),
     [
         ("{", "cannot be read"),
-        (GIVEN | {"version": 2}, "is not of version 1"),
-        ([1], "is not of version 1"),
+        (GIVEN | {"version": 2}, "does not have version 1"),
+        ([1], "does not have version 1"),
         ({"version": 1, "task": "probe"}, "lacks folder"),
         (GIVEN | {"mode": "watch"}, "mode is 'watch'"),
         (GIVEN | {"stop": "kill"}, "one of exit, raise"),
@@ -57,7 +57,7 @@ def test_steps_are_both_bounds(tmp_path: Path) -> None:
         (GIVEN | {"min_steps": 9, "max_steps": 8}, "max_steps is 8"),
         (GIVEN | {"seconds": "1"}, "seconds is '1'"),
         (GIVEN | {"expected": []}, "expected is [] in"),
-        (GIVEN | {"rehearsal": {"after": 5}}, "all of after, checkpoint are needed"),
+        (GIVEN | {"rehearsal": {"after": 5}}, "all of after, checkpoint, or null"),
         (GIVEN | {"expected": 64}, "expected is 64 in"),
     ],
 )

@@ -132,7 +132,7 @@ def test_energy_has_a_column_where_any_row_has_it_and_a_dash_where_it_is_unknown
     text = printed(recommend.render_recommendation(both, pareto=True))
     assert "energy" in text and "1.25" in text
     text = printed(recommend.render_recommendation(both))
-    assert "P: nothing is as fast, as cheap and as low in energy, and better in one of them" in text
+    assert "P: nothing is at least equal in time, cost and energy, and better in one of them" in text
 
 
 def test_without_energy_no_word_is_lost_on_it():
@@ -539,7 +539,7 @@ def test_a_change_of_the_pace_is_shown_once_in_status_and_below_the_table_at_the
     train = make.add_training(run, rows=[*make.metrics(), row])
     said = (
         "samples) a step takes 90.0 ms, before 60.0 ms (+50 %): the network is slower; computing 50.0 (50.0), synchronisation"
-        " 38.0 (8.00), waiting for data 2.00 (2.00); 90.0 s to the end, not 60.0 s, 0.500 USD more"
+        " 38.0 (8.00), waiting for data 2.00 (2.00); 90.0 s remaining instead of 60.0 s, 0.500 USD more"
     )
     status = printed(show_status.render_status(snapshot(run, {train: "running"})))
     end = printed(show_train.render_summary(make.summary(changes=(change,))))
@@ -897,7 +897,7 @@ def test_what_probes_of_a_script_do_not_tell_is_told_once(run):
 
 def test_samples_that_were_trained_again_are_told():
     text = printed(show_train.render_summary(make.summary(lost=(480, 0, 960))))
-    assert "samples trained again after interruptions: 1440 samples in all, at each end 480, 0, 960" in text
+    assert "samples trained again after interruptions: 1440 samples in all, at each interruption 480, 0, 960" in text
     assert "trained again" not in printed(show_train.render_summary(make.summary(lost=())))
 
 

@@ -72,7 +72,7 @@ def test_a_rank_takes_the_gpu_of_its_place_on_the_node(monkeypatch: pytest.Monke
     assert choose_device(Cluster(kind="slurm"), 3, world=8) == torch.device("cuda", 3)
     accelerators(monkeypatch, "cuda", 1)
     assert choose_device(Cluster(kind="slurm"), 3, world=8) == torch.device("cuda", 0), "each task sees its own"
-    with pytest.raises(JobFailed, match="2 ranks need 2 GPUs, this machine has 1"):
+    with pytest.raises(JobFailed, match="2 ranks need 2 GPUs, but this machine has 1"):
         choose_device(Cluster(), 1, world=2)
     assert choose_device(Cluster(device="cpu"), 1, world=2).type == "cpu"
 

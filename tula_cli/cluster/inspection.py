@@ -154,7 +154,7 @@ class ResourceLimit:
     remedy: str
 
 
-_PREAMBLE = re.compile(r"^.*(cannot build the model and the dataset|before its answer|own code fails): ")
+_PREAMBLE = re.compile(r"^.*(cannot build the model and the dataset|ended without a result|own code fails): ")
 RESOURCE_LIMITS = (
     ResourceLimit(
         "CPU time",
@@ -178,7 +178,7 @@ RESOURCE_LIMITS = (
         r"|[Ff]ailed to allocate memory|[Mm]emory (cgroup|exhausted)|cgroup out.of.memory|CPU out of memory",
         (signal.SIGKILL, signal.SIGBUS),
         {"ulimit -v": resource.RLIMIT_AS},
-        "raise the memory limit (ulimit -v, or that of your session), or use a machine with more memory",
+        "raise the limit of memory (ulimit -v, or that of your session), or use a machine with more memory",
     ),
 )
 

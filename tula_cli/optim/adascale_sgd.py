@@ -153,13 +153,13 @@ class AdaScale(Wrapper):
         """Return |g|^2 of the small batch and of the large one, and the samples of the small one."""
         if self._local is None:
             if self._observed is None:
-                raise RuntimeError("AdaScale in one process needs the gradient of a part of the batch: call observe()")
+                raise RuntimeError("in one process, AdaScale needs the gradient of a part of the batch: call observe()")
             square, samples = self._observed
             return square, large, samples
         norms = self._local.take()
         if norms is None:
             raise RuntimeError(
-                "AdaScale saw no reduction; the last backward pass before a step must not be in no_sync()"
+                "AdaScale observed no gradient reduction; the last backward pass before a step must not be in no_sync()"
             )
         # Both were taken before GradScaler unscaled the gradients; their ratio knows nothing of that.
         _, local_norm, averaged = norms
@@ -194,7 +194,7 @@ class AdaScale(Wrapper):
         """
         averages = state_dict.get("adascale")
         if averages is None or averages.get("version") != VERSION:
-            raise ValueError("the state is not of an AdaScale that this program knows")
+            raise ValueError("this is not the state of a known version of AdaScale")
         self.base.load_state_dict(state_dict["base"])
         device = self.param_groups[0]["params"][0].device
         self._noise, self._signal = (

@@ -109,7 +109,7 @@ class Gate:
             ValueError: it serves one already.
         """
         if self._world is not None:
-            raise ValueError("this Gate serves another TulaOptimizer; give each a gate of its own")
+            raise ValueError("this Gate belongs to another TulaOptimizer; create one for each")
         self._world = world
 
     def decide(self, square: Tensor, *, has_factors: bool, refreshes: bool) -> Tensor:
@@ -134,7 +134,7 @@ class Gate:
         return calm
 
     def _agree_on_norm(self, square: Tensor, refreshes: bool) -> Tensor:
-        assert self._world is not None, "a gate is bound before it decides"
+        assert self._world is not None, "bind the gate to an optimizer before it decides"
         if self._world > 1 and self.consensus == "broadcast":
             dist.broadcast(square, 0)
         elif self._world > 1 and self.consensus == "check" and refreshes:
@@ -526,12 +526,12 @@ class Setup:
                 raise ValueError(f"{name} must be at least 1 sample, got {value}")
         if b_small > b_large:
             raise ValueError(
-                f"b_small, {b_small}, is above b_large, {b_large}: the small batch is a part of the large one"
+                f"b_small, {b_small}, is above b_large, {b_large}, but the small batch must be a part of the large one"
             )
         excluded, sharded = frozenset(embeddings(model) if exclude is None else exclude), sharding.is_sharded(model)
         setup = cls(base, model, rank, world, b_large, b_small, share, steps_per_epoch, seed, excluded, sharded)
         if setup.excluded and setup.excluded.issuperset(setup.params):
-            raise ValueError("exclude leaves no parameter to scale (without it embeddings are left out)")
+            raise ValueError("exclude leaves no parameter to scale (by default, embeddings are excluded)")
         return setup
 
     @property
@@ -606,7 +606,7 @@ class Factors(ABC):
             ValueError: it serves one already, or cannot serve this one.
         """
         if self._setup is not None:
-            raise ValueError(f"this {type(self).__name__} serves another TulaOptimizer; give each one of its own")
+            raise ValueError(f"this {type(self).__name__} belongs to another TulaOptimizer; create one for each")
         self._setup = setup
 
     def change(self, setup: Setup) -> None:
@@ -616,7 +616,7 @@ class Factors(ABC):
     @property
     def setup(self) -> Setup:
         """The training that is served."""
-        assert self._setup is not None, "factors are bound before they are asked"
+        assert self._setup is not None, "bind the factors to an optimizer before you read them"
         return self._setup
 
     @property
@@ -752,7 +752,7 @@ class Static(Factors):
 
     @property
     def identity(self) -> str | None:
-        return "AGS leaves the gradients as they are: its factor is 1" if self._number == 1 else None
+        return "AGS does not change the gradients, because its factor is 1" if self._number == 1 else None
 
     @property
     def bounds(self) -> Bounds:
@@ -823,10 +823,10 @@ class SmallBatch(Factors):
         super().bind(setup)
         self.schedule = Schedule.of(self.refresh, setup.steps_per_epoch)
         if setup.sharded and self.per == "element":
-            raise ValueError(f'a model in shares has factors of tensors alone: {type(self).__name__}(per="tensor")')
+            raise ValueError(f'a sharded model can only have factors per tensor: {type(self).__name__}(per="tensor")')
         if self.reads_b_small and setup.world > 1 and _synchronises_statistics(setup.model):
             raise ValueError(
-                "SyncBatchNorm needs every rank in a forward pass, and few take the small batch: use LocalNorms()"
+                "SyncBatchNorm needs all ranks in a forward pass, but only some compute the small batch: use LocalNorms()"
                 " (ags.source: local_norms), which needs no such pass"
             )
 
@@ -835,9 +835,7 @@ class SmallBatch(Factors):
         size, large = self.setup.small_batch_size, self.setup.b_large
         if size < large:
             return None
-        return (
-            f"AGS leaves the gradients as they are: its small batch of {size} samples is not below the batch of {large}"
-        )
+        return f"AGS does not change the gradients, because its small batch of {size} samples is not below the batch of {large}"
 
     @property
     def bounds(self) -> Bounds:
@@ -1017,7 +1015,7 @@ class LocalNorms(SmallBatch):
         """
         if setup.sharded:
             raise ValueError(
-                "LocalNorms needs the gradients of single ranks, which a model in shares has not; use SmallBatch"
+                "LocalNorms needs the gradients of single ranks, which a sharded model does not have; use SmallBatch"
                 " (ags.source: small_batch)"
             )
         ddp = find_ddp(setup.model)
@@ -1031,7 +1029,7 @@ class LocalNorms(SmallBatch):
             add_listener(ddp, self._listener)
         except RuntimeError as error:
             raise ValueError(
-                "LocalNorms needs the communication hook of DistributedDataParallel, which is taken; use SmallBatch"
+                "LocalNorms needs the communication hook of DistributedDataParallel, which is already in use; use SmallBatch"
                 " (ags.source: small_batch)"
             ) from error
 
@@ -1104,7 +1102,7 @@ def configured(settings: Mapping[str, Any]) -> Configured:
     }
     local = settings["source"] == "local_norms"
     if local and settings["granularity"] != "tensor":
-        raise ValueError("source local_norms knows one norm a tensor: use granularity tensor")
+        raise ValueError("source local_norms has one norm per tensor: use granularity tensor")
     gate = Gate(float(settings["delta"]), ewma=settings["norm_ewma"], consensus=settings.get("consensus", "broadcast"))
     return {
         "factors": LocalNorms(**common) if local else SmallBatch(settings["granularity"], **common),
@@ -1292,7 +1290,7 @@ class TulaOptimizer(Wrapper):
             RuntimeError: no small batch is wanted at this step.
         """
         if not self.wants_small_batch:
-            raise RuntimeError("small_batch() is for steps where wants_small_batch is true")
+            raise RuntimeError("call small_batch() only in steps in which wants_small_batch is true")
         params = [p for p, g in self._scaled(self._gradients()).items() if not g.is_sparse]
         self.factors.take(loss, params, step=self._n_steps, scaler=scaler)
 
@@ -1443,7 +1441,7 @@ class TulaOptimizer(Wrapper):
 
 def _check_state(state: Mapping[str, Any]) -> None:
     if "base" not in state or "ags" not in state:
-        raise ValueError('the state is not of a TulaOptimizer: it has no "base" and "ags"')
+        raise ValueError('this is not the state of a TulaOptimizer: it has no "base" and "ags"')
     _check_version(state["ags"])
 
 
@@ -1472,11 +1470,11 @@ def advice(report: Mapping[str, float]) -> dict[str, str]:
         sentences["scaled"] = (
             f"AGS scaled only {report['scaled']:.0%} of {report['steps']:.0f} steps: in {shut:.0%} of them the gradient norm changed by more"
             " than delta allows."
-            ' Raise delta, or use the preset "robust", which has no such gate'
+            ' Increase delta, or use the preset "robust", which has no such gate'
         )
     if report["at_floor"] > MANY_AT_FLOOR:
         sentences["at_floor"] = (
-            f"{report['at_floor']:.0%} of the AGS factors are at their lower bound s_min, so their weights hardly move:"
-            ' the small batch has no gradient there. Use one factor a tensor (granularity "tensor"), or a larger b_small'
+            f"{report['at_floor']:.0%} of the AGS factors are at their lower bound s_min, so their weights hardly change:"
+            ' the small batch has no gradient for them. Use one factor per tensor (granularity "tensor"), or a larger b_small'
         )
     return sentences

@@ -154,7 +154,7 @@ def _squares(grads: list[Tensor]) -> Tensor:
 
 def _owned(averaged: Tensor | None) -> Tensor:
     """Tell the allocator that this stream reads what a callback has written in a stream of its own."""
-    assert averaged is not None, "DDP ends backward() after its reductions"
+    assert averaged is not None, "DDP finishes its reductions before backward() returns"
     if averaged.is_cuda:
         averaged.record_stream(torch.cuda.current_stream(averaged.device))
     return averaged

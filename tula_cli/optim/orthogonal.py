@@ -39,9 +39,9 @@ ALIGN_EVERY = 100
 
 
 REFUSED = {
-    "LBFGS": "evaluates its closure several times a step",
-    "Muon": "orthogonalises its steps already",
-    "MuonWithAdamW": "orthogonalises its steps already",
+    "LBFGS": "evaluates its closure several times per step",
+    "Muon": "already orthogonalises its steps",
+    "MuonWithAdamW": "already orthogonalises its steps",
 }
 """Optimizers that `Ortho` does not wrap, and why."""
 
@@ -107,7 +107,7 @@ class Ortho(Wrapper):
         self._by_zeros = kind is getattr(torch.optim, kind.__name__, None) and kind.__name__ in INDEPENDENT_OF_WEIGHTS
         if not self._by_zeros and (half := {p.dtype for p in self.matrices()} - {torch.float32, torch.float64}):
             raise ValueError(
-                f"the step of {kind.__name__} cannot be read off weights in {', '.join(sorted(map(str, half)))}, which round"
+                f"the step of {kind.__name__} cannot be computed from weights in {', '.join(sorted(map(str, half)))}, which round"
                 " it away; use torch.optim.SGD or AdamW, or weights in float32 (autocast computes in half precision)"
             )
 

@@ -75,12 +75,12 @@ def refuse_base(base: torch.optim.Optimizer, *, of_gradients: bool) -> None:
     names, name = _names(base), type(base).__name__
     if names & DIVIDING and of_gradients:
         raise ValueError(
-            f"{name} divides by the gradient's own magnitude, so that scaling the gradient changes nothing."
+            f"{name} divides by the magnitude of the gradient, so scaling the gradient has no effect."
             f' Scale its update (apply_to="update"), use torch.optim.SGD as the base of TulaOptimizer, or {name} without'
             " AGS"
         )
     if "LBFGS" in names:
-        raise ValueError(f"{name} evaluates its closure several times a step. Use torch.optim.SGD as the base")
+        raise ValueError(f"{name} evaluates its closure several times per step. Use torch.optim.SGD as the base")
 
 
 def refuse_other_model(base: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -89,7 +89,7 @@ def refuse_other_model(base: torch.optim.Optimizer, model: nn.Module) -> None:
     if not any(p in parameters for group in base.param_groups for p in group["params"]):
         raise ValueError(
             f"model, {type(model).__name__}, has none of the parameters that {type(base).__name__} updates: both"
-            " have to be of the same module"
+            " must belong to the same module"
         )
 
 
@@ -106,7 +106,7 @@ def refuse_sharded(
     for thing in (base, *model.modules(), *params):
         if _names(thing) & refused:
             raise ValueError(
-                f"{who} does not work with {type(thing).__name__}: it needs every rank to hold the whole,"
+                f"{who} does not work with {type(thing).__name__}, because every rank needs the whole"
                 " averaged gradient. Use DistributedDataParallel"
             )
     if any(p.is_complex() for p in params):

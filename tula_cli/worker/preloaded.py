@@ -135,9 +135,9 @@ def _serve_requests(connection: socket.socket) -> Request | None:
 def _describe_why_not_forkable() -> str:
     """Return why a fork of this process would not work as a rank; empty if it would."""
     if threading.active_count() > 1:
-        return f"a library has started threads at its import: {[thread.name for thread in threading.enumerate()]}"
+        return f"a library started threads when it was imported: {[thread.name for thread in threading.enumerate()]}"
     if "torch" in sys.modules and (_has_gpu_open() or any(map(_has_file_open, DRIVERS))):
-        return "a library has touched the GPUs' driver at its import"
+        return "a library initialised the GPU driver when it was imported"
     return ""
 
 

@@ -151,7 +151,7 @@ def _make_store(handover: Path, interface: str | None, device: torch.device, *, 
         if time.monotonic() > deadline:
             raise JobFailed(
                 f"rank {rank} on {socket.gethostname()} found no address of rank 0 in {handover}",
-                "is the run directory on a file system that all nodes share?",
+                "check that the run directory is on a file system that all nodes share",
             )
         time.sleep(min(2.0, max(0.1, world / 100)))  # all ranks wait at once, on one file system
     host, port, _ = handover.read_text(encoding="utf-8").split()

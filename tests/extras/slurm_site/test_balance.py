@@ -51,8 +51,8 @@ def test_what_nobody_shows_is_said_and_no_error():
 def test_a_qos_that_is_not_shown_is_said_beside_what_is():
     found = read_account_balance(SPEC, qos="dear", ask=Slurm(get_user_name(), without=["flags=qos"]))
     assert ("account proj", "billing") in lefts(found)
-    assert "of QOS dear nothing is shown" in found.unseen
-    assert read_account_balance(SPEC, qos="nix", ask=Slurm(get_user_name())).unseen == "of QOS nix nothing is shown"
+    assert "QOS dear is not shown" in found.unseen
+    assert read_account_balance(SPEC, qos="nix", ask=Slurm(get_user_name())).unseen == "QOS nix is not shown"
 
 
 def test_names_are_read_as_slurm_reads_them_and_variables_of_sbatch_count(monkeypatch):

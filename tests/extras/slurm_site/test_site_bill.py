@@ -82,7 +82,7 @@ def test_a_constraint_and_a_type_of_gpu_choose_nodes():
     assert find_site_bill(job(partition="half", constraint="rack2"), None, ask=ask).node == pytest.approx(2.4)
     one = job(partition="half", gpu_type="a100", device="cuda", gpus=2)
     assert find_site_bill(one, None, ask=ask).node == pytest.approx(0.6)
-    with pytest.raises(SpecError, match="no node of partition half gives what the job asks for"):
+    with pytest.raises(SpecError, match="no node of partition half has the resources that the job requests"):
         find_site_bill(job(partition="half", constraint="rack9"), None, ask=ask)
 
 

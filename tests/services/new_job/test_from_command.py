@@ -100,7 +100,7 @@ def test_a_site_fills_in_its_cluster_and_the_command_its_ranks(tmp_path: Path) -
     assert (spec.cluster.kind, spec.cluster.slurm.partition, spec.cluster.slurm.minutes) == ("slurm", "main", 60)
     assert (spec.cluster.gpus_per_node, spec.cluster.slurm.cpus_per_task) == (4, 8)
     (told,) = made.warnings
-    assert "starts 4 processes a node, and those of partition main have 8 GPUs" in told
+    assert "starts 4 processes per node, but those of partition main have 8 GPUs" in told
     assert not make_job_from_command(LINE, "slurm", site()).warnings
 
 
@@ -123,7 +123,7 @@ def test_what_section_train_hands_on_is_what_the_command_had(tmp_path: Path) -> 
     assert spec.script is not None
     assert (spec.train.accumulate, spec.train.seed, spec.train.workers) == (8, 7, 3)
     assert (spec.script.launch, spec.script.reference.batch, spec.script.reference.lr) == ("node", 64, 1e-5)
-    assert "4 x 8 micro-batches a GPU x 2 GPUs" in made.text
+    assert "4 x 8 micro-batches per GPU x 2 GPUs" in made.text
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def test_check_tells_what_it_comes_to() -> None:
     )
     (note,) = inspect_job(job).notes
     assert note == (
-        "second moment: half of it is forgotten in 5542 samples: beta2 is 0.9995 at batch 4, 0.999 at batch 8, 0.992028 at"
+        "second moment: half-life 5542 samples, so beta2 is 0.9995 at batch 4, 0.999 at batch 8, 0.992028 at"
         " batch 64 (optimizer.beta2_half_life)"
     )
     assert zoo.describe_beta2(adam(None), torch.optim.SGD([torch.zeros(1)], lr=1)) == ""

@@ -126,7 +126,7 @@ def test_missing_files_name_the_folder_and_the_download(name, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("name", "words"), [("ImageNet", "image-net.org"), ("ImageFolder", "sub-folder a class")])
+@pytest.mark.parametrize(("name", "words"), [("ImageNet", "image-net.org"), ("ImageFolder", "sub-folder per class")])
 def test_missing_files_that_nobody_downloads_name_their_source(name, words, tmp_path):
     with pytest.raises(SpecError) as caught:
         build_datasets(spec({"name": name, "root": str(tmp_path / "none")}))
@@ -341,9 +341,9 @@ def test_imported_functions_and_classes_are_transforms(tmp_path, monkeypatch):
         ("RandomCorp", "unknown transform 'RandomCorp'"),
         ({"RandomCrop": {"sise": 8}}, r"transforms\[0\]\.RandomCrop\.sise"),
         ("RandomCrop", "needs 'size'"),
-        ({"ToDtype": {"dtype": "float33"}}, "'float33' is no dtype"),
-        ({"Resize": {"size": 8}, "CenterCrop": {"size": 8}}, "one transform an entry"),
-        ({}, "one transform an entry"),
+        ({"ToDtype": {"dtype": "float33"}}, "there is no dtype 'float33'"),
+        ({"Resize": {"size": 8}, "CenterCrop": {"size": 8}}, "one transform per entry"),
+        ({}, "one transform per entry"),
         ({"RandomCrop": {"size": [1, 2, 3]}}, "refuses"),
     ],
 )

@@ -80,7 +80,7 @@ def test_embeddings_and_norms_of_any_package_are_known_by_their_kind():
 
 def test_a_pattern_that_names_nothing_is_refused_with_the_nearest():
     whole = nn.ModuleDict({"encoder": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
-    with pytest.raises(SpecError, match=r"model.frozen: 'encodr.\*' fits no parameter") as caught:
+    with pytest.raises(SpecError, match=r"model.frozen: 'encodr.\*' matches no parameter") as caught:
         find_parameters(whole, ["encodr.*"], path="model.frozen")
     assert "did you mean encoder" in caught.value.hint
     with pytest.raises(SpecError) as caught:
@@ -134,7 +134,7 @@ def test_memory_knows_what_is_frozen():
 
 def test_check_tells_what_is_frozen():
     assert inspect_job(job(frozen=["0", "1"])).notes == (
-        "frozen: 96 of 483 parameters (0, 1); the statistics of 1 BatchNorm layers stay",
+        "frozen: 96 of 483 parameters (0, 1); the statistics of 1 BatchNorm layers are kept",
     )
 
 
@@ -179,7 +179,7 @@ def test_safetensors_are_read(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused_or_told(alone: Ranks, run: RunDir, tmp_path: Path) -> None:
     torch.save({**model().state_dict(), "old.weight": torch.ones(2)}, tmp_path / "a.pt")
     section = {"weights": str(tmp_path / "a.pt"), "args": {"num_classes": 4}}
-    told = "not in the model: old.weight; of another shape: 5.weight (3, 128) for (4, 128), 5.bias (3,) for (4,)"
+    told = "not in the model: old.weight; with another shape: 5.weight (3, 128) for (4, 128), 5.bias (3,) for (4,)"
     with pytest.raises(SpecError) as caught:
         inspect_job(job(**section))
     assert told in caught.value.message and "model.strict: false" in caught.value.hint
@@ -293,7 +293,7 @@ def test_ratios_hold_at_every_point_of_a_training(alone: Ranks, run: RunDir) -> 
 def test_groups_and_frozen_layers_go_together():
     of = spec(model={"args": {"norm": True}, "frozen": ["0"]}, optimizer={"groups": GROUPS})
     assert [len(group["params"]) for group in built(of).param_groups] == [2, 2]
-    with pytest.raises(SpecError, match=r"optimizer.groups\[0\].parameters: 0 leaves nothing to the group"):
+    with pytest.raises(SpecError, match=r"optimizer.groups\[0\].parameters: 0: no parameter remains for the group"):
         built(spec(model={"frozen": ["0"]}, optimizer={"groups": [{"parameters": ["0"]}]}))
 
 
@@ -302,7 +302,7 @@ def test_check_tells_groups_and_refuses_what_fits_nothing():
         "group norms, biases: 3 tensors, lr 0.100, weight decay 0",
         "group 5: 2 tensors, lr 1.00, weight decay 0.0500",
     )
-    with pytest.raises(SpecError, match=r"optimizer.groups\[0\].parameters: 'haed' fits no parameter"):
+    with pytest.raises(SpecError, match=r"optimizer.groups\[0\].parameters: 'haed' matches no parameter"):
         inspect_job(grouped(groups=[{"parameters": ["haed"]}]))
 
 

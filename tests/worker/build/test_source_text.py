@@ -53,7 +53,11 @@ def test_fragments_have_the_number_of_their_package_and_are_padded_to_the_longes
 
 @pytest.mark.parametrize(
     ("arguments", "problem"),
-    [({"length": 30_000}, "make no block"), ({"length": 0}, "integers from 2 on"), ({"words": 3}, "words")],
+    [
+        ({"length": 30_000}, "are too few for a training"),
+        ({"length": 0}, "integers from 2 on"),
+        ({"words": 3}, "words"),
+    ],
 )
 def test_sizes_that_make_no_dataset_are_refused(arguments: dict[str, Any], problem: str) -> None:
     with pytest.raises(SpecError, match=problem):
@@ -107,7 +111,7 @@ def test_a_class_of_its_own_knows_its_configuration() -> None:
         ("AutoModelForCausalLM", {**GPT2, "n_layers": 3}, "n_layers.*no such setting"),
         ("AutoModelForCausalLM", {**GPT2, "n_head": 3}, "refuses"),
         ("AutoModelForCausalML", GPT2, "did you mean AutoModelForCausalLM"),
-        ("pipeline", GPT2, "no class of models"),
+        ("pipeline", GPT2, "no model class"),
     ],
 )
 def test_what_no_model_can_be_built_from_is_told(model: str, args: dict[str, Any], problem: str) -> None:

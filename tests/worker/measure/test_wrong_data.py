@@ -28,7 +28,7 @@ def job(
     return validate({**content, **sections}, source="test")
 
 
-FLOAT, LAST, NAN = "return float32", "let __len__ return", "look for nan or inf"
+FLOAT, LAST, NAN = "return float32", "make __len__ return", "check the samples, the model and the loss"
 # kind of data -> (changes of the job, words of the message, words of the hint)
 JOBS: dict[str, tuple[dict[str, Any], str, str]] = {
     "float64": ({}, "inputs of shape (4,), float64", FLOAT),
@@ -50,15 +50,15 @@ JOBS: dict[str, tuple[dict[str, Any], str, str]] = {
     "gray images": ({"model": "Conv"}, "inputs of shape (1, 8, 8)", "(channels, height, width)"),
     "channels last": ({"model": "Conv"}, "inputs of shape (8, 8, 3)", "(channels, height, width)"),
     "float labels": ({}, "with the target float32 (2)", "class numbers as int64"),
-    "int32 labels": ({}, "with the target int32 (2, 1)", "without a dimension of its own"),
-    "labels (1,)": ({}, "with the target int64 (2, 1)", "without a dimension of its own"),
+    "int32 labels": ({}, "with the target int32 (2, 1)", "without an extra dimension"),
+    "labels (1,)": ({}, "with the target int64 (2, 1)", "without an extra dimension"),
     "int targets": ({"loss": "BCEWithLogitsLoss", "model": "One"}, "int64", FLOAT[:6]),
     "nan": ({}, "the loss of the first two samples is nan", NAN),
     "infinite": ({}, "the loss of the first two samples is nan", NAN),
     "overflow": ({}, "the loss of the first two samples is nan", NAN),
     "raises at 0": ({}, "KeyError: 'no such row'", "wrong_data.py, line"),
-    "raises at the end": ({}, "gives no sample 19: KeyError: 'no such row'", LAST),
-    "length lies": ({}, "has 20 training samples by its __len__, and gives no sample 19", LAST),
+    "raises at the end": ({}, "sample 19 fails: KeyError: 'no such row'", LAST),
+    "length lies": ({}, "has 20 training samples by its __len__, but sample 19 fails", LAST),
     "length of a float": ({}, "'float' object", LAST),
     "arrays of objects": ({}, "(ndarray, int)", "collate_fn"),
     "tuple of three": ({}, "float32 (2, 4), float32 (2, 4), int64 (2)", "a tuple in order"),

@@ -162,7 +162,7 @@ def test_adascale_tells_its_gain_and_its_progress(alone: Ranks, run: RunDir) -> 
 def test_adascale_alone_takes_its_batch_in_halves(alone: Ranks) -> None:
     subject = trainer(spec(train={"method": "adascale"}), alone)
     assert (subject.parts, subject.micro_batch) == (2, 8)
-    with pytest.raises(SpecError, match="batch 15 does not divide by 2 \\(AdaScale's half batches\\)"):
+    with pytest.raises(SpecError, match="batch 15 does not divide by 2 \\(AdaScale needs half batches\\)"):
         trainer(spec(train={"method": "adascale"}), alone, batch=15)
 
 
@@ -190,8 +190,8 @@ def test_adascales_gain_is_that_of_the_first_halves(alone: Ranks) -> None:
     ("sections", "batch", "message"),
     [
         ({"train": {"method": "polo"}, "schedule": {"warmup_epochs": 1}}, 16, "SGD on one GPU is plain SGD"),
-        ({"train": {"method": "adascale"}}, 8, "AdaScale has nothing to gain"),
-        ({"train": {"method": "static"}}, 8, "AGS leaves the gradients as they are"),
+        ({"train": {"method": "adascale"}}, 8, "AdaScale has no effect"),
+        ({"train": {"method": "static"}}, 8, "AGS does not change the gradients"),
         ({"train": {"method": "adascale"}}, 16, ""),
         ({"train": {"method": "lrs"}}, 16, ""),
         ({"schedule": {"warmup_epochs": 2}}, 16, "the warm-up has 2 epochs and the training 2"),
@@ -199,13 +199,13 @@ def test_adascales_gain_is_that_of_the_first_halves(alone: Ranks) -> None:
         (
             {"train": {"method": "ags", "accumulate": 4}, "ags": {"b_small": 8, "delta": "inf"}},
             16,
-            "a small batch of 4 samples, not of b_small 8: with train.accumulate 4",
+            "a small batch of 4 samples instead of b_small 8: with train.accumulate 4",
         ),
         ({"train": {"method": "ags", "accumulate": 2}, "ags": {"b_small": 8, "delta": "inf"}}, 16, ""),
         (
             {"train": {"method": "static", "accumulate": 4}, "ags": {"b_small": 8, "delta": "inf"}},
             16,
-            "not of b_small 8",
+            "instead of b_small 8",
         ),
         ({"train": {"method": "static", "accumulate": 4}, "ags": {"b_small": 8, "factor": 2, "delta": "inf"}}, 16, ""),
     ],

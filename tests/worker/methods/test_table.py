@@ -144,11 +144,11 @@ def test_a_method_of_ones_own_trains_as_it_says(alone: Ranks, run: RunDir) -> No
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("own_method:NO_METHOD", "train.method own_method:NO_METHOD is no training method but of type dict"),
-        ("own_method:Loop", "is no training method but class"),
+        ("own_method:NO_METHOD", "train.method own_method:NO_METHOD is not a training method but of type dict"),
+        ("own_method:Loop", "is not a training method but class"),
         ("own_method:Lookahed", "own_method has no 'Lookahed'"),
         ("own_methud:Lookahead", "there is no module 'own_methud'"),
-        ("own_method:NeedsArguments", "its class cannot be made without arguments"),
+        ("own_method:NeedsArguments", "its class cannot be created without arguments"),
         ("own_method:Refuses", "needs a scaled learning rate"),
     ],
 )

@@ -161,7 +161,7 @@ def test_check_tells_samples_of_different_lengths_and_estimates_the_longest() ->
     found = inspect_job(tokens())
     assert found.estimate_error == "" and found.footprints and found.classes == 3
     assert found.sample_shape == () and found.sample == "{ids: int64 (9), mask: bool (9), label: int}"
-    assert len(found.warnings) == 1 and "largest of 64 that were looked at, {ids: int64 (9)" in found.warnings[0]
+    assert len(found.warnings) == 1 and "largest of 64 that were read, {ids: int64 (9)" in found.warnings[0]
     assert inspect_job(tokens(**even("dict"))).warnings == ()
 
 
@@ -171,11 +171,11 @@ def test_keys_that_the_model_does_not_take_are_told() -> None:
     )
     assert found.warnings == (), "the loss takes the whole batch"
     (told,) = inspect_job(tokens(**even("dict", model={"name": "token_jobs:First"}))).warnings
-    assert "First nor the loss is given mask of the batch" in told
+    assert "mask of the batch are not used: neither forward of token_jobs:First" in told
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"dataset": {"collate_fn": None}}, r"make no batch: they are \{ids: int64 \(\d\), .* and \{ids: int64 \(\d\)"),
+    ({"dataset": {"collate_fn": None}}, r"cannot be batched: they are \{ids: int64 \(\d\), .* and \{ids: int64 \(\d\)"),
     ({"dataset": {"collate_fn": "token_jobs:packed"}}, r"batch\['ids'\] is int64 \(\d+\), but the batch has 5 samples"),
     ({"dataset": {"collate_fn": "token_jobs:nosuch"}}, "collate_fn 'token_jobs:nosuch'"),
     (even("dict", model={"name": "token_jobs:NextWord"}, loss={"name": "MSELoss"}), "loss MSELoss"),
@@ -227,7 +227,7 @@ def test_a_model_is_called_with_what_its_signature_takes(model: nn.Module, batch
 
 def test_a_missing_parameter_and_a_missing_target_are_named() -> None:
     call = ModelCall.of(Two(), nn.CrossEntropyLoss(), names=("model mine:Two", "loss cross_entropy"))
-    with pytest.raises(SpecError, match="model mine:Two needs other, and the batch has one, label"):
+    with pytest.raises(SpecError, match="model mine:Two needs other, but the batch has one, label"):
         call.compute_outputs(Two(), {"one": 1, "label": 2})
     with pytest.raises(SpecError, match="loss cross_entropy needs a target"):
         call.loss_from_outputs(torch.zeros(2, 3), {"one": torch.zeros(2), "other": torch.zeros(2)})
@@ -242,7 +242,7 @@ def test_a_loss_that_is_no_number_is_refused() -> None:
 def test_a_cut_keeps_the_tree_and_what_belongs_to_the_whole_batch() -> None:
     lists = [torch.zeros(3, 2, 2), torch.zeros(3, 4, 4), torch.zeros(3, 1, 1)]
     batch = {"in": Inputs(torch.arange(3), torch.ones(3, 2)), "images": lists, "step": torch.tensor(7), "name": "x"}
-    with pytest.raises(SpecError, match="by sample, or all samples in each"):
+    with pytest.raises(SpecError, match="ambiguous whether an entry is a sample or a field"):
         slice_batch(batch, samples=3, stop=1, own=True)
     assert [len(image) for image in slice_batch(batch, samples=3, stop=1)["images"]] == [1, 1, 1], (
         "as torch collates three views"

@@ -169,7 +169,7 @@ def test_what_holds_no_state_is_set_aside_with_a_word(
         found = checkpoint.load_newest(run, NAME, told.append)
         assert found is not None and found[0] == older
         assert told[-1] == (
-            f"the checkpoint {newest.name} (200 samples) is damaged, passed over and kept as checkpoints/{name}"
+            f"the checkpoint {newest.name} (200 samples) is damaged, skipped and kept as checkpoints/{name}"
         )
         assert newest.with_name(name).read_bytes() == content
     assert names(run) == [100] and run.training(NAME).newest_samples() == 100

@@ -133,8 +133,8 @@ def test_a_stream_that_ends_early_is_told(alone: Ranks) -> None:
     [
         (stream(length=None), "Stream has no length"),
         (stream(sampler="token_jobs:rare_first"), "an iterable dataset determines its own order"),
-        (stream(train={"method": "auto"}), "train.method auto holds out samples by their number"),
-        (stream(train={"diagnostics": ["hessian"]}), "train.diagnostics: hessian asks for samples by their number"),
+        (stream(train={"method": "auto"}), "train.method auto holds out samples by index"),
+        (stream(train={"diagnostics": ["hessian"]}), "train.diagnostics: hessian needs samples by index"),
         (tokens(dataset={"length": 7}), "are only for iterable datasets"),
         (tokens(dataset={"eval_length": 7}), "is only for iterable datasets"),
         (tokens(dataset={"sampler": "token_jobs:padded"}), "sampler"),

@@ -94,7 +94,7 @@ def test_a_second_start_evaluates_nothing(alone: Ranks, run: RunDir) -> None:
 def test_a_checkpoint_that_is_gone_and_weights_of_another_model_are_told(
     alone: Ranks, run: RunDir, tmp_path: Path
 ) -> None:
-    with pytest.raises(JobFailed, match=r"5\.pt is gone: the training has saved others since"):
+    with pytest.raises(JobFailed, match=r"5\.pt no longer exists: the training has saved newer ones"):
         evaluated(run, alone, spec(), tmp_path / "5.pt")
     torch.save({"0.weight": torch.ones(3)}, tmp_path / "a.pt")
     with pytest.raises(SpecError, match=r"^--weights: .*a.pt does not fit model worker_jobs:net: missing: ") as caught:

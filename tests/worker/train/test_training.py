@@ -187,10 +187,10 @@ def test_ags_reports_itself_and_says_where_it_is_the_identity(alone: Ranks, run:
     acting, idle = train_task(spec(**AGS)), train_task(spec(**AGS), batch=8)
     train(run, alone, acting)
     train(run, alone, idle)
-    assert not any("leaves the gradients" in row["message"] for row in rows(run, acting, "warning"))
+    assert not any("does not change the gradients" in row["message"] for row in rows(run, acting, "warning"))
     assert [row["ags"]["refreshes"] for row in rows(run, acting, "epoch")] == [1, 2]
     (warning,) = rows(run, idle, "warning")
-    assert warning["message"].startswith("AGS leaves the gradients as they are: ")
+    assert warning["message"].startswith("AGS does not change the gradients, because ")
     assert [row["ags"] for row in rows(run, idle, "epoch")] == [None, None]
 
 

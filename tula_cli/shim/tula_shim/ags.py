@@ -35,7 +35,7 @@ MOST_WITHOUT = 1000
 """The same limit in the middle of a training: steps of another, equally large optimizer, or without a reduction."""
 COUNTED = 10
 """Steps at the start in which reductions are counted; later steps are assumed to be alike."""
-INSTEAD = "; else use train.method lbt or lrs"
+INSTEAD = "; otherwise use train.method lbt or lrs"
 
 
 class CannotScaleError(RuntimeError):
@@ -167,7 +167,7 @@ class AgsSteps:
         others = [f"{get_full_name(optimizer)} ({count} numbers)" for optimizer, count in counts if count]
         if others:
             name, size = type(module).__qualname__, count_elements(base)
-            words = f"AGS scales what {get_full_name(base)} trains ({size} numbers), the largest optimizer of the largest model ({name})"
+            words = f"AGS scales the parameters of {get_full_name(base)} ({size} numbers), the largest optimizer of the largest model ({name})"
             self.notes.append(f"{words}; not scaled is what {', '.join(others)} trains")
 
     def _taken_hook(self, model: Any) -> str:
@@ -175,7 +175,7 @@ class AgsSteps:
             return ""
         return (
             f"the script registers its own communication hook ({self.split.hook}) on DistributedDataParallel, but"
-            " ags.source: local_norms needs its own hook there: remove the script's, or set ags.source: small_batch"
+            " ags.source: local_norms needs that hook: remove the script's, or set ags.source: small_batch"
         )
 
     def _wrapped(self, base: Any, model: Any, target: str) -> Any:
@@ -184,7 +184,7 @@ class AgsSteps:
             warnings.filterwarnings("ignore", "an AGS refresh was due, but no gradient came through DDP")
         made = library.configured({**settings["settings"], "apply_to": target})
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "AGS leaves the gradients as they are")  # it is a note
+            warnings.filterwarnings("ignore", "AGS does not change the gradients")  # it is a note
             return library.TulaOptimizer(
                 base,
                 model=model,
@@ -283,7 +283,7 @@ class AgsSteps:
 
     def _missing(self) -> str:
         if self.split.alive():
-            return "no optimizer was made of the parameters of the script's DistributedDataParallel"
+            return "no optimizer has the parameters of the script's DistributedDataParallel"
         ranks = count_ranks()
         if ranks == 1:
             return _ALONE
@@ -372,10 +372,10 @@ class AgsSteps:
 
 
 _ALONE = (
-    "one process has no other's gradient to compare its own with: take two GPUs or more under DistributedDataParallel"
+    "with one process there is no other gradient to compare with: use two or more GPUs under DistributedDataParallel"
     " (search.nodes), or give it a part of the batch by tula_hooks.wrap(optimizer, model) and tula_hooks.small_batch(...)"
 )
-_OFFER = "ags.source small_batch needs tula_hooks.small_batch(...) in the loop, after backward(); ags.preset robust does without"
+_OFFER = "ags.source small_batch needs tula_hooks.small_batch(...) in the loop, after backward(); ags.preset: robust does not need it"
 
 
 def explain_unsupported(what: str = "AGS") -> str:
@@ -385,7 +385,7 @@ def explain_unsupported(what: str = "AGS") -> str:
     if sys.version_info[:2] >= LEAST_PYTHON and torch_version >= LEAST_TORCH:
         return ""
     python, least = (".".join(map(str, version)) for version in (LEAST_PYTHON, LEAST_TORCH))
-    return f"{what} needs Python {python} and torch {least} or newer, and the script runs Python {platform.python_version()} with torch {torch}"
+    return f"{what} needs Python {python} and torch {least} or newer, but the script runs Python {platform.python_version()} with torch {torch}"
 
 
 def takes_gradients(optimizer: Any, dividing: frozenset[str]) -> bool:

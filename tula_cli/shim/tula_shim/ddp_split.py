@@ -117,7 +117,7 @@ class DdpSplit:
         import torch
 
         if self._rounds > len(self.alive()):
-            self.note = "no gradient norms: gradients are reduced more than once per step"
+            self.note = "gradient norms not measured: gradients are reduced more than once per step"
             return
         scale = 1.0
         for reference in self.scalers:
@@ -137,7 +137,7 @@ class DdpSplit:
         @functools.wraps(inner)
         def hook(state: Any, bucket: Any) -> Any:
             if self._watching == "local":
-                self.note = "no local work: gradients were reduced all the same"
+                self.note = "compute time not measured: gradients were reduced nevertheless"
                 self.local = False
             if self._watching != "norms":
                 return inner(state, bucket)

@@ -72,7 +72,9 @@ def read_plan(path: str | None = None) -> Plan:
     except (OSError, ValueError) as error:
         raise PlanError(f"tula: the plan {path} cannot be read: {error}") from None
     if not isinstance(given, dict) or given.get("version") != VERSION:
-        raise PlanError(f"tula: the plan {path} is not of version {VERSION}: copy the shim of the tula that wrote it")
+        raise PlanError(
+            f"tula: the plan {path} does not have version {VERSION}: copy the shim of the tula that wrote it"
+        )
     return _check_plan(path, given)
 
 
@@ -80,13 +82,13 @@ def _check_plan(path: str, given: dict[str, Any]) -> Plan:
     def number(name: str, default: float, least: float) -> float:
         value = given.get(name, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value < least:
-            raise PlanError(f"tula: {name} is {value!r} in the plan {path}; a number of at least {least:g} is needed")
+            raise PlanError(f"tula: {name} is {value!r} in the plan {path}, but must be a number of at least {least:g}")
         return value
 
     def one_of(name: str, *values: str) -> str:
         value = given.get(name, values[0])
         if value not in values:
-            raise PlanError(f"tula: {name} is {value!r} in the plan {path}; it is one of {', '.join(values)}")
+            raise PlanError(f"tula: {name} is {value!r} in the plan {path}, but must be one of {', '.join(values)}")
         return str(value)
 
     for name in ("folder", "task"):
@@ -94,7 +96,7 @@ def _check_plan(path: str, given: dict[str, Any]) -> Plan:
             raise PlanError(f"tula: the plan {path} lacks {name}")
     expected = given.get("expected")
     if not isinstance(expected, (dict, type(None))):
-        raise PlanError(f"tula: expected is {expected!r} in the plan {path}; a mapping or null is needed")
+        raise PlanError(f"tula: expected is {expected!r} in the plan {path}, but must be a mapping or null")
     steps = int(number("steps", STEPS, 1))
     low = int(number("min_steps", steps, 1))
     return Plan(
@@ -130,7 +132,7 @@ def _read_part_of_plan(path: str, given: dict[str, Any], name: str, needed: set[
     part = given.get(name)
     if part is not None and (not isinstance(part, dict) or needed - part.keys()):
         names = ", ".join(sorted(needed))
-        raise PlanError(f"tula: {name} is {part!r} in the plan {path}; null or all of {names} are needed")
+        raise PlanError(f"tula: {name} is {part!r} in the plan {path}; give all of {names}, or null")
     return part
 
 

@@ -81,7 +81,9 @@ def allocate_batch(batch: Any, *, samples: int, to: int, own: bool = False) -> A
 
     def larger(path: Any, leaf: Any) -> Any:
         if _is_list(leaf):
-            raise TypeError(f"batch{keystr(path)} is a list with an entry a sample, which is not estimated")
+            raise TypeError(
+                f"batch{keystr(path)} is a list with one entry per sample, whose memory cannot be estimated"
+            )
         if not isinstance(leaf, torch.Tensor) or not leaf.ndim:
             return leaf
         if len(leaf) != samples:
@@ -128,9 +130,9 @@ def _make_sample_list_predicate(batch: Any, samples: int, *, own: bool) -> Calla
             return True
         if own and samples > 1 and all(len(leaf) == samples for leaf in inside):
             raise SpecError(
-                f"a batch of {samples} samples has a list of {samples} tensors with {samples} rows: by sample, or all samples"
-                " in each?",
-                "take another batch, or let dataset.collate_fn stack them",
+                f"a batch of {samples} samples has a list of {samples} tensors with {samples} rows, so it is ambiguous whether an"
+                " entry is a sample or a field",
+                "use another batch size, or stack them in dataset.collate_fn",
             )
         return own and any(len(leaf) != samples for leaf in inside)
 
@@ -143,9 +145,9 @@ def _is_list(node: Any) -> bool:
 
 def _describe_wrong_first_dimension(path: Any, leaf: torch.Tensor, samples: int) -> SpecError:
     return SpecError(
-        f"batch{keystr(path)} is {describe_tree(leaf)}, but the batch has {samples} samples, which must be the first dimension:"
+        f"batch{keystr(path)} is {describe_tree(leaf)}, but the batch has {samples} samples, which must be its first dimension:"
         f" ({samples}, ...)",
-        "let dataset.collate_fn put the samples first, or return a list with one entry per sample",
+        "make dataset.collate_fn put the samples first, or return a list with one entry per sample",
     )
 
 
@@ -345,9 +347,9 @@ class ModelCall:
         target = batch[1] if self._is_pair(batch) else self.target_of(batch)
         if target is None:
             raise SpecError(
-                f"{self.names[1]} needs a target, but the batch {describe_tree(batch)} beside what"
-                f" {self.names[0]} takes",
-                "let the model return an object with .loss, or set loss.name to your own callable(outputs, batch)",
+                f"{self.names[1]} needs a target, but the batch {describe_tree(batch)} has only the inputs"
+                f" of {self.names[0]}",
+                "make the model return an object with .loss, or set loss.name to your own callable(outputs, batch)",
             )
         return self.loss(outputs if self.own else find_scores(outputs), target)
 
@@ -411,8 +413,8 @@ class ModelCall:
         missing = [name for name in self.takes.required if name not in fields]
         if missing:
             raise SpecError(
-                f"{self.names[0]} needs {', '.join(missing)}, and the batch has {', '.join(map(str, fields)) or 'nothing'}",
-                "a dictionary is given by name: let its keys be the parameters of forward",
+                f"{self.names[0]} needs {', '.join(missing)}, but the batch has {', '.join(map(str, fields)) or 'nothing'}",
+                "the entries of a dictionary are passed by name: use the parameters of forward as keys",
             )
         return (), {key: value for key, value in fields.items() if key in self.takes.names}
 

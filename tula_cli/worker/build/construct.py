@@ -38,7 +38,7 @@ def call_with_arguments(
     given = given or {}
     for key in args:
         if key in given:
-            raise SpecError(f"{path}.{key}: tula gives {key} to {name} itself", f"remove it from {path}")
+            raise SpecError(f"{path}.{key}: tula passes {key} to {name} itself", f"remove it from {path}")
     try:
         return target(*first, **given, **args)
     except TypeError as error:
@@ -97,9 +97,7 @@ def _describe_argument_problem(
     if missing:
         return SpecError(f"{path}: {name} needs {missing[1]}", f"add it to {path}")
     expected = ", ".join([*(["..."] if first else []), *given])
-    return SpecError(
-        f"{name} cannot be called by tula: {error}", f"it is called with ({expected}, and the arguments given)"
-    )
+    return SpecError(f"{name} cannot be called by tula: {error}", f"it is called with ({expected}, and args)")
 
 
 def _can_bind(target: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:

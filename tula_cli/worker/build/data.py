@@ -98,7 +98,7 @@ class StreamedDataset:
                     share = " of a rank" if self.sharded else ""
                     raise SpecError(
                         f"dataset {type(self.samples).__name__} ends after {number} samples{share}, not {size}",
-                        "set dataset.length and dataset.eval_length to what an epoch has",
+                        "set dataset.length and dataset.eval_length to the samples per epoch",
                     ) from None
             yield number, item
 
@@ -150,7 +150,9 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
             return None
         order = self.own_order(self.samples, epoch)
         if len(order) != self.size:
-            raise SpecError(f"dataset.sampler gives {len(order)} samples in epoch {epoch}, and {self.size} in epoch 0")
+            raise SpecError(
+                f"dataset.sampler returns {len(order)} samples in epoch {epoch}, but {self.size} in epoch 0"
+            )
         return order
 
     def first_samples(self, count: int) -> list[Any]:
@@ -221,7 +223,7 @@ def count_samples(samples: Samples) -> int:
         return len(samples)
     except TypeError as error:
         raise SpecError(
-            f"dataset {type(samples).__name__}: its __len__ fails: {error}", "let __len__ return an int"
+            f"dataset {type(samples).__name__}: its __len__ fails: {error}", "make __len__ return an int"
         ) from error
 
 
@@ -374,7 +376,7 @@ class UserOrder:
         if wrong or not indices:
             wrong_value = f"{wrong[0]!r}" if wrong else "nothing"
             raise SpecError(
-                f"dataset.sampler {self.name} gives {wrong_value}, not numbers of the {size} samples, 0 to {size - 1}"
+                f"dataset.sampler {self.name} returns {wrong_value}, not indices of the {size} samples, 0 to {size - 1}"
             )
         return torch.tensor(indices, dtype=torch.int64)
 
@@ -517,7 +519,7 @@ def to_tensor(image: Any) -> torch.Tensor:
 
 def _build_transform(item: str | dict[str, dict[str, Any]], *, path: str) -> Transform:
     if isinstance(item, dict) and len(item) != 1:
-        raise SpecError(f"{path}: one transform an entry, got {', '.join(item) or 'none'}")
+        raise SpecError(f"{path}: one transform per entry, got {', '.join(item) or 'none'}")
     name, args = (item, None) if isinstance(item, str) else next(iter(item.items()))
     target = load(name, TRANSFORMS, kind="transform")
     if is_import_string(name) and args is None and not isinstance(target, type):
@@ -594,7 +596,7 @@ def download_dataset(spec: JobSpec) -> None:
     if name not in DOWNLOADABLE:
         raise SpecError(
             f"dataset.download: tula cannot download {name}",
-            SOURCES.get(name, "leave dataset.download out"),
+            SOURCES.get(name, "remove dataset.download"),
         )
     root = _get_data_folder(spec)
     root.mkdir(parents=True, exist_ok=True)
@@ -605,7 +607,7 @@ def download_dataset(spec: JobSpec) -> None:
         except OSError as error:
             raise SpecError(
                 f"{name} cannot be downloaded to {root}: {error}",
-                "put it there from a machine that has a network, and set dataset.download: false",
+                "copy it there from a machine with internet access, and set dataset.download: false",
             ) from error
 
 
@@ -636,11 +638,9 @@ def _make_training_dataset(spec: JobSpec, samples: Samples) -> SeededDataset | S
         feature for feature, is_given in (("an iterable dataset", streamed), ("dataset.sampler", sampler)) if is_given
     ]
     if refused and spec.train.training_method.tunes:
-        raise SpecError(
-            f"train.method {spec.train.method} holds out samples by their number, but {refused[0]} has no length"
-        )
+        raise SpecError(f"train.method {spec.train.method} holds out samples by index, but {refused[0]} has no length")
     if refused and "hessian" in spec.train.diagnostics:
-        raise SpecError(f"train.diagnostics: hessian asks for samples by their number, but {refused[0]} has no length")
+        raise SpecError(f"train.diagnostics: hessian needs samples by index, but {refused[0]} has no length")
     if not streamed:
         if settings.length or settings.sharded:
             raise SpecError(
@@ -648,7 +648,7 @@ def _make_training_dataset(spec: JobSpec, samples: Samples) -> SeededDataset | S
             )
         return SeededDataset(samples, seed=seed, order=sampler)
     if sampler:
-        raise SpecError("dataset.sampler: an iterable dataset determines its own order", "leave dataset.sampler out")
+        raise SpecError("dataset.sampler: an iterable dataset determines its own order", "remove dataset.sampler")
     size = settings.length or count_samples(samples)
     return StreamedDataset(samples, size=size, seed=seed, sharded=settings.sharded)
 
@@ -690,7 +690,7 @@ def _check_classes(samples: Any, datasets: Datasets) -> None:
         and list(training_classes) != list(test_classes)
     ):
         odd = ", ".join(sorted(map(str, set(training_classes) ^ set(test_classes)))[:5]) or "they are in another order"
-        raise SpecError(f"dataset.test: its classes are not those of the training set: {odd}")
+        raise SpecError(f"dataset.test: its classes differ from those of the training set: {odd}")
     count = _find_classes(samples)
     if None not in (count, datasets.classes) and count != datasets.classes:
         raise SpecError(f"dataset.test: it has {count} classes, the training set {datasets.classes}")
@@ -858,7 +858,7 @@ def _read_digits_table() -> np.ndarray[Any, Any]:
     package = importlib.util.find_spec("sklearn")
     if package is None:
         raise SpecError(
-            "dataset.name: digits come with scikit-learn, which is not installed", "pip install scikit-learn"
+            "dataset.name: digits is part of scikit-learn, which is not installed", "pip install scikit-learn"
         )
     for folder in package.submodule_search_locations or ():
         path = Path(folder, "datasets", "data", "digits.csv.gz")
@@ -967,8 +967,8 @@ DOWNLOADABLE = ("CIFAR10", "CIFAR100", "Caltech101", "Caltech256")
 SOURCES = {
     "ImageNet": "get ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and ILSVRC2012_devkit_t12.tar.gz from "
     "https://image-net.org and set dataset.root to their folder",
-    "ImageFolder": "set dataset.root to a folder with one sub-folder a class, or with train/ and val/ made like that",
+    "ImageFolder": "set dataset.root to a folder with one sub-folder per class, or with such folders train/ and val/",
     "FakeData": "FakeData needs no download",
-    "digits": "digits come with scikit-learn",
-    **dict.fromkeys(text.DATASETS, "it is the source text of Python's own library"),
+    "digits": "digits is part of scikit-learn",
+    **dict.fromkeys(text.DATASETS, "it is the source text of Python's standard library"),
 }

@@ -103,7 +103,7 @@ def _make_no_match_error(model: nn.Module, pattern: str, path: str) -> SpecError
         f"its modules are {', '.join(top[:MAX_PATTERN_NAMES_SHOWN])}{' ...' * (len(top) > MAX_PATTERN_NAMES_SHOWN)}"
     )
     hint = suggest_nearest(pattern.strip("!*.?"), names) or there_are
-    return SpecError(f"{path}: {pattern!r} fits no parameter of {type(model).__name__}", hint)
+    return SpecError(f"{path}: {pattern!r} matches no parameter of {type(model).__name__}", hint)
 
 
 # --- Frozen parameters
@@ -139,7 +139,9 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
     for parameter in find_parameters(model, patterns, path=PATH).values():
         parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise SpecError(f"{PATH}: {', '.join(patterns)} leaves nothing to train", 'a pattern after ! stays: "!head"')
+        raise SpecError(
+            f"{PATH}: {', '.join(patterns)} leaves nothing to train", 'a pattern after ! is not frozen: "!head"'
+        )
     for name, module in model.named_modules():
         parameters = list(module.parameters(recurse=False))
         still = not any(p.requires_grad for p in parameters) if parameters else is_module_matching(name, patterns)
@@ -161,7 +163,7 @@ def describe_frozen(model: nn.Module, patterns: Sequence[str]) -> str:
     sizes = [(p.requires_grad, p.numel()) for p in model.parameters()]
     trained, still = (sum(size for trains, size in sizes if trains is wanted) for wanted in (True, False))
     norms = sum(isinstance(module, FrozenStatistics) for module in model.modules())
-    statistics = f"; the statistics of {norms} BatchNorm layers stay" * bool(norms)
+    statistics = f"; the statistics of {norms} BatchNorm layers are kept" * bool(norms)
     return f"frozen: {still} of {still + trained} parameters ({', '.join(patterns)}){statistics}"
 
 
@@ -198,8 +200,8 @@ def _build_groups(section: Optimizer, model: nn.Module) -> Parameters:
         if not members[index]:
             names = ", ".join(group.parameters)
             raise SpecError(
-                f"{_format_parameters_path(index)}: {names} leaves nothing to the group",
-                "all is frozen, or in a later group",
+                f"{_format_parameters_path(index)}: {names}: no parameter remains for the group",
+                "all are frozen, or in a later group",
             )
     ungrouped = [{"params": members[-1]}] if members[-1] else []
     return [*ungrouped, *(_make_group(section, index, members[index]) for index in range(len(section.groups)))]
@@ -261,7 +263,7 @@ class SafeShardReader(FileSystemReader):
         except (LookupError, EOFError, AttributeError, TypeError, ValueError) as error:
             raise pickle.UnpicklingError(f"the metadata is damaged: {error}") from None
         if not isinstance(records, metadata.Metadata):
-            raise pickle.UnpicklingError("the metadata is something else")
+            raise pickle.UnpicklingError("the metadata has an unknown format")
         if records.storage_meta is None:
             records.storage_meta = metadata.StorageMeta()
         records.storage_meta.load_id = self.load_id
@@ -330,7 +332,7 @@ class WeightFit:
         mismatches = {
             "missing": self.missing,
             "not in the model": self.unexpected,
-            "of another shape": self.other_shape,
+            "with another shape": self.other_shape,
         }
         return "; ".join(f"{kind}: {_list_names(names)}" for kind, names in mismatches.items() if names)
 
@@ -381,7 +383,7 @@ def _make_unreadable_file_error(path: str, key: str, error: Exception) -> SpecEr
     kind = "a file of safetensors" if path.endswith(".safetensors") else "a file of torch.save"
     return SpecError(
         f"{key}: {path} ({size}) is damaged, or not {kind}",
-        "was it copied, or downloaded, to its end? save it once more",
+        "check that it was copied or downloaded completely, or save it again",
     )
 
 
@@ -453,7 +455,7 @@ def check_fit(section: Model, model: nn.Module, *, key: str = KEY) -> WeightFit:
     )
     whose = f"{key}: {section.weights} does not fit model {section.name}: {fit.mismatch_text}"
     if not common:
-        raise SpecError(whose, "no tensor of it has the name and shape of one of the model's")
+        raise SpecError(whose, "none of its tensors has the name and shape of a tensor of the model")
     if fit.mismatch_text and section.strict:
         raise SpecError(
             whose,

@@ -95,7 +95,7 @@ def build_block_datasets(spec: JobSpec, *_: Any) -> tuple[Blocks, Blocks, None]:
     datasets = Blocks(_join_bytes(train_files), length), Blocks(_join_bytes(held_out), length)
     if not all(map(len, datasets)):
         raise SpecError(
-            f"dataset.args: {size} bytes make no block of length {length} to train on and one to evaluate on",
+            f"dataset.args: {size} bytes are too few for a training and an evaluation block of length {length}",
             "set a larger size or a smaller length",
         )
     return *datasets, None
@@ -266,7 +266,7 @@ class FromConfig:
         if not isinstance(self.target, type) or not (self._is_auto_class or hasattr(self.target, "config_class")):
             auto_classes = [n for n in dir(self.package) if n.startswith("AutoModel")]
             raise SpecError(
-                f"model {name!r}: transformers has no class of models {attribute!r}",
+                f"model {name!r}: transformers has no model class {attribute!r}",
                 suggest_nearest(attribute, auto_classes)
                 or "for example transformers:AutoModelForCausalLM with args {model_type: gpt2}",
             )
@@ -310,7 +310,7 @@ class FromConfig:
     def _config_class(self, model_type: str | None) -> Any:
         if not self._is_auto_class:
             if model_type is not None:
-                raise SpecError(f"model.args.model_type: {self.name} is of one type", "leave model_type out")
+                raise SpecError(f"model.args.model_type: {self.name} has a fixed type", "remove model_type")
             return self.target.config_class
         configurations = self.package.CONFIG_MAPPING
         if model_type is None:
@@ -333,7 +333,7 @@ class FromConfig:
         for key in settings:
             if key not in (*known_keys, *_SETTINGS_OF_TULA) and not hasattr(default, key):
                 raise SpecError(
-                    f"model.args.{key}: the configuration {type(default).__name__} of {self.name} has no such setting",
+                    f"model.args.{key}: {type(default).__name__}, the configuration of {self.name}, has no such setting",
                     suggest_nearest(key, known_keys),
                 )
 

@@ -212,7 +212,9 @@ def build_optimizer(
     """
     name, tensors = spec.optimizer.name, flatten_groups(parameters)
     if name == "LBFGS":
-        raise SpecError("optimizer.name: LBFGS evaluates a step several times, which tula's loop does not do")
+        raise SpecError(
+            "optimizer.name: LBFGS evaluates the loss several times per step, which tula's loop does not support"
+        )
     if name == "Muon" and (why := describe_missing_muon()):
         raise SpecError(f"optimizer.name: {why}", "install a newer torch, or set optimizer.name: AdamW")
     if instead is not None:
@@ -276,8 +278,8 @@ def compute_beta2_by_group(optimizer: torch.optim.Optimizer, spec: JobSpec, batc
         not isinstance(betas, tuple | list) or len(betas) != 2 for betas in betas_by_group
     ):
         raise SpecError(
-            f"optimizer.beta2_half_life: {kind} has no beta2 of a second moment",
-            "leave it out, or set optimizer.name: AdamW (train.method lamb and schedule_free have one too, in its place)",
+            f"optimizer.beta2_half_life: {kind} has no beta2 for a second moment",
+            "remove it, or set optimizer.name: AdamW (train.method lamb and schedule_free also have one)",
         )
     return tuple(compute_beta2(spec, float(second), batch) for _, second in betas_by_group)
 
@@ -293,7 +295,7 @@ def describe_beta2(spec: JobSpec, optimizer: torch.optim.Optimizer) -> str:
     if steps == "auto" and not 0 < reference < 1:
         return f"second moment: beta2 is {reference:g} at any batch (optimizer.beta2_half_life)"
     half_life = train.reference_batch * math.log(0.5) / math.log(reference) if steps == "auto" else steps
-    return f"second moment: half of it is forgotten in {half_life:.0f} samples: beta2 is {values} (optimizer.beta2_half_life)"
+    return f"second moment: half-life {half_life:.0f} samples, so beta2 is {values} (optimizer.beta2_half_life)"
 
 
 def _list_batches_of_interest(spec: JobSpec) -> list[int]:
@@ -313,7 +315,7 @@ def _check_replaceable(spec: JobSpec) -> None:
     if misfit := method.describe_misfit(spec.optimizer.name, divides_gradients=False):
         raise SpecError(
             f"train.method {method.name} {misfit}",
-            f"set optimizer.name: {method.replaces[0]}, with the learning rate and weight decay that suit it",
+            f"set optimizer.name: {method.replaces[0]}, with a suitable learning rate and weight decay",
         )
 
 

@@ -39,7 +39,7 @@ PLAIN_TYPES = (torch.Tensor, type(None), str, bytes, int, float)
 class FirstSamples:
     """Some training samples that form a batch."""
 
-    item: Any  # one of them; where they vary, the longest of those that were looked at
+    item: Any  # one of them; where they vary, the longest of those that were read
     batch: Any  # of `count`
     count: int
     warnings: tuple[str, ...] = ()
@@ -70,7 +70,7 @@ def load_first_samples(spec: JobSpec, datasets: Datasets) -> FirstSamples:
         if is_user_dataset:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             raise JobFailed(
-                f"dataset {spec.dataset.name} gives no sample: {_format_error_message(error)}",
+                f"dataset {spec.dataset.name} returns no sample: {_format_error_message(error)}",
                 f"raised in {frame.filename}, line {frame.lineno}, {frame.name}",
             ) from error
         raise SpecError(
@@ -81,8 +81,8 @@ def load_first_samples(spec: JobSpec, datasets: Datasets) -> FirstSamples:
     for leaf in tree_leaves(batch):
         if not isinstance(leaf, PLAIN_TYPES):
             raise SpecError(
-                f"a batch of {spec.dataset.name} holds {type(leaf).__name__}, in which tula finds no tensors",
-                "let it be a tensor, a tuple, a list or a dictionary, or register it with torch's pytree",
+                f"a batch of {spec.dataset.name} contains {type(leaf).__name__}, in which tula finds no tensors",
+                "return a tensor, a tuple, a list or a dictionary, or register the class with torch's pytree",
             )
     slice_batch(batch, samples=len(items), stop=1, own=datasets.collate is not None)
     longest = find_longest_sample(datasets)
@@ -90,7 +90,7 @@ def load_first_samples(spec: JobSpec, datasets: Datasets) -> FirstSamples:
         return FirstSamples(items[0], batch, len(items))
     item, looked_at = longest
     warning = (
-        f"samples differ in shape: memory is estimated for the largest of {looked_at} that were looked at,"
+        f"samples differ in shape: memory is estimated for the largest of {looked_at} that were read,"
         f" {describe_tree(item)}, and each probe takes one step of such samples alone; a larger one may still come"
         + _describe_padding(datasets)
     )
@@ -120,9 +120,9 @@ def _check_last_sample(spec: JobSpec, datasets: Datasets) -> None:
                 samples[(0, last_index) if isinstance(samples, SeededDataset) else last_index]  # type: ignore[index]
             except Exception as error:
                 raise JobFailed(
-                    f"dataset {spec.dataset.name} has {last_index + 1} {name} samples by its __len__, and gives no sample {last_index}:"
+                    f"dataset {spec.dataset.name} has {last_index + 1} {name} samples by its __len__, but sample {last_index} fails:"
                     f" {_format_error_message(error)}",
-                    "let __len__ return how many samples __getitem__ gives, and correct those that it cannot give",
+                    "make __len__ return the number of samples of __getitem__, and correct samples that fail",
                 ) from error
 
 
@@ -175,8 +175,8 @@ def _check_leaves(spec: JobSpec, items: Sequence[Any], held_out: Any, *, own: bo
     if len(set(shapes)) > 1 and spec.dataset.collate_fn is None:
         raise SpecError(
             f"transforms.train: inputs have different shapes ({', '.join(map(str, dict.fromkeys(shapes)))}),"
-            " so they make no batch",
-            "end in one size, for example {Resize: {size: 256}}, {CenterCrop: {size: 224}}",
+            " so they cannot be batched",
+            "end with one size, for example {Resize: {size: 256}}, {CenterCrop: {size: 224}}",
         )
 
 
@@ -190,8 +190,8 @@ def _make_batch(spec: JobSpec, items: Sequence[Any], collate: Collate | None) ->
             ) from error
         descriptions = " and ".join(dict.fromkeys(map(describe_tree, items)))
         raise SpecError(
-            f"samples of {spec.dataset.name} make no batch: they are {descriptions}",
-            "give dataset.collate_fn, an import string of a function (list of samples) -> batch, which pads them;"
+            f"samples of {spec.dataset.name} cannot be batched: they are {descriptions}",
+            "set dataset.collate_fn to a function (list of samples) -> batch that pads them;"
             " images: end transforms in one size",
         ) from error
 

@@ -121,11 +121,9 @@ def describe_gathering(model: nn.Module, train: Train) -> str:
     """Describe which part of a model is gathered at a time (`train.parallel: fsdp`)."""
     blocks, outside_blocks = _list_block_sizes(model, train)
     if not blocks:
-        return (
-            f"shares: the model has no blocks, so that all of its {format_bytes(outside_blocks)} are gathered at once"
-        )
+        return f"sharding: the model has no blocks, so all of its {format_bytes(outside_blocks)} are gathered at once"
     return (
-        f"shares: {format_count(len(blocks), 'block')} of at most {format_bytes(max(blocks))}, gathered one at a time, and {format_bytes(outside_blocks)}"
+        f"sharding: {format_count(len(blocks), 'block')} of at most {format_bytes(max(blocks))}, gathered one at a time, and {format_bytes(outside_blocks)}"
         " that stay gathered through a step"
     )
 
@@ -253,7 +251,7 @@ def _warn_unused_entries(spec: JobSpec, call: ModelCall, batch: Any) -> list[str
         if call.whole
         else [key for key, value in call.unused_entries(batch).items() if value is not call.target_of(batch)]
     )
-    warning = f"neither {spec.model.name} nor the loss is given {', '.join(unused)} of the batch: forward takes no such"
+    warning = f"{', '.join(unused)} of the batch are not used: neither forward of {spec.model.name} nor the loss has such a parameter"
     return [warning] if unused else []
 
 
@@ -355,7 +353,7 @@ def _try_real_step(spec: JobSpec, datasets: Datasets, device: str, model: nn.Mod
     """
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if spec.train.sharded or parameters > MAX_PARAMETERS_TO_STEP:
-        why = "the model is trained in shares" if spec.train.sharded else f"the model has {parameters} parameters"
+        why = "the model is sharded" if spec.train.sharded else f"the model has {parameters} parameters"
         return [f"no step of real samples was run here ({why}): only their shapes were checked"]
     if not _needs_gpu_memory_estimate(spec, device):
         _run_real_step(spec, datasets)
@@ -395,8 +393,8 @@ def _run_real_step(spec: JobSpec, datasets: Datasets) -> tuple[nn.Module, ModelC
             value = call.loss_from_outputs(output, batch)
         if not bool(torch.isfinite(value).all()):
             raise JobFailed(
-                f"the loss of the first two samples is {value.item():g}: no training can start from it",
-                "look for nan or inf in the samples, and at what the model and the loss make of them",
+                f"the loss of the first two samples is {value.item():g}, so training is not possible",
+                "check the samples, the model and the loss for nan or inf",
             )
         stage = "the backward pass fails"
         value.backward()
@@ -430,20 +428,20 @@ def _make_failure_hint(stage: str, error: Exception) -> str:
         )
     if re.search(r"dtype|Input type|scalar type", str(error)):
         return (
-            "let the dataset return float32 (numpy makes float64, images are uint8) and class numbers as int64, targets of a"
+            "make the dataset return float32 (numpy creates float64, images are uint8), class numbers as int64, and targets of a"
             " regression as float32; or convert them in the model"
         )
     if stage.startswith("model"):
         if "the batch" in stage:
-            return "forward is given a dictionary by name and a tuple in order, but for its last entry, the target"
+            return "forward receives a dictionary by name, or a tuple in order without its last entry, the target"
         if not re.search(r"size|shape|channel|dimension|kernel", str(error)):
             return ""
         return "resize the images in transforms, or set the model's arguments; the shape is (channels, height, width)"
     if stage.startswith("loss"):
         if isinstance(error, TypeError):
-            return "let the dataset return the target as a number or a tensor, or set loss.name to a callable(outputs, target) of your own"
+            return "make the dataset return the target as a number or a tensor, or set loss.name to your own callable(outputs, target)"
         if "target" in str(error) or "size" in str(error):
-            return "let the dataset return one class number a sample, without a dimension of its own; of a regression the output's shape"
+            return "make the dataset return one class number per sample, without an extra dimension; for a regression, the shape of the output"
         return "the loss gets what the model returns; GoogLeNet and Inception return one tensor with aux_logits: false"
     return ""
 

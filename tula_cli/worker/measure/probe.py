@@ -195,7 +195,7 @@ class GradientNormRecorder:
     @classmethod
     def attach(cls, trainer: Trainer) -> "GradientNormRecorder":
         """Attach a recorder to a trainer between two of its steps; DDP keeps a reference to it."""
-        assert isinstance(trainer.parallel, Replicated), "shares are reduced in another way"
+        assert isinstance(trainer.parallel, Replicated), "sharded gradients are reduced in another way"
         spy = cls(trainer.ranks)
         add_listener(trainer.parallel, spy)
         return spy
@@ -618,7 +618,7 @@ class StepBlocks:
 
 
 def _find_out_of_memory_by_retries(task: ProbeTask, local_batch: int, retries: int) -> OutOfMemory:
-    message = f"it ran only because the allocator flushed its cache {retries} times"
+    message = f"it fits only because the allocator flushed its cache {retries} times"
     return OutOfMemory(**make_probe_identity(task, local_batch), assumed=False, message=message)
 
 

@@ -16,7 +16,7 @@ from tula_cli.worker.parallel.sharding import Parallel
 class WithAdaScale(Plain):
     """AdaScale; it compares the gradients of two batch sizes, so a single rank needs two micro-batches."""
 
-    least_parts_why = "AdaScale's half batches"
+    least_parts_why = "AdaScale needs half batches"
 
     def wrap(
         self, base: torch.optim.Optimizer, parallel: Parallel, configuration: Configuration
@@ -54,7 +54,7 @@ class WithAdaScale(Plain):
     def remarks(self, loop: Loop) -> list[str]:
         if (batch := loop.sizes.batch) > loop.spec.train.reference_batch:
             return []
-        return [f"AdaScale has nothing to gain: the batch of {batch} is not above train.reference_batch"]
+        return [f"AdaScale has no effect: batch {batch} is not above train.reference_batch"]
 
     def report(self, loop: Loop) -> dict[str, Any]:
         """Return the gain, and the number of epochs at the reference batch that the steps so far correspond to."""

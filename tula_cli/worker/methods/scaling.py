@@ -53,7 +53,7 @@ class Scaling(Plain):
         by_itself = configuration.refresh or spec.ags.resolved().each_step
         arguments = self.settings(spec.ags, **({} if by_itself else {"refresh": "epoch"}))
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "AGS leaves the gradients as they are")  # `remarks` tells it
+            warnings.filterwarnings("ignore", "AGS does not change the gradients")  # `remarks` tells it
             return TulaOptimizer(
                 base,
                 model=parallel,
@@ -137,8 +137,8 @@ class Scaling(Plain):
         if setup.small_batch_size == setup.b_small or not ags.factors.reads_b_small:
             return []
         return [
-            f"AGS takes a small batch of {setup.small_batch_size} samples, not of b_small {setup.b_small}: with"
-            f" train.accumulate {loop.spec.train.accumulate} the GPUs hold no more at a time"
+            f"AGS uses a small batch of {setup.small_batch_size} samples instead of b_small {setup.b_small}: with"
+            f" train.accumulate {loop.spec.train.accumulate} the GPUs process no more at a time"
         ]
 
 

@@ -38,13 +38,13 @@ def load_user_method(name: str) -> Plain:
             return target()
         except TypeError as error:
             raise SpecError(
-                f"train.method {name}: its class cannot be made without arguments: {error}",
-                "name an object of it in its place: METHOD = Method(...)",
+                f"train.method {name}: its class cannot be created without arguments: {error}",
+                "name an object instead: METHOD = Method(...)",
             ) from error
     if isinstance(target, Plain):
         return target
     description = f"class {target.__name__}" if isinstance(target, type) else f"of type {type(target).__name__}"
     raise SpecError(
-        f"train.method {name} is no training method but {description}",
-        "derive it from tula_cli.worker.methods.plain.Plain; name the class, or an object of it",
+        f"train.method {name} is not a training method but {description}",
+        "derive a class from tula_cli.worker.methods.plain.Plain, and name the class or an object of it",
     )

@@ -62,13 +62,13 @@ def save_sharded(
             raise write_error(folder, OSError(code, os.strerror(code))) from error
         first_line = next(iter(str(why).splitlines()), type(why).__name__)
         raise CannotWrite(
-            f"cannot write {folder}: {first_line}", "is the disk full? older checkpoints stand"
+            f"cannot write {folder}: {first_line}", "check the free disk space; older checkpoints are still valid"
         ) from error
     _run_on_first_rank(lambda: write_atomic(draft / REST_FILE, _serialize(content)), folder, ranks)
     files = sorted(path.name for path in draft.iterdir()) if ranks.is_first else []
     sums = _list_file_checksums(draft, json.loads(ranks.gather(json.dumps(files))[0]), ranks)
     if lost := [name for name, total in sums.items() if total < 0]:
-        raise CannotWrite(f"cannot write {folder}: what was written cannot be read again: {', '.join(lost)}")
+        raise CannotWrite(f"cannot write {folder}: its files cannot be read back: {', '.join(lost)}")
     _run_on_first_rank(lambda: _write_checksums(draft, folder, sums), folder, ranks)
 
 
@@ -124,7 +124,7 @@ def load_sharded(folder: Path, model: nn.Module, optimizer: torch.optim.Optimize
     except (CheckpointException, pickle.UnpicklingError) as error:
         why = _find_first_cause(error) if isinstance(error, CheckpointException) else error
         raise TulaError(
-            f"the checkpoint {folder} does not fit the model: {why}", "was the model's code changed?"
+            f"the checkpoint {folder} does not fit the model: {why}", "check whether the code of the model has changed"
         ) from None
     set_model_state_dict(model, state["model"])
     # torch wants a state of each, and gives each one before it loads

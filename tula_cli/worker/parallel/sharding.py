@@ -153,7 +153,7 @@ def check_torch(device: str) -> None:
     if device == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
         raise SpecError(
             f"train.parallel: fsdp cannot run on the CPU under torch {torch.__version__}",
-            "take a newer torch, GPUs, or train.parallel: ddp",
+            "use a newer torch, GPUs, or train.parallel: ddp",
         )
 
 
@@ -168,9 +168,9 @@ def _check_average(device: torch.device) -> None:
     dist.reduce_scatter_tensor(mean, torch.ones(world, device=device), op=dist.ReduceOp.AVG)
     if mean.item() != 1:
         raise SpecError(
-            f"train.parallel: fsdp would add gradients up and not average them: {dist.get_backend()} under torch"
-            f" {torch.__version__} cannot",
-            "take a newer torch, GPUs, or train.parallel: ddp",
+            f"train.parallel: fsdp would sum gradients instead of averaging them: {dist.get_backend()} under torch"
+            f" {torch.__version__} cannot average",
+            "use a newer torch, GPUs, or train.parallel: ddp",
         )
 
 
@@ -186,7 +186,7 @@ def list_fsdp_blocks(model: nn.Module, names: Literal["auto"] | Sequence[str]) -
     if undivided := [name for name, parameter in model.named_parameters() if not parameter.ndim]:
         raise SpecError(
             f"train.parallel: fsdp cannot divide parameters without a dimension: {', '.join(undivided)}",
-            "make each a tensor of shape (1,): nn.Parameter(torch.ones(1)); or take train.parallel: ddp",
+            "make each a tensor of shape (1,): nn.Parameter(torch.ones(1)); or use train.parallel: ddp",
         )
     blocks = list_blocks(model) if names == "auto" else _list_modules_of_classes(model, names)
     return [
@@ -209,7 +209,7 @@ def _list_modules_of_classes(model: nn.Module, names: Sequence[str]) -> list[nn.
             class_names = sorted({type(module).__name__ for module in modules if any(True for _ in module.children())})
             raise SpecError(
                 f"train.fsdp_blocks: {type(model).__name__} has no module of class {name}",
-                f"it has {', '.join(class_names)}" if class_names else "leave it out: the model is one block",
+                f"it has {', '.join(class_names)}" if class_names else "remove it, if the model is one block",
             )
     return [module for module in reversed(modules) if type(module).__name__ in names]
 

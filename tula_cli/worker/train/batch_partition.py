@@ -121,7 +121,7 @@ def list_possible_splits(loop: Loop, batches: Sequence[int], jobs: Callable[[int
         fewest = max(get_method(spec).fewest_samples(Configuration(spec, batch, world)) for spec in specs)
         method_limit = (
             lambda micro_batch: micro_batch >= fewest,
-            f"its method compares gradients over {fewest} samples of it",
+            f"its method compares gradients over {fewest} samples from it",
         )
         return list_splits(
             batch,

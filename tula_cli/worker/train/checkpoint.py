@@ -245,8 +245,8 @@ def _rename_damaged(path: Path) -> str:
     try:
         path.rename(path_aside)
     except OSError as error:  # passed over all the same
-        return f"{name} is damaged and passed over ({error.strerror})"
-    return f"{name} is damaged, passed over and kept as checkpoints/{path_aside.name}"
+        return f"{name} is damaged and skipped ({error.strerror})"
+    return f"{name} is damaged, skipped and kept as checkpoints/{path_aside.name}"
 
 
 def _read_checkpoint(path: Path) -> dict[str, Any] | None:
@@ -295,7 +295,9 @@ def _load_whole(trainer: Trainer, content: dict[str, Any]) -> None:
     try:
         trainer.parallel.module.load_state_dict(content["model"])
     except RuntimeError as error:
-        raise TulaError(f"the checkpoint does not fit the model: {error}", "was the model's code changed?") from None
+        raise TulaError(
+            f"the checkpoint does not fit the model: {error}", "check whether the code of the model has changed"
+        ) from None
     settings = [(group.get("weight_decay"), group.get("betas")) for group in trainer.base.param_groups]
     _load_optimizer(trainer, content["optimizer"])
     # those of the job: an arm (method auto) has others than what it goes on from; beta2 follows the batch at each step

@@ -92,7 +92,7 @@ class DivergenceDetector:
         if math.isfinite(first_step):
             return f"the loss is not finite at {self._describe_position(next(at for at, *_ in losses if at.steps == -first_step))}"
         if spoilt:
-            return f"the weights are not finite at {self._describe_position(self.trainer.position)}: a gradient was not"
+            return f"the weights are not finite at {self._describe_position(self.trainer.position)}, because a gradient was not"
         if collapsed:
             return f"the gradient overflows fp16 at every step, up to {self._describe_position(self.trainer.position)}"
         if math.isfinite(level):

@@ -71,7 +71,8 @@ def _without_training_state(spec: JobSpec) -> JobSpec:
 def _load_weights(task: EvaluateTask, trainer: worker_train_loop.Trainer, ranks: Ranks) -> None:
     if task.samples is not None and not Path(task.path).exists():
         raise JobFailed(
-            f"the checkpoint {task.path} is gone: the training has saved others since", "run the same command again"
+            f"the checkpoint {task.path} no longer exists: the training has saved newer ones",
+            "run the same command again",
         )
     section = task.spec.model.model_copy(update={"weights": task.path, "strict": True})
     finetune.load_weights(section, trainer.parallel.module, first=ranks.is_first, key="--weights")

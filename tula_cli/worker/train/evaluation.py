@@ -47,7 +47,7 @@ def _build_metric(name: str, entry: str | Mapping[str, Mapping[str, Any]]) -> An
     if isinstance(target, type):
         target = call_with_arguments(target, args, path=path, name=imported)
     elif args:
-        raise SpecError(f"{path}: {imported} is no class, and only those are built with arguments", "leave them out")
+        raise SpecError(f"{path}: {imported} is not a class; only classes take arguments", "remove the arguments")
     if not is_stateful(target) and not callable(target):
         raise SpecError(
             f"{path}: {imported} is a {type(target).__name__}",
@@ -74,7 +74,7 @@ def can_merge_states(metric: Any) -> bool:
 def warn_gathered_metrics(section: Train) -> list[str]:
     """Return warnings about metrics for which the batches of all ranks must be gathered on rank 0."""
     return [
-        f"train.metrics.{name} has neither sync nor merge_state: each batch of an evaluation is sent to the first GPU for it, with"
+        f"train.metrics.{name} has neither sync nor merge_state: so each batch of an evaluation is sent to the first GPU, with"
         f" {'its inputs' if takes_batch(metric.update) else 'scores and targets alone'}"
         for name, metric in build_metrics(section).items()
         if is_stateful(metric) and not has_own_synchronization(metric) and not can_merge_states(metric)
@@ -177,8 +177,8 @@ class UserMetrics:
             return float(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise JobFailed(
-                f"train.metrics.{name} is {type(value).__name__}, not one number",
-                "let it return the mean over classes, for example",
+                f"train.metrics.{name} is a {type(value).__name__}, not one number",
+                "make it return one number, for example the mean over classes",
             ) from error
 
 

@@ -104,7 +104,7 @@ class HangWatch:
         """Write the stacks of all threads to the log, and the failure for the supervisor."""
         position = describe_position(frame)
         message = (
-            f"no end of a step for {silent:.0f} s, where one takes {statistics.median(self._took):.3g} s: {position}"
+            f"no step finished for {silent:.0f} s, while one takes {statistics.median(self._took):.3g} s: {position}"
         )
         detail = f"rank {self.rank} hangs: {message}\n{_list_thread_stacks()}"
         tag = words.make_rank_tag(self.rank)

@@ -342,7 +342,7 @@ def _explain(error: RuntimeError) -> None:
 def _make_no_second_derivative_error(why: str) -> SpecError:
     return SpecError(
         f"train.diagnostics: hessian: a layer of the model has no second derivative: {why}",
-        "leave hessian out of train.diagnostics, or write the layer's backward so that it can be differentiated",
+        "remove hessian from train.diagnostics, or make the layer's backward differentiable",
     )
 
 

@@ -68,7 +68,7 @@ def _load_user_schedule(name: str, args: str, epochs: int) -> Callable[[float], 
         if not (math.isfinite(value) and value >= 0):
             raise JobFailed(
                 f"schedule {name} returns {value} at epoch {epoch:g}",
-                "a factor of the learning rate is a number from 0 on",
+                "a factor of the learning rate is a number that is at least 0",
             )
         return value
 

@@ -310,7 +310,7 @@ class TrainingLog:
             + f"top-1 {format_number(result.top1, 4)} %, " * classes
             + f"perplexity {format_number(result.perplexity, 4)}, " * math.isfinite(result.perplexity)
             + "".join(f"{name} {format_number(value, 4)}, " for name, value in result.own.items())
-            + f"batch {self.batch}, lr {format_number(lr)}, {format_number(step_time and 1000 * step_time)} ms a step{pace}"
+            + f"batch {self.batch}, lr {format_number(lr)}, {format_number(step_time and 1000 * step_time)} ms per step{pace}"
         )
 
     def _diagnostics(self, ags: Mapping[str, float] | None) -> dict[str, Any] | None:

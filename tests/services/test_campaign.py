@@ -113,6 +113,17 @@ def test_a_plan_of_lowest_energy_above_the_budget_is_refused(tmp_path: Path) -> 
         plan(run, 4, objective="energy", budget=0.99 * cost)
 
 
+def test_of_the_batches_whose_plan_is_within_the_budget_the_one_of_lowest_energy_is_chosen(tmp_path: Path) -> None:
+    pricing = {"kind": "gb_hour", "price": 1.0, "source": "a test"}
+    run = RunDir.create(tmp_path, spec(search={"max_batch": 4096}, pricing=pricing))
+    for result in probe_all(Truth(noise=0.01, watts=300.0), {2: (16, 32, 64, 128, 256), 4: (8,), 16: (2, 256)}):
+        run.write_result(result)
+    lowest, cheapest = plan(run, 4, objective="energy"), plan(run, 4, objective="cost")
+    assert cheapest.cost < 0.9 * lowest.cost
+    within = plan(run, 4, objective="energy", budget=0.95 * lowest.cost)
+    assert within.cost <= 0.95 * lowest.cost and within.kwh >= lowest.kwh and within.batch != lowest.batch
+
+
 def test_more_nodes_than_were_measured_run_more_trainings_side_by_side(run: RunDir) -> None:
     wide = plan(run, 30, max_nodes=64, nodes=2)
     assert {wave.nodes for wave in wide.waves} == {2} and max(wave.side_by_side for wave in wide.waves) == 30

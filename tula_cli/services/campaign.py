@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -22,6 +23,7 @@ from tula_cli.models.choice.campaign import (
     plan_shortest,
     sum_costs,
 )
+from tula_cli.models.choice.columns import Floats
 from tula_cli.query import Query
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import read_record, write_atomic
@@ -95,7 +97,7 @@ def plan_campaign(
     subject = f"{format_count(trainings, 'training')} on at most {format_count(nodes)}"
     if max_batch is not None:
         subject += f" with batches of at most {max_batch}"
-    choose = _plan_shortest_batch if quantity == "time" else _plan_cheapest_batch
+    choose = _plan_shortest_batch if quantity == "time" else partial(_plan_cheapest_batch, prices=candidates["cost"])
     plan = describe_plan(
         choose(groups, query, trainings=trainings, nodes=nodes, subject=subject, currency=currency),
         candidates,
@@ -184,16 +186,31 @@ def _plan_shortest_batch(
 
 
 def _plan_cheapest_batch(
-    groups: Sequence[Sequence[Option]], query: Query, *, trainings: int, nodes: int, subject: str, currency: str
+    groups: Sequence[Sequence[Option]],
+    query: Query,
+    *,
+    trainings: int,
+    nodes: int,
+    subject: str,
+    currency: str,
+    prices: Floats,
 ) -> list[Start]:
-    """Return the plan of lowest cost or energy within the deadline; arguments and errors are as for the shortest."""
+    """Return the plan of lowest cost or energy within the deadline, of a batch whose plan is within the budget if any is.
+
+    Other arguments and errors are as for the shortest plan.
+
+    Args:
+        prices: cost of a training by row of the candidates; the cost of an option may be its energy.
+    """
     deadline = _get_limit(query.deadline_hours)
     plans = [plan_cheapest(options, trainings=trainings, nodes=nodes, deadline=deadline) for options in groups]
     within = [starts for starts in plans if starts is not None]
     if not within:
         makespan = min(find_shortest_makespan(options, trainings=trainings, nodes=nodes) for options in groups)
         raise _make_too_late_error(f"{subject} take at least", makespan, query)
-    plan = min(within, key=lambda starts: (sum_costs(starts), compute_makespan(starts)))
+    budget = _get_limit(query.budget)
+    affordable = [plan for plan in within if is_within(sum(prices[start.option.row] for start in plan), budget)]
+    plan = min(affordable or within, key=lambda starts: (sum_costs(starts), compute_makespan(starts)))
     if _choose_quantity(query) == "cost" and not is_within(sum_costs(plan), _get_limit(query.budget)):
         late = "" if query.deadline_hours is None else f" within {format_duration(3600 * query.deadline_hours)}"
         raise _make_over_budget_error(f"{subject}{late} cost at least", sum_costs(plan), query, currency)

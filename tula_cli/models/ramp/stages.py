@@ -63,11 +63,6 @@ class Ramp:
         """Return the global batch of the step that starts after `passed` samples."""
         return self.stages[self.stage_at(passed)].batch
 
-    def shares(self, total: int) -> dict[int, float]:
-        """Return the share of `total` samples that is trained at each batch."""
-        ends = [min(stage.begin, total) for stage in (*self.stages[1:], Stage(begin=total, batch=0))]
-        return {stage.batch: max(0, end - stage.begin) / total for stage, end in zip(self.stages, ends, strict=True)}
-
     def steps_of_epoch(self, epoch: int, *, samples_done: int, size: int) -> Iterator[tuple[int, int]]:
         """Yield (batch, steps) of the rest of an epoch; a partial batch at its end is left out.
 

@@ -260,7 +260,8 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
     assert result is not None
     assert tasks
     tasks_by_id = {each.id: each for each in tasks}
-    hours = sum(_count_hours(attempt) for attempt in attempts)
+    now = time.time()  # the end of the newest attempt, which this process is part of
+    hours = sum(_count_hours(attempt, now) for attempt in attempts)
     prediction, energy = _predict_epochs(tasks[0], result), training.energy()
     newest = tasks[-1].prediction  # of the batch and the nodes that the training ended with, as is result.step_time
     run.write_summary(
@@ -274,7 +275,7 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
             actual_hours=hours,
             predicted_cost=prediction.cost if prediction else None,
             actual_cost=sum(
-                _compute_cost_of_attempt(tasks_by_id[attempt.task], attempt, prediction)
+                _compute_cost_of_attempt(tasks_by_id[attempt.task], attempt, prediction, now)
                 for attempt in attempts
                 if attempt.task in tasks_by_id
             ),
@@ -332,16 +333,16 @@ def _list_warnings_of_training(training: TrainingRun) -> tuple[str, ...]:
     return tuple(dict.fromkeys(row["message"] for row in training.metrics() if row["kind"] == "warning"))
 
 
-def _count_hours(attempt: Attempt) -> float:
-    return ((attempt.ended_at or time.time()) - attempt.started_at) / 3600
+def _count_hours(attempt: Attempt, now: float) -> float:
+    return ((attempt.ended_at or now) - attempt.started_at) / 3600
 
 
-def _compute_cost_of_attempt(task: TrainTask, attempt: Attempt, prediction: Prediction | None) -> float:
+def _compute_cost_of_attempt(task: TrainTask, attempt: Attempt, prediction: Prediction | None, now: float) -> float:
     cluster = task.spec.cluster
     reserved = (prediction.peak_memory if prediction else None) or 0
     return compute_cost(
         task.spec.pricing,
-        hours=_count_hours(attempt),
+        hours=_count_hours(attempt, now),
         nodes=task.nodes + attempt.idle_nodes,
         gpus_per_node=cluster.gpus_per_node,
         reserved=reserved,

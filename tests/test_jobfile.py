@@ -8,9 +8,9 @@ import pytest
 import yaml
 from quiet import quiet
 
-from tula_cli.run import jobfile
-from tula_cli.run.directory import RunDir
-from tula_cli.run.jobfile import ConfigDrift
+from tula_cli.run import job_runs
+from tula_cli.run.directory import Run, RunDir
+from tula_cli.run.job_runs import ConfigDrift
 from tula_cli.spec.load import load_spec
 
 
@@ -30,12 +30,12 @@ def write(job: Path, **changes: Any) -> None:
 def run_of(job: Path, *overrides: str) -> RunDir:
     spec = load_spec(job, overrides=overrides)
     run = RunDir.of(job.parent / "tula-runs", spec)
-    run.save_job(spec, jobfile.find_settings_origin(run, job, overrides))
+    run.save_job(spec, job_runs.find_settings_origin(run, job, overrides))
     return run
 
 
 def config_drift(run: RunDir, *overrides: str) -> ConfigDrift | None:
-    return jobfile.find_config_drift(run, load_spec(run.path / "spec.yaml", overrides=overrides), overrides)
+    return job_runs.find_config_drift(Run(run.path, load_spec(run.path / "spec.yaml", overrides=overrides)), overrides)
 
 
 def test_an_edited_file_is_told_by_its_keys_and_both_values(job: Path) -> None:
@@ -90,7 +90,7 @@ def test_what_was_set_on_the_command_line_is_laid_over_the_file_as_it_is_now(job
     assert config_drift(run) is None, "--set decides"
     write(job, optimizer={"lr": 0.5})
     assert config_drift(run) is not None and config_drift(run, "optimizer.lr=0.3") is None
-    run.save_job(load_spec(run.path / "spec.yaml", overrides=["optimizer.lr=0.3"]), jobfile.find_settings_origin(run, None, ["optimizer.lr=0.3"]))  # fmt: skip
+    run.save_job(load_spec(run.path / "spec.yaml", overrides=["optimizer.lr=0.3"]), job_runs.find_settings_origin(run, None, ["optimizer.lr=0.3"]))  # fmt: skip
     known = run.job_file()
     assert known is not None and known.overrides == ("train.epochs=2", "optimizer.lr=0.3") and config_drift(run) is None
 
@@ -99,13 +99,13 @@ def test_an_override_of_a_run_derives_the_defaults_that_follow_from_it(job: Path
     write(job, train={"method": "lrs", "reference_batch": 32}, schedule={"kind": "cosine"})
     run = run_of(job)
     assert run.read_spec().train.ramp_nodes == "same"
-    changed = jobfile.load_with_overrides(run, ["train.ramp=decay"])
+    changed = job_runs.load_with_overrides(run, ["train.ramp=decay"])
     assert changed.train.ramp_nodes == load_spec(job, overrides=["train.ramp=decay"]).train.ramp_nodes == "auto"
     assert changed.schedule == run.read_spec().schedule
-    assert jobfile.load_with_overrides(run, ["train.ramp=decay", "train.ramp_nodes=same"]).train.ramp_nodes == "same"
+    assert job_runs.load_with_overrides(run, ["train.ramp=decay", "train.ramp_nodes=same"]).train.ramp_nodes == "same"
 
 
 def test_an_override_retains_what_the_user_chose(job: Path) -> None:
     write(job, train={"method": "ramp", "reference_batch": 32, "max_grad_norm": 5.0}, schedule={"kind": "cosine"})
-    changed = jobfile.load_with_overrides(run_of(job), ["train.ramp=decay"])
+    changed = job_runs.load_with_overrides(run_of(job), ["train.ramp=decay"])
     assert (changed.train.ramp_nodes, changed.train.max_grad_norm, changed.schedule.kind) == ("auto", 5, "cosine")

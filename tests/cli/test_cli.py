@@ -28,6 +28,7 @@ from tula_cli.cluster import launcher as cluster_launcher
 from tula_cli.cluster.slurm import site
 from tula_cli.errors import DiskFull, Infeasible, JobFailed, SchedulerError, SpecError, TulaError
 from tula_cli.run.directory import RunDir
+from tula_cli.run.job_runs import open_family
 from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask
 from tula_cli.services import check as services_check
 from tula_cli.services import estimate as services_estimate
@@ -1504,8 +1505,7 @@ def two_types(here, cluster, monkeypatch):
 
 
 def parts():
-    run = newest()
-    return {part.type: part for part in run.variants(run.read_spec())}
+    return {part.type: part for part in open_family(newest())}
 
 
 def test_all_types_are_measured_compared_and_trained_on(two_types):
@@ -1535,9 +1535,9 @@ def test_the_same_command_does_not_measure_a_type_again(two_types, here):
     assert again.code == 0 and "every probe has a result already" in again.err
     more = {**TYPES, "quad": {"cluster": {"gpus_per_node": 4}, "pricing": {"price": 3.0}}}
     (here / "job.yaml").write_text(yaml.safe_dump({**make.SPEC, "node_types": more}, sort_keys=False))
-    first = newest().path
+    before = {name: part.path for name, part in parts().items()}
     assert tula("profile", "job.yaml").code == 0
-    assert newest().path == first, "a type more keeps the run"
+    assert parts().keys() == more.keys() and all(parts()[name].path == path for name, path in before.items())
     assert [len(launcher.submitted) for launcher in two_types.launchers.values()] == [2, 2, 2]
     assert tula("recommend", "--set", "node_types.pair.pricing.price=99").code == 0
     changed = tula("recommend", "--set", "node_types.pair.cluster.gpus_per_node=3")
@@ -1556,8 +1556,8 @@ def test_the_screens_tell_the_types_apart(two_types):
     shown = tula("status")
     assert shown.out.count("node type ") == 2 and "recommended over all node types: " in shown.out
     assert set(tula("status", "--json").json["data"]["types"]) == {"single", "pair"}
-    counted = tula("list", "--json").json["data"][0]["measured"]
-    assert counted == sum(len(run.results()) for run in parts().values())
+    counted = {row["id"]: row["measured"] for row in tula("list", "--json").json["data"]}
+    assert counted == {part.id: len(part.results()) for part in parts().values()}
     assert tula("logs", "--type", "pear").code == 2
     checked = tula("check", "job.yaml", "--json").json["data"]["types"]
     assert checked["pair"]["price"].startswith("1.7 USD")
@@ -1593,7 +1593,8 @@ def test_ctrl_c_tells_of_the_jobs_of_all_types(two_types, monkeypatch, flag):
     ended = tula("profile", "job.yaml", *(["--cancel-on-interrupt"] if flag else []))
     assert ended.code == 130
     every = "cancelled single/probe-n001, single/probe-n002, pair/probe-n001, pair/probe-n002"
-    assert (every if flag else f"tula cancel tula-runs/{newest().path.name} cancels them") in ended.err
+    cancels = "; ".join(f"tula cancel tula-runs/{part.id}" for part in parts().values())
+    assert (every if flag else f"{cancels} cancels them") in ended.err
     assert [two_types.launchers[gpus].asked for gpus in (1, 2)] == [int(flag)] * 2, "each is cancelled once"
 
 

@@ -32,6 +32,7 @@ from tula_cli.cluster.slurm.submit import SlurmLauncher
 from tula_cli.cluster.supervise import supervise
 from tula_cli.errors import CannotWrite, SchedulerError
 from tula_cli.run.directory import RunDir
+from tula_cli.run.job_runs import open_family, open_run
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.recommendations import Stage, StageSteps
@@ -571,7 +572,7 @@ def test_a_training_starts_after_its_rehearsal_has_ended(slurm, run):
 
 
 def training_plan(run):
-    return train.plan_training(run, run.read_spec(), nodes=2, batch=128, inspect=lambda _: INSPECTION)
+    return train.plan_training(open_run(run), nodes=2, batch=128, inspect=lambda _: INSPECTION)
 
 
 def test_from_submission_to_the_next_link_and_the_end(versions, run):
@@ -588,9 +589,9 @@ def test_from_submission_to_the_next_link_and_the_end(versions, run):
         "queued",
         "continues after job 1000 (NODE_FAIL: a node of its allocation failed)",
     )
-    assert services_status.cancel_jobs(run.variants(run.read_spec()), lambda _: launcher) == [plan.task.job]
+    assert services_status.cancel_jobs(open_family(run), lambda _: launcher) == [plan.task.job]
     assert services_status.run_status(run, launcher, now=time.time()).jobs[0].state == "cancelled"
-    assert services_status.cancel_jobs(run.variants(run.read_spec()), lambda _: launcher) == []
+    assert services_status.cancel_jobs(open_family(run), lambda _: launcher) == []
 
 
 # --- through the command line

@@ -16,7 +16,7 @@ from tula_cli.cluster import inspection
 from tula_cli.cluster import launcher as cluster_launcher
 from tula_cli.cluster.scripts.placeholders import get_learning_rate
 from tula_cli.options import ComparisonRequest
-from tula_cli.run.directory import RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.results import Comparison
 from tula_cli.run.records.tasks import TrainTask
@@ -104,7 +104,7 @@ class Trains(make.FakeLauncher):
 
 
 def plan(run: RunDir, grid: Grid = GRID, spec: JobSpec | None = None) -> services_compare.ComparePlan:
-    return services_compare.plan_comparison(run, spec or run.read_spec(), grid, inspect=inspect, now=1.0)
+    return services_compare.plan_comparison(Run(run.path, spec or run.read_spec()), grid, inspect=inspect, now=1.0)
 
 
 def trained(run: RunDir, launcher: make.FakeLauncher, grid: Grid = GRID, **how) -> accuracy.CompareReport:
@@ -182,7 +182,7 @@ class TrainsScripts(make.FakeLauncher):
 
 def compared(folder: Path, launcher: make.FakeLauncher, spec: JobSpec, **asked) -> accuracy.CompareReport:
     run = RunDir.create(folder / "tula-runs", spec)
-    grid = session.complete_grid(ComparisonRequest(batches=(64, 128), **asked), run, spec, None)
-    planned = services_compare.plan_comparison(run, spec, grid, inspect=inspect, now=1.0)
+    grid = session.complete_grid(ComparisonRequest(batches=(64, 128), **asked), Run(run.path, spec), None)
+    planned = services_compare.plan_comparison(Run(run.path, spec), grid, inspect=inspect, now=1.0)
     list(trainings.train_cells_one_by_one(run, planned, launcher, inspect=inspect))
     return accuracy.build_compare_report(run, planned.comparison, spec)

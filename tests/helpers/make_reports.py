@@ -11,6 +11,7 @@ from make_results import spec as job_spec
 
 from tula_cli.query import Query
 from tula_cli.run.directory import RunDir
+from tula_cli.run.job_runs import open_family
 from tula_cli.run.records.results import Cell, Comparison
 from tula_cli.services import recommend as recommending
 from tula_cli.services.document import Document, Figure, Section, Series, Table
@@ -26,17 +27,15 @@ TYPES = {"a": {}, "b": {"pricing": {"price": 0.5}}}
 
 def probed(root: Path, truth: Truth | None = None, *, job: Any = JOB, script: bool = False) -> RunDir:
     """Return a run whose probes are those of a known truth, one that was out of memory among them; of each node type."""
-    run = RunDir.create(root, job)
-    for part in run.variants(job):
-        part.save_job(part.spec)
+    runs = make.create_runs(root, job)
+    for part in runs:
         probes = [
             measured(truth or Truth(jitter=0.01), nodes, local) for nodes, locals_ in SWEEP.items() for local in locals_
         ]
         probes = [of_a_script(probe) for probe in probes] if script else with_noise(probes, 200.0)
         for result in [*probes, out_of_memory(1, 512)]:
             part.write_result(result)
-    run.save_job(job)
-    return run
+    return runs[0]
 
 
 def script_job() -> Any:
@@ -49,9 +48,8 @@ def script_job() -> Any:
 
 def answered(run: RunDir, objective: Any = "time") -> RunDir:
     """Return the run with an answer that training takes."""
-    recommending.save_answer(
-        run, run.read_spec(), recommending.recommend(run, run.read_spec(), Query(objective=objective), now=1.0)
-    )
+    runs = open_family(run)
+    recommending.save_answer(runs, recommending.recommend(runs, Query(objective=objective), now=1.0))
     return run
 
 
@@ -116,7 +114,7 @@ def compared(run: RunDir) -> RunDir:
 def seen(run: RunDir, launcher: make.FakeLauncher | None = None) -> "Material":
     from tula_cli.extras.report.material import gather_material
 
-    return gather_material(run, run.read_spec(), lambda _: launcher or make.FakeLauncher(), now=AT)
+    return gather_material(open_family(run), lambda _: launcher or make.FakeLauncher(), now=AT)
 
 
 def report(run: RunDir) -> Document:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from make_results import Truth, measured
@@ -10,7 +11,8 @@ from make_results import Truth, measured
 from tula_cli.cluster.decisions import decide
 from tula_cli.cluster.relaunch import carry_out, read_history
 from tula_cli.cluster.scheduler import SchedulerState
-from tula_cli.run.directory import RunDir
+from tula_cli.run import job_runs
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.failures import Failure, Fallback, Recovery, Relaunch
 from tula_cli.run.records.inspections import ClusterReport, NodeReport, Transfer
@@ -48,6 +50,13 @@ def script_spec(cluster: dict[str, Any] | None = None, **length: int) -> JobSpec
     script = {"command": command, "length": length, "reference": {"batch": 256}}
     content = {"name": "own", "script": script, "search": SPEC["search"], **({"cluster": cluster} if cluster else {})}
     return validate(content, source="test")
+
+
+def create_runs(root: Path, job: JobSpec) -> tuple[Run, ...]:
+    """Create the runs of all node types and text lengths of a job."""
+    runs = job_runs.make_runs(root, job)
+    job_runs.save_runs(runs, None)
+    return runs
 
 
 @dataclass

@@ -14,7 +14,8 @@ from tula_cli.errors import SpecError, TulaError
 from tula_cli.run import code as run_code
 from tula_cli.run import code_selection, imports, messages
 from tula_cli.run import code_selection as git_state
-from tula_cli.run.directory import RunDir
+from tula_cli.run.code import runs_of_job
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.tasks import ProbeTask, TrainTask
 from tula_cli.services import profile, train
 from tula_cli.spec.job import JobSpec
@@ -403,7 +404,7 @@ def submit(run: RunDir, spec: JobSpec, launcher: FakeLauncher) -> dict[str, Prob
 
 
 def plan_training(run: RunDir, spec: JobSpec) -> train.TrainPlan:
-    return train.plan_training(run, spec, nodes=1, batch=32, inspect=lambda _: inspected())
+    return train.plan_training(Run(run.path, spec), nodes=1, batch=32, inspect=lambda _: inspected())
 
 
 def test_tasks_name_the_snapshot(here: Path, run: RunDir) -> None:
@@ -509,10 +510,10 @@ def test_other_runs_of_the_same_job_are_those_with_other_code(here: Path, tmp_pa
     damaged = RunDir.create(root, job("mine:Third"))
     (damaged.path / "spec.yaml").write_text("{")
     new = RunDir.create(root, job(), code="22222222")
-    assert [other.id for other in run_code.list_runs_with_other_code(new, job())] == [old.id]
+    assert [other.id for other in run_code.list_runs_with_other_code(new)] == [old.id]
     plain = RunDir.create(root, make_runs.spec())
     RunDir.create(root, make_runs.spec(), code="11111111")
-    assert run_code.list_runs_with_other_code(plain, make_runs.spec()) == [], (
+    assert run_code.list_runs_with_other_code(plain.with_spec(make_runs.spec())) == [], (
         "a job that names no code has none that changes"
     )
 
@@ -520,11 +521,11 @@ def test_other_runs_of_the_same_job_are_those_with_other_code(here: Path, tmp_pa
 def test_the_run_of_a_job_is_that_of_its_code_as_it_is_now(here: Path) -> None:
     root = Path("tula-runs")  # as a command is given it
     write(here, mine="x = 1")
-    first = run_code.run_of_job(root, job())
-    assert first.path.is_absolute() and first.path == run_code.run_of_job(root, job()).path
+    (first,) = runs_of_job(root, job())
+    assert first.path.is_absolute() and first.path == runs_of_job(root, job())[0].path
     write(here, mine="x = 2")
-    assert run_code.run_of_job(root, job()).id != first.id
-    assert run_code.run_of_job(root, make_runs.spec()).path == RunDir.of(root.absolute(), make_runs.spec()).path
+    assert runs_of_job(root, job())[0].id != first.id
+    assert runs_of_job(root, make_runs.spec())[0].path == RunDir.of(root.absolute(), make_runs.spec()).path
     assert not root.exists()
 
 
@@ -533,7 +534,7 @@ def test_the_run_of_a_job_is_that_of_its_code_as_it_is_now(here: Path) -> None:
 ENTER = """
 import importlib.util, json, multiprocessing, sys
 from pathlib import Path
-from tula_cli.run.directory import RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.worker.__main__ import change_to_job_folder
 from tula_cli.plugins import load
 

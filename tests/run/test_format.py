@@ -52,13 +52,17 @@ def test_a_new_run_has_the_format_of_its_tula(run: RunDir) -> None:
     assert not told.exists()
 
 
-def test_what_is_measured_by_node_type_has_a_format_too(tmp_path: Path) -> None:
+def test_the_run_of_each_node_type_has_a_format(tmp_path: Path) -> None:
     types = {name: {"cluster": {"gpus_per_node": 1}} for name in ("old", "new")}
-    spec = make.spec(node_types=types)
-    run = RunDir.create(tmp_path, spec)
-    for part in run.variants(spec):
-        part.save_job(part.spec)
-        assert (part.path / "format").exists()
+    assert all((run.path / "format").exists() for run in make.create_runs(tmp_path, make.spec(node_types=types)))
+
+
+@pytest.mark.parametrize("folder", ["types", "lengths"])
+def test_a_run_with_measurements_of_several_node_types_inside_is_refused(run: RunDir, folder: str) -> None:
+    (run.path / folder).mkdir()
+    with pytest.raises(OtherFormat, match="are runs of their own now") as caught:
+        run.read_spec()
+    assert caught.value.hint == "measure the job again: tula profile job.yaml"
 
 
 @pytest.mark.promise(

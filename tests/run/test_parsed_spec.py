@@ -1,4 +1,3 @@
-import json
 from unittest import mock
 
 import make_runs as make
@@ -24,19 +23,9 @@ def test_an_edited_yaml_counts_and_the_json_beside_it_does_not(run):
     assert parsed_spec.read_spec(run.path) is None and run.read_spec().optimizer.lr == 0.2
 
 
-@pytest.mark.parametrize("text", ["", "[1]", '{"digest": 3}', None])
+@pytest.mark.parametrize("text", ["", "[1]", '{"digest": 3}', '{"digest": "x", "spec": {}}', None])
 def test_a_damaged_or_missing_json_costs_time_alone(run, text):
     (run.path / "spec.json").unlink()
     if text is not None:
         (run.path / "spec.json").write_text(text)
     assert run.read_spec() == make.spec()
-
-
-def test_the_parts_are_those_of_the_node_types(tmp_path):
-    types = {"a": {"cluster": {"gpus_per_node": 1}}, "b": {"cluster": {"gpus_per_node": 2}}}
-    run = RunDir.create(tmp_path, make.spec(node_types=types))
-    found = json.loads((run.path / "spec.json").read_text())["variants"]
-    assert {name: run.path / part for name, part in found.items()} == {
-        p.type: p.path for p in run.variants(run.read_spec())
-    }
-    assert parsed_spec.read_spec(RunDir.create(tmp_path, make.spec()).path).variants == {"": "."}

@@ -8,16 +8,14 @@ import pytest
 
 from tula_cli.errors import SpecError
 from tula_cli.run.directory import RunDir
-from tula_cli.run.jobfile import load_with_overrides
+from tula_cli.run.job_runs import load_with_overrides
 from tula_cli.spec.load import load_spec, validate, without_removed_values
-
-TYPES = {"a": {}, "b": {"search": {"strategy": "partial"}}}
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     """A run whose job, and a task of it, have strategies that were removed."""
-    job = make.spec(search={"nodes": [1], "strategy": "partial"}, node_types=TYPES)
+    job = make.spec(search={"nodes": [1], "strategy": "partial"})
     run = RunDir.create(tmp_path, job)
     make.add_probes(run, 1, (32, 64))
     for path in (run.path / "spec.yaml", *run.path.glob("tasks/*.json")):
@@ -29,7 +27,7 @@ def run(tmp_path: Path) -> RunDir:
 
 def test_the_job_is_read_from_yaml_and_from_json(run: RunDir) -> None:
     job = run.read_spec()
-    assert job.search.strategy == job.by_type()["b"].search.strategy == "auto"
+    assert job.search.strategy == "auto"
     run.save_job(job)  # with spec.json beside it, in which an older version had the name too
     content = json.loads((run.path / "spec.json").read_text())
     content["spec"]["search"]["strategy"] = "few"

@@ -14,6 +14,7 @@ from tula_cli.errors import Infeasible, SpecError
 from tula_cli.models.choice.campaign import Campaign
 from tula_cli.query import Query
 from tula_cli.run.directory import RunDir
+from tula_cli.run.job_runs import open_family
 from tula_cli.services.campaign import MAX_TRAININGS, plan_campaign
 from tula_cli.services.recommend import recommend
 from tula_cli.show.campaign import render_campaign
@@ -31,7 +32,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def plan(run: RunDir, trainings: int, **query: Any) -> Campaign:
-    return plan_campaign(run, run.read_spec(), Query(**query), trainings)
+    return plan_campaign(open_family(run), Query(**query), trainings)
 
 
 def test_many_trainings_are_planned_on_few_nodes_each(run: RunDir) -> None:
@@ -42,7 +43,7 @@ def test_many_trainings_are_planned_on_few_nodes_each(run: RunDir) -> None:
 
 
 def test_the_knee_limits_the_batch_and_time_does_not(run: RunDir) -> None:
-    knee = recommend(run, run.read_spec(), Query(), now=1.0).recommendation.choice.batch
+    knee = recommend(open_family(run), Query(), now=1.0).recommendation.choice.batch
     by_knee, by_time = plan(run, 1), plan(run, 1, objective="time")
     assert by_knee.max_batch == knee >= by_knee.batch
     assert by_time.max_batch is None and by_time.batch > knee and by_time.hours < by_knee.hours
@@ -144,7 +145,7 @@ def test_a_plan_has_the_warnings_of_the_answer_with_their_codes(
 ) -> None:
     quiet(monkeypatch, tmp_path)
     query = Query(nodes=64, max_nodes=64)
-    answer = recommend(run, run.read_spec(), query, now=1.0)
+    answer = recommend(open_family(run), query, now=1.0)
     assert answer.warnings and plan(run, 3, nodes=64, max_nodes=64).warnings == tuple(answer.warnings)
     screen = Screen(out=io.StringIO(), err=io.StringIO())
     options = ["--trainings", "3", "--nodes", "64", "--max-nodes", "64", "--json"]

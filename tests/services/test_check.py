@@ -4,6 +4,7 @@ import re
 import statistics
 import sys
 import time
+from pathlib import Path
 
 import make_runs as make
 import pytest
@@ -88,7 +89,7 @@ def test_a_scheduler_of_ones_own_that_is_not_there_is_told_before_the_model_is_b
         raise AssertionError("built")
 
     with pytest.raises(SpecError, match="there is no module 'no_such_site'"):
-        check_all(make.spec(cluster={"kind": "no_such_site:Pbs"}), inspector=never)
+        check_all([RunDir.of(Path("runs"), make.spec(cluster={"kind": "no_such_site:Pbs"}))], inspector=never)
 
 
 def test_jobs_are_those_of_the_search(found):
@@ -160,7 +161,7 @@ def test_a_charge_factor_of_a_name_that_slurm_does_not_know_is_warned_of(found, 
     slurm.use(monkeypatch)
     slurm.fault(sinfo="gpu\ndebug")
     pricing = {"kind": "billing", "per_node": 64, "partition_factors": {"gpuu": 2}}
-    report = check_all(spec(cluster={"kind": "slurm"}, pricing=pricing)).reports[None]
+    report = check_all([RunDir.of(tmp_path, spec(cluster={"kind": "slurm"}, pricing=pricing))]).reports[None]
     assert values(report.warnings, "unknown-pricing-factor")["name"] == "gpuu"
 
 
@@ -421,7 +422,7 @@ class Nodes:
         self.task = self.start()
 
     def start(self, job: JobSpec | None = None, nodes: int = 2):
-        return start_on_cluster(self.run, job or self.spec, self.launcher, nodes=nodes)
+        return start_on_cluster(self.run.with_spec(job or self.spec), self.launcher, nodes=nodes)
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -656,7 +657,7 @@ def test_an_expected_start_is_told_again_where_another_minute_is_shown(nodes, mo
     states = [scheduler.SchedulerState("pending", "Priority", at) for at in starts]
     monkeypatch.setattr(services_nodes, "watch_cluster", lambda *_, **__: iter(states))
     monkeypatch.setattr(services_nodes, "conclude_cluster", lambda *_: None)
-    events = services_nodes.run_node_check(nodes.run, nodes.spec, lambda _: nodes.launcher, nodes=2)
+    events = services_nodes.run_node_check([nodes.run], lambda _: nodes.launcher, nodes=2)
     assert [event.state.starts_at for event in events] == [None, 600.0, 660.0]
 
 

@@ -35,7 +35,7 @@ from read_diagnostics import codes
 
 from tula_cli.errors import BadMeasurements, JobFailed, SpecError, TulaError
 from tula_cli.options import ComparisonRequest
-from tula_cli.run.directory import RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.failures import Failure, Fallback, Recovery, Relaunch
 from tula_cli.services import compare as services_compare
 from tula_cli.services import messages
@@ -185,7 +185,7 @@ def default_grid(tmp_path: Path, *, batch: int = 512, **changes: dict[str, Any])
     base = {**SPEC, "train": {**SPEC["train"], "epochs": 20, "method": "ramp"}}
     spec = make.spec(**{**base, **{name: {**base.get(name, {}), **own} for name, own in changes.items()}})
     run = RunDir.create(tmp_path / "tula-runs", spec)
-    return spec, session.complete_grid(ComparisonRequest(batches=(batch,)), run, spec, None)
+    return spec, session.complete_grid(ComparisonRequest(batches=(batch,)), Run(run.path, spec), None)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_a_gap_is_over_the_seeds_of_both(run: RunDir) -> None:
     planned, launcher = plan(run), Trains()
     for cell in planned.comparison.cells:
         if (cell.method, cell.seed) != ("lrs", 5):
-            trainings.submit_cell(run, planned, cell, launcher, inspect=inspect)
+            trainings.submit_cell(run, cell, launcher, inspect=inspect)
     found = row(table(run, planned.comparison), "lrs", 256)
     assert found.top1.n == 1 and found.gap == pytest.approx(5.0)
     assert found.recovered is None, "of one seed in common no noise is known"
@@ -366,7 +366,7 @@ def test_a_diverged_training_is_over_without_a_number_and_not_tried_again(run: R
 def test_an_evaluation_that_is_not_finite_counts_with_its_accuracy(run: RunDir) -> None:
     planned, launcher = plan(run), Trains()
     cell = next(cell for cell in planned.comparison.cells if (cell.method, cell.batch) == ("lbt-x4", 256))
-    trainings.submit_cell(run, planned, cell, launcher, inspect=inspect)
+    trainings.submit_cell(run, cell, launcher, inspect=inspect)
     summary = run.training(cell.signature).summary()
     run.write_summary(summary.model_copy(update={"metrics": {"top1": 10.0, "top5": 50.0}}))
     found = row(table(run, planned.comparison), "lbt-x4", 256)
@@ -415,7 +415,7 @@ def test_changed_code_ends_a_comparison(run: RunDir) -> None:
     planned = plan(run)
     first = planned.comparison.cells[0].model_copy(update={"signature": "00000000"})
     with pytest.raises(TulaError, match="has changed since the comparison was started"):
-        trainings.submit_cell(run, planned, first, Trains(), inspect=inspect)
+        trainings.submit_cell(run, first, Trains(), inspect=inspect)
 
 
 def test_a_scheduler_gets_everything_at_once(run: RunDir) -> None:
@@ -498,7 +498,7 @@ def test_without_classes_the_loss_is_compared(run: RunDir) -> None:
 def test_a_partial_table_tells_what_is_missing(run: RunDir) -> None:
     planned, launcher = plan(run), Trains()
     for cell in planned.comparison.cells[:4]:
-        trainings.submit_cell(run, planned, cell, launcher, inspect=inspect)
+        trainings.submit_cell(run, cell, launcher, inspect=inspect)
     report = table(run, planned.comparison)
     assert (report.finished, report.total) == (4, 22)
     assert row(report, "ags", 128).count("missing") == 1 and row(report, "ags", 128).top1.sd is None
@@ -508,7 +508,7 @@ def test_a_partial_table_tells_what_is_missing(run: RunDir) -> None:
 def test_a_training_that_fell_back_to_a_smaller_batch_is_marked(run: RunDir) -> None:
     planned, launcher = plan(run), Trains()
     cell = planned.comparison.cells[1]
-    trainings.submit_cell(run, planned, cell, launcher, inspect=inspect)
+    trainings.submit_cell(run, cell, launcher, inspect=inspect)
     summary = run.training(cell.signature).summary()
     assert summary is not None
     run.write_summary(summary.model_copy(update={"batch": 64}))
@@ -519,7 +519,7 @@ def test_a_training_that_fell_back_to_a_smaller_batch_is_marked(run: RunDir) -> 
 def test_a_training_whose_batch_norm_saw_fewer_samples_is_marked(run: RunDir) -> None:
     planned, launcher = plan(run), Trains()
     cell = planned.comparison.cells[1]
-    trainings.submit_cell(run, planned, cell, launcher, inspect=inspect)
+    trainings.submit_cell(run, cell, launcher, inspect=inspect)
     summary = run.training(cell.signature).summary()
     assert summary is not None
     oom, killed = Failure(outcome="device_oom"), Failure(outcome="signal", message="killed")
@@ -708,7 +708,7 @@ def test_a_script_whose_last_value_is_no_number_has_diverged(tmp_path: Path) -> 
     kept = run.training(cell.signature).summary()
     run.write_summary(kept.model_copy(update={"metrics": {"best_acc": 0.8, "best_loss": 0.1}}))
     comparison = services_compare.plan_comparison(
-        run, spec, Grid(("lbt",), (64, 128), 1, 1, controls=False), inspect=inspect, now=1.0
+        Run(run.path, spec), Grid(("lbt",), (64, 128), 1, 1, controls=False), inspect=inspect, now=1.0
     ).comparison
     found = row(accuracy.build_compare_report(run, comparison, spec), "lbt", 128)
     assert (found.cells[0].state, found.gap) == ("diverged", None)
@@ -727,11 +727,12 @@ def test_seeds_of_a_script_have_to_reach_it(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"2 seeds of a script whose command has no \{seed\}"):
         compared(tmp_path, TrainsScripts(), without, seeds=2)
     run = RunDir(tmp_path / "x")
-    grid = session.complete_grid(ComparisonRequest(batches=(64,)), run, without, None)
+    grid = session.complete_grid(ComparisonRequest(batches=(64,)), Run(run.path, without), None)
     assert (
-        grid.seeds == 1 and session.complete_grid(ComparisonRequest(batches=(64,)), run, script_job(), None).seeds == 3
+        grid.seeds == 1
+        and session.complete_grid(ComparisonRequest(batches=(64,)), Run(run.path, script_job()), None).seeds == 3
     )
-    (told,) = services_compare.plan_comparison(run, without, grid, inspect=inspect, now=1.0).warnings
+    (told,) = services_compare.plan_comparison(Run(run.path, without), grid, inspect=inspect, now=1.0).warnings
     assert told.code == "one-seed-only"
 
 
@@ -755,7 +756,7 @@ def test_batches_that_are_not_above_the_reference_are_named(
     assert spec.train.reference_batch == 32
     run = RunDir.create(tmp_path, spec)
     told = services_compare.plan_comparison(
-        run, spec, Grid(("lbt", "lrs"), batches, 1, 1), inspect=inspect, now=1.0
+        Run(run.path, spec), Grid(("lbt", "lrs"), batches, 1, 1), inspect=inspect, now=1.0
     ).warnings
     named = [warning.values for warning in told if warning.code == "batch-not-above-reference"]
     assert [values["batch"] for values in named] == list(below)
@@ -769,13 +770,13 @@ def test_methods_of_a_script_are_those_that_run_on_it() -> None:
     )
     own_scaling = script_job(COMMAND.replace(" --lr {lr}", ""), lr=None)
     assert services_compare.list_default_rows(own_scaling, nodes=2).methods == ("lbt", "ags")
-    grid = session.complete_grid(ComparisonRequest(batches=(64,)), RunDir(Path("x")), own_scaling, None)
+    grid = session.complete_grid(ComparisonRequest(batches=(64,)), Run(Path("x"), own_scaling), None)
     assert not grid.controls, "there is no learning rate to raise"
-    told = services_compare.plan_comparison(RunDir(Path("x")), own_scaling, grid, inspect=inspect, now=1.0).warnings
+    told = services_compare.plan_comparison(Run(Path("x"), own_scaling), grid, inspect=inspect, now=1.0).warnings
     assert [list(w.values["controls"]) for w in told if w.code == "controls-left-out"] == [["lbt-x2", "lbt-x4"]]
     with pytest.raises(SpecError) as error:
         grid = dataclasses.replace(grid, methods=("lbt", "lrs", "lars", "lbt-x2"), seeds=1)
-        services_compare.plan_comparison(RunDir(Path("x")), own_scaling, grid, inspect=inspect, now=1.0)
+        services_compare.plan_comparison(Run(Path("x"), own_scaling), grid, inspect=inspect, now=1.0)
     problems = {problem.path: problem.message for problem in error.value.problems}
     assert set(problems) == {"lrs", "lars", "lbt-x2"}
     assert "neither {lr} nor {lr_factor}" in problems["lrs"] and "no {lr} that could be increased" in problems["lbt-x2"]

@@ -10,7 +10,7 @@ from observed_jobs import make_job
 from tula_cli.cluster.scripts.probe import NotMeasured
 from tula_cli.errors import BadMeasurements, SpecError
 from tula_cli.models.observed import MeasuredJob
-from tula_cli.run.directory import RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.observed import ObservedJob
 from tula_cli.run.records.probes import Measured
 from tula_cli.services import observed_probes
@@ -67,23 +67,23 @@ def test_the_newest_measurement_of_a_configuration_counts(
     )
     monkeypatch.setattr(observed_probes, "measure_observed_job", lambda job: jobs[job.id])
     run = RunDir.of(tmp_path / "runs", spec)
-    events = list(add_observed_probes(run, spec, str(folder)))
+    events = list(add_observed_probes([Run(run.path, spec)], str(folder)))
     assert [event.warning.values["job"] for event in events if isinstance(event, WarningEvent)] == ["train/2"]  # type: ignore[union-attr]
     single, double = run.results()
     assert isinstance(single, Measured) and isinstance(double, Measured)
     assert (single.step_times[0], double.nodes) == (0.2, 2)
     run.write_result(single.model_copy(update={"measured_at": 5.0, "step_times": (0.1,) * 20}))
-    list(add_observed_probes(run, spec, str(folder)))
+    list(add_observed_probes([Run(run.path, spec)], str(folder)))
     newer = run.result(single.id)
     assert isinstance(newer, Measured) and newer.step_times[0] == 0.1, "a later probe is kept"
     del jobs["1"], jobs["3"], jobs["4"]
     with pytest.raises(BadMeasurements, match="none of 1 observed job"):
-        list(add_observed_probes(run, spec, str(folder)))
+        list(add_observed_probes([Run(run.path, spec)], str(folder)))
 
 
 def test_a_job_without_a_script_takes_no_observed_jobs(tmp_path: Path, spec: JobSpec) -> None:
     with pytest.raises(SpecError, match="no job was observed"):
-        list(add_observed_probes(RunDir.of(tmp_path, spec), spec, str(tmp_path / "train")))
+        list(add_observed_probes([RunDir.of(tmp_path, spec)], str(tmp_path / "train")))
     builtin = spec.model_copy(update={"script": None})
     with pytest.raises(SpecError, match="section script"):
-        list(add_observed_probes(RunDir.of(tmp_path, spec), builtin, "train"))
+        list(add_observed_probes([RunDir.of(tmp_path, builtin)], "train"))

@@ -21,14 +21,14 @@ from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, Infeasible, Pending, SpecError
 from tula_cli.models.estimator import Estimator
 from tula_cli.query import Query
-from tula_cli.run.directory import RunDir
+from tula_cli.run.directory import Run, RunDir
+from tula_cli.run.job_runs import make_runs, open_family, open_run
 from tula_cli.run.records.base import PeakMemory
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.run.records.results import Save, ScriptSaves
 from tula_cli.run.records.tasks import ProbeTask
-from tula_cli.services import messages
-from tula_cli.services.api import Run
+from tula_cli.services import api, messages
 from tula_cli.services.recommend import count_pending_probes, recommend, save_answer, should_replace, warn_additive_fit
 from tula_cli.services.recommendation.measurements import describe_epochs
 from tula_cli.show import recommend as show_recommend
@@ -60,13 +60,13 @@ def ask(
     run: RunDir, objective: Any = "time", *, pending: int | dict[str | None, int] = 0, **limits: Any
 ) -> Recommendation:
     """Ask, and keep the answer."""
-    answer = recommend(run, run.read_spec(), Query(objective=objective, **limits), pending=pending, now=1.0)
-    save_answer(run, run.read_spec(), answer)
+    answer = recommend(open_family(run), Query(objective=objective, **limits), pending=pending, now=1.0)
+    save_answer(open_family(run), answer)
     return answer.recommendation
 
 
 def warnings_of(run: RunDir, objective: Any = "time", *, pending: int = 0, **limits: Any) -> Sequence[Diagnostic]:
-    return recommend(run, run.read_spec(), Query(objective=objective, **limits), pending=pending, now=1.0).warnings
+    return recommend(open_family(run), Query(objective=objective, **limits), pending=pending, now=1.0).warnings
 
 
 def test_the_choice_is_the_best_of_the_rows(run: RunDir) -> None:
@@ -112,14 +112,14 @@ def test_more_nodes_than_any_probe_had_are_told_to_be_extrapolated(run: RunDir) 
 
 def test_an_answer_alone_writes_nothing(run: RunDir) -> None:
     before = sorted(run.path.iterdir())
-    recommend(run, run.read_spec(), Query(objective="time"), now=1.0)
+    recommend(open_family(run), Query(objective="time"), now=1.0)
     assert sorted(run.path.iterdir()) == before
 
 
 def test_only_the_first_answer_and_those_to_the_same_question_are_kept_unasked(run: RunDir) -> None:
     def answer(objective: Any = "time", *, overrides: tuple[str, ...] = (), **limits: Any) -> Recommendation:
         query = Query(objective=objective, **limits)
-        return recommend(run, run.read_spec(), query, overrides=overrides, now=1.0).recommendation
+        return recommend(open_family(run), query, overrides=overrides, now=1.0).recommendation
 
     assumed, limited = answer(overrides=("pricing.price=9",)), answer(max_nodes=2)
     assert should_replace(answer(), None) and should_replace(limited, None) and not should_replace(assumed, None)
@@ -130,8 +130,10 @@ def test_only_the_first_answer_and_those_to_the_same_question_are_kept_unasked(r
 
 def test_what_an_answer_assumes_is_not_written_as_the_jobs_own(run: RunDir) -> None:
     dear = spec(search={"max_batch": 4096}, pricing={"price": 9.0, "currency": "EUR"})
-    answer = recommend(run, dear, Query(objective="time"), overrides=["pricing={price: 9.0, currency: EUR}"], now=1.0)
-    save_answer(run, run.read_spec(), answer)
+    answer = recommend(
+        [Run(run.path, dear)], Query(objective="time"), overrides=["pricing={price: 9.0, currency: EUR}"], now=1.0
+    )
+    save_answer(open_family(run), answer)
     path = run.path / "recommended.yaml"
     assert load_spec(path, environ={}, site_files=()) == run.read_spec()
     assert "EUR" in path.read_text() and "# Asked by: time, --set pricing=" in path.read_text()
@@ -290,8 +292,9 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
 def test_neither_torch_nor_plotting_is_imported(run: RunDir) -> None:
     program = (
         "import sys; from pathlib import Path; from tula_cli.run.directory import RunDir\n"
+        "from tula_cli.run.job_runs import open_family\n"
         "from tula_cli.query import Query; from tula_cli.services.recommend import recommend\n"
-        "run = RunDir(Path(sys.argv[1])); recommend(run, run.read_spec(), Query(objective='cost'), now=0.0)\n"
+        "run = RunDir(Path(sys.argv[1])); recommend(open_family(run), Query(objective='cost'), now=0.0)\n"
         "print([m for m in ('torch', 'matplotlib', 'kneed', 'rich', 'submitit', 'statsmodels.api') if m in sys.modules])"
     )
     done = subprocess.run(
@@ -367,8 +370,9 @@ def test_without_a_counter_nothing_has_energy_and_nothing_is_chosen_by_it(run: R
 
 def test_node_types_without_a_counter_are_left_out_of_a_choice_by_energy(tmp_path: Path) -> None:
     job = spec(search={"max_batch": 4096}, node_types={"a": {}, "b": {"pricing": {"price": 0.5}}})
-    run = RunDir.create(tmp_path, job)
-    for part in run.variants(job):
+    runs = make.create_runs(tmp_path, job)
+    run = runs[0]
+    for part in runs:
         for probe in probe_all(Truth(watts=300.0 if part.type == "a" else None), SWEEP):
             part.write_result(probe)
     answer = ask(run, "energy")
@@ -409,7 +413,7 @@ def test_a_higher_price_never_changes_the_fastest_choice(run: RunDir, factor: fl
     dear = run.read_spec().pricing.model_copy(update={"price": 2.0 * factor})
     usual = ask(run)
     expensive = run.read_spec().model_copy(update={"pricing": dear})
-    answer = recommend(run, expensive, Query(objective="time"), now=1.0).recommendation
+    answer = recommend([Run(run.path, expensive)], Query(objective="time"), now=1.0).recommendation
     assert (answer.choice.nodes, answer.choice.batch) == (usual.choice.nodes, usual.choice.batch)
     assert answer.choice.cost == pytest.approx(factor * usual.choice.cost)
 
@@ -422,8 +426,8 @@ def on_spot(
 ) -> Recommendation:
     pricing = {"price": 2.0, "spot": {"discount": 0.6, "interruptions_per_day": 2.0, **spot}}
     job = spec(search={"max_batch": 4096}, pricing=pricing)
-    answer = recommend(run, job, Query(objective=objective, **(limits or {})), now=1.0)
-    save_answer(run, job, answer)
+    answer = recommend([Run(run.path, job)], Query(objective=objective, **(limits or {})), now=1.0)
+    save_answer(open_family(run), answer)
     return answer.recommendation
 
 
@@ -506,14 +510,13 @@ SLOW = Truth(hardware="Slow GPU", gpus_per_node=2)
 
 def two_types(root: Path, *, fast: bool = True, slow: bool = True) -> RunDir:
     job = spec(search={"max_batch": 4096}, node_types=TYPES)
-    run = RunDir.create(root, job)
+    runs = make.create_runs(root, job)
     truths = {"fast": FAST if fast else None, "slow": SLOW if slow else None}
-    for part in run.variants(job):
-        if (truth := truths[part.type]) is not None:
-            part.save_job(part.spec)
+    for part in runs:
+        if (truth := truths[str(part.type)]) is not None:
             for result in probe_all(dataclasses.replace(truth), SWEEP):
                 part.write_result(result)
-    return run
+    return runs[0]
 
 
 def test_the_choice_is_made_over_all_types(tmp_path: Path) -> None:
@@ -522,7 +525,7 @@ def test_the_choice_is_made_over_all_types(tmp_path: Path) -> None:
     assert (fastest.choice.type, cheapest.choice.type) == ("fast", "slow")
     assert {row.type for row in fastest.rows} == {"fast", "slow"}
     assert fastest.price == "fast: 9 USD per node-hour\nslow: 1 USD per node-hour"
-    table = pd.read_csv(run.path / "results.csv")
+    table = pd.read_csv(open_family(run)[1].path / "results.csv")
     assert set(table[table.chosen].node_type) == {"slow"} and set(table.gpus_per_node) == {1, 2}
     assert {row.type for row in ask(run, "cost", node_type="fast").rows} == {"fast"}
     with pytest.raises(SpecError, match="no node type 'quick'"):
@@ -531,9 +534,9 @@ def test_the_choice_is_made_over_all_types(tmp_path: Path) -> None:
 
 def test_each_type_is_fitted_alone(tmp_path: Path) -> None:
     run = two_types(tmp_path)
-    together = recommend(run, run.read_spec(), Query(objective="time"), now=1.0).with_all_rows()
-    for name, part in zip(("fast", "slow"), run.variants(run.read_spec()), strict=True):
-        alone = recommend(part, part.spec, Query(objective="time"), now=1.0).recommendation
+    together = recommend(open_family(run), Query(objective="time"), now=1.0).with_all_rows()
+    for name, part in zip(("fast", "slow"), open_family(run), strict=True):
+        alone = recommend([part], Query(objective="time"), now=1.0).recommendation
         merged = [row for row in together.rows if row.type == name]
         assert [(row.step_time, row.hours, row.cost) for row in merged] == [
             (row.step_time, row.hours, row.cost) for row in alone.rows
@@ -544,11 +547,11 @@ def test_each_type_is_fitted_alone(tmp_path: Path) -> None:
 def test_each_type_keeps_its_own_best(tmp_path: Path) -> None:
     run = two_types(tmp_path)
     answer = ask(run, "time")
-    fast, slow = run.variants(run.read_spec())
+    fast, slow = open_family(run)
     known = [part.recommendation() for part in (fast, slow)]
     assert known[0] is not None and known[0].choice.batch == answer.choice.batch
     assert known[1] is not None and known[1].choice.type == "slow"
-    assert f"--type fast --nodes {answer.choice.nodes}" in (run.path / "cmd.txt").read_text()
+    assert f"--run {fast.path} --nodes {answer.choice.nodes}" in (fast.path / "cmd.txt").read_text()
 
 
 def test_a_type_that_was_not_measured_is_left_out_aloud(tmp_path: Path) -> None:
@@ -673,10 +676,10 @@ def test_the_table_tells_the_same_progress_apart(noisy: RunDir) -> None:
 
 
 def test_the_other_market_is_that_of_the_chosen_type(tmp_path: Path) -> None:
-    run = two_types(tmp_path)
+    two_types(tmp_path)
     spot = {"price": 1.0, "spot": {"discount": 0.6, "interruptions_per_day": 2.0}}
     job = spec(search={"max_batch": 4096}, node_types=TYPES, pricing=spot)
-    answer = recommend(run, job, Query(objective="cost"), now=1.0).recommendation
+    answer = recommend(make_runs(tmp_path, job), Query(objective="cost"), now=1.0).recommendation
     other = answer.other_market
     assert (answer.choice.type, answer.choice.market) == ("slow", "spot") and other is not None
     same = [row for row in answer.rows if (row.type, row.nodes, row.batch) == ("slow", other.nodes, other.batch)]
@@ -758,7 +761,7 @@ def test_cells_of_what_was_not_measured_are_empty(script: RunDir) -> None:
     seen = table[table.outcome == "measured"]
     assert len(seen) == 9 and seen.step_time_s.notna().all() and seen.peak_memory_bytes.notna().all()
     assert seen[["sync_time_s", "compute_time_s", "data_wait_s"]].isna().all().all()
-    frame = Run.of(script).results()
+    frame = api.Run.of([open_run(script)]).results()
     assert frame.step_time_s.notna().all() and frame[["sync_time_s", "data_wait_s"]].isna().all().all()
     stored = json.loads((script.path / "results" / "probe-n002-l000016.json").read_text())
     assert (stored["sync_time"], stored["gradients"], stored["memory"]["libraries"]) == (None, None, None)
@@ -798,7 +801,7 @@ def test_where_nothing_is_measured_at_the_smaller_micro_batch_the_fallback_names
 def test_a_damaged_job_is_told_and_left_out(run: RunDir) -> None:
     (run.path / "jobs").mkdir()
     (run.path / "jobs/probe-n001.json").write_text("{")
-    assert count_pending_probes(run, run.read_spec(), lambda _: make.FakeLauncher()) == {None: 0}
+    assert count_pending_probes(open_family(run), lambda _: make.FakeLauncher()) == {None: 0}
     assert ["probe-n001.json is damaged" in text for text in ask(run).warnings].count(True) == 1
 
 

@@ -15,6 +15,7 @@ from tula_cli.cluster.scripts.training import ScriptTraining
 from tula_cli.errors import CannotResume, JobFailed, NotRehearsed, OverBudget, SpecError
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.imports import Source
+from tula_cli.run.job_runs import open_run
 from tula_cli.run.records.scripts import Rehearsal, Rehearsed
 from tula_cli.run.records.tasks import RehearsalTask, Rung, TrainTask
 from tula_cli.run.script_attempt import ResumeTestRecords
@@ -95,27 +96,27 @@ def prepared(found: resume_test.TrainingStart, launcher: FakeLauncher | None = N
 )
 def test_what_cannot_be_rehearsed_is_refused_in_words(tmp_path: Path, job: JobSpec, words: str) -> None:
     with pytest.raises(SpecError, match=words):
-        follow(resume_test.run_resume_test(RunDir(tmp_path / "r"), job, lambda _: FakeLauncher()), lambda _: None)
+        follow(resume_test.run_resume_test([RunDir.of(tmp_path, job)], lambda _: FakeLauncher()), lambda _: None)
 
 
 def test_a_batch_has_a_half_and_is_that_of_the_recommendation_or_of_the_script(run: RunDir) -> None:
-    assert resume_test.resume_test_batch(run, spec()) == 100
-    assert resume_test.resume_test_batch(run, spec(reference={"batch": 3})) == 4
-    assert resume_test.resume_test_batch(run, spec(), local_batch=24) == 48
+    assert resume_test.resume_test_batch(Run(run.path, spec())) == 100
+    assert resume_test.resume_test_batch(Run(run.path, spec(reference={"batch": 3}))) == 4
+    assert resume_test.resume_test_batch(Run(run.path, spec()), local_batch=24) == 48
     run.write_recommendation(make_runs.recommendation(choice=make_runs.prediction(2, 128)))
-    assert resume_test.resume_test_batch(run, spec()) == 128
+    assert resume_test.resume_test_batch(Run(run.path, spec())) == 128
 
 
 def test_what_was_found_is_not_tried_again_unless_that_is_wished(run: RunDir) -> None:
     keep(run, "epoch", why="it goes on")
     launcher = FakeLauncher()
-    found = follow(resume_test.run_resume_test(run, spec(), lambda _: launcher), lambda _: None)
+    found = follow(resume_test.run_resume_test([Run(run.path, spec())], lambda _: launcher), lambda _: None)
     assert (found.kept, found.resumes, launcher.submitted) == (True, "epoch", [])
     shown = list(show_check.render_resume_test(found))
     assert shown[-1] == "script.resume.batch: rehearse, which is now epoch" and "it goes on" in shown
     assert show_check.resume_test_data(found)["resumes"] == "epoch"
     other = spec(resume=RESUME | {"args": "--continue {checkpoint}"})
-    assert resume_test.load_finding(run, other, code()) is None, "it was another command line"
+    assert resume_test.load_finding(Run(run.path, other), code()) is None, "it was another command line"
 
 
 def test_python_has_what_the_command_finds(run: RunDir) -> None:
@@ -160,7 +161,7 @@ def test_what_found_nothing_out_is_no_success(run: RunDir) -> None:
     assert error.value.exit_code == 12
     nothing.require_resumable("job.yaml", "")
     keep(run, "same", number=2)
-    resume_test.load_finding(run, run.read_spec(), code()).require_found("job.yaml")  # type: ignore[union-attr]
+    resume_test.load_finding(open_run(run), code()).require_found("job.yaml")  # type: ignore[union-attr]
 
 
 def capped(run: RunDir, *, hours: float) -> JobSpec:
@@ -177,9 +178,9 @@ def capped(run: RunDir, *, hours: float) -> JobSpec:
 def test_a_rehearsal_counts_to_the_cap_on_node_hours(run: RunDir) -> None:
     job = capped(run, hours=0.6)
     with pytest.raises(OverBudget, match=r"so far \(0.500 node-hours\) and a resume test may take 0.833"):
-        follow(resume_test.run_resume_test(run, job, lambda _: FakeLauncher(), fresh=True), lambda _: None)
+        follow(resume_test.run_resume_test([Run(run.path, job)], lambda _: FakeLauncher(), fresh=True), lambda _: None)
     enough = job.model_copy(update={"search": job.search.model_copy(update={"max_node_hours": 9.0})})
-    assert resume_test.describe_cap_exceeded(run, enough) == ""
+    assert resume_test.describe_cap_exceeded([Run(run.path, enough)]) == ""
 
 
 def test_a_training_is_not_kept_back_by_a_rehearsal_that_may_not_be_paid_for(run: RunDir) -> None:

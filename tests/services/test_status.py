@@ -14,6 +14,7 @@ from rich.console import Console
 from tula_cli.errors import SchedulerError, SpecError
 from tula_cli.run import files
 from tula_cli.run.directory import RunDir
+from tula_cli.run.job_runs import open_family
 from tula_cli.run.records.results import CountedEnergy
 from tula_cli.services import run_list, status
 from tula_cli.services import status as services_status
@@ -290,9 +291,7 @@ def test_a_damaged_job_is_a_warning_and_the_others_are_shown_and_cancelled(run):
     assert [job.id for job in now.jobs] == [good]
     (warning,) = now.warnings
     assert warning.code == "damaged-job" and f"{damaged} is damaged" in str(warning.values["problem"])
-    assert services_status.cancel_jobs(run.variants(run.read_spec()), lambda _: launcher) == [
-        good
-    ] and launcher.cancelled == [good]
+    assert services_status.cancel_jobs(open_family(run), lambda _: launcher) == [good] and launcher.cancelled == [good]
 
 
 # --- training
@@ -754,10 +753,10 @@ def test_a_line_says_what_of_its_run_cannot_be_read(shared):
 def test_cancels_what_is_queued_or_running_and_nothing_else(run):
     done, queued, running = (make.add_probes(run, nodes, (32,)) for nodes in (1, 2, 4))
     launcher = make.FakeLauncher({done: "ended", queued: "pending", running: "running"})
-    assert services_status.cancel_jobs(run.variants(run.read_spec()), lambda _: launcher) == [queued, running]
+    assert services_status.cancel_jobs(open_family(run), lambda _: launcher) == [queued, running]
     assert launcher.cancelled == [queued, running]
     assert not run.is_cancelled(done)
-    assert services_status.cancel_jobs(run.variants(run.read_spec()), lambda _: launcher) == []
+    assert services_status.cancel_jobs(open_family(run), lambda _: launcher) == []
 
 
 class Refusing(make.FakeLauncher):
@@ -780,10 +779,8 @@ class Refusing(make.FakeLauncher):
 @pytest.fixture
 def two_types(tmp_path):
     types = {name: {"pricing": {"price": price}} for name, price in (("a100", 1.0), ("h100", 2.0))}
-    run = RunDir.create(tmp_path, make.spec(node_types=types))
-    parts = run.variants(run.read_spec())
+    parts = make.create_runs(tmp_path, make.spec(node_types=types))
     for part in parts:
-        part.save_job(part.spec)
         for nodes in (1, 2):
             make.add_probes(part, nodes, (32,))
     return parts
@@ -842,12 +839,10 @@ def test_one_job_that_is_not_cancelled_is_told_as_it_is(run):
     launcher = Refusing({name: "running"})
     launcher.refused = (name,)
     with pytest.raises(SchedulerError, match=r"^scancel: probe-n001: Unable"):
-        services_status.cancel_jobs(run.variants(run.read_spec()), lambda _: launcher)
+        services_status.cancel_jobs(open_family(run), lambda _: launcher)
 
 
 def test_cancels_a_job_the_scheduler_does_not_know(run):
     name = make.add_probes(run, 1, (32,))
-    assert services_status.cancel_jobs(
-        run.variants(run.read_spec()), lambda _: make.FakeLauncher({name: "unknown"})
-    ) == [name]
+    assert services_status.cancel_jobs(open_family(run), lambda _: make.FakeLauncher({name: "unknown"})) == [name]
     assert run.is_cancelled(name)

@@ -12,8 +12,9 @@ from tula_cli.cluster import relaunch
 from tula_cli.errors import BadMeasurements, Diverged, JobFailed, OutOfMemoryAtMinimum, Pending, SpecError
 from tula_cli.models.out_of_memory import list_splits
 from tula_cli.options import NodeRange, TrainRequest
-from tula_cli.run.directory import RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.files import append_json_line, write_atomic
+from tula_cli.run.job_runs import mark_chosen_run
 from tula_cli.run.records.base import MicroBatches
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.recommendations import Prediction
@@ -21,12 +22,14 @@ from tula_cli.run.records.results import CountedEnergy
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.services import train
 from tula_cli.services.events import WarningEvent, follow
+from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import compute_train_signature
 
 
-def plan(*arguments: object, **named: object) -> train.TrainPlan:
+def plan(run: RunDir, spec: JobSpec | None = None, **named: object) -> train.TrainPlan:
     """Plan with a dataset of 2000 samples, without building it."""
-    return train.plan_training(*arguments, **{"inspect": lambda _: inspected(), **named})  # type: ignore[arg-type]
+    run = Run(run.path, spec or run.read_spec())
+    return train.plan_training(run, **{"inspect": lambda _: inspected(), **named})  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -36,30 +39,30 @@ def run(tmp_path: Path) -> RunDir:
 
 def test_neither_recommended_nor_given_is_too_little(run: RunDir) -> None:
     with pytest.raises(BadMeasurements, match="no recommendation"):
-        plan(run, run.read_spec())
+        plan(run)
     with pytest.raises(BadMeasurements, match="--batch is not given"):
-        plan(run, run.read_spec(), nodes=2)
+        plan(run, nodes=2)
 
 
 def test_the_recommended_configuration_is_taken(run: RunDir) -> None:
     choice = make_runs.prediction(2, 256)
     asked = {"objective": "time", "options": ("--max-nodes 2",), "overrides": ("pricing.price=9",)}
     run.write_recommendation(make_runs.recommendation(choice=choice, **asked))
-    planned = plan(run, run.read_spec())
+    planned = plan(run)
     assert (planned.task.nodes, planned.task.batch) == (2, 256)
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(make_runs.START))
     assert planned.source == f"as recommended (time, --max-nodes 2, --set pricing.price=9; {when})"
-    assert plan(run, run.read_spec(), nodes=1).source.startswith("nodes as given, otherwise as recommended (time, ")
+    assert plan(run, nodes=1).source.startswith("nodes as given, otherwise as recommended (time, ")
 
 
 def test_given_nodes_and_batch_win(run: RunDir) -> None:
     run.write_recommendation(make_runs.recommendation())
-    planned = plan(run, run.read_spec(), nodes=1, batch=96)
+    planned = plan(run, nodes=1, batch=96)
     assert (planned.task.nodes, planned.task.batch, planned.source) == (1, 96, "as given")
 
 
 def test_without_probes_the_ladder_has_no_predictions(run: RunDir) -> None:
-    planned = plan(run, run.read_spec(), nodes=2, batch=256)
+    planned = plan(run, nodes=2, batch=256)
     assert planned.task.ladder == tuple(Rung(batch=batch) for batch in (256, 128, 64, 32))
     assert planned.prediction is None
 
@@ -68,20 +71,20 @@ def test_with_probes_every_rung_has_a_prediction(run: RunDir) -> None:
     for nodes in (1, 2):
         for local in (32, 64, 128, 256):
             make_runs.add_measured(run, nodes, local)
-    planned = plan(run, run.read_spec(), nodes=2, batch=256)
+    planned = plan(run, nodes=2, batch=256)
     assert [rung.batch for rung in planned.task.ladder] == [256, 128, 64, 32]
     assert all(rung.prediction for rung in planned.task.ladder)
 
 
 def test_a_batch_that_does_not_divide_is_refused_with_its_neighbours(run: RunDir) -> None:
     with pytest.raises(SpecError) as error:
-        plan(run, run.read_spec(), nodes=2, batch=65)
+        plan(run, nodes=2, batch=65)
     assert "64 and 66" in error.value.hint
 
 
 def test_a_batch_larger_than_the_dataset_is_refused(run: RunDir) -> None:
     with pytest.raises(SpecError, match="larger than the dataset: 2000"):
-        plan(run, run.read_spec(), nodes=1, batch=2048)
+        plan(run, nodes=1, batch=2048)
 
 
 def test_a_batch_larger_than_what_tuning_leaves_of_the_dataset_is_refused(run: RunDir) -> None:
@@ -99,7 +102,7 @@ def test_the_probes_tell_the_size_of_the_dataset(run: RunDir) -> None:
     def never(_: object) -> Inspection:
         raise AssertionError("the dataset was built")
 
-    assert plan(run, run.read_spec(), nodes=1, batch=4096, inspect=never).task.batch == 4096
+    assert plan(run, nodes=1, batch=4096, inspect=never).task.batch == 4096
 
 
 @pytest.mark.parametrize(("collective", "warnings"), [("parameter_server", 1), ("ring", 0), ("tree", 0)])
@@ -110,7 +113,8 @@ def test_a_parameter_server_is_a_model_of_time_and_training_says_so_once(
     spec = make_runs.spec(cluster={"collective": collective})
     told: list[object] = []
     ready = follow(
-        train.prepare_training(run, spec, TrainRequest(nodes=1, batch=32), lambda _: pytest.fail("built")), told.append
+        train.prepare_training([Run(run.path, spec)], TrainRequest(nodes=1, batch=32), lambda _: pytest.fail("built")),
+        told.append,
     )
     assert ready.plan.task.spec.cluster.collective == collective, "it is trained, not refused"
     texts = [event.text for event in told if isinstance(event, WarningEvent)]
@@ -126,24 +130,26 @@ def test_a_range_of_nodes_is_one_training_whatever_its_bounds(run: RunDir) -> No
     again = plan(run, spec, nodes=NodeRange(1, 2), batch=64).task
     assert (again.job, again.attempt, again.nodes, again.node_counts) == (task.job, 2, 1, (1, 2))
     assert plan(run, spec, nodes=4, batch=64).task.signature != task.signature
-    ready = follow(train.prepare_training(run, spec, TrainRequest(nodes="1-4", batch=64), lambda _: inspected()), print)
+    ready = follow(
+        train.prepare_training([Run(run.path, spec)], TrainRequest(nodes="1-4", batch=64), lambda _: inspected()), print
+    )
     assert ready.plan.task.job == task.job
     with pytest.raises(BadMeasurements, match="--batch are not given"):
         plan(run, spec, nodes=NodeRange(1))
 
 
 def test_another_learning_rate_is_another_training_run(run: RunDir) -> None:
-    first = plan(run, run.read_spec(), nodes=1, batch=32)
+    first = plan(run, nodes=1, batch=32)
     other = plan(run, make_runs.spec(optimizer={"lr": 0.2}), nodes=1, batch=32)
     assert first.task.signature != other.task.signature
     assert first.task.signature == compute_train_signature(run.read_spec(), nodes=1, batch=32)
 
 
 def test_a_second_call_goes_on_with_the_newest_attempt(run: RunDir) -> None:
-    task = plan(run, run.read_spec(), nodes=1, batch=128).task
+    task = plan(run, nodes=1, batch=128).task
     relaunch = task.model_copy(update={"id": f"{task.job}-2", "attempt": 2, "ladder": task.ladder[1:]})
     run.write_task(relaunch)
-    again = plan(run, run.read_spec(), nodes=1, batch=128)
+    again = plan(run, nodes=1, batch=128)
     assert (again.task.id, again.task.batch) == (relaunch.id, 64)
 
 
@@ -152,7 +158,7 @@ def test_a_second_call_goes_on_with_the_newest_attempt(run: RunDir) -> None:
 )
 def test_a_running_job_is_not_submitted_twice(run: RunDir) -> None:
     launcher = FakeLauncher()
-    planned = plan(run, run.read_spec(), nodes=1, batch=64)
+    planned = plan(run, nodes=1, batch=64)
     job = train.submit_training(run, planned, launcher)
     assert train.submit_training(run, planned, launcher) == job
     assert launcher.submitted == [job]
@@ -162,7 +168,7 @@ def test_a_running_job_is_not_submitted_twice(run: RunDir) -> None:
 
 
 def ended(run: RunDir, outcome: str | None, message: str = "it ended") -> TrainTask:
-    task = plan(run, run.read_spec(), nodes=1, batch=64).task
+    task = plan(run, nodes=1, batch=64).task
     run.write_task(task)
     run.write_attempt(
         make_runs.attempt(task.id, end=None if outcome is None else 2e9, outcome=outcome, message=message, rank=1)
@@ -211,7 +217,7 @@ def test_a_finished_run_answers_its_summary(run: RunDir) -> None:
 def trained_for_two_hours(run: RunDir, choice: Prediction) -> TrainTask:
     """Write what a finished training of a recommended configuration leaves, but for its summary; return its task."""
     run.write_recommendation(make_runs.recommendation(choice=choice))
-    task = plan(run, run.read_spec()).task
+    task = plan(run).task
     task = task.model_copy(update={"ladder": (Rung(batch=128, prediction=choice),)})
     run.write_task(task)
     run.write_attempt(make_runs.attempt(task.id, start=0.0, end=7200.0))
@@ -270,26 +276,14 @@ def test_the_ladder_is_that_of_the_recommended_market(tmp_path: Path) -> None:
 
 
 def test_each_type_is_trained_at_its_own_recommendation(tmp_path: Path) -> None:
-    job = make_runs.spec(node_types={"a": {}, "b": {}})
-    run = RunDir.create(tmp_path, job)
+    a, b = runs = make_runs.create_runs(tmp_path, make_runs.spec(node_types={"a": {}, "b": {}}))
     with pytest.raises(BadMeasurements, match="--type is not given"):
-        train.choose_variant_to_train(run, job, None)
-    best = make_runs.recommendation(choice=make_runs.prediction(2, 256, type="a"))
-    run.write_recommendation(best)
-    own = make_runs.recommendation(choice=make_runs.prediction(1, 64, type="b"))
-    run.variants(job)[1].write_recommendation(own)
-    assert [
-        part.type
-        for part, _ in (train.choose_variant_to_train(run, job, None), train.choose_variant_to_train(run, job, "b"))
-    ] == [
-        "a",
-        "b",
-    ]
-    assert (train.choose_variant_to_train(run, job, None)[1], train.choose_variant_to_train(run, job, "b")[1]) == (
-        best,
-        own,
-    )
-    planned = plan(run.variants(job)[0], job.by_type()["a"], recommendation=best)
+        train.choose_run_to_train(runs, None)
+    a.write_recommendation(make_runs.recommendation(choice=make_runs.prediction(2, 256, type="a")))
+    b.write_recommendation(make_runs.recommendation(choice=make_runs.prediction(1, 64, type="b")))
+    mark_chosen_run(a)
+    assert [train.choose_run_to_train(runs, node_type).path for node_type in (None, "b")] == [a.path, b.path]
+    planned = plan(a)
     assert (planned.task.nodes, planned.task.batch) == (2, 256)
 
 

@@ -11,7 +11,7 @@ from make_results import Truth, probe_all, spec
 from tula_cli.errors import JobFailed, OverBudget, SpecError
 from tula_cli.options import TrainRequest
 from tula_cli.query import Query
-from tula_cli.run.directory import RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.services.campaign import load_campaign, plan_campaign, save_campaign
 from tula_cli.services.events import Event, SeedsPlanned, follow
@@ -60,7 +60,7 @@ def inspect(_: JobSpec) -> Any:
 
 
 def prepare(run: RunDir, job: JobSpec, seeds: int, **request: Any) -> PreparedSeeds:
-    return follow(prepare_seeds(run, job, TrainRequest(seeds=seeds, **request), inspect), lambda _: None)
+    return follow(prepare_seeds([Run(run.path, job)], TrainRequest(seeds=seeds, **request), inspect), lambda _: None)
 
 
 def train(
@@ -102,9 +102,9 @@ def test_the_same_command_resumes_the_stored_plan_and_trains_what_failed(run: Ru
 
 def test_on_a_cluster_each_waits_for_the_trainings_whose_nodes_it_takes_over(run: RunDir) -> None:
     job = on_queue(run)
-    plan = plan_campaign(run, job, Query(max_nodes=4), 9)
-    save_campaign(run, plan)
-    assert load_campaign(run) == plan
+    plan = plan_campaign([Run(run.path, job)], Query(max_nodes=4), 9)
+    save_campaign([run], plan)
+    assert load_campaign([run]) == plan
     launcher = Trains(queues=tuple(range(9)))
     report, _ = train(run, launcher, 9, job)
     names = [task.job for task in launcher.tasks]
@@ -119,8 +119,8 @@ def test_on_a_cluster_each_waits_for_the_trainings_whose_nodes_it_takes_over(run
 
 
 def test_the_budget_is_that_of_all_trainings(run: RunDir) -> None:
-    plan = plan_campaign(run, run.read_spec(), Query(), 2, one_at_a_time=True)
-    save_campaign(run, dataclasses.replace(plan, budget=1.05 * plan.cost))
+    plan = plan_campaign([Run(run.path, run.read_spec())], Query(), 2, one_at_a_time=True)
+    save_campaign([run], dataclasses.replace(plan, budget=1.05 * plan.cost))
     report, _ = train(run, Trains(fails=(1,)), 2)
     assert report.cost == 1.0, "more than planned for one"
     with pytest.raises(OverBudget, match="the finished trainings cost 1"):

@@ -18,7 +18,7 @@ from tula_cli.cluster.slurm.submit import SlurmLauncher
 from tula_cli.errors import OverBudget
 from tula_cli.models.cost import compute_hourly_charge
 from tula_cli.options import TrainRequest
-from tula_cli.run.directory import RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.jobs import Job
 from tula_cli.run.records.tasks import CheckTask
 from tula_cli.services import train
@@ -142,7 +142,8 @@ def _held_against_the_accounting(root: Path, ids: list[str]) -> None:
     found = job(partition="billed", qos="dear")
     run = measured(root, found)
     prepared = follow(
-        train.prepare_training(run, found, TrainRequest(nodes=1, batch=32), lambda _: inspected()), lambda _: None
+        train.prepare_training([Run(run.path, found)], TrainRequest(nodes=1, batch=32), lambda _: inspected()),
+        lambda _: None,
     )
     task = prepared.plan.task
     run.write_task(task)
@@ -173,7 +174,7 @@ def test_a_training_beyond_the_balance_is_told_and_refused(on_site: SlurmCluster
     run, told = measured(tmp_path, found), []
     for within in (False, True):
         work = train.prepare_training(
-            run, found, TrainRequest(nodes=1, batch=32, within_balance=within), lambda _: inspected()
+            [Run(run.path, found)], TrainRequest(nodes=1, batch=32, within_balance=within), lambda _: inspected()
         )
         prepared = follow(work, told.append)
     warned = [event.text for event in told if isinstance(event, WarningEvent)]

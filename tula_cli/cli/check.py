@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from tula_cli.cli.options import ADVANCED
-from tula_cli.cli.runs import JobOrRun, find_run, load, resolve_job_or_run
+from tula_cli.cli.runs import JobOrRun, find_runs, load, resolve_job_or_run
 from tula_cli.cli.waiting import follow_work, make_inspector, refuse
 from tula_cli.errors import SpecError
 from tula_cli.options import ROOT, CheckedNodes, Fresh, NodeType, Overrides, Root, Timeout
@@ -20,7 +20,7 @@ from tula_cli.show import tables
 from tula_cli.show.screen import Screen
 
 if TYPE_CHECKING:
-    from tula_cli.run.directory import RunDir
+    from tula_cli.run.directory import Run
     from tula_cli.services.init import FromCommand
     from tula_cli.spec.job import JobSpec
 
@@ -254,16 +254,14 @@ def check(screen: Screen, options: CheckOptions) -> None:
 
 
 def _check_job(screen: Screen, job: Path, options: CheckOptions) -> None:
-    from tula_cli.run.code import run_of_job
     from tula_cli.services import check as services_check
 
-    root, online = Path(options.root), not options.offline
-    file, spec, run = _load_job_or_run(screen, job, options)
+    online = not options.offline
+    file, spec, runs = _load_job_or_run(screen, job, options)
     origins = _list_value_origins(file, spec, options.overrides) if options.show_origin else {}
     refuse(options.fresh and options.offline, "--fresh", "has no effect with --offline")
-    inspect = make_inspector(screen, root, fresh=options.fresh)
-    run = (run or run_of_job(root, spec)) if online else None
-    checked = services_check.check_all(spec, node_type=options.node_type, online=online, inspector=inspect, run=run)
+    inspect = make_inspector(screen, Path(options.root), fresh=options.fresh)
+    checked = services_check.check_all(runs, node_type=options.node_type, online=online, inspector=inspect)
     screen.answer(*show_check.render_checks(checked.reports, origins))
     for report in checked.reports.values():
         screen.warn_all(report.warnings)
@@ -271,16 +269,18 @@ def _check_job(screen: Screen, job: Path, options: CheckOptions) -> None:
     checked.require_sound(str(job))
 
 
-def _load_job_or_run(screen: Screen, job: Path, options: CheckOptions) -> "tuple[Path, JobSpec, RunDir | None]":
-    """Return a job's file and spec, and its run if a run was named in place of a job file."""
-    from tula_cli.run.jobfile import load_with_overrides
+def _load_job_or_run(screen: Screen, job: Path, options: CheckOptions) -> "tuple[Path, JobSpec, Sequence[Run]]":
+    """Return the file and settings of a job or run, and its runs, which may not exist yet."""
+    from tula_cli.run.code import runs_of_job
+    from tula_cli.run.job_runs import make_runs
 
-    job_file, named = resolve_job_or_run(job, None, Path(options.root))
+    root = Path(options.root)
+    job_file, named = resolve_job_or_run(job, (), root)
     if job_file is not None:
-        return job_file, load(job_file, options.overrides), None
-    run = find_run(screen, named, options.root)
-    screen.overrides = (*screen.overrides, *options.overrides)
-    return run.path / "spec.yaml", load_with_overrides(run, options.overrides), run
+        spec = load(job_file, options.overrides)
+        return job_file, spec, make_runs(root, spec) if options.offline else runs_of_job(root, spec)
+    runs = find_runs(screen, named, root, options.overrides)
+    return runs[0].path / "spec.yaml", runs[0].spec, runs
 
 
 def _refuse_all(given: dict[str, bool], *, to: str) -> None:
@@ -302,15 +302,14 @@ def _check_on_cluster(screen: Screen, job: Path, options: CheckOptions) -> None:
     from tula_cli.services import nodes as service
 
     chosen = JobOrRun(job=job, root=options.root, overrides=options.overrides)
-    run, spec = chosen.open(screen)
+    runs = chosen.open(screen)
     work = service.run_node_check(
-        run,
-        spec,
+        runs,
         launcher.make_launcher,
         nodes=options.nodes,
         node_type=options.node_type,
         timeout=options.timeout,
-        file=chosen.find_settings_origin(run),
+        file=chosen.find_settings_origin(runs),
     )
     cluster_check = follow_work(screen, work)
     screen.answer(cluster_check, show_check.render_cluster_check(cluster_check))
@@ -323,15 +322,14 @@ def _rehearse_resume(screen: Screen, job: Path, options: CheckOptions) -> None:
     from tula_cli.services import resume_test as service
 
     chosen = JobOrRun(job=job, root=options.root, overrides=options.overrides)
-    run, spec = chosen.open(screen)
+    runs = chosen.open(screen)
     work = service.run_resume_test(
-        run,
-        spec,
+        runs,
         launcher.make_launcher,
         node_type=options.node_type,
         timeout=options.timeout,
         fresh=options.fresh,
-        file=chosen.find_settings_origin(run),
+        file=chosen.find_settings_origin(runs),
     )
     finding = follow_work(screen, work)
     if finding.contradiction:
@@ -359,15 +357,12 @@ def _find_origin_of_key(key: str, sources: dict[str, str]) -> str:
 
 def _check_memory(screen: Screen, job: Path, options: CheckOptions, *, capacity: str) -> None:
     """Show the estimated memory of one GPU by batch size, corrected by probes of the job if there are any."""
-    from tula_cli.run.code import run_of_job
     from tula_cli.services import estimate as service
 
-    root = Path(options.root)
-    _, spec, run = _load_job_or_run(screen, job, options)
+    runs = _load_job_or_run(screen, job, options)[2]
     size = _parse_memory_size(capacity)
-    inspect = make_inspector(screen, root, fresh=options.fresh)
-    run = run or run_of_job(root, spec)
-    reports = service.estimate_all(run, spec, capacity=size, node_type=options.node_type, inspector=inspect)
+    inspect = make_inspector(screen, Path(options.root), fresh=options.fresh)
+    reports = service.estimate_all(runs, capacity=size, node_type=options.node_type, inspector=inspect)
     screen.answer(tables.list_data_by_type(reports), tables.render_by_type(reports, show_estimate.render_estimate))
 
 

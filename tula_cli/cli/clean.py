@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from tula_cli.cli.options import Yes
-from tula_cli.cli.runs import find_run, parse_age
+from tula_cli.cli.runs import find_named_runs, list_ids, parse_age
 from tula_cli.errors import BadMeasurements, Pending, SpecError
 from tula_cli.options import ROOT, Root
 from tula_cli.show import clean as show_clean
@@ -100,7 +100,8 @@ def _find_runs(screen: Screen, named: Sequence[Path] | None, root: Path) -> "lis
         if len(owned_runs) < len(every):
             screen.note(f"{len(every) - len(owned_runs)} of {len(every)} runs belong to other users and are not shown")
         return owned_runs
-    runs = {(run := find_run(screen, name, root)).path.resolve(): run for name in named}
+    runs = {run.path.resolve(): run for name in named for run in find_named_runs(name, root)}
+    screen.run_id = list_ids([*runs.values()])
     for run in runs.values():
         run_format.require_known_format(run.path)
         owner.require_own(run.path)

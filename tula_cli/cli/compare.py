@@ -16,11 +16,12 @@ from tula_cli.show import compare as show_compare
 from tula_cli.show.screen import Screen
 
 if TYPE_CHECKING:
-    from tula_cli.run.directory import Run, RunDir
+    from collections.abc import Sequence
+
+    from tula_cli.run.directory import Run
     from tula_cli.run.records.results import Comparison
     from tula_cli.services.comparison.session import ComparisonResult, PreparedComparison
     from tula_cli.services.waiting import Dependencies
-    from tula_cli.spec.job import JobSpec
 
 
 def compare(
@@ -48,29 +49,30 @@ def compare(
     from tula_cli.services.waiting import WaitPolicy
 
     _check_page(html)
-    run, spec = chosen.open(screen)
+    runs = chosen.open(screen)
     if only_show:
-        return _show(screen, run, spec, request, node_type=node_type, html=html)
+        return _show(screen, runs, request, node_type=node_type, html=html)
     own_dependencies = make_dependencies(
-        make_inspector(screen, run.path.parent, keep=not dry_run),
-        confirm_unedited(screen, run, spec, chosen, then=make_confirm(screen, spec, yes=yes)),
+        make_inspector(screen, runs[0].path.parent, keep=not dry_run),
+        confirm_unedited(screen, runs, chosen, then=make_confirm(screen, runs[0].spec, yes=yes)),
     )
-    prepared = follow_work(screen, session.prepare(run, spec, request, own_dependencies, node_type=node_type))
+    prepared = follow_work(screen, session.prepare(runs, request, own_dependencies, node_type=node_type))
     if dry_run:
         return _show_dry_run(screen, prepared, own_dependencies)
     wait_policy = WaitPolicy(wait, cancel_on_interrupt=cancel_on_interrupt)
     comparison = follow_work(
         screen,
-        session.run_comparison(prepared, own_dependencies, wait_policy, file=chosen.find_settings_origin(run)),
+        session.run_comparison(
+            prepared, own_dependencies, wait_policy, file=chosen.find_settings_origin([prepared.run])
+        ),
     )
-    _answer_with_table(screen, prepared.variant, prepared.plan.comparison, comparison, html=html)
+    _answer_with_table(screen, prepared.run, prepared.plan.comparison, comparison, html=html)
     return comparison.require_none_failed()
 
 
 def _show(
     screen: Screen,
-    run: "RunDir",
-    spec: "JobSpec",
+    runs: "Sequence[Run]",
     request: ComparisonRequest,
     *,
     node_type: str | None,
@@ -85,16 +87,14 @@ def _show(
             "--show always shows the whole comparison",
             "remove --show, or remove --methods, --batch and similar options",
         )
-    variant, comparison = session.load_comparison(run, spec, node_type=node_type)
-    say_type(screen, variant)
-    looks = launcher.make_launcher(variant.spec, submits=False)
-    _answer_with_table(
-        screen, variant, comparison, session.read_comparison_result(variant, comparison, looks), html=html
-    )
+    run, comparison = session.load_comparison(runs, node_type=node_type)
+    say_type(screen, run)
+    looks = launcher.make_launcher(run.spec, submits=False)
+    _answer_with_table(screen, run, comparison, session.read_comparison_result(run, comparison, looks), html=html)
 
 
 def _show_dry_run(screen: Screen, prepared: "PreparedComparison", dependencies: "Dependencies") -> None:
-    plan, run = prepared.plan, prepared.variant
+    plan, run = prepared.plan, prepared.run
     launcher = dependencies.launcher_for(run.spec)
     scripts = [launcher.script(run, plan.first.task)] if plan.first is not None else []
     data = {

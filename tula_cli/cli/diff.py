@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tula_cli.cli.runs import find_run
+from tula_cli.cli.runs import find_runs, list_ids
 from tula_cli.options import ROOT, Root
 from tula_cli.show.screen import Screen
 
@@ -28,8 +28,8 @@ def diff(
     from tula_cli.services.diff import compare_runs
     from tula_cli.show.diff import render_difference
 
-    before, after = find_run(screen, a, root), find_run(screen, b, root)
-    screen.run_id = before.id
+    before, after = find_runs(screen, [a], root), find_runs(screen, [b], root)
+    screen.run_id = list_ids(before)
     run_difference = compare_runs(before, after)
     screen.answer(run_difference, render_difference(run_difference))
     screen.warn_all(run_difference.warnings)

@@ -26,10 +26,11 @@ def evaluate(
     from tula_cli.services import evaluate as service
     from tula_cli.services.waiting import DetachedJobs, WaitPolicy
 
-    run, spec = chosen.open(screen)
-    prepared = service.prepare_evaluation(run, spec, request)
-    own_dependencies = make_dependencies(make_inspector(screen, run.path.parent), make_confirm(screen, spec, yes=yes))
+    prepared = service.prepare_evaluation(chosen.open(screen), request)
     run, task = prepared.run, prepared.task
+    own_dependencies = make_dependencies(
+        make_inspector(screen, run.path.parent), make_confirm(screen, run.spec, yes=yes)
+    )
     if dry_run:
         script = own_dependencies.launcher_for(run.spec).script(run, task)
         return screen.answer(
@@ -40,5 +41,5 @@ def evaluate(
         screen, service.run_evaluation(prepared, own_dependencies, WaitPolicy(wait, timeout, cancel_on_interrupt))
     )
     if isinstance(evaluation, DetachedJobs):
-        return answer_detached(screen, run, evaluation, {"task": task})
+        return answer_detached(screen, [run], evaluation, {"task": task})
     return screen.answer(evaluation, show_train.render_evaluation(evaluation))

@@ -28,24 +28,23 @@ def profile(
     from tula_cli.services import profiling_rounds
     from tula_cli.services.waiting import WaitPolicy
 
-    run, spec = chosen.open(screen)
-    if not dry_run:
+    runs = chosen.open(screen)
+    for run in () if dry_run else runs:
         require_own(run.path)  # before anything is built for it
+    root, spec = runs[0].path.parent, runs[0].spec
     own_dependencies = make_dependencies(
-        make_inspector(screen, run.path.parent, fresh=fresh, keep=not dry_run), make_confirm(screen, spec, yes=yes)
+        make_inspector(screen, root, fresh=fresh, keep=not dry_run), make_confirm(screen, spec, yes=yes)
     )
     wait_policy = WaitPolicy(wait, timeout, cancel_on_interrupt)
     if dry_run:
-        would = follow_work(screen, profiling_rounds.make_dry_run(run, spec, own_dependencies, largest=largest))
+        would = follow_work(screen, profiling_rounds.make_dry_run(runs, own_dependencies, largest=largest))
         return screen.answer(tables.list_data_by_type(would), show_profile.render_dry_run(would))
+    file = chosen.find_settings_origin(runs)
     profiled = follow_work(
-        screen,
-        profiling_rounds.run_profile(
-            run, spec, own_dependencies, wait_policy, file=chosen.find_settings_origin(run), largest=largest
-        ),
+        screen, profiling_rounds.run_profile(runs, own_dependencies, wait_policy, file=file, largest=largest)
     )
     if isinstance(profiled, profiling_rounds.SubmittedProbes):
-        return answer_detached(screen, run, profiled, {"plan": tables.list_data_by_type(profiled.plans)})
+        return answer_detached(screen, runs, profiled, {"plan": tables.list_data_by_type(profiled.plans)})
     screen.status = "partial" if profiled.partial else screen.status
     data = tables.list_data_by_type(profiled.reports)
     return screen.answer(data, tables.render_by_type(profiled.reports, show_profile.render_report))

@@ -18,10 +18,9 @@ from tula_cli.show.screen import Lines, Screen
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from tula_cli.run.directory import RunDir
+    from tula_cli.run.directory import Run
     from tula_cli.run.records.recommendations import Recommendation
     from tula_cli.services.recommend import Answer
-    from tula_cli.spec.job import JobSpec
 
 
 def recommend(
@@ -75,28 +74,28 @@ def recommend(
     flags = {"--pareto": pareto, "--all": every, "--validate": validate, "--explain": explain}
     if trainings is not None and (unused := [name for name, given in flags.items() if given]):
         raise SpecError(f"{', '.join(unused)} has no effect with --trainings", "remove it")
-    run, spec = (
-        _open_demo_run(screen, chosen, saves=save or observed is not None)
+    runs = (
+        [_open_demo_run(screen, chosen, saves=save or observed is not None)]
         if demo
-        else _find_measured_run(screen, chosen, observed)
+        else _find_measured_runs(screen, chosen, observed)
     )
     if trainings is not None:
-        _show_campaign(screen, run, spec, query, trainings, overrides=chosen.overrides, demo=demo, save=save)
+        _show_campaign(screen, runs, query, trainings, overrides=chosen.overrides, demo=demo, save=save)
         return
     if demo:
-        answer = service.recommend(run, spec, query, overrides=chosen.overrides, now=time.time())
+        answer = service.recommend(runs, query, overrides=chosen.overrides, now=time.time())
     else:
-        answer = service.answer_query(run, spec, query, overrides=chosen.overrides)
+        answer = service.answer_query(runs, query, overrides=chosen.overrides)
     recommendation = answer.recommendation
     saved = (
         not demo
-        and (save or _replaces_kept_answer(screen, run, recommendation))
-        and _save_answer(screen, run, spec, answer, chosen, is_required=save, every=every)
+        and (save or _replaces_kept_answer(screen, runs, recommendation))
+        and _save_answer(screen, runs, answer, chosen, is_required=save, every=every)
     )
     judged = service.cross_validate(answer) if validate else {}
     rows = {"rows": Lines(answer.rows_as_json(every=every))}
     explained = service.explain_fits(answer) if explain else {}
-    line = describe_training_method(spec)
+    line = describe_training_method(runs[0].spec)
     details_as_json = {
         **({"validation": judged} if validate else {}),
         **({"explanation": explained} if explain else {}),
@@ -120,8 +119,7 @@ def recommend(
 
 def _show_campaign(
     screen: Screen,
-    run: "RunDir",
-    spec: "JobSpec",
+    runs: "Sequence[Run]",
     query: Query,
     trainings: int,
     *,
@@ -133,10 +131,10 @@ def _show_campaign(
     from tula_cli.services import campaign as service
     from tula_cli.show import campaign as show_campaign
 
-    one_at_a_time = save and not spec.cluster.backend.has_queue
-    plan = service.plan_campaign(run, spec, query, trainings, overrides=overrides, one_at_a_time=one_at_a_time)
+    one_at_a_time = save and not runs[0].spec.cluster.backend.has_queue
+    plan = service.plan_campaign(runs, query, trainings, overrides=overrides, one_at_a_time=one_at_a_time)
     if save:
-        service.save_campaign(run, plan)
+        service.save_campaign(runs, plan)
         one_by_one = ", one training after the other, as on this machine" if one_at_a_time else ""
         screen.note(f"stored for tula train --seeds {trainings}{one_by_one}")
     first, last = show_recommend.render_demo_lines() if demo else ((), ())
@@ -158,8 +156,7 @@ def _render_answer(answer: "Answer", *, pareto: bool, every: bool, kept: bool) -
 
 def _save_answer(
     screen: Screen,
-    run: "RunDir",
-    spec: "JobSpec",
+    runs: "Sequence[Run]",
     answer: "Answer",
     chosen: JobOrRun,
     *,
@@ -170,7 +167,7 @@ def _save_answer(
     from tula_cli.services import recommend as services_recommend
 
     try:
-        services_recommend.save_answer(run, spec, answer, overrides=chosen.overrides, job=chosen.job, every=every)
+        services_recommend.save_answer(runs, answer, overrides=chosen.overrides, job=chosen.job, every=every)
     except (CannotWrite, NotYours, OtherFormat) as error:
         if is_required:
             raise
@@ -182,18 +179,19 @@ def _save_answer(
     return True
 
 
-def _replaces_kept_answer(screen: Screen, run: "RunDir", recommendation: "Recommendation") -> bool:
+def _replaces_kept_answer(screen: Screen, runs: "Sequence[Run]", recommendation: "Recommendation") -> bool:
     """Return whether an answer replaces the stored one without a request; print a note if it does not."""
+    from tula_cli.run.job_runs import find_recommendation
     from tula_cli.services import recommend as services_recommend
 
-    stored = run.recommendation()
+    stored = find_recommendation(runs)
     if not services_recommend.should_replace(recommendation, stored):
         screen.note(show_recommend.describe_unsaved_answer(recommendation, stored))
         return False
     return True
 
 
-def _open_demo_run(screen: Screen, chosen: JobOrRun, *, saves: bool) -> tuple["RunDir", "JobSpec"]:
+def _open_demo_run(screen: Screen, chosen: JobOrRun, *, saves: bool) -> "Run":
     """Return the run that is shipped with tula, with its settings.
 
     Raises:
@@ -201,7 +199,7 @@ def _open_demo_run(screen: Screen, chosen: JobOrRun, *, saves: bool) -> tuple["R
     """
     from tula_cli.assets import find_folder
     from tula_cli.run.directory import RunDir
-    from tula_cli.run.jobfile import load_with_overrides
+    from tula_cli.run.job_runs import open_run
 
     if chosen.is_named or saves:
         raise SpecError(
@@ -211,21 +209,21 @@ def _open_demo_run(screen: Screen, chosen: JobOrRun, *, saves: bool) -> tuple["R
     run = RunDir.newest(find_folder("demo"))
     screen.run_id = run.id
     screen.overrides = tuple(chosen.overrides)
-    return run, load_with_overrides(run, chosen.overrides)
+    return open_run(run, chosen.overrides)
 
 
-def _find_measured_run(screen: Screen, chosen: JobOrRun, observed: str | None) -> tuple["RunDir", "JobSpec"]:
-    """Return run and spec of a job that has a run, after taking over observed jobs if a script of them is named.
+def _find_measured_runs(screen: Screen, chosen: JobOrRun, observed: str | None) -> "Sequence[Run]":
+    """Return the runs of a job that has at least one, after taking over observed jobs if a script of them is named.
 
     Raises:
-        BadMeasurements: the run does not exist yet, or no observed job can be used.
+        BadMeasurements: there is no run of it yet, or no observed job can be used.
     """
-    run, spec = chosen.open(screen)
+    runs = chosen.open(screen)
     if observed is not None:
         from tula_cli.cli.waiting import follow_work
         from tula_cli.services.observed_probes import add_observed_probes
 
-        follow_work(screen, add_observed_probes(run, spec, observed, chosen.find_settings_origin(run)))
-    if not run.exists:
+        follow_work(screen, add_observed_probes(runs, observed, chosen.find_settings_origin(runs)))
+    if not any(run.exists for run in runs):
         raise BadMeasurements(f"{chosen.job} has no measurements yet", f"run tula profile {chosen.job} first")
-    return run, spec
+    return runs

@@ -17,7 +17,7 @@ from tula_cli.show.screen import Screen
 
 if TYPE_CHECKING:
     from tula_cli.run.directory import Run, RunDir
-    from tula_cli.run.jobfile import ConfigDrift
+    from tula_cli.run.job_runs import ConfigDrift
     from tula_cli.run.records.results import JobFile
     from tula_cli.services.events import Planned
     from tula_cli.spec.job import JobSpec
@@ -52,43 +52,41 @@ class JobOrRun:
         """Whether the command line names a job or a run."""
         return self.job is not None or bool(self.named)
 
-    def open(self, screen: Screen) -> tuple["RunDir", "JobSpec"]:
-        """Return run and spec: of a job.yaml, whose run may not exist yet, or of an existing run."""
-        from tula_cli.run.jobfile import find_config_drift, load_with_overrides
+    def open(self, screen: Screen) -> tuple["Run", ...]:
+        """Return the runs of a job.yaml, which may not exist yet, or existing runs."""
+        from tula_cli.run.job_runs import find_config_drift
 
         root = Path(self.root)
-        job, named = resolve_job_or_run(self.job, get_only_run(self.named), root)
+        job, named = resolve_job_or_run(self.job, self.named, root)
         if job is None:
-            run = find_run(screen, named, root)
-            screen.overrides = (*screen.overrides, *self.overrides)
-            spec = load_with_overrides(run, self.overrides)
-            if (drift := find_config_drift(run, spec, self.overrides)) is not None:
+            runs = find_runs(screen, named, root, self.overrides)
+            drifts = (find_config_drift(run, self.overrides) for run in runs)
+            if (drift := next(filter(None, drifts), None)) is not None:
                 from tula_cli.show import check
 
                 screen.warn(check.describe_config_drift(drift, screen.command))
-            return run, spec
-        from tula_cli.run.code import get_user_code, list_runs_with_other_code, run_of_job
+            return runs
+        from tula_cli.run.code import get_user_code, list_runs_with_other_code, runs_of_job
 
-        spec = load(job, self.overrides)
-        run = run_of_job(root, spec)
+        runs = runs_of_job(root, load(job, self.overrides))
         screen.overrides = tuple(self.overrides)
-        if not run.exists and (before := list_runs_with_other_code(run, spec)):
-            screen.note(
-                f"{get_user_code(spec, Path.cwd())!s} has changed since run {before[0].id}: a new run directory, {run.id}"
-            )
-        screen.run_id = run.id
-        return run, spec
+        first = runs[0]
+        if not any(run.exists for run in runs) and (before := list_runs_with_other_code(first)):
+            code = get_user_code(first.spec, Path.cwd())
+            screen.note(f"{code!s} has changed since run {before[0].id}: a new run directory, {first.id}")
+        screen.run_id = list_ids(runs)
+        return runs
 
-    def find_settings_origin(self, run: "RunDir") -> "JobFile | None":
-        """Return where the settings come from, as the run records it."""
-        from tula_cli.run.jobfile import find_settings_origin
+    def find_settings_origin(self, runs: "Sequence[Run]") -> "JobFile | None":
+        """Return where the settings come from, as the runs record it."""
+        from tula_cli.run.job_runs import find_settings_origin
 
-        return find_settings_origin(run, self.job, self.overrides)
+        return find_settings_origin(runs[0], self.job, self.overrides)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExistingRun:
-    """The run that a command is about."""
+    """The run that a command is about, or all runs of a job."""
 
     target: Annotated[
         Path | None,
@@ -97,61 +95,64 @@ class ExistingRun:
     named: NamedRuns = ()
     root: Root = ROOT
 
-    def find(self, screen: Screen) -> "RunDir":
-        """Return the run, by default that of $TULA_RUN or the newest."""
-        return find_run(screen, self.target or get_only_run(self.named), self.root)
+    def find(self, screen: Screen) -> tuple["Run", ...]:
+        """Return the runs, by default that of $TULA_RUN or those of the newest job."""
+        if self.target is not None and self.named:
+            raise _make_two_runs_error(self.target, self.named)
+        return find_runs(screen, self.named if self.target is None else [self.target], self.root)
 
 
-def get_only_run(named: Sequence[Path]) -> Path | None:
-    """Return the run that `--run` names, or None.
-
-    Raises:
-        SpecError: several runs are named.
-    """
-    if len(named) > 1:
-        raise SpecError(
-            f"{' '.join(f'--run {name}' for name in named)}: this command is about one run", "name only one of them"
-        )
-    return named[0] if named else None
+def list_ids(runs: "Sequence[RunDir]") -> str:
+    return ", ".join(run.id for run in runs)
 
 
-def find_run(screen: Screen, named: Path | None, root: str | Path) -> "RunDir":
-    """Return the run given by its name, folder or job file; by default that of $TULA_RUN or the newest.
+def find_runs(
+    screen: Screen, named: Sequence[Path], root: str | Path, overrides: Sequence[str] = ()
+) -> tuple["Run", ...]:
+    """Return the runs given by their names, folders or job file; by default that of $TULA_RUN or those of the newest job.
 
-    A note names the run if it was not given on the command line, and the overrides of earlier commands.
+    A note names the runs if they were not given on the command line, and the overrides of earlier commands.
     """
     from tula_cli.run.directory import RunDir
+    from tula_cli.run.job_runs import list_siblings, open_runs
 
     root, why = Path(root).absolute(), ""
-    if named is not None:
-        run = _find_named_run(named, root)
+    if named:
+        runs = [run for name in named for run in find_named_runs(name, root)]
     elif os.environ.get("TULA_RUN"):
-        run, why = RunDir.open(Path(os.environ["TULA_RUN"]).absolute()), "(from TULA_RUN)"
+        runs, why = [RunDir.open(Path(os.environ["TULA_RUN"]).absolute())], "(from TULA_RUN)"
     else:
-        run, why = RunDir.newest(root), "(the newest)"
-    screen.run_id = run.id
-    screen.overrides = _list_overrides(run)
-    if why or screen.overrides:
-        made_with = [f"--set {shlex.quote(text)}" for text in screen.overrides]
+        runs, why = list_siblings(RunDir.newest(root)), "(the newest)"
+    screen.run_id = list_ids(runs)
+    earlier_overrides = _list_overrides(runs[0])
+    screen.overrides = (*earlier_overrides, *overrides)
+    if why or earlier_overrides:
+        made_with = [f"--set {shlex.quote(text)}" for text in earlier_overrides]
         earlier = f"{why and ','} with {' '.join(made_with)} of an earlier command" if made_with else ""
-        screen.note(f"run {words.make_relative_path(run.path)}{why and f' {why}'}{earlier}")
-    return run
+        paths = ", ".join(words.make_relative_path(run.path) for run in runs)
+        screen.note(f"run {paths}{why and f' {why}'}{earlier}")
+    return open_runs(runs, overrides)
 
 
-def _find_named_run(named: Path, root: Path) -> "RunDir":
+def find_named_runs(named: Path, root: Path) -> "list[RunDir]":
+    """Return the existing run of a name or folder, or all of a job file.
+
+    Raises:
+        SpecError: there is none, or the name is that of several.
+    """
     from tula_cli.plugins import suggest_nearest
     from tula_cli.run.directory import RunDir
 
     # os.path's, which raise nothing where another user's folder is in the way.
     if os.path.isfile(named):  # noqa: PTH113
-        return _run_of_job(named, root)
+        return _find_runs_of_job(named, root)
     if os.path.exists(named):  # noqa: PTH110
-        return RunDir.open(named.absolute())
+        return [RunDir.open(named.absolute())]
     if os.path.isdir(root / named):  # noqa: PTH112
-        return RunDir.open(root / named)
+        return [RunDir.open(root / named)]
     ids = _find_ids_of_name(named, root)
     if len(ids) == 1:
-        return RunDir.open(root / ids[0])
+        return [RunDir.open(root / ids[0])]
     if ids:
         raise SpecError(
             f"{words.format_count(len(ids), 'run')} have the name {named}",
@@ -171,18 +172,18 @@ def _find_ids_of_name(named: Path, root: Path) -> list[str]:
     return sorted(filter(form.fullmatch, files.list_names(root)))
 
 
-def _run_of_job(job: Path, root: Path) -> "RunDir":
-    """Return the run of a job file in its current state, otherwise the newest run created from the file."""
-    from tula_cli.run.code import run_of_job
+def _find_runs_of_job(job: Path, root: Path) -> "list[RunDir]":
+    """Return the runs of a job file in its current state, otherwise those of the newest run created from the file."""
+    from tula_cli.run.code import runs_of_job
     from tula_cli.run.directory import RunDir
+    from tula_cli.run.job_runs import list_siblings
 
-    run = run_of_job(root, load(job))
-    if run.exists:
-        return run
+    if runs := [run for run in runs_of_job(root, load(job)) if run.exists]:
+        return [*runs]
     for other in RunDir.all(root):
         file = other.job_file()
         if file is not None and Path(file.path) == job.absolute():
-            return other
+            return list_siblings(other)
     raise SpecError(
         f"{job} has no run under {words.make_relative_path(root)}", f"tula profile {shlex.quote(str(job))} starts one"
     )
@@ -194,22 +195,26 @@ def _list_overrides(run: "RunDir") -> tuple[str, ...]:
     return tuple({text.partition("=")[0].strip(): text for text in (file.overrides if file else ())}.values())
 
 
-def resolve_job_or_run(job: Path | None, named: Path | None, root: Path) -> tuple[Path | None, Path | None]:
-    """Return job file and run of a command that accepts either as its argument; at most one of them is set."""
+def resolve_job_or_run(job: Path | None, named: Sequence[Path], root: Path) -> tuple[Path | None, Sequence[Path]]:
+    """Return job file and runs of a command that accepts either as its argument; only one of them is given."""
     from tula_cli.plugins import suggest_nearest
     from tula_cli.run import files
 
     if job is None:
         return None, named
-    if named is not None:
-        raise SpecError(f"{job} and --run {named} name two runs", "name only one of them")
+    if named:
+        raise _make_two_runs_error(job, named)
     if os.path.exists(job):  # noqa: PTH110
         is_run = os.path.isfile(job / "spec.yaml")  # noqa: PTH113
-        return (None, job) if is_run else (job, None)
+        return (None, [job]) if is_run else (job, [])
     is_like = job.suffix not in (".yaml", ".yml") and (
         _find_ids_of_name(job, root) or suggest_nearest(job.name, files.list_names(root))
     )
-    return (None, job) if is_like or os.path.isdir(root / job) else (job, None)  # noqa: PTH112
+    return (None, [job]) if is_like or os.path.isdir(root / job) else (job, [])  # noqa: PTH112
+
+
+def _make_two_runs_error(target: Path, named: Sequence[Path]) -> SpecError:
+    return SpecError(f"{target} and --run {named[0]} name two runs", "name only one of them")
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> "JobSpec":
@@ -220,8 +225,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> "JobSpec":
 
 def confirm_unedited(
     screen: Screen,
-    run: "RunDir",
-    spec: "JobSpec",
+    runs: "Sequence[Run]",
     chosen: JobOrRun,
     *,
     then: "Callable[[Planned], bool]",
@@ -231,12 +235,12 @@ def confirm_unedited(
     The callback raises a SpecError if neither the job file nor the run is named on the command line, and the job file was changed in
     settings that affect training or cannot be used.
     """
-    from tula_cli.run.jobfile import find_config_drift
+    from tula_cli.run.job_runs import find_config_drift
 
     def confirm(planned: "Planned") -> bool:
-        drift = None if chosen.is_named else find_config_drift(run, spec, chosen.overrides)
-        if drift is not None and drift.trains:
-            raise _make_edited_error(screen, run, drift)
+        for run in () if chosen.is_named else runs:
+            if (drift := find_config_drift(run, chosen.overrides)) is not None and drift.trains:
+                raise _make_edited_error(screen, run, drift)
         return then(planned)
 
     return confirm

@@ -20,20 +20,17 @@ def status(screen: Screen, chosen: ExistingRun) -> None:
 
     from tula_cli.cluster import launcher
     from tula_cli.run.directory import RunDir
-    from tula_cli.run.jobfile import list_variants_with_data
+    from tula_cli.run.job_runs import find_chosen_run
     from tula_cli.services import status as services_status
     from tula_cli.services.site_charges import find_site_charge
 
-    run = chosen.find(screen)
-    spec = run.read_spec()
+    runs = chosen.find(screen)
     statuses = {
-        variant.name: services_status.run_status(
-            variant, launcher.make_launcher(variant.spec, submits=False), now=time.time()
-        )
-        for variant in list_variants_with_data(run, spec)
+        run.name: services_status.run_status(run, launcher.make_launcher(run.spec, submits=False), now=time.time())
+        for run in runs
     }
     screen.status = "pending" if any(now.active() for now in statuses.values()) else "done"
-    look = run.read(skip_damaged=True)
+    look = (find_chosen_run(runs) or runs[0]).read(skip_damaged=True)
     recommendation = look.recommendation
     charges = {
         name: charge
@@ -45,7 +42,7 @@ def status(screen: Screen, chosen: ExistingRun) -> None:
     if charges:  # a job without types has one
         attributes = data if isinstance(data, dict) else vars(data)
         data = {**attributes, **({"site_charge": charges[None]} if None in charges else {"site_charges": charges})}
-    screen.answer(data, show_status.render_status_by_type(run.path, statuses, recommendation, charges))
+    screen.answer(data, show_status.render_status_by_type(statuses, recommendation, charges))
     for now in statuses.values():
         screen.warn_all(now.warnings)
     screen.warn_all(look.record_warnings)
@@ -100,21 +97,21 @@ def logs(
     import time
 
     from tula_cli.cluster import launcher
-    from tula_cli.run.jobfile import list_variants_with_data
+    from tula_cli.run.job_runs import select_runs
     from tula_cli.services import logs as services_logs
     from tula_cli.services import status as services_status
 
-    whole = chosen.find(screen)
-    run = (
-        services_logs.find_run_written_last(list_variants_with_data(whole, whole.read_spec(), node_type), job) or whole
-    )
+    runs = chosen.find(screen)
+    if node_type is not None:
+        runs = select_runs(runs, node_type)
+    run = services_logs.find_run_written_last(runs, job) or runs[0]
 
     def active() -> bool:
-        return services_status.run_status(
-            run, launcher.make_launcher(run.read_spec(), submits=False), now=time.time()
-        ).active(job and [job])
+        return services_status.run_status(run, launcher.make_launcher(run.spec, submits=False), now=time.time()).active(
+            job and [job]
+        )
 
-    pause = run.read_spec().cluster.backend.poll[0] if follow else 0.0
+    pause = run.spec.cluster.backend.poll[0] if follow else 0.0
     moment = None if since is None else parse_since(since, now=time.time())
     wanted = services_logs.LogQuery(job=job, rank=rank, since=moment, every=every, last=last)
     place = None
@@ -140,12 +137,10 @@ def cancel(
 ) -> None:
     """Cancel the jobs of a run; its results are kept."""
     from tula_cli.cluster import launcher
-    from tula_cli.run.jobfile import list_variants_with_data
     from tula_cli.services import status as services_status
 
-    run = chosen.find(screen)
-    variants = list_variants_with_data(run, run.read_spec())
-    for variant in variants:
-        screen.warn_all(variant.read().job_warnings)
-    ended = services_status.cancel_jobs(variants, lambda variant: launcher.make_launcher(variant.spec, submits=False))
+    runs = chosen.find(screen)
+    for run in runs:
+        screen.warn_all(run.read().job_warnings)
+    ended = services_status.cancel_jobs(runs, lambda run: launcher.make_launcher(run.spec, submits=False))
     screen.answer({"cancelled": ended}, [f"cancelled {', '.join(ended)}" if ended else "no job was queued or running"])

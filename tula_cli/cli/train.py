@@ -10,11 +10,12 @@ from tula_cli.show import train as show_train
 from tula_cli.show.screen import Screen
 
 if TYPE_CHECKING:
-    from tula_cli.run.directory import RunDir
+    from collections.abc import Sequence
+
+    from tula_cli.run.directory import Run
     from tula_cli.run.records.results import Summary
     from tula_cli.services.train import PreparedTraining, TrainPlan
     from tula_cli.services.waiting import Dependencies, WaitPolicy
-    from tula_cli.spec.job import JobSpec
 
 
 def train(
@@ -34,31 +35,30 @@ def train(
     from tula_cli.services import train as service
     from tula_cli.services.waiting import DetachedJobs, WaitPolicy
 
-    run, spec = chosen.open(screen)
+    runs = chosen.open(screen)
     own_dependencies = make_dependencies(
-        make_inspector(screen, run.path.parent, keep=not dry_run),
-        confirm_unedited(screen, run, spec, chosen, then=make_confirm(screen, spec, yes=yes)),
+        make_inspector(screen, runs[0].path.parent, keep=not dry_run),
+        confirm_unedited(screen, runs, chosen, then=make_confirm(screen, runs[0].spec, yes=yes)),
     )
     wait_policy = WaitPolicy(wait, timeout, cancel_on_interrupt)
     if request.seeds is not None:
-        return _train_seeds(screen, chosen, run, spec, request, own_dependencies, wait_policy, dry_run=dry_run)
-    training = follow_work(screen, service.prepare_training(run, spec, request, own_dependencies.inspect))
+        return _train_seeds(screen, chosen, runs, request, own_dependencies, wait_policy, dry_run=dry_run)
+    training = follow_work(screen, service.prepare_training(runs, request, own_dependencies.inspect))
     if dry_run:
         return _show_dry_run(screen, training, own_dependencies)
     summary = follow_work(
         screen,
-        service.run_training(training, own_dependencies, wait_policy, file=chosen.find_settings_origin(run)),
+        service.run_training(training, own_dependencies, wait_policy, file=chosen.find_settings_origin([training.run])),
     )
     if isinstance(summary, DetachedJobs):
-        return answer_detached(screen, training.variant, summary, {"plan": training.plan})
+        return answer_detached(screen, [training.run], summary, {"plan": training.plan})
     return _answer_training(screen, training, summary)
 
 
 def _train_seeds(
     screen: Screen,
     chosen: JobOrRun,
-    run: "RunDir",
-    spec: "JobSpec",
+    runs: "Sequence[Run]",
     request: TrainRequest,
     dependencies: "Dependencies",
     wait_policy: "WaitPolicy",
@@ -68,13 +68,13 @@ def _train_seeds(
     """Run the trainings of a plan, or show it."""
     from tula_cli.services import train_seeds as service
 
-    prepared = follow_work(screen, service.prepare_seeds(run, spec, request, dependencies.inspect))
+    prepared = follow_work(screen, service.prepare_seeds(runs, request, dependencies.inspect))
     if dry_run:
-        first = prepared.first
-        scripts = [] if first is None else [dependencies.launcher_for(prepared.variant.spec).script(run, first.task)]
+        first, run = prepared.first, prepared.run
+        scripts = [] if first is None else [dependencies.launcher_for(run.spec).script(run, first.task)]
         data = {"plan": prepared.plan, "trainings": prepared.trainings, "scripts": scripts}
         return screen.answer(data, show_train.render_seeds_plan(prepared.plan, len(prepared.missing), scripts=scripts))
-    origin = chosen.find_settings_origin(run)
+    origin = chosen.find_settings_origin([prepared.run])
     report = follow_work(screen, service.run_seeds(prepared, dependencies, wait_policy, file=origin))
     is_over = all(training.is_over for training in report.trainings)
     screen.status = "done" if is_over else "pending"
@@ -86,7 +86,7 @@ def _answer_training(screen: Screen, training: "PreparedTraining", summary: "Sum
     from tula_cli.services.site_charges import find_site_charge
     from tula_cli.services.train import find_gain
 
-    run = training.variant
+    run = training.run
     weights, charge = run.training(summary.signature).weights(), find_site_charge(run, summary.signature)
     gain = find_gain(run, summary)
     data = {**dict(summary), "causes": summary.causes, "weights": weights, "site_charge": charge}
@@ -98,6 +98,6 @@ def _show_dry_run(screen: Screen, training: "PreparedTraining", dependencies: "D
     from tula_cli.cluster.chains import list_nodes_of_links
 
     plan: TrainPlan = training.plan
-    scripts = [dependencies.launcher_for(training.variant.spec).script(training.variant, plan.task)]
+    scripts = [dependencies.launcher_for(training.run.spec).script(training.run, plan.task)]
     shown = show_train.render_train_plan(plan, links=list_nodes_of_links(plan.task), scripts=scripts)
     screen.answer({"plan": plan, "scripts": scripts}, shown)

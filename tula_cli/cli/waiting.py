@@ -1,7 +1,7 @@
 """Display of service events, confirmation before money is spent, and answers for jobs that run in the background."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -122,11 +122,14 @@ def refuse(given: bool, option: str, why: str) -> None:
         raise SpecError(f"{option} {why}")
 
 
-def answer_detached(screen: Screen, run: "RunDir", detached_jobs: "DetachedJobs", data: dict[str, Any]) -> None:
+def answer_detached(
+    screen: Screen, runs: "Sequence[RunDir]", detached_jobs: "DetachedJobs", data: dict[str, Any]
+) -> None:
     """Answer for jobs that run in the background."""
     screen.status = "pending"
     started = [job for job in detached_jobs.jobs if job not in detached_jobs.under_way]
     sentences = [f"started {', '.join(started)}"] if started else []
     sentences += [f"already running: {', '.join(detached_jobs.under_way)}"] if detached_jobs.under_way else []
-    line = f"{'; '.join(sentences)}; tula status --run {words.make_relative_path(run.path)} shows their progress"
+    named = " ".join(f"--run {words.make_relative_path(run.path)}" for run in runs)
+    line = f"{'; '.join(sentences)}; tula status {named} shows their progress"
     screen.answer({"jobs": list(detached_jobs.jobs), **data}, [line])

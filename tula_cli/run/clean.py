@@ -57,16 +57,8 @@ def measure_size_and_time(path: Path) -> tuple[int, float]:
     return size, newest
 
 
-def list_variant_folders(run: Path) -> list[Path]:
-    """Return the folders of all measurements and trainings of a run, including node types and text lengths."""
-    folders = [run]
-    for folder in folders:
-        folders += [inner for name in ("types", "lengths") for inner in _list_folders(folder / name)]
-    return folders
-
-
 def list_removable_files(folder: Path, wish: CleanPolicy) -> Iterator[RemovableFile]:
-    """Yield the removable files of one of a run's folders. No job of the run may be alive.
+    """Yield the removable files of a run. No job of the run may be alive.
 
     Raises:
         BadMeasurements: a record that shows whether a training has finished is damaged.

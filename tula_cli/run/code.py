@@ -18,10 +18,10 @@ from pathlib import Path
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SpecError, TulaError
 from tula_cli.run import code_selection, messages
-from tula_cli.run import format as run_format
 from tula_cli.run.code_selection import Selection, list_entries, list_selection_warnings, select_imported_files
-from tula_cli.run.directory import RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.files import make_folder, publish_folder
+from tula_cli.run.format import require_known_format
 from tula_cli.run.imports import (
     Source,
     compute_digest_of_files,
@@ -30,6 +30,7 @@ from tula_cli.run.imports import (
     list_files_of_imports,
     with_weights,
 )
+from tula_cli.run.job_runs import make_runs
 from tula_cli.run.records.tasks import CodeSnapshot
 from tula_cli.run.script_files import (
     NoCommandFile,
@@ -120,8 +121,8 @@ def compute_code_digest(spec: JobSpec, workdir: Path) -> str:
     return get_user_code(spec, workdir).compute_digest()
 
 
-def run_of_job(root: Path, spec: JobSpec) -> RunDir:
-    """Return the run of a job with the user's code in its current state; the run may not exist yet.
+def runs_of_job(root: Path, spec: JobSpec) -> tuple[Run, ...]:
+    """Return the runs of a job with the user's code in its current state; they may not exist yet.
 
     Args:
         root: folder of the runs.
@@ -129,11 +130,12 @@ def run_of_job(root: Path, spec: JobSpec) -> RunDir:
 
     Raises:
         SpecError: a file of the code cannot be read.
-        OtherFormat: the run exists in a format of another version of tula.
+        OtherFormat: a run exists in a format of another version of tula.
     """
-    run = RunDir.of(root.absolute(), spec, code=compute_code_digest(spec, Path.cwd()))
-    run_format.require_known_format(run.path)
-    return run
+    runs = make_runs(root.absolute(), spec, code=compute_code_digest(spec, Path.cwd()))
+    for run in runs:
+        require_known_format(run.path)
+    return runs
 
 
 # --- the snapshot
@@ -187,11 +189,12 @@ def find_measured_snapshot(run: RunDir) -> CodeSnapshot | None:
     return max(snapshots, key=lambda snapshot: snapshot.taken_at, default=None)
 
 
-def list_runs_with_other_code(run: RunDir, spec: JobSpec) -> list[RunDir]:
+def list_runs_with_other_code(run: Run) -> list[RunDir]:
     """Return other runs of the same job with different code, most recently changed first.
 
     Empty if the job names no code.
     """
+    spec = run.spec
     if not get_user_code(spec, Path.cwd()).is_copied:
         return []
     runs_of_name = [other_run for other_run in RunDir.all(run.path.parent) if other_run.id.startswith(f"{spec.name}-")]

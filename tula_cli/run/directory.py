@@ -4,6 +4,7 @@ Each file has one writer and is replaced as a whole: a draft named after host an
 reader sees either the old file or the new one, never a partial one, on NFS and Lustre too.
 """
 
+import copy
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -30,7 +31,16 @@ from tula_cli.run.records.inspections import ClusterReport
 from tula_cli.run.records.jobs import Attempt, Job, LeaderCommand
 from tula_cli.run.records.probes import RESULT
 from tula_cli.run.records.recommendations import Recommendation
-from tula_cli.run.records.results import Comparison, CountedEnergy, JobFile, Save, Summary, TrainResult, Tuning
+from tula_cli.run.records.results import (
+    Comparison,
+    CountedEnergy,
+    JobFile,
+    Save,
+    Summary,
+    TrainResult,
+    Tuning,
+    Variant,
+)
 from tula_cli.run.records.tasks import (
     TASK,
     CheckTask,
@@ -118,18 +128,18 @@ class RunDir:
     # --- which run
 
     @staticmethod
-    def of(root: Path, spec: JobSpec, *, code: str = "") -> "RunDir":
+    def of(root: Path, spec: JobSpec, *, code: str = "") -> "Run":
         """Return the run of `spec` under `root`, which may not exist yet; nothing is written.
 
         Args:
             root: folder of the runs.
-            spec: the job.
+            spec: the job, on one hardware and at one text length.
             code: digest of the user's code that the spec names; empty for none.
         """
-        return RunDir(root / f"{spec.name}-{compute_measurement_signature(spec, code)}")
+        return Run(root / f"{spec.name}-{compute_measurement_signature(spec, code)}", spec)
 
     @staticmethod
-    def create(root: Path, spec: JobSpec, *, code: str = "") -> "RunDir":
+    def create(root: Path, spec: JobSpec, *, code: str = "") -> "Run":
         """Return the run of `spec` under `root`, creating it if it does not exist."""
         run = RunDir.of(root, spec, code=code)
         run.save_job(spec)
@@ -153,8 +163,7 @@ class RunDir:
         if file is not None:
             write_record(self.path / "job_file.json", file)
         spec = spec.without_bill()  # it is asked for by each command
-        variants = {run.type or "": str(run.path.relative_to(self.path)) for run in self.variants(spec)}
-        parsed_spec.write_spec(self.path, dump_yaml(spec), spec.model_dump(mode="json"), variants)
+        parsed_spec.write_spec(self.path, dump_yaml(spec), spec.model_dump(mode="json"))
         if not find_other_owner(self.path.parent / LATEST):  # of those who share the folder another has named theirs
             write_atomic(self.path.parent / LATEST, f"{self.path.name}\n")
 
@@ -198,7 +207,7 @@ class RunDir:
         return parsed_spec.get_change_time(self.path) is not None
 
     def read_spec(self) -> JobSpec:
-        """Return the stored job, of all its hardware."""
+        """Return the stored job."""
         path, parsed = self.path / "spec.yaml", parsed_spec.read_spec(self.path)
         content = read_yaml(path) if parsed is None else parsed.spec
         return validate(without_removed_values(content), source=str(path))
@@ -206,27 +215,12 @@ class RunDir:
     def job_file(self) -> JobFile | None:
         return read_record(self.path / "job_file.json", TypeAdapter(JobFile))
 
-    def variants(self, spec: JobSpec, only: str | None = None) -> tuple["Run", ...]:
-        """Return the run of each hardware of `spec` (node type, GPUs per node), inside this one; this run if it names none.
+    def variant(self) -> Variant | None:
+        """Return the part of its job that this run measures; None if the job has no variants."""
+        return read_record(self.path / "variant.json", TypeAdapter(Variant))
 
-        A fit uses one variant only, but also those with other numbers of GPUs on the same nodes (`Run.sizes`). A
-        variant's folder has the signature of its settings: a changed node type is measured again, the others are kept.
-
-        Raises:
-            SpecError: there is no such variant as `only`.
-        """
-        requested = spec.by_type(only)
-        jobs_by_type = requested if only is None else spec.by_type()
-        runs = {
-            name: Run(self._get_inner_path("types", name, job) if name else self.path, job, type=name)
-            for name, job in jobs_by_type.items()
-        }
-        for name in requested:
-            runs[name].sizes = tuple(runs[other] for other in spec.beside(name))
-        return tuple(runs[name] for name in requested)
-
-    def _get_inner_path(self, folder: str, name: str, spec: JobSpec) -> Path:
-        return self.path / folder / f"{spec.name}-{name}-{compute_measurement_signature(spec)}"
+    def write_variant(self, variant: Variant) -> None:
+        write_record(self.path / "variant.json", variant)
 
     def read(self, *, skip_damaged: bool = False) -> Snapshot:
         """Return a snapshot of the run's records, to be shared by all queries of a caller. Args: as of `Snapshot`."""
@@ -498,27 +492,47 @@ class Run(RunDir):
     Args:
         path: the run directory, which may not exist yet.
         spec: the job on this hardware.
-        type: name of the node type and number of GPUs per node; None if the job names neither.
-        length: text length that is measured here and not trained; None for that of the job.
+        part: what it measures of a job with several variants; empty if the job has none.
     """
 
-    def __init__(self, path: Path, spec: JobSpec, *, type: str | None = None, length: int | None = None) -> None:
+    def __init__(self, path: Path, spec: JobSpec, part: Variant = Variant()) -> None:  # noqa: B008 - it is frozen
         super().__init__(path)
-        self.spec, self.type, self.length = spec, type, length
-        self.sizes: tuple[Run, ...] = ()  # the same nodes with other numbers of GPUs, measured for themselves
+        self.spec, self.part = spec, part
+        gpus = f"gpus-{part.gpus}" if part.gpus else ""
+        self.type = "-".join(filter(None, (part.node_type, gpus))) or None  # as in `JobSpec.types`
+        self.length = part.length
+        self.family: tuple[Run, ...] = (self,)  # the runs of all variants of the job
 
     @property
     def name(self) -> str | None:
         """Name among the variants of the job, or None if it has no others."""
         return "-".join(filter(None, (self.type, f"length-{self.length}" if self.length else ""))) or None
 
+    @property
+    def job_name(self) -> str:
+        """Name of the job without that of the variant."""
+        return self.spec.name.removesuffix(f"-{self.name}")
+
+    def with_spec(self, spec: JobSpec) -> "Run":
+        """Return this run with other settings."""
+        run = copy.copy(self)
+        run.spec = spec
+        return run
+
     def name_jobs(self, jobs: Iterable[str]) -> list[str]:
         """Return job names prefixed with the name of the variant, as shown to the user."""
         return [job if self.name is None else f"{self.name}/{job}" for job in jobs]
 
+    @property
+    def sizes(self) -> tuple["Run", ...]:
+        """The runs with other numbers of GPUs on the same nodes, which inform a fit too."""
+        here = self.part.node_type
+        runs = (run for run in self.family if run.length is None and run.part.node_type == here)
+        return tuple(run for run in runs if run.part.gpus != self.part.gpus)
+
+    @property
     def lengths(self) -> tuple["Run", ...]:
-        """Return the runs measured at other text lengths (search.sequence), inside this one."""
-        return tuple(
-            Run(self._get_inner_path("lengths", str(length), job), job, type=self.type, length=length)
-            for length, job in self.spec.by_length().items()
-        )
+        """The runs at other text lengths (search.sequence) on the same hardware."""
+        here = self.part.node_type, self.part.gpus
+        runs = (run for run in self.family if run.length is not None)
+        return tuple(run for run in runs if (run.part.node_type, run.part.gpus) == here)

@@ -35,6 +35,12 @@ def require_known_format(run: Path) -> None:
         TulaError: it cannot be read.
     """
     number, creator = _read_format(run)
+    if (run / "types").is_dir() or (run / "lengths").is_dir():
+        raise OtherFormat(
+            f"the run {run}{creator} contains the measurements of several node types or text lengths, which are runs of"
+            " their own now; it was not changed",
+            "measure the job again: tula profile job.yaml",
+        )
     if OLDEST <= number <= RUN_FORMAT:
         return
     known = f"{OLDEST} to {RUN_FORMAT}"

@@ -21,21 +21,19 @@ _YAML, _JSON = "spec.yaml", "spec.json"
 
 @dataclass(frozen=True)
 class ParsedSpec:
-    """A job as plain values, and the folders of its variants."""
+    """A job as plain values."""
 
     digest: str  # SHA-256 of the YAML that it was written beside
     spec: Mapping[str, Any]
-    variants: Mapping[str, str]  # node type (empty where the job names none) to folder inside the run
 
 
-def write_spec(run: Path, yaml: str, spec: Mapping[str, Any], variants: Mapping[str, str]) -> None:
+def write_spec(run: Path, yaml: str, spec: Mapping[str, Any]) -> None:
     """Replace the job of a run in both forms, and record the format of a new run.
 
     Args:
         run: the run directory.
         yaml: the job as text.
         spec: the same as plain values.
-        variants: folder inside the run by node type (empty if the job names none).
 
     Raises:
         OtherFormat: the run exists in a format of another version of tula.
@@ -45,9 +43,7 @@ def write_spec(run: Path, yaml: str, spec: Mapping[str, Any], variants: Mapping[
     if get_change_time(run) is None:
         run_format.write_format(run)
     files.write_atomic(run / _YAML, yaml)
-    files.write_atomic(
-        run / _JSON, json.dumps(asdict(ParsedSpec(_compute_digest(yaml.encode()), spec, variants))) + "\n"
-    )
+    files.write_atomic(run / _JSON, json.dumps(asdict(ParsedSpec(_compute_digest(yaml.encode()), spec))) + "\n")
 
 
 def read_spec(run: Path) -> ParsedSpec | None:
@@ -59,9 +55,10 @@ def read_spec(run: Path) -> ParsedSpec | None:
     """
     run_format.require_known_format(run)
     try:
-        parsed = ParsedSpec(**json.loads(files.read_content(run / _JSON)))
+        content = json.loads(files.read_content(run / _JSON))
+        parsed = ParsedSpec(content["digest"], content["spec"])
         return parsed if parsed.digest == _compute_digest(files.read_content(run / _YAML)) else None
-    except (FileNotFoundError, ValueError, TypeError, RecursionError, BadMeasurements):
+    except (FileNotFoundError, KeyError, ValueError, TypeError, RecursionError, BadMeasurements):
         return None  # the YAML counts
 
 

@@ -45,11 +45,20 @@ from tula_cli.options import (
 )
 from tula_cli.plugins import suggest_nearest
 from tula_cli.query import Query
-from tula_cli.run.code import run_of_job
+from tula_cli.run.code import runs_of_job
+from tula_cli.run.directory import Run as HardwareRun
 from tula_cli.run.directory import RunDir
 from tula_cli.run.frames import make_frame
 from tula_cli.run.html_table import render_html
-from tula_cli.run.jobfile import find_settings_origin, list_variants_with_data, load_with_overrides
+from tula_cli.run.job_runs import (
+    find_recommendation,
+    find_settings_origin,
+    list_runs_with_data,
+    make_runs,
+    open_run,
+    open_runs,
+    select_runs,
+)
 from tula_cli.run.owner import find_other_owner
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Recommendation
@@ -120,13 +129,13 @@ class Status:
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory: what was measured, recommended and trained of one job.
+    """What was measured, recommended and trained of one job: a run directory, or one for each of its node types.
 
-    Every method looks at the files anew. `tula.profile` returns one; `Run.open` opens one that is there.
+    Every method looks at the files anew. `tula.profile` returns one; `Run.open` opens a run directory that is there.
     """
 
-    path: Path
-    directory: RunDir = field(repr=False, compare=False)
+    path: Path  # of the first run directory
+    directories: tuple[HardwareRun, ...] = field(repr=False, compare=False)
 
     @classmethod
     def open(cls, path: str | Path) -> "Run":
@@ -135,12 +144,12 @@ class Run:
         Raises:
             SpecError: there is no such folder, or it is not a run directory.
         """
-        return cls.of(RunDir.open(Path(path).absolute()))
+        return cls.of([open_run(RunDir.open(Path(path).absolute()))])
 
     @classmethod
-    def of(cls, directory: RunDir) -> "Run":
-        """Return the handle of a run directory."""
-        return cls(directory.path, directory)
+    def of(cls, directories: Sequence[HardwareRun]) -> "Run":
+        """Return the handle of the runs of a job."""
+        return cls(directories[0].path, tuple(directories))
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"
@@ -174,11 +183,15 @@ class Run:
     @property
     def id(self) -> str:
         """The folder's name: that of the job and a signature of what its measurements depend on."""
-        return self.directory.id
+        return self.path.name
 
     def spec(self) -> JobSpec:
-        """Return the job's settings, resolved."""
-        return self.directory.read_spec()
+        """Return the job's settings, resolved; of a job with node types, those of the first one."""
+        return self.directories[0].read_spec()
+
+    @property
+    def _runs(self) -> list[HardwareRun]:
+        return list_runs_with_data(self.directories)
 
     def probes(self) -> dict[str | None, list[Result]]:
         """Return what was measured, as typed records by the name of a part: a type of node, `length-128` of other
@@ -187,7 +200,7 @@ class Run:
         Raises:
             BadMeasurements: a result is damaged.
         """
-        return {run.name: run.results() for run in list_variants_with_data(self.directory, self.spec())}
+        return {run.name: run.results() for run in self._runs}
 
     def results(self) -> "pd.DataFrame":
         """Return one row per probe; `RESULT_COLUMNS` and docs/reference/tables.md have the columns with their units.
@@ -203,7 +216,7 @@ class Run:
 
     def recommendation(self) -> Recommendation | None:
         """Return the answer that training takes; None where there is none yet."""
-        return self.directory.recommendation()
+        return find_recommendation(self.directories)
 
     def weights(self, signature: str) -> Path | None:
         """Return the checkpoint of the best epoch of a training: a file of torch.save whose key "model" is a state_dict.
@@ -214,8 +227,7 @@ class Run:
         Returns:
             None where there is none yet, and for a script, which saves where it likes.
         """
-        runs = list_variants_with_data(self.directory, self.spec())
-        return next((path for run in runs if (path := run.training(signature).weights())), None)
+        return next((path for run in self._runs if (path := run.training(signature).weights())), None)
 
     def steps(self, signature: str) -> StepSeries:
         """Return what is kept of every step of a training, in columns, plain lists; empty ones where nothing is.
@@ -223,8 +235,7 @@ class Run:
         Args:
             signature: of the training, as `tula.train` returns it.
         """
-        runs = list_variants_with_data(self.directory, self.spec())
-        trainings = (run.training(signature) for run in runs)
+        trainings = (run.training(signature) for run in self._runs)
         return next((training.steps() for training in trainings if training.steps_path.exists()), StepSeries())
 
     def report(self) -> "Document":
@@ -234,17 +245,16 @@ class Run:
             SpecError: tula's optional package report is not installed.
             TulaError: a record of the run cannot be read.
         """
-        return load_report_package().build(self.directory, self.spec(), now=time.time())
+        return load_report_package().build(self._runs, now=time.time())
 
     def status(self) -> Status:
         """Return how far its jobs and its training are; the scheduler is asked."""
-        runs = list_variants_with_data(self.directory, self.spec())
         return Status(
             {
                 run.name: status_service.run_status(
                     run, launcher.make_launcher(run.spec, submits=False), now=time.time()
                 )
-                for run in runs
+                for run in self._runs
             }
         )
 
@@ -352,16 +362,15 @@ class SubmitArguments(JobArguments):
 
 @dataclass(frozen=True)
 class Call:
-    """The subject of a call: the run (which may not exist yet), its settings, and their origin."""
+    """The subject of a call: the runs of a job (which may not exist yet) with its settings, and their origin."""
 
-    run: RunDir
-    spec: JobSpec
+    runs: tuple[HardwareRun, ...]
     job: Path | None  # the file of the settings; None for those of the run, of a mapping or of a spec
     overrides: tuple[str, ...] = ()
 
     @classmethod
     def from_target(cls, target: Target, *, root: str | Path = ROOT, overrides: Sequence[str] = ()) -> "Call":
-        """Return the run that is meant; of a job the one under `root`.
+        """Return the runs that are meant; of a job those under `root`.
 
         Raises:
             SpecError: the job or an override cannot be used, or a folder is no run.
@@ -369,24 +378,23 @@ class Call:
         if isinstance(target, str | Path) and Path(target).is_dir():
             target = Run.open(target)
         if isinstance(target, Run):
-            return cls(target.directory, load_with_overrides(target.directory, overrides), None, tuple(overrides))
-        spec = load_job(target, overrides)
-        run = run_of_job(Path(root), spec)
-        return cls(run, spec, Path(target) if isinstance(target, str | Path) else None, tuple(overrides))
+            return cls(open_runs(target.directories, overrides), None, tuple(overrides))
+        runs = runs_of_job(Path(root), load_job(target, overrides))
+        return cls(runs, Path(target) if isinstance(target, str | Path) else None, tuple(overrides))
 
     @property
     def file(self) -> JobFile | None:
         """Where the settings come from, as a run keeps it."""
-        return find_settings_origin(self.run, self.job, self.overrides)
+        return find_settings_origin(self.runs[0], self.job, self.overrides)
 
     def measured(self) -> "Call":
-        """Return this call, about a run that is there.
+        """Return this call, about runs of which at least one is there.
 
         Raises:
-            BadMeasurements: it is not.
+            BadMeasurements: there is none.
         """
-        if not self.run.exists:
-            raise BadMeasurements(f"{self.spec.name} has no measurements yet", "call profile first")
+        if not any(run.exists for run in self.runs):
+            raise BadMeasurements(f"{self.runs[0].job_name} has no measurements yet", "call profile first")
         return self
 
 
@@ -411,8 +419,8 @@ class Submission:
         require_number(timeout=timeout)
         require_callable(confirm=arguments.confirm)
         call = arguments.resolve(target)
-        inspect = make_inspector(call.run.path.parent, fresh=fresh, report_event=arguments.report_event)
-        asks = _make_confirm(call.spec, arguments.confirm)
+        inspect = make_inspector(call.runs[0].path.parent, fresh=fresh, report_event=arguments.report_event)
+        asks = _make_confirm(call.runs[0].spec, arguments.confirm)
         dependencies = Dependencies(launcher.make_launcher, inspect, asks)
         return cls(call, dependencies, WaitPolicy(arguments.wait, timeout), arguments.report_event)
 
@@ -448,7 +456,7 @@ def _find_measured_run(target: Target, root: str | Path) -> Run:
         SpecError: the job cannot be used.
         BadMeasurements: there is no run of it yet.
     """
-    return Run.of(Call.from_target(target, root=root).measured().run)
+    return Run.of(Call.from_target(target, root=root).measured().runs)
 
 
 def _make_confirm(spec: JobSpec, confirm: Confirm | None) -> Confirm:
@@ -517,8 +525,8 @@ def check(arguments: CheckArguments) -> CheckResult:
         {}
     """
     spec, inspect = load_job(arguments.job, arguments.overrides), make_inspector(arguments.root, fresh=arguments.fresh)
-    run = run_of_job(Path(arguments.root), spec) if arguments.online else None
-    return checking.check_all(spec, node_type=arguments.node_type, online=arguments.online, inspector=inspect, run=run)
+    runs = (runs_of_job if arguments.online else make_runs)(Path(arguments.root), spec)
+    return checking.check_all(runs, node_type=arguments.node_type, online=arguments.online, inspector=inspect)
 
 
 @dataclass(frozen=True)
@@ -547,9 +555,7 @@ def estimate(arguments: EstimateArguments) -> dict[str | None, EstimateReport]:
     call = arguments.resolve(arguments.job)
     capacity = None if arguments.memory is None else int(parse_size(arguments.memory))  # type: ignore[call-overload]
     inspect = make_inspector(arguments.root, fresh=arguments.fresh)
-    return estimating.estimate_all(
-        call.run, call.spec, capacity=capacity, node_type=arguments.node_type, inspector=inspect
-    )
+    return estimating.estimate_all(call.runs, capacity=capacity, node_type=arguments.node_type, inspector=inspect)
 
 
 @dataclass(frozen=True)
@@ -585,16 +591,16 @@ def recommend(arguments: RecommendArguments) -> Recommendation:
     """
     call = arguments.resolve(arguments.run)
     if arguments.observed is not None:
-        follow(add_observed_probes(call.run, call.spec, arguments.observed, call.file), warn_of_event)
+        follow(add_observed_probes(call.runs, arguments.observed, call.file), warn_of_event)
     call.measured()
-    answer = recommending.answer_query(call.run, call.spec, arguments, overrides=arguments.overrides)
+    answer = recommending.answer_query(call.runs, arguments, overrides=arguments.overrides)
     recommendation = answer.recommendation
-    renews = recommending.should_replace(recommendation, call.run.recommendation()) and not find_other_owner(
-        call.run.path
+    renews = recommending.should_replace(recommendation, find_recommendation(call.runs)) and not find_other_owner(
+        answer.chosen_run.path
     )
     if renews if arguments.save is None else arguments.save:
         write = partial(recommending.save_answer, overrides=arguments.overrides, job=call.job, every=arguments.every)
-        save_or_warn(partial(write, call.run, call.spec, answer), is_required=bool(arguments.save))
+        save_or_warn(partial(write, call.runs, answer), is_required=bool(arguments.save))
     return answer.with_all_rows() if arguments.every else recommendation
 
 
@@ -627,17 +633,12 @@ def plan_trainings(arguments: CampaignArguments) -> Campaign:
         >>> tula.plan_trainings(run, 30, max_nodes=16, deadline_hours=72).hours
     """
     call = arguments.resolve(arguments.run).measured()
-    one_at_a_time = arguments.save and not call.spec.cluster.backend.has_queue
+    one_at_a_time = arguments.save and not call.runs[0].spec.cluster.backend.has_queue
     plan = campaigns.plan_campaign(
-        call.run,
-        call.spec,
-        arguments,
-        arguments.trainings,
-        overrides=arguments.overrides,
-        one_at_a_time=one_at_a_time,
+        call.runs, arguments, arguments.trainings, overrides=arguments.overrides, one_at_a_time=one_at_a_time
     )
     if arguments.save:
-        campaigns.save_campaign(call.run, plan)
+        campaigns.save_campaign(call.runs, plan)
     return plan
 
 
@@ -693,8 +694,7 @@ def check_nodes(arguments: NodeCheckArguments) -> ClusterCheck:
     require_number(timeout=arguments.timeout)
     call = arguments.resolve(arguments.job)
     work = node_checking.run_node_check(
-        call.run,
-        call.spec,
+        call.runs,
         launcher.make_launcher,
         nodes=arguments.nodes,
         node_type=arguments.node_type,
@@ -745,7 +745,7 @@ def profile(arguments: ProfileArguments) -> Run:
     """
     submission = arguments.prepare()
     follow(_run_profile_work(submission), submission.report_event)
-    return Run.of(submission.call.run)
+    return Run.of(submission.call.runs)
 
 
 @with_arguments(ProfileArguments)
@@ -766,7 +766,7 @@ def profile_events(arguments: ProfileArguments) -> Iterator[Event | Finished]:
         raise TypeError("profile_events() has no argument on_event: it yields the events")
     submission = arguments.prepare()
     yield from _run_profile_work(submission)
-    yield Finished(Run.of(submission.call.run))
+    yield Finished(Run.of(submission.call.runs))
 
 
 def _run_profile_work(
@@ -774,7 +774,7 @@ def _run_profile_work(
 ) -> Work[profiling_rounds.ProfileResult | profiling_rounds.SubmittedProbes]:
     call = submission.call
     return profiling_rounds.run_profile(
-        call.run, call.spec, submission.dependencies, submission.wait_policy, file=call.file, largest=largest
+        call.runs, submission.dependencies, submission.wait_policy, file=call.file, largest=largest
     )
 
 
@@ -796,9 +796,10 @@ def find_largest_batch(arguments: ProfileArguments) -> LargestBatch | None:
         >>> tula.find_largest_batch("job.yaml", max_node_hours=1).local_batch
     """
     submission = arguments.prepare()
-    if names := submission.call.spec.types:
+    runs = select_runs(submission.call.runs, None)
+    if len(runs) > 1:
         raise SpecError(
-            f"find_largest_batch works on one node type, and the job has {len(names)}", "use tula profile --largest"
+            f"find_largest_batch works on one node type, and the job has {len(runs)}", "use tula profile --largest"
         )
     profiled = follow(_run_profile_work(submission, largest=True), submission.report_event)
     if isinstance(profiled, DetachedJobs):
@@ -844,11 +845,11 @@ def train(arguments: TrainArguments) -> TrainingSummary | SeedsReport | None:
     submission = Submission.from_arguments(arguments.run, arguments, timeout=arguments.timeout)
     call, inspect = submission.call, submission.dependencies.inspect
     if arguments.seeds is not None:
-        seeds = follow(prepare_seeds(call.run, call.spec, arguments, inspect), submission.report_event)
+        seeds = follow(prepare_seeds(call.runs, arguments, inspect), submission.report_event)
         return follow(
             run_seeds(seeds, submission.dependencies, submission.wait_policy, file=call.file), submission.report_event
         )
-    work = training.prepare_training(call.run, call.spec, arguments, inspect)
+    work = training.prepare_training(call.runs, arguments, inspect)
     prepared = follow(work, submission.report_event)
     summary = follow(
         training.run_training(prepared, submission.dependencies, submission.wait_policy, file=call.file),
@@ -856,7 +857,7 @@ def train(arguments: TrainArguments) -> TrainingSummary | SeedsReport | None:
     )
     if isinstance(summary, DetachedJobs):
         return None
-    return TrainingSummary(**dict(summary), gain=training.find_gain(prepared.variant, summary))
+    return TrainingSummary(**dict(summary), gain=training.find_gain(prepared.run, summary))
 
 
 @dataclass(frozen=True)
@@ -885,7 +886,7 @@ def compare(arguments: CompareArguments) -> CompareReport:
     submission = Submission.from_arguments(arguments.run, arguments)
     call = submission.call
     ready = follow(
-        session.prepare(call.run, call.spec, arguments, submission.dependencies, node_type=arguments.node_type),
+        session.prepare(call.runs, arguments, submission.dependencies, node_type=arguments.node_type),
         submission.report_event,
     )
     return follow(
@@ -912,15 +913,15 @@ def diff(before: str | Path | Run, after: str | Path | Run, *, root: str | Path 
     Example:
         >>> print(*tula.diff("digits-1f0c5b7e", "digits-9a4e02cd").headline, sep="\\n")
     """
-    return compare_runs(_as_run_directory(before, Path(root)), _as_run_directory(after, Path(root)))
+    return compare_runs(_find_directories(before, Path(root)), _find_directories(after, Path(root)))
 
 
-def _as_run_directory(named: str | Path | Run, root: Path) -> RunDir:
+def _find_directories(named: str | Path | Run, root: Path) -> tuple[HardwareRun, ...]:
     if isinstance(named, Run):
-        return named.directory
+        return named.directories
     path = Path(named)
     inside = root / path
-    return RunDir.open((path if path.exists() or not inside.is_dir() else inside).absolute())
+    return Run.open(path if path.exists() or not inside.is_dir() else inside).directories
 
 
 @dataclass(frozen=True)
@@ -953,7 +954,7 @@ def evaluate(arguments: EvaluateArguments) -> EvaluationRecord | None:
         >>> tula.evaluate(run, weights="best").metrics["top1"]
     """
     submission = Submission.from_arguments(arguments.run, arguments, timeout=arguments.timeout)
-    prepared = prepare_evaluation(submission.call.run, submission.call.spec, arguments)
+    prepared = prepare_evaluation(submission.call.runs, arguments)
     evaluation = follow(
         run_evaluation(prepared, submission.dependencies, submission.wait_policy), submission.report_event
     )
@@ -994,7 +995,7 @@ def export(arguments: ExportArguments) -> tuple[ExportResult, ...]:
     """
     call = Call.from_target(arguments.run, root=arguments.root).measured()
     work = load_trackers_package().export(
-        call.run,
+        call.runs,
         [arguments.to] if isinstance(arguments.to, str) else list(arguments.to),
         uri=arguments.uri,
         project=arguments.project,
@@ -1034,8 +1035,7 @@ def rehearse(arguments: RehearseArguments) -> ResumeFinding:
     require_number(timeout=arguments.timeout)
     call = arguments.resolve(arguments.job)
     work = run_resume_test(
-        call.run,
-        call.spec,
+        call.runs,
         launcher.make_launcher,
         node_type=arguments.node_type,
         timeout=arguments.timeout,

@@ -25,11 +25,10 @@ from tula_cli.models.choice.campaign import (
 )
 from tula_cli.models.choice.columns import Floats
 from tula_cli.query import Query
-from tula_cli.run.directory import RunDir
+from tula_cli.run.directory import Run
 from tula_cli.run.files import read_record, write_atomic
 from tula_cli.run.owner import require_own
 from tula_cli.services.recommend import answer_query
-from tula_cli.spec.job import JobSpec
 from tula_cli.words import format_count, format_duration, format_number
 
 MAX_TRAININGS = 500
@@ -39,8 +38,7 @@ PLAN_FILE = "trainings.json"
 
 
 def plan_campaign(
-    run: RunDir,
-    spec: JobSpec,
+    runs: Sequence[Run],
     query: Query,
     trainings: int,
     *,
@@ -54,8 +52,7 @@ def plan_campaign(
     the deadline if there is one. If the job names node types, all trainings run on one of them.
 
     Args:
-        run: the run with the results.
-        spec: the job.
+        runs: the runs of the job, with the results.
         query: objective and limits; `max_nodes` limits the nodes in use at a time (default: the most of search.nodes),
             `deadline_hours` and `budget` are those of all trainings together.
         trainings: the number of trainings.
@@ -73,13 +70,13 @@ def plan_campaign(
     if query.from_training:
         raise SpecError("--from-training has no effect on a plan for many trainings", "remove it")
     for_one = replace(query, deadline_hours=None, budget=None)  # these are for all trainings together
-    answer = answer_query(run, spec, for_one, overrides=overrides, estimates_start=False)
+    answer = answer_query(runs, for_one, overrides=overrides, estimates_start=False)
     candidates, currency = answer.candidates, answer.recommendation.currency
     max_batch = answer.recommendation.choice.batch if query.objective == "knee" else query.max_batch
     if query.objective == "accuracy-time":
         columns = ("hours", "hours_low", "hours_high", "cost")
         candidates = candidates.with_columns({name: candidates[f"same_progress_{name}"] for name in columns})
-    nodes = query.max_nodes or max(spec.search.nodes)
+    nodes = query.max_nodes or max(nodes for run in runs for nodes in run.spec.search.nodes)
     candidates = candidates.take((candidates["nodes"] <= nodes) & (candidates["batch"] <= (max_batch or math.inf)))
     if not len(candidates):
         raise Infeasible(f"no configuration is feasible on at most {format_count(nodes)}", "raise --max-nodes")
@@ -118,23 +115,26 @@ def plan_campaign(
     return plan
 
 
-def save_campaign(run: RunDir, plan: Campaign) -> None:
-    """Store a plan for `tula train --seeds`.
+def save_campaign(runs: Sequence[Run], plan: Campaign) -> None:
+    """Store a plan for `tula train --seeds` in all runs of a job.
 
     Raises:
-        TulaError: it cannot be written, or the run belongs to another user.
+        TulaError: it cannot be written, or a run belongs to another user.
     """
-    require_own(run.path)
-    write_atomic(run.path / PLAN_FILE, TypeAdapter(Campaign).dump_json(plan, indent=1).decode() + "\n")
+    for run in runs:
+        if run.exists:
+            require_own(run.path)
+            write_atomic(run.path / PLAN_FILE, TypeAdapter(Campaign).dump_json(plan, indent=1).decode() + "\n")
 
 
-def load_campaign(run: RunDir) -> Campaign | None:
-    """Return the stored plan of a run, or None if there is none.
+def load_campaign(runs: Sequence[Run]) -> Campaign | None:
+    """Return the stored plan of a job, or None if there is none.
 
     Raises:
         BadMeasurements: its file is damaged.
     """
-    return read_record(run.path / PLAN_FILE, TypeAdapter(Campaign))
+    plans = (read_record(run.path / PLAN_FILE, TypeAdapter(Campaign)) for run in runs)
+    return next(filter(None, plans), None)
 
 
 def _choose_quantity(query: Query) -> Quantity:

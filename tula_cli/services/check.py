@@ -13,8 +13,9 @@ from tula_cli.errors import Infeasible, OverBudget
 from tula_cli.models.choice.grid import Limit, get_highest_limit
 from tula_cli.models.cost import compute_max_price, describe_price
 from tula_cli.models.ramp.stage_nodes import describe_unusable_stages
-from tula_cli.run.directory import RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.html_table import render_html
+from tula_cli.run.job_runs import select_runs
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Measured
 from tula_cli.services import messages
@@ -173,44 +174,37 @@ class CheckResult:
 
 
 def check_all(
-    spec: JobSpec,
-    *,
-    node_type: str | None = None,
-    online: bool = True,
-    inspector: Inspect | None = None,
-    run: RunDir | None = None,
+    runs: Sequence[Run], *, node_type: str | None = None, online: bool = True, inspector: Inspect | None = None
 ) -> CheckResult:
     """Check a job on each of its node types.
 
     Args:
-        spec: the job, which has passed the validation of its file.
+        runs: the runs of a job that has passed the validation of its file; they need not exist yet. The inspection
+            stored by the first job of a run is used, unless the inspector requests a new one.
         node_type: check only this node type.
-        online: as in `check`.
+        online: as in `check`; if False, nothing is read from the runs.
         inspector: inspects the model and the dataset, or returns a stored inspection; None builds them.
-        run: the run of the job, which need not exist yet. The inspection stored by its first job is used, unless the
-            inspector requests a new one. If None, no stored inspection is used.
 
     Raises:
         SpecError: the job cannot be built or has no such node type; or a user-defined scheduler is missing or
             incomplete.
         JobFailed: the user's code fails.
     """
-    spec = with_site_billing(spec, None if run is None else run.path.parent)
-    jobs = spec.by_type(node_type)
-    for job in jobs.values():
-        if online and job.cluster.own_scheduler is not None:
-            make_scheduler(job.cluster)  # before the model is built: what it lacks is told at once
-    inspectors = dict.fromkeys(jobs, inspector or inspect)
-    if online and run is not None:
-        inspectors = {
-            variant.type: inspect_with_stored(inspector or inspect, variant)
-            for variant in run.variants(spec, node_type)
-        }
-    runs = {} if run is None else {variant.type: variant for variant in run.variants(spec, node_type)}
-    reports = {
-        name: check(job, online=online, inspector=inspectors[name], run=runs.get(name)) for name, job in jobs.items()
-    }
-    return CheckResult(reports, spec.search.max_node_hours)
+    runs = select_runs(runs, node_type)
+    for run in runs:
+        if online and run.spec.cluster.own_scheduler is not None:
+            make_scheduler(run.spec.cluster)  # before the model is built: what it lacks is told at once
+    reports = {}
+    for run in runs:
+        if online:
+            job, inspect_run = (
+                with_site_billing(run.spec, run.path.parent),
+                inspect_with_stored(inspector or inspect, run),
+            )
+            reports[run.type] = check(job, inspector=inspect_run, run=run)
+        else:
+            reports[run.type] = check(with_site_billing(run.spec, None), online=False)
+    return CheckResult(reports, runs[0].spec.search.max_node_hours)
 
 
 def check(

@@ -21,7 +21,6 @@ from tula_cli.run.clean import (
     CleanPolicy,
     RemovableFile,
     list_removable_files,
-    list_variant_folders,
     measure_size_and_time,
     remove_file,
 )
@@ -86,16 +85,14 @@ def measure_runs(
         ask: queries SLURM.
         now: Unix time.
     """
-    run_spaces, snapshots_by_run = [], {}
+    run_spaces, snapshots = [], {}
     for run in runs:
         size, changed = measure_size_and_time(run.path)
         if older is None or now() - changed >= older:
-            run_space, snapshots_by_run[run.path] = _measure_run(
-                run, size, changed, keep_best=keep_best, compared=compared
-            )
-            run_spaces.append(run_space)
+            snapshots[run.path] = run.read()
+            run_spaces.append(_measure_run(run, size, changed, keep_best=keep_best, compared=compared))
     paths = [run_space.path for run_space in run_spaces if run_space.holdings]
-    why = dict(zip(paths, _find_reasons_to_keep([snapshots_by_run[path] for path in paths], ask, now()), strict=True))
+    why = dict(zip(paths, _find_reasons_to_keep([snapshots[path] for path in paths], ask, now()), strict=True))
     spaces = [
         _keep_all(run_space, reason) if (reason := why.get(run_space.path)) else run_space for run_space in run_spaces
     ]
@@ -106,25 +103,15 @@ def _keep_all(run_space: RunSpace, why: str) -> RunSpace:
     return replace(run_space, kept=why, lives=True, holdings=(), final=(), compared=())
 
 
-def _measure_run(
-    run: RunDir, size: int, changed: float, *, keep_best: bool, compared: bool
-) -> tuple[RunSpace, list[Snapshot]]:
-    """Return the disk space of a run and a snapshot of each variant.
-
-    Nothing is removable if the run is damaged or of another format.
-    """
-    removable: list[RemovableFile] = []
-    snapshots: list[Snapshot] = []
+def _measure_run(run: RunDir, size: int, changed: float, *, keep_best: bool, compared: bool) -> RunSpace:
+    """Return the disk space of a run; nothing is removable if the run is damaged or of another format."""
     try:
         run_format.require_known_format(run.path)
-        for folder in list_variant_folders(run.path):
-            snapshots.append(Snapshot(folder))
-            cells = comparison.cells if compared and (comparison := RunDir(folder).comparison()) else ()
-            removable += list_removable_files(
-                folder, CleanPolicy(keep_best, frozenset(cell.signature for cell in cells))
-            )
+        cells = comparison.cells if compared and (comparison := run.comparison()) else ()
+        policy = CleanPolicy(keep_best, frozenset(cell.signature for cell in cells))
+        removable = tuple(list_removable_files(run.path, policy))
     except TulaError as error:
-        return RunSpace(run.id, run.path, size, changed, (), kept=error.message), snapshots
+        return RunSpace(run.id, run.path, size, changed, (), kept=error.message)
     compared_trainings = tuple(
         dict.fromkeys(_get_training_signature(holding) for holding in removable if holding.kind == "compared")
     )
@@ -135,9 +122,7 @@ def _measure_run(
             if holding.kind == "checkpoints" and _is_newest(holding.path)
         )
     )
-    return RunSpace(
-        run.id, run.path, size, changed, tuple(removable), final=final, compared=compared_trainings
-    ), snapshots
+    return RunSpace(run.id, run.path, size, changed, removable, final=final, compared=compared_trainings)
 
 
 def _get_training_signature(holding: RemovableFile) -> str:
@@ -152,11 +137,10 @@ def _is_newest(path: Path) -> bool:
 # --- who still works
 
 
-def _find_reasons_to_keep(runs: Sequence[Sequence[Snapshot]], ask: Ask, now: float) -> list[str]:
-    """Return, per run (given by its parts), the reason why nothing may be removed; empty if no job of it is alive."""
+def _find_reasons_to_keep(snapshots: Sequence[Snapshot], ask: Ask, now: float) -> list[str]:
+    """Return, per run, the reason why nothing may be removed; empty if no job of it is alive."""
     ids = [
         id_
-        for snapshots in runs
         for snapshot in snapshots
         for job in _list_readable_jobs(snapshot)
         if job.scheduler == "slurm"
@@ -164,10 +148,7 @@ def _find_reasons_to_keep(runs: Sequence[Sequence[Snapshot]], ask: Ask, now: flo
     ]
     states = ask(ids) if ids else {}
     holders = [ticket.holder for ticket in machine_lock.list_living_tickets()]
-    return [
-        next((reason for snapshot in snapshots if (reason := _describe_why_alive(snapshot, states, holders, now))), "")
-        for snapshots in runs
-    ]
+    return [_describe_why_alive(snapshot, states, holders, now) for snapshot in snapshots]
 
 
 def _list_readable_jobs(snapshot: Snapshot) -> list[Job]:
@@ -238,17 +219,15 @@ def _lock_run(run_space: RunSpace) -> Iterator[None]:
     Raises:
         TulaError: another command is submitting jobs, or has submitted some since the run was measured.
     """
-    with contextlib.ExitStack() as locks:
-        for folder in list_variant_folders(run_space.path):
-            lock = RunDir(folder).lock
-            if lock.acquire() and (owner := lock.acquire()):  # the first call takes away what a killed command has left
-                raise TulaError(
-                    f"another tula command ({owner}) is submitting jobs of this run; nothing more was deleted"
-                )
-            locks.callback(lock.release)
-            jobs = folder / "jobs"
-            with contextlib.suppress(FileNotFoundError):
-                newest = max((entry.stat(follow_symlinks=False).st_mtime for entry in os.scandir(jobs)), default=0.0)
-                if newest > run_space.changed:
-                    raise TulaError("a job of it was submitted in the meantime; nothing of it was deleted")
+    lock = RunDir(run_space.path).lock
+    if lock.acquire() and (owner := lock.acquire()):  # the first call takes away what a killed command has left
+        raise TulaError(f"another tula command ({owner}) is submitting jobs of this run; nothing more was deleted")
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            entries = os.scandir(run_space.path / "jobs")
+            newest = max((entry.stat(follow_symlinks=False).st_mtime for entry in entries), default=0.0)
+            if newest > run_space.changed:
+                raise TulaError("a job of it was submitted in the meantime; nothing of it was deleted")
         yield
+    finally:
+        lock.release()

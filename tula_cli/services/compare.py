@@ -19,7 +19,7 @@ from tula_cli.errors import BadMeasurements, Problem, SpecError, require_positiv
 from tula_cli.models.cost import describe_price
 from tula_cli.presets import DIVIDING
 from tula_cli.run.code import choose_code
-from tula_cli.run.directory import RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.imports import import_strings
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.results import Cell, Comparison
@@ -168,12 +168,11 @@ def sum_hours(cells: Iterable[Cell], hours: Mapping[tuple[str, int], float | Non
     return sum(share * (statistics.fmean(known_hours) if value is None else value) for value, share in expected)
 
 
-def plan_comparison(run: RunDir, spec: JobSpec, grid: Grid, *, inspect: Inspect, now: float) -> ComparePlan:
+def plan_comparison(run: Run, grid: Grid, *, inspect: Inspect, now: float) -> ComparePlan:
     """Decide what is trained and in which order: the first seed of every row before any second seed.
 
     Args:
         run: the run, which need not exist yet.
-        spec: the job.
         grid: rows, batches and seeds to compare.
         inspect: returns the dataset's size if no probe has recorded it.
         now: Unix time.
@@ -182,16 +181,17 @@ def plan_comparison(run: RunDir, spec: JobSpec, grid: Grid, *, inspect: Inspect,
         SpecError: a batch cannot be trained on that many nodes or is larger than the dataset; methods are not
             compatible with the job's settings; or the job's script reports no metric or takes no seed.
     """
+    spec = run.spec
     if spec.script is not None:
         require_comparable_script(spec.script, seeds=grid.seeds)
     _require_fitting_methods(spec, grid)
-    _inspect_user_code(run, spec, grid, inspect)
+    _inspect_user_code(run, grid, inspect)
     inspect = functools.partial(inspect_once, inspect, {})
-    comparison, twins = _build_comparison(run, spec, grid, now=now)
+    comparison, twins = _build_comparison(run, grid, now=now)
     plans = {}
     for cell in comparison.cells:  # another seed changes neither time nor what is allowed
         if (cell.method, cell.batch) not in plans and not cell.short and not is_cell_ended(run, cell):
-            plans[cell.method, cell.batch] = plan_cell(run, spec, cell, inspect)
+            plans[cell.method, cell.batch] = plan_cell(run, cell, inspect)
     took = compute_mean_hours_by_row(run, comparison)
     predicted = {row: p.prediction.hours for row, p in plans.items() if p.prediction is not None}
     rows = {(cell.method, cell.batch) for cell in comparison.cells}
@@ -206,7 +206,7 @@ def plan_comparison(run: RunDir, spec: JobSpec, grid: Grid, *, inspect: Inspect,
         hours=hours,
         currency=spec.pricing.currency,
         price=describe_price(spec.pricing),
-        first=plan_cell(run, spec, missing[0], inspect) if missing else None,
+        first=plan_cell(run, missing[0], inspect) if missing else None,
         warnings=(
             *_list_distinct(warning for p in plans.values() for warning in p.code.warnings),
             *(messages.duplicate_row(row=row, twin=twin) for row, twin in twins.items()),
@@ -233,7 +233,7 @@ def _require_fitting_methods(spec: JobSpec, grid: Grid) -> None:
         raise SpecError("some methods are incompatible with the job", f"--methods {fitting}", problems=problems)
 
 
-def _inspect_user_code(run: RunDir, spec: JobSpec, grid: Grid, inspect: Inspect) -> None:
+def _inspect_user_code(run: Run, grid: Grid, inspect: Inspect) -> None:
     """Inspect the user code that rows name in addition to the job's; only building it shows whether it works.
 
     Nothing is inspected if a job on a node has inspected the model: this machine cannot build it then.
@@ -241,6 +241,7 @@ def _inspect_user_code(run: RunDir, spec: JobSpec, grid: Grid, inspect: Inspect)
     Raises:
         SpecError: the user code of a method cannot be built.
     """
+    spec = run.spec
     known_imports = set(import_strings(spec))
     if first_job.load_inspection(run, spec) is not None:
         return  # a job on a node told of the model: this machine cannot build it
@@ -304,8 +305,9 @@ def inspect_once(inspect: Inspect, remembered: dict[str, Inspection], spec: JobS
     return remembered["all"]
 
 
-def _build_comparison(run: RunDir, spec: JobSpec, grid: Grid, *, now: float) -> tuple[Comparison, dict[str, str]]:
+def _build_comparison(run: Run, grid: Grid, *, now: float) -> tuple[Comparison, dict[str, str]]:
     """Return the comparison, and the duplicate rows that have settings, mapped to the row that trains the same."""
+    spec = run.spec
     reference = spec.train.reference_batch
     codes: dict[tuple[str, ...], str] = {}
     cells_by_signature: dict[str, Cell] = {}
@@ -336,25 +338,23 @@ def _build_comparison(run: RunDir, spec: JobSpec, grid: Grid, *, now: float) -> 
     short: list[Cell] = []
     for batch in grid.batches if grid.halving else ():
         cells = [cell for cell in cells_by_signature.values() if cell.batch == batch and cell.method != REFERENCE]
-        short += _make_short_cells(run, spec, cells, job_row, sign)
+        short += _make_short_cells(run, cells, job_row, sign)
     grid_fields = {name: value for name, value in dataclasses.asdict(grid).items() if name != "halving"}
     return Comparison(
         **grid_fields, cells=(*short, *cells_by_signature.values()), created_at=now, job_row=job_row
     ), twins
 
 
-def _make_short_cells(
-    run: RunDir, spec: JobSpec, cells: Sequence[Cell], job_row: str, sign: Callable[[JobSpec, int], str]
-) -> list[Cell]:
+def _make_short_cells(run: Run, cells: Sequence[Cell], job_row: str, sign: Callable[[JobSpec, int], str]) -> list[Cell]:
     """Return the short trainings of the first round for one batch, or an empty list if they save nothing.
 
     Args:
         run: the run; a row that has full trainings and no short one takes part in the second round in any case.
-        spec: the job.
         cells: full trainings of the batch, without lbt.
         job_row: the row that trains the job unchanged.
         sign: returns the signature of a training at a batch.
     """
+    spec = run.spec
     epochs, short_cells = rounds.get_short_epochs(spec), list[Cell]()
     firsts = [cell for cell in cells if cell.seed == spec.train.seed]
     for cell in firsts if epochs < spec.train.epochs else ():
@@ -390,11 +390,11 @@ def _is_scaling(method: str) -> bool:
     return parse_row(method).training_method.scales
 
 
-def plan_cell(run: RunDir, spec: JobSpec, cell: Cell, inspect: Inspect) -> TrainPlan:
-    job = make_job_of_cell(spec, cell.method, cell.seed)
+def plan_cell(run: Run, cell: Cell, inspect: Inspect) -> TrainPlan:
+    job = make_job_of_cell(run.spec, cell.method, cell.seed)
     try:
         job = job if cell.short is None else rounds.shorten_job(job, cell.short[0])
-        return train.plan_training(run, job, nodes=cell.nodes, batch=cell.batch, inspect=inspect)
+        return train.plan_training(run.with_spec(job), nodes=cell.nodes, batch=cell.batch, inspect=inspect)
     except SpecError as error:
         description = "the reference" if cell.reference else f"method {cell.method}"
         raise SpecError(f"{description}: {error.message}", error.hint, problems=error.problems) from None
@@ -422,10 +422,10 @@ def estimate_hours(
     return took.get(row) or predicted.get(row) or (statistics.fmean(alike) if alike else None)
 
 
-def choose_default_nodes(run: RunDir, spec: JobSpec) -> int:
+def choose_default_nodes(run: Run) -> int:
     """Return the recommended number of nodes, or the smallest one of the search if there is no recommendation."""
     recommendation = run.recommendation()
-    return recommendation.choice.nodes if recommendation is not None else min(spec.search.nodes)
+    return recommendation.choice.nodes if recommendation is not None else min(run.spec.search.nodes)
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,13 @@ from tula_cli.models.time.changes import MIN_DIFFERENCE, TEST, StepRatio, compar
 from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.frames import make_frame
-from tula_cli.run.jobfile import compare_jobs, list_variants_with_data
+from tula_cli.run.job_runs import compare_jobs, find_recommendation, list_runs_with_data
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import JobFile, StepPart, StepParts
 from tula_cli.run.records.tasks import CodeSnapshot
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.run.training_run import TrainingRun
-from tula_cli.spec.job import JobSpec
 from tula_cli.words import format_bytes, format_count, format_duration, format_number, shorten_pair
 
 if TYPE_CHECKING:
@@ -576,21 +575,20 @@ class RunDifference:
         )
 
 
-def compare_runs(before: RunDir, after: RunDir) -> RunDifference:
-    """Compare two runs; nothing is written, and the scheduler is not queried.
+def compare_runs(before: Sequence[Run], after: Sequence[Run]) -> RunDifference:
+    """Compare two runs, or the runs of two jobs; nothing is written, and the scheduler is not queried.
 
     Args:
         before: A, the baseline of the comparison.
         after: B.
 
     Raises:
-        SpecError: both are the same run, or the job of one cannot be read.
+        SpecError: both are the same run.
         BadMeasurements: a record is damaged.
     """
-    if before.path.resolve() == after.path.resolve():
-        raise SpecError(f"A and B are the same run: {before.path.resolve()}", "name two runs, or a run and its copy")
-    specs = before.read_spec(), after.read_spec()
-    pairs, only = _match_parts(before, specs[0], after, specs[1])
+    if before[0].path.resolve() == after[0].path.resolve():
+        raise SpecError(f"A and B are the same run: {before[0].path.resolve()}", "name two runs, or a run and its copy")
+    pairs, only = _match_parts(before, after)
     snapshots_by_part = [(name, part_before.read(), part_after.read()) for name, part_before, part_after in pairs]
     measured = [
         (name, _select_measured_probes(part_before.results), _select_measured_probes(part_after.results))
@@ -603,17 +601,17 @@ def compare_runs(before: RunDir, after: RunDir) -> RunDifference:
     ]
     trained = [(name, part_before, part_after) for name, part_before, part_after in pairs if part_before.length is None]
     difference = RunDifference(
-        before=_run_overview(before, specs[0]),
-        after=_run_overview(after, specs[1]),
-        job=tuple(FieldDifference(key, *values) for key, values in compare_jobs(*specs).items()),
+        before=_run_overview(before),
+        after=_run_overview(after),
+        job=tuple(FieldDifference(key, *values) for key, values in compare_jobs(before[0].spec, after[0].spec).items()),
         environment=tuple(environment),
         code=_compare_code_of_parts((part_before, part_after) for _, part_before, part_after in pairs),
         steps=compare_steps(
             (name, part_before.results, part_after.results) for name, part_before, part_after in snapshots_by_part
         ),
         chosen=(
-            RecommendedConfiguration.from_recommendation(before.recommendation()),
-            RecommendedConfiguration.from_recommendation(after.recommendation()),
+            RecommendedConfiguration.from_recommendation(find_recommendation(before)),
+            RecommendedConfiguration.from_recommendation(find_recommendation(after)),
         ),
         trainings=tuple(
             pair
@@ -649,21 +647,18 @@ def _select_measured_probes(results: Iterable[Result]) -> list[Measured]:
     return [result for result in results if isinstance(result, Measured)]
 
 
-def _run_overview(run: RunDir, spec: JobSpec) -> RunOverview:
-    moments = [
-        probe.measured_at
-        for variant in list_variants_with_data(run, spec)
-        for probe in _select_measured_probes(variant.read().results)
-    ]
-    return RunOverview(run.id, run.path, (min(moments), max(moments)) if moments else None, run.job_file())
+def _run_overview(runs: Sequence[Run]) -> RunOverview:
+    moments = [probe.measured_at for run in runs for probe in _select_measured_probes(run.read().results)]
+    first = runs[0]
+    return RunOverview(first.id, first.path, (min(moments), max(moments)) if moments else None, first.job_file())
 
 
 def _match_parts(
-    before: RunDir, job_before: JobSpec, after: RunDir, job_after: JobSpec
+    before: Sequence[Run], after: Sequence[Run]
 ) -> tuple[list[tuple[str, Run, Run]], tuple[tuple[str, ...], tuple[str, ...]]]:
     """Return pairs of parts with the same name, or the only part of each run; and the names of the unmatched parts."""
-    parts_before = {run.name or "": run for run in list_variants_with_data(before, job_before)}
-    right = {run.name or "": run for run in list_variants_with_data(after, job_after)}
+    parts_before = {run.name or "": run for run in list_runs_with_data(before)}
+    right = {run.name or "": run for run in list_runs_with_data(after)}
     if len(parts_before) == len(right) == 1:
         (name, part_before), (_, part_after) = *parts_before.items(), *right.items()
         return [(name, part_before, part_after)], ((), ())

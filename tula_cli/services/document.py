@@ -1,15 +1,14 @@
 """The content of a report in plain values, and the interface of the optional package that builds and renders it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast
 
 from tula_cli.entry_points import load_extra
-from tula_cli.run.directory import Run, RunDir
+from tula_cli.run.directory import Run
 from tula_cli.run.records.recommendations import Recommendation, TradeOff
 from tula_cli.run.records.results import Comparison
 from tula_cli.services.comparison.accuracy import CompareReport
-from tula_cli.spec.job import JobSpec
 
 Cell = str | float | int | None
 """A cell of a table; None if the value is unknown."""
@@ -140,8 +139,8 @@ class ReportPackage(Protocol):
         """The function of `tula report`."""
         ...
 
-    def build(self, run: RunDir, spec: JobSpec, *, now: float) -> Document:
-        """Build the report of a run at a Unix time.
+    def build(self, runs: Sequence[Run], *, now: float) -> Document:
+        """Build the report of the runs of a job at a Unix time.
 
         Raises:
             TulaError: a record of the run cannot be read.

@@ -14,7 +14,8 @@ from tula_cli.models.memory import memory
 from tula_cli.models.memory.host_memory import DataMemory, estimate_data_memory
 from tula_cli.models.memory.memory import MemoryModel
 from tula_cli.models.observations import describe_mixed_hardware, find_capacity
-from tula_cli.run.directory import RunDir
+from tula_cli.run.directory import Run
+from tula_cli.run.job_runs import select_runs
 from tula_cli.run.records.base import Footprint
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
@@ -71,8 +72,7 @@ Results = Iterable[Measured | OutOfMemory | Failed]
 
 
 def estimate_all(
-    run: RunDir,
-    spec: JobSpec,
+    runs: Sequence[Run],
     *,
     capacity: int | None = None,
     node_type: str | None = None,
@@ -81,8 +81,7 @@ def estimate_all(
     """Estimate the peak memory of one GPU on each node type; the key is None for a job without node types.
 
     Args:
-        run: the run whose probes correct the estimate; it need not exist yet.
-        spec: the job.
+        runs: the runs of a job, whose probes correct the estimate; they need not exist yet.
         capacity, inspector: as in `estimate`.
         node_type: estimate only this node type.
 
@@ -90,13 +89,13 @@ def estimate_all(
         SpecError, JobFailed: as in `estimate`; or the job has no such node type.
     """
     return {
-        variant.type: estimate(
-            variant.spec,
+        run.type: estimate(
+            run.spec,
             capacity=capacity,
-            results=variant.results(),
-            inspector=inspect_with_stored(inspector or inspect, variant),
+            results=run.results(),
+            inspector=inspect_with_stored(inspector or inspect, run),
         )
-        for variant in run.variants(spec, node_type)
+        for run in select_runs(runs, node_type)
     }
 
 

@@ -1,5 +1,6 @@
 """`tula evaluate`: evaluate the weights of a training on a test set."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from tula_cli.run import imports
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.files import is_regular
 from tula_cli.run.format import require_current_format
-from tula_cli.run.jobfile import list_variants_with_data
+from tula_cli.run.job_runs import select_runs
 from tula_cli.run.records.results import EvaluationRecord
 from tula_cli.run.records.tasks import EvaluateTask, TrainTask
 from tula_cli.run.training_run import TrainingRun
@@ -43,12 +44,12 @@ class PreparedEvaluation:
     found: EvaluationRecord | None  # what is known of it already
 
 
-def prepare_evaluation(run: RunDir, spec: JobSpec, request: EvaluationRequest) -> PreparedEvaluation:
+def prepare_evaluation(runs: Sequence[Run], request: EvaluationRequest) -> PreparedEvaluation:
     """Decide which weights are evaluated and on which test set; nothing is written.
 
     Args:
-        run: the run with the training.
-        spec: the job, which provides the test set, metrics and cluster; all other settings are those of the training.
+        runs: the runs of a job, of which one has the training. Their job provides the test set, metrics and cluster; all
+            other settings are those of the training.
         request: the weights and samples to evaluate.
 
     Raises:
@@ -56,13 +57,13 @@ def prepare_evaluation(run: RunDir, spec: JobSpec, request: EvaluationRequest) -
         BadMeasurements: nothing has been trained yet, or the training has saved no weights.
     """
     require_positive(nodes=request.nodes)
-    if spec.script is not None:
+    if runs[0].spec.script is not None:
         raise SpecError(
             "tula evaluate is for tula's own loop, and this job has section script",
             "use the script itself to evaluate its weights",
         )
-    variant, trained = _find_training(run, spec, request)
-    files = variant.training(trained.signature)
+    run, trained = _find_training(runs, request)
+    files = run.training(trained.signature)
     name, path = _find_weights(files, request.weights)
     is_own_checkpoint = name in (BEST, LAST)
     if not (path.is_dir() or is_regular(path)):
@@ -73,7 +74,7 @@ def prepare_evaluation(run: RunDir, spec: JobSpec, request: EvaluationRequest) -
         if is_own_checkpoint
         else {"path": str(path), "stamp": [stat.st_size, stat.st_mtime_ns]}
     )
-    job = _make_evaluation_job(trained.spec, variant.spec)
+    job = _make_evaluation_job(trained.spec, run.spec)
     key = compute_evaluation_signature(job, identity, code=_compute_code_digest(job, Path(trained.workdir)))
     id_ = f"evaluate-{trained.signature}-{key}"
     task = EvaluateTask(
@@ -81,29 +82,29 @@ def prepare_evaluation(run: RunDir, spec: JobSpec, request: EvaluationRequest) -
         weights=name, path=str(path), samples=int(path.stem) if is_own_checkpoint else None, local_batch=compute_micro_batch(trained),
         code=trained.code,
     )  # fmt: skip
-    return PreparedEvaluation(variant, task, None if request.fresh else files.evaluation(key))
+    return PreparedEvaluation(run, task, None if request.fresh else files.evaluation(key))
 
 
-def _find_training(run: RunDir, spec: JobSpec, request: EvaluationRequest) -> tuple[Run, TrainTask]:
-    """Return the requested training, as its newest task, and the part of the run that contains it."""
-    variants = list_variants_with_data(run, spec, request.node_type) if run.exists else []
+def _find_training(runs: Sequence[Run], request: EvaluationRequest) -> tuple[Run, TrainTask]:
+    """Return the requested training, as its newest task, and the run that contains it."""
     trainings: list[tuple[float, int, Run, TrainTask]] = []
-    for number, variant in enumerate(variants):
-        snapshot = variant.read()
+    for number, run in enumerate(select_runs(runs, request.node_type)):
+        snapshot = run.read()
         submitted = {job.id: job.submitted_at for job in snapshot.jobs}
-        trainings += [(submitted.get(task.job, 0.0), number, variant, task) for task in snapshot.train_tasks]
+        trainings += [(submitted.get(task.job, 0.0), number, run, task) for task in snapshot.train_tasks]
     signatures = list(dict.fromkeys(task.signature for *_, task in trainings))
     if not signatures:
         raise BadMeasurements(
-            f"nothing was trained for {spec.name} yet ({words.make_relative_path(run.path)})", "run tula train first"
+            f"nothing was trained for {runs[0].job_name} yet ({words.make_relative_path(runs[0].path)})",
+            "run tula train first",
         )
     if request.training is not None and request.training not in signatures:
         raise SpecError(
             f"--training {request.training}: this training does not exist", f"there are {', '.join(signatures)}"
         )
     matching = [entry for entry in trainings if request.training in (None, entry[3].signature)]
-    *_, variant, task = max(matching, key=lambda entry: (entry[0], entry[3].attempt, -entry[1]))
-    return variant, task
+    *_, run, task = max(matching, key=lambda entry: (entry[0], entry[3].attempt, -entry[1]))
+    return run, task
 
 
 def _find_weights(files: TrainingRun, requested: str | Path | None) -> tuple[str, Path]:
@@ -186,7 +187,7 @@ def run_evaluation(
             return DetachedJobs((task.job,), tuple(going_on))
         yield from wait_for_jobs(run, launcher, [task.job], wait_policy)
     except KeyboardInterrupt:
-        raise make_interruption_of_jobs(run, [(run, launcher)], wait_policy) from None
+        raise make_interruption_of_jobs([(run, launcher)], wait_policy) from None
     return read_evaluation_result(run, task)
 
 

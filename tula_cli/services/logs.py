@@ -305,9 +305,9 @@ def limit_rate(
     return remembered
 
 
-def find_run_written_last(variants: Iterable[Run], job: str | None) -> RunDir | None:
-    """Return the run of the part that wrote a log last, among those that have the job; None if there is none."""
-    having = [variant for variant in variants if job is None or job in _list_job_ids(variant.read())]
+def find_run_written_last(runs: Iterable[Run], job: str | None) -> Run | None:
+    """Return the run that wrote a log last, among those that have the job; None if there is none."""
+    having = [run for run in runs if job is None or job in _list_job_ids(run.read())]
     return max(having, key=lambda run: max((log.stat().st_mtime for log in run.logs()), default=0.0), default=None)
 
 

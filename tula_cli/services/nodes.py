@@ -18,8 +18,8 @@ from tula_cli.cluster.slurm.site import Site
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import Interruption, JobFailed, Pending, SchedulerError, SpecError, TulaError, require_positive
 from tula_cli.host.failures import FAILURE_KINDS, advise
-from tula_cli.run.directory import RunDir
-from tula_cli.run.jobfile import save_job
+from tula_cli.run.directory import Run, RunDir
+from tula_cli.run.job_runs import get_only_run, save_runs
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.inspections import ClusterReport, NodeReport
 from tula_cli.run.records.jobs import Job
@@ -27,7 +27,6 @@ from tula_cli.run.records.results import JobFile
 from tula_cli.run.records.tasks import CheckTask
 from tula_cli.services import messages
 from tula_cli.services.events import NodeCheckProgress, Work
-from tula_cli.services.waiting import get_only_variant
 from tula_cli.spec.backend import get_backend
 from tula_cli.spec.job import JobSpec
 
@@ -184,8 +183,7 @@ class ClusterCheck:
 
 
 def run_node_check(
-    run: RunDir,
-    spec: JobSpec,
+    runs: Sequence[Run],
     launcher_for: Callable[[JobSpec], Launcher],
     *,
     nodes: int | None = None,
@@ -196,8 +194,7 @@ def run_node_check(
     """Check the nodes of the cluster in a job of about a minute, or attach to a check that is already running.
 
     Args:
-        run: the run, which need not exist yet.
-        spec: the job.
+        runs: the runs of a job, which need not exist yet.
         launcher_for: returns the launcher that submits the job.
         nodes: number of nodes; None for the smallest number of the search that is at least two, if possible.
         node_type: the node type, if the job names several.
@@ -212,19 +209,19 @@ def run_node_check(
         SchedulerError: the scheduler refused the job, or the job will never start.
         JobFailed: the check failed; the message has what is known of the nodes.
     """
-    variant = get_only_variant(run, spec, node_type, purpose="--on-cluster")
-    launcher, count = launcher_for(variant.spec), check_node_count(variant.spec, nodes)
-    save_job(run, spec, [variant], file)
-    task = start_on_cluster(variant, variant.spec, launcher, nodes=count)
+    run = get_only_run(runs, node_type, purpose="--on-cluster")
+    launcher, count = launcher_for(run.spec), check_node_count(run.spec, nodes)
+    save_runs([run], file)
+    task = start_on_cluster(run, launcher, nodes=count)
     last_state = None
     try:
-        for state in watch_cluster(variant, launcher, task, timeout=timeout):
+        for state in watch_cluster(run, launcher, task, timeout=timeout):
             if (state_shown := _to_the_minute(state)) != last_state:
                 yield NodeCheckProgress(task, state)
             last_state = state_shown
-        return conclude_cluster(variant, task)
+        return conclude_cluster(run, task)
     except KeyboardInterrupt:
-        raise _make_interruption(variant, task) from None
+        raise _make_interruption(run, task) from None
 
 
 def _make_interruption(run: RunDir, task: CheckTask | None) -> Interruption:
@@ -287,10 +284,10 @@ def _find_partition(spec: JobSpec) -> site.Partition | None:
 # --- the job
 
 
-def start_on_cluster(run: RunDir, spec: JobSpec, launcher: Launcher, *, nodes: int) -> CheckTask:
+def start_on_cluster(run: Run, launcher: Launcher, *, nodes: int) -> CheckTask:
     """Submit a job that checks the nodes, or resume one whose result has not been reported to the user yet.
 
-    An unreported check with settings other than those of the spec is cancelled.
+    An unreported check with settings other than those of the run is cancelled.
 
     Raises:
         SchedulerError: the scheduler refused the job.
@@ -299,13 +296,14 @@ def start_on_cluster(run: RunDir, spec: JobSpec, launcher: Launcher, *, nodes: i
     task = None
     try:
         with lock_submission(run):
-            task = _start_on_cluster(run, spec, launcher, nodes=nodes)
+            task = _start_on_cluster(run, launcher, nodes=nodes)
     except KeyboardInterrupt:
         raise _make_interruption(run, task) from None
     return task
 
 
-def _start_on_cluster(run: RunDir, spec: JobSpec, launcher: Launcher, *, nodes: int) -> CheckTask:
+def _start_on_cluster(run: Run, launcher: Launcher, *, nodes: int) -> CheckTask:
+    spec = run.spec
     tasks = sorted(run.check_tasks(), key=_check_number)
     untold = [task for task in tasks if task.nodes == nodes and not run.checks.is_told(task.id)]
     for task in [task for task in untold if task.spec != spec]:

@@ -4,15 +4,16 @@ import math
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tula_cli.cluster.scripts.probe import NotMeasured, build_probe_result
 from tula_cli.errors import BadMeasurements, SpecError
 from tula_cli.models.observed import MeasuredJob
 from tula_cli.options import OBSERVED
-from tula_cli.run.directory import RunDir
+from tula_cli.run.directory import Run
 from tula_cli.run.format import require_current_format
-from tula_cli.run.jobfile import save_job
+from tula_cli.run.job_runs import save_runs
 from tula_cli.run.observed import list_observed_jobs
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.results import JobFile
@@ -25,15 +26,14 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.words import describe_probe_place, format_count
 
 
-def add_observed_probes(run: RunDir, spec: JobSpec, name: str, file: JobFile | None = None) -> Work[None]:
+def add_observed_probes(runs: Sequence[Run], name: str, file: JobFile | None = None) -> Work[None]:
     """Write the measurements of the observed jobs of a script into a run as results of probes; create it if needed.
 
     The newest measurement of each configuration counts, also against probes of `tula profile`. Jobs with other hardware
     or another number of parameters than the newest job are not used.
 
     Args:
-        run: the run of the job.
-        spec: the job, which starts the script.
+        runs: the only run of a job that starts the script.
         name: the script, or its folder of observations.
         file: the file that the settings come from.
 
@@ -42,7 +42,8 @@ def add_observed_probes(run: RunDir, spec: JobSpec, name: str, file: JobFile | N
         BadMeasurements: no observed job can be used.
         OtherFormat, TulaError: the run cannot be written.
     """
-    if spec.script is None or spec.types:
+    run, spec = runs[0], runs[0].spec
+    if spec.script is None or len(runs) > 1:
         raise SpecError(
             "--observed needs a job with section script and without node_types", "or measure it with tula profile"
         )
@@ -68,7 +69,7 @@ def add_observed_probes(run: RunDir, spec: JobSpec, name: str, file: JobFile | N
             f"none of {format_count(len(jobs), 'observed job')} of {name} can be used as a probe",
             "the warnings tell why; tula profile measures the job itself",
         )
-    save_job(run, spec, [], file)
+    save_runs([run], file)
     for result in results.values():
         known = run.result(result.id)
         if not isinstance(known, Measured) or known.measured_at < result.measured_at:

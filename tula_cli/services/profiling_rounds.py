@@ -8,9 +8,9 @@ from tula_cli.cluster.inspection import NotInspectable
 from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs
 from tula_cli.cluster.slurm import first_job
 from tula_cli.errors import BadMeasurements, Infeasible, Interruption, JobFailed, OutOfMemoryAtMinimum, TulaError
-from tula_cli.run.directory import Run, RunDir
+from tula_cli.run.directory import Run
 from tula_cli.run.format import require_current_format
-from tula_cli.run.jobfile import list_all_variants, save_job
+from tula_cli.run.job_runs import save_runs, select_runs
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.results import JobFile
 from tula_cli.services import largest_batch, messages, profile
@@ -28,7 +28,6 @@ from tula_cli.services.waiting import (
     wait_for_jobs,
     warn_new_jobs,
 )
-from tula_cli.spec.job import JobSpec
 from tula_cli.words import describe_part
 
 Plans = Sequence[tuple[Run, ProfilePlan]]
@@ -127,24 +126,18 @@ def _plan_first_jobs(
     return FirstJobPlanned(settled_later, runs[0].spec.search.max_node_hours)
 
 
-def _list_profiled_variants(run: RunDir, spec: JobSpec, *, largest: bool) -> tuple[Run, ...]:
-    """Return the variants that are measured; the largest batch is that of the job's own text length."""
-    return run.variants(spec) if largest else list_all_variants(run, spec)
-
-
 def make_dry_run(
-    run: RunDir, spec: JobSpec, dependencies: Dependencies, *, largest: bool = False
+    runs: Sequence[Run], dependencies: Dependencies, *, largest: bool = False
 ) -> Work[dict[str | None, DryRun]]:
     """Return the jobs that would be submitted on each node type; nothing is written.
 
     Args:
-        run, spec, dependencies, largest: as of `run_profile`.
+        runs, dependencies, largest: as of `run_profile`.
 
     Raises:
         Infeasible: no configuration is feasible.
     """
-    require_current_format(run.path)
-    variants = _list_profiled_variants(run, with_site_billing(spec, run.path.parent), largest=largest)
+    variants = _prepare_runs(runs, largest=largest)
     inspections = {variant.name: inspect_variant(variant, dependencies) for variant in variants}
     settled = {
         name: inspection for name, inspection in inspections.items() if not isinstance(inspection, NotInspectable)
@@ -165,9 +158,19 @@ def make_dry_run(
     return dry_runs
 
 
+def _prepare_runs(runs: Sequence[Run], *, largest: bool) -> list[Run]:
+    """Return the runs to measure, with the billing of their site, after checking that jobs may be submitted in them.
+
+    The largest batch is that of the job's own text length.
+    """
+    runs = select_runs(runs, None) if largest else runs
+    for run in runs:
+        require_current_format(run.path)
+    return [run.with_spec(with_site_billing(run.spec, run.path.parent)) for run in runs]
+
+
 def run_profile(
-    run: RunDir,
-    spec: JobSpec,
+    runs: Sequence[Run],
     dependencies: Dependencies,
     wait_policy: WaitPolicy,
     *,
@@ -177,8 +180,7 @@ def run_profile(
     """Measure the missing probes, round after round; jobs that are already running are attached to.
 
     Args:
-        run: the run, which need not exist yet.
-        spec: the job.
+        runs: the runs of a job, which need not exist yet.
         dependencies: launcher, inspection, and the confirmation that is requested before jobs are submitted.
         wait_policy: whether and how long to wait.
         file: the file that the spec comes from.
@@ -193,12 +195,8 @@ def run_profile(
         JobFailed, OutOfMemoryAtMinimum, BadMeasurements: nothing was measured.
         SchedulerError: the scheduler refused a job.
     """
-    require_current_format(run.path)
-    return (
-        yield from _Profiling(
-            run, with_site_billing(spec, run.path.parent), dependencies, wait_policy, file, largest
-        ).work()
-    )
+    runs = _prepare_runs(runs, largest=largest)
+    return (yield from _Profiling(runs, dependencies, wait_policy, file, largest).work())
 
 
 @dataclass
@@ -228,8 +226,7 @@ class _SubmittedRun:
 class _Profiling:
     """The state of one call of `run_profile`."""
 
-    run: RunDir
-    spec: JobSpec
+    runs: Sequence[Run]
     dependencies: Dependencies
     wait_policy: WaitPolicy
     file: JobFile | None
@@ -237,24 +234,29 @@ class _Profiling:
     confirmed: bool = False
     first_jobs: float = 0.0  # node-hours that building the model and the dataset on nodes has taken
 
-    def _inspect_variants(self, runs: Sequence[Run], deadline: float | None) -> Work[Inspections]:
+    @property
+    def cap(self) -> float | None:
+        """Maximum node-hours of all runs together."""
+        return self.runs[0].spec.search.max_node_hours
+
+    def _inspect_variants(self, deadline: float | None) -> Work[Inspections]:
         """Inspect the model and the dataset: here or, if that is not possible, on a node after confirmation."""
-        results = {run.name: inspect_variant(run, self.dependencies) for run in runs}
+        results = {run.name: inspect_variant(run, self.dependencies) for run in self.runs}
         inspections = {
             name: inspection for name, inspection in results.items() if not isinstance(inspection, NotInspectable)
         }
-        elsewhere = [run for run in runs if run.name not in inspections]
+        elsewhere = [run for run in self.runs if run.name not in inspections]
         if not elsewhere:
             return inspections
         for run in elsewhere:
             self.dependencies.launcher_for(run.spec)  # says so where nothing can be submitted from here
-        planned_event = _plan_first_jobs(runs, results)
+        planned_event = _plan_first_jobs(self.runs, results)
         yield planned_event
         first_jobs = sum(plan.first_job_node_hours for plan in planned_event.plans.values())
-        require_within_cap([], self.spec.search.max_node_hours, first_jobs=first_jobs)
+        require_within_cap([], self.cap, first_jobs=first_jobs)
         require_confirmed(self.dependencies.confirm, planned_event)
         self.confirmed = True
-        save_job(self.run, self.spec, elsewhere, self.file)
+        save_runs(elsewhere, self.file)
         for run in elsewhere:
             inspections[run.name] = first_job.inspect_on_node(run, run.spec, timeout=self._remaining_seconds(deadline))
             self.first_jobs += first_job.count_newest_node_hours(run)
@@ -267,15 +269,16 @@ class _Profiling:
     def work(self) -> Work[ProfileResult | SubmittedProbes]:
         timeout, clock = self.wait_policy.timeout, self.wait_policy.clock
         deadline = None if timeout is None else clock() + timeout
-        runs = _list_profiled_variants(self.run, self.spec, largest=self.largest)
-        inspections = yield from self._inspect_variants(runs, deadline)
+        inspections = yield from self._inspect_variants(deadline)
         stopped: set[str | None] = set()  # types whose last round ended without all its results
         measures_failed_again = True  # what failed before; what fails now is left to the next call
         while True:
-            planned = yield from plan_variants(runs, inspections, again=measures_failed_again, largest=self.largest)
+            planned = yield from plan_variants(
+                self.runs, inspections, again=measures_failed_again, largest=self.largest
+            )
             missing = [(run, plan) for run, plan in planned if plan.missing and run.name not in stopped]
             if not missing:
-                save_job(self.run, self.spec, [run for run, _ in planned], self.file)
+                save_runs([run for run, _ in planned], self.file)
                 yield Note(_describe_nothing_missing(planned))
                 break
             jobs = yield from self._start(planned, missing)
@@ -323,11 +326,11 @@ class _Profiling:
             planned_event = ProfilePlanned({run.name: plan for run, plan in planned})
             yield planned_event
             hours = [plan.node_hours_at_most for plan in planned_event.plans.values()]
-            require_within_cap(hours, self.spec.search.max_node_hours, first_jobs=self.first_jobs)
+            require_within_cap(hours, self.cap, first_jobs=self.first_jobs)
             if not self.confirmed:  # the rounds to come are within what was allowed
                 require_confirmed(self.dependencies.confirm, planned_event)
             self.confirmed = True
-        save_job(self.run, self.spec, [run for run, _ in planned], self.file)
+        save_runs([run for run, _ in planned], self.file)
         self._submit(jobs)
         return jobs
 
@@ -345,9 +348,7 @@ class _Profiling:
 
     def _interruption(self, jobs: Sequence[_SubmittedRun]) -> Interruption:
         """Return the error to raise on Ctrl-C; if jobs are to be cancelled, those of every variant are."""
-        return make_interruption_of_jobs(
-            self.run, [(submitted.run, submitted.launcher) for submitted in jobs], self.wait_policy
-        )
+        return make_interruption_of_jobs([(submitted.run, submitted.launcher) for submitted in jobs], self.wait_policy)
 
     def _wait(self, jobs: Sequence[_SubmittedRun], deadline: float | None) -> Work[None]:
         """Wait until `deadline` for the jobs of one variant after another; all of them have been submitted."""

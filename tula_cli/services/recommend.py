@@ -27,9 +27,9 @@ from tula_cli.models.efficiency import Noise
 from tula_cli.models.estimator import Estimator
 from tula_cli.models.ramp.by_noise import with_epochs
 from tula_cli.query import Query
-from tula_cli.run.directory import Run, RunDir
+from tula_cli.run.directory import Run
 from tula_cli.run.format import require_current_format
-from tula_cli.run.jobfile import find_settings_origin, list_variants_with_data, save_job
+from tula_cli.run.job_runs import find_settings_origin, mark_chosen_run, open_run, save_runs, select_runs
 from tula_cli.run.owner import require_own
 from tula_cli.run.records.recommendations import Prediction, Recommendation, SequenceLength
 from tula_cli.services import messages
@@ -81,6 +81,11 @@ class Answer:
     all_measurements: Sequence[TypeMeasurements]
     candidates: Candidates  # every feasible configuration on each market, fastest first
 
+    @property
+    def chosen_run(self) -> Run:
+        """The run of the hardware that was chosen."""
+        return get_measurements_of_type(self.all_measurements, self.recommendation.choice.type).run
+
     def with_all_rows(self) -> Recommendation:
         """Return the recommendation with all feasible configurations as its rows, of which there may be 100,000."""
         return self.recommendation.model_copy(update={"rows": self.candidates.predictions()})
@@ -104,13 +109,12 @@ def _convert_row_to_json(row: Prediction, recommendation: Recommendation) -> str
 
 
 def answer_query(
-    run: RunDir, spec: JobSpec, query: Query, *, overrides: Sequence[str] = (), estimates_start: bool = True
+    runs: Sequence[Run], query: Query, *, overrides: Sequence[str] = (), estimates_start: bool = True
 ) -> Answer:
     """Choose a configuration from the current measurements; nothing is written.
 
     Args:
-        run: the run with the results.
-        spec: the job.
+        runs: the runs of a job, with the results.
         query: objective and limits.
         overrides: settings that override those of the job; the answer records them as assumptions.
         estimates_start: on SLURM, whether to ask the scheduler when a training with the choice would start.
@@ -119,11 +123,10 @@ def answer_query(
         Pending, BadMeasurements, Infeasible, SpecError: as in `recommend`.
     """
     now = time.time()
-    overrides = tuple(overrides) if overrides and spec != run.read_spec() else ()
-    pending = count_pending_probes(run, spec, _make_launcher)
-    answer = recommend(run, spec, query, overrides=overrides, pending=pending, now=now)
-    choice = answer.recommendation.choice
-    run = get_measurements_of_type(answer.all_measurements, choice.type).run
+    overrides = tuple(overrides) if overrides and any(run.spec != open_run(run).spec for run in runs) else ()
+    pending = count_pending_probes(runs, _make_launcher)
+    answer = recommend(runs, query, overrides=overrides, pending=pending, now=now)
+    choice, run = answer.recommendation.choice, answer.chosen_run
     if not estimates_start or run.spec.cluster.kind != "slurm":
         return answer
     from tula_cli.cluster.slurm.start_estimate import estimate_start  # submitit, which only jobs of SLURM need
@@ -138,11 +141,9 @@ def _make_launcher(spec: JobSpec) -> "Launcher":
     return launcher.make_launcher(spec, submits=False)
 
 
-def count_pending_probes(
-    run: RunDir, spec: JobSpec, launcher_for: "Callable[[JobSpec], Launcher]"
-) -> dict[str | None, int]:
+def count_pending_probes(runs: Sequence[Run], launcher_for: "Callable[[JobSpec], Launcher]") -> dict[str | None, int]:
     """Return the number of probes of each node type that are queued or running."""
-    return {variant.type: _count_pending_of_run(variant, launcher_for) for variant in run.variants(spec)}
+    return {run.type: _count_pending_of_run(run, launcher_for) for run in select_runs(runs, None)}
 
 
 def _count_pending_of_run(run: Run, launcher_for: "Callable[[JobSpec], Launcher]") -> int:
@@ -155,8 +156,7 @@ def _count_pending_of_run(run: Run, launcher_for: "Callable[[JobSpec], Launcher]
 
 
 def recommend(
-    run: RunDir,
-    spec: JobSpec,
+    runs: Sequence[Run],
     query: Query,
     *,
     overrides: Sequence[str] = (),
@@ -168,10 +168,9 @@ def recommend(
     If the job names node types, each has its own models, and the choice is made over all of them.
 
     Args:
-        run: the run with the results.
-        spec: the job.
+        runs: the runs of a job, with the results.
         query: objective and limits.
-        overrides: settings of `spec` that override the job; for the record.
+        overrides: settings of the runs that override the job; for the record.
         pending: number of probes that are queued or running; by node type if the job names any.
         now: Unix time.
 
@@ -182,19 +181,19 @@ def recommend(
             the closest configuration.
         SpecError: the job names no such node type.
     """
-    variants = _list_variants_with_prices(run, spec, query)
-    waiting = pending if isinstance(pending, Mapping) else {variant.type: pending for variant in variants}
+    runs = [with_site_bill(run) for run in select_runs(runs, query.node_type)]
+    waiting = pending if isinstance(pending, Mapping) else {run.type: pending for run in runs}
     training = None
     warnings: list[Diagnostic] = []
     if query.from_training:
         from tula_cli.services.recommendation import from_training
 
-        training = from_training.find_unfinished_training(variants)
+        training = from_training.find_unfinished_training(runs)
         results, paces = from_training.scale_results_now(training)
         warnings += paces
         all_measurements, left_out = gather_measurements([training.run], query, waiting, results)
     else:
-        all_measurements, left_out = gather_measurements(variants, query, waiting)
+        all_measurements, left_out = gather_measurements(runs, query, waiting)
     warnings += left_out
     if query.objective == "energy":
         all_measurements, warnings = require_energy(all_measurements, warnings)
@@ -218,14 +217,13 @@ def recommend(
     return replace(answer, by_type=by_type)
 
 
-def _list_variants_with_prices(run: RunDir, spec: JobSpec, query: Query) -> tuple[Run, ...]:
-    """Return the variants of a query, with the billing of SLURM if a price is taken from there."""
-    variants = run.variants(spec, query.node_type)
-    if all(variant.spec.pricing.kind != "billing" for variant in variants):
-        return variants
+def with_site_bill(run: Run) -> Run:
+    """Return a run with the billing of SLURM if its price is taken from there."""
+    if run.spec.pricing.kind != "billing":
+        return run
     from tula_cli.services.site_charges import with_site_billing  # asks SLURM
 
-    return run.variants(with_site_billing(spec, run.path.parent), query.node_type)
+    return run.with_spec(with_site_billing(run.spec, run.path.parent))
 
 
 # --- Candidates
@@ -526,8 +524,7 @@ def should_replace(recommendation: Recommendation, stored: Recommendation | None
 
 
 def save_answer(
-    run: RunDir,
-    spec: JobSpec,
+    runs: Sequence[Run],
     answer: Answer,
     *,
     overrides: Sequence[str] = (),
@@ -536,31 +533,35 @@ def save_answer(
 ) -> None:
     """Write recommendation.json, recommended.yaml, results.csv and cmd.txt, which `tula train` reads.
 
-    The settings of the job are stored too, but not those that the answer only assumes.
+    The chosen run gets the answer over all runs; each other run gets the best configuration on its hardware, for
+    `tula train --type`. The settings of the job are stored too, but not those that the answer only assumes.
 
     Args:
-        run: the run to write to; each of its node types gets the files for `tula train --type`.
-        spec: the settings of the query.
+        runs: the runs of the query.
         answer: the answer to store.
-        overrides: settings of `spec` that override its file or run.
-        job: the file of the settings; None for those of the run.
+        overrides: settings of the runs that override their file.
+        job: the file of the settings; None for those of the runs.
         every: whether results.csv lists all candidates, however many there are.
 
     Raises:
-        OtherFormat: the run has an older format.
-        TulaError: the files cannot be written, or the run belongs to another user.
+        OtherFormat: a run has an older format.
+        TulaError: the files cannot be written, or a run belongs to another user.
     """
-    require_own(run.path)
-    require_current_format(run.path)
+    for run in runs:
+        require_own(run.path)
+        require_current_format(run.path)
     assumed = bool(answer.recommendation.overrides)
-    own_spec = run.read_spec() if assumed else spec
-    all_measurements = {measurements.run.type: measurements for measurements in answer.all_measurements}
-    for variant in run.variants(own_spec):
-        if variant.type is not None and variant.type in answer.by_type:
-            candidates = answer.candidates.select(type=variant.type).with_pareto_front() if every else None
-            write_answer(
-                variant, variant.spec, [all_measurements[variant.type]], answer.by_type[variant.type], candidates
-            )
-    write_answer(run, own_spec, answer.all_measurements, answer.recommendation, answer.candidates if every else None)
-    file = find_settings_origin(run, None, ()) if assumed else find_settings_origin(run, job, overrides)
-    save_job(run, own_spec, list_variants_with_data(run, own_spec), file)
+    chosen = answer.chosen_run
+    measured = {measurements.run.path: measurements for measurements in answer.all_measurements}
+    stored = [open_run(run) if assumed else run for run in runs if run.exists]
+    for run in sorted(stored, key=lambda run: run.path == chosen.path):  # the last one is the newest run
+        if run.path == chosen.path:
+            candidates = answer.candidates if every else None
+            write_answer(run, answer.all_measurements, answer.recommendation, candidates)
+        elif (of_run := measured.get(run.path)) is not None and of_run.type in answer.by_type:
+            candidates = answer.candidates.select(type=of_run.type).with_pareto_front() if every else None
+            write_answer(run, [of_run], answer.by_type[of_run.type], candidates)
+        file = find_settings_origin(run, None, ()) if assumed else find_settings_origin(run, job, overrides)
+        save_runs([run], file)
+    if len(runs) > 1:
+        mark_chosen_run(chosen)

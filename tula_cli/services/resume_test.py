@@ -1,6 +1,6 @@
 """The resume test of scripts: `tula check --rehearse`, and the test before the first long training of `tula train`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,7 +14,7 @@ from tula_cli.run.code import choose_code, take_snapshot
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.format import require_current_format
 from tula_cli.run.imports import Source
-from tula_cli.run.jobfile import save_job
+from tula_cli.run.job_runs import get_only_run, save_runs
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.run.records.results import JobFile
@@ -27,7 +27,6 @@ from tula_cli.services.profile import count_measured_node_hours
 from tula_cli.services.waiting import (
     WaitPolicy,
     describe_beyond_cap,
-    get_only_variant,
     make_interruption_of_jobs,
     wait_for_jobs,
 )
@@ -103,8 +102,7 @@ class ResumeFinding:
 
 
 def run_resume_test(
-    run: RunDir,
-    spec: JobSpec,
+    runs: Sequence[Run],
     launcher_for: Callable[[JobSpec], Launcher],
     *,
     node_type: str | None = None,
@@ -115,8 +113,7 @@ def run_resume_test(
     """Test a script's resume, or return the finding of an earlier test of the same script and code.
 
     Args:
-        run: the run, which need not exist yet.
-        spec: the job.
+        runs: the runs of a job, which need not exist yet.
         launcher_for: returns the launcher that submits the job.
         node_type: the node type, if the job names several.
         timeout: seconds to wait at most.
@@ -132,18 +129,18 @@ def run_resume_test(
         SchedulerError: the scheduler refused the job.
         JobFailed: the test ended without a finding.
     """
-    variant = get_only_variant(run, spec, node_type, purpose="--rehearse")
-    resume_settings(spec)
-    code = choose_code(variant, variant.spec, Path.cwd(), keep=False)
-    if not fresh and (earlier := load_finding(variant, variant.spec, code)) is not None:
+    run = get_only_run(runs, node_type, purpose="--rehearse")
+    resume_settings(run.spec)
+    code = choose_code(run, run.spec, Path.cwd(), keep=False)
+    if not fresh and (earlier := load_finding(run, code)) is not None:
         yield Note(f"already tested {words.format_moment(earlier.rehearsal.over_at)}; --fresh tests again")
         return earlier
     require_current_format(run.path)
-    if over := describe_cap_exceeded(run, spec):
+    if over := describe_cap_exceeded(runs):
         raise OverBudget(over, "raise it with --set search.max_node_hours=..., or lower search.max_minutes")
-    save_job(run, spec, [variant], file)
+    save_runs([run], file)
     policy = WaitPolicy(wait=True, timeout=timeout)
-    return (yield from submit_and_wait(variant, launcher_for(variant.spec), code, policy, batch=None))
+    return (yield from submit_and_wait(run, launcher_for(run.spec), code, policy, batch=None))
 
 
 def submit_and_wait(
@@ -167,7 +164,7 @@ def submit_and_wait(
         yield Note(f"rehearsing the script's resume on 1 node at batch {task.batch}, at most {minutes}: {task.id}")
         yield from wait_for_jobs(run, launcher, [task.job], policy)
     except KeyboardInterrupt:
-        raise make_interruption_of_jobs(run, [(run, launcher)], policy) from None
+        raise make_interruption_of_jobs([(run, launcher)], policy) from None
     record = ResumeTestRecords(run.path).read(task.id)
     if record is None or record.over_at is None:
         attempts = run.attempts(task.id)
@@ -176,13 +173,13 @@ def submit_and_wait(
     return ResumeFinding(record, resume_settings(run.spec).batch, kept=False)
 
 
-def submit_resume_test(variant: Run, launcher: Launcher, code: Source, *, batch: int | None) -> RehearsalTask:
+def submit_resume_test(run: Run, launcher: Launcher, code: Source, *, batch: int | None) -> RehearsalTask:
     """Submit a resume test and return its task; one that is waiting or running is left alone.
 
     Raises:
         SchedulerError: the scheduler refused the job.
     """
-    run, spec = variant, variant.spec
+    spec = run.spec
     key = compute_rehearsal_signature(spec, code.digest)
     with lock_submission(run):
         earlier = [task for task in run.tasks() if isinstance(task, RehearsalTask) and task.key == key]
@@ -192,21 +189,17 @@ def submit_resume_test(variant: Run, launcher: Launcher, code: Source, *, batch:
         name = f"rehearse-{key}-{len(earlier) + 1}"
         task = RehearsalTask(
             id=name, job=name, spec=spec, workdir=str(code.workdir), nodes=1, key=key,
-            batch=batch or resume_test_batch(run, spec), code=take_snapshot(run, spec, code),
+            batch=batch or resume_test_batch(run), code=take_snapshot(run, spec, code),
         )  # fmt: skip
         run.write_task(task)
         run.write_job(launcher.submit(run, task))
     return task
 
 
-def describe_cap_exceeded(run: RunDir, spec: JobSpec) -> str:
-    """Return a message if a resume test may exceed the remaining node-hours of the cap; else an empty string.
-
-    Args:
-        run: the whole run, with all node types.
-        spec: its job.
-    """
-    used_hours = sum(count_measured_node_hours(variant) for variant in run.variants(spec) if variant.exists)
+def describe_cap_exceeded(runs: Sequence[Run]) -> str:
+    """Return a message if a resume test of a job may exceed the remaining node-hours of the cap; else an empty string."""
+    spec = runs[0].spec
+    used_hours = sum(count_measured_node_hours(run) for run in runs if run.exists)
     subject = (
         f"profiling so far ({words.format_number(used_hours)} node-hours) and a resume test"
         if used_hours
@@ -215,10 +208,10 @@ def describe_cap_exceeded(run: RunDir, spec: JobSpec) -> str:
     return describe_beyond_cap(subject, used_hours + spec.measuring_minutes() / 60, spec.search.max_node_hours)
 
 
-def load_finding(run: RunDir, spec: JobSpec, code: Source) -> ResumeFinding | None:
+def load_finding(run: Run, code: Source) -> ResumeFinding | None:
     """Return the finding of an earlier resume test of this script with this code; None if there is none."""
-    record = ResumeTestRecords(run.path).newest_verdict(compute_rehearsal_signature(spec, code.digest))
-    return None if record is None else ResumeFinding(record, resume_settings(spec).batch, kept=True)
+    record = ResumeTestRecords(run.path).newest_verdict(compute_rehearsal_signature(run.spec, code.digest))
+    return None if record is None else ResumeFinding(record, resume_settings(run.spec).batch, kept=True)
 
 
 def resume_settings(spec: JobSpec) -> Resume:
@@ -245,15 +238,15 @@ def resume_settings(spec: JobSpec) -> Resume:
     return spec.script.resume
 
 
-def resume_test_batch(run: RunDir, spec: JobSpec, *, local_batch: int | None = None) -> int:
+def resume_test_batch(run: Run, *, local_batch: int | None = None) -> int:
     """Return the global batch of a resume test on one node.
 
     Args:
         run: the run, with its recommendation if there is one.
-        spec: the job.
         local_batch: local batch; None for the recommended one, or else one at most as large as the reference batch that
             can be halved.
     """
+    spec = run.spec
     assert spec.script is not None
     recommendation = run.recommendation()
     if local_batch is None and recommendation is not None:
@@ -334,7 +327,7 @@ def run_resume_test_if_due(training: TrainingStart, launcher: Launcher, policy: 
         return ""
     if training.is_test_due:
         local_batch = task.batch // (task.nodes * run.spec.cluster.gpus_per_node)
-        batch = resume_test_batch(run, run.spec, local_batch=local_batch)
+        batch = resume_test_batch(run, local_batch=local_batch)
         if not policy.should_wait(run.spec):
             job = submit_resume_test(run, launcher, code, batch=batch).job
             yield Note(f"the training starts after {job}, if the script can resume from its checkpoint")
@@ -343,7 +336,7 @@ def run_resume_test_if_due(training: TrainingStart, launcher: Launcher, policy: 
     else:
         if training.needs_test:
             yield WarningEvent(messages.resume_untested(reason=training.over_cap))
-        earlier = load_finding(run, run.spec, code)
+        earlier = load_finding(run, code)
         if earlier is None:
             return ""
         finding = earlier

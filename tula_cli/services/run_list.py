@@ -52,21 +52,11 @@ def list_runs(root: Path) -> tuple[RunSummary, ...]:
 def _summarize_run(run: Path) -> RunSummary:
     damaged: list[str] = []
     try:
-        names, folders = _read_job_names_and_folders(run)
+        names = _read_job_names(run)
         recommended = _read_sound_records([run / "recommendation.json"], damaged, "choice", "created_at")
-        results = [
-            job_record
-            for folder in folders
-            for job_record in _read_sound_records(files.list_files(folder / "results"), damaged, "kind")
-        ]
-        jobs = [
-            job_record
-            for folder in folders
-            for job_record in _read_sound_records(files.list_files(folder / "jobs"), damaged, "submitted_at")
-        ]
-        trainings = [
-            folder / "train" / name / "result.json" for folder in folders for name in files.list_names(folder / "train")
-        ]
+        results = _read_sound_records(files.list_files(run / "results"), damaged, "kind")
+        jobs = _read_sound_records(files.list_files(run / "jobs"), damaged, "submitted_at")
+        trainings = [run / "train" / name / "result.json" for name in files.list_names(run / "train")]
         finished = _read_sound_records(trainings, damaged, "finished_at", "best_top1")
     except TulaError as error:
         return RunSummary(id=run.name, path=run, changed=None, problem=error.message)
@@ -102,18 +92,17 @@ def _find_best_result(finished: Sequence[Mapping[str, Any]]) -> tuple[float | No
     return top1, least, compute_perplexity(least) if language and least is not None else None
 
 
-def _read_job_names_and_folders(run: Path) -> tuple[dict[str, str], list[Path]]:
-    """Return the names of a run's model and dataset, or script; and its folders of measurements, one per node type."""
+def _read_job_names(run: Path) -> dict[str, str]:
+    """Return the names of a run's model and dataset, or script."""
     known = parsed_spec.read_spec(run)
     if known is not None:
-        return _get_model_and_dataset(known.spec), [run / variant for variant in known.variants.values()]
-    from tula_cli.run.directory import RunDir  # the job has been edited by hand: it is read as every command reads it
+        spec = known.spec
+    else:
+        from tula_cli.run.directory import (
+            RunDir,
+        )  # the job has been edited by hand: it is read as every command reads it
 
-    spec = RunDir(run).read_spec()
-    return _get_model_and_dataset(spec.model_dump()), [variant.path for variant in RunDir(run).variants(spec)]
-
-
-def _get_model_and_dataset(spec: Mapping[str, Any]) -> dict[str, str]:
+        spec = RunDir(run).read_spec().model_dump()
     if script := spec.get("script"):
         return {"script": get_program_name(script["command"])}
     return {"model": spec["model"]["name"], "dataset": spec["dataset"]["name"]}

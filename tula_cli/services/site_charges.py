@@ -1,7 +1,7 @@
 """Charges as the site counts them (`pricing.kind: billing`), and the interface of the optional package that reads them."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -116,28 +116,20 @@ def _load_site_billing() -> SiteBilling:
 
 
 def with_site_billing(spec: JobSpec, root: Path | None, *, billing: SiteBilling | None = None) -> JobSpec:
-    """Return a job with its billing (`pricing.slurm_billing`) for each node type; other pricing is unchanged.
+    """Return a job with its billing (`pricing.slurm_billing`); other pricing is unchanged.
 
     Args:
-        spec: the job.
+        spec: the job, on one hardware.
         root: the folder of the runs, in which SLURM's answers are cached; None for no cache.
         billing: asks SLURM; None for the optional package `slurm_site`.
 
     Raises:
         SpecError: SLURM does not report its billing, or the package is not installed.
     """
-    if not spec.node_types:
-        if spec.pricing.kind != "billing":
-            return spec
-        pricing = spec.pricing.model_copy(update={"slurm_billing": _find_bill(spec, root, billing)})
-        return spec.model_copy(update={"pricing": pricing})
-    types = dict(spec.node_types)
-    for name, kind in types.items():
-        job_of_type = spec.of_node_type(name)
-        if job_of_type.pricing.kind == "billing":
-            bill = asdict(_find_bill(job_of_type, root, billing))
-            types[name] = kind.model_copy(update={"pricing": {**kind.pricing, "slurm_billing": bill}})
-    return spec.model_copy(update={"node_types": types})
+    if spec.pricing.kind != "billing":
+        return spec
+    pricing = spec.pricing.model_copy(update={"slurm_billing": _find_bill(spec, root, billing)})
+    return spec.model_copy(update={"pricing": pricing})
 
 
 def _find_bill(spec: JobSpec, root: Path | None, billing: SiteBilling | None) -> SiteBill:

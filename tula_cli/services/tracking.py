@@ -7,7 +7,7 @@ from typing import Protocol, cast
 
 from tula_cli.entry_points import find_extra, load_extra
 from tula_cli.errors import SpecError
-from tula_cli.run.directory import RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.files import list_names
 from tula_cli.services.events import Event, WarningEvent, Work
 
@@ -39,12 +39,19 @@ class TrackersPackage(Protocol):
         ...
 
     def export(
-        self, run: RunDir, to: Sequence[str], *, uri: str | None, project: str | None, follow: bool, every: float | None
+        self,
+        runs: Sequence[Run],
+        to: Sequence[str],
+        *,
+        uri: str | None,
+        project: str | None,
+        follow: bool,
+        every: float | None,
     ) -> Work[tuple[ExportResult, ...]]:
-        """Send new values of a run, with its report as Markdown, to trackers.
+        """Send new values of the runs of a job, with their reports as Markdown, to trackers.
 
         Args:
-            run: the run.
+            runs: the runs.
             to: trackers or import strings; empty for those of section export.
             uri: address of the named tracker.
             project: project at the named tracker.
@@ -57,9 +64,7 @@ class TrackersPackage(Protocol):
         """
         ...
 
-    def export_while_waiting(
-        self, run: RunDir, jobs: Sequence[str] | None, waiting: Iterable[Event]
-    ) -> Iterator[Event]:
+    def export_while_waiting(self, run: Run, jobs: Sequence[str] | None, waiting: Iterable[Event]) -> Iterator[Event]:
         """Yield the events of waiting for jobs (None: trainings), and the warnings of exporting the run meanwhile."""
         ...
 
@@ -77,7 +82,7 @@ def load_trackers_package() -> TrackersPackage:
     return cast(TrackersPackage, load_extra("trackers"))
 
 
-def export_while_waiting(run: RunDir, jobs: Sequence[str] | None, waiting: Iterable[Event]) -> Iterator[Event]:
+def export_while_waiting(run: Run, jobs: Sequence[str] | None, waiting: Iterable[Event]) -> Iterator[Event]:
     """Yield the events of waiting for jobs, and export the run meanwhile if its job file has a section export.
 
     Args:
@@ -85,7 +90,7 @@ def export_while_waiting(run: RunDir, jobs: Sequence[str] | None, waiting: Itera
         jobs: ids of these jobs; None for trainings, of which some may not be submitted yet.
         waiting: events of waiting for the jobs.
     """
-    if all(section.by != "command" for section in run.read_spec().export):
+    if all(section.by != "command" for section in run.spec.export):
         yield from waiting
         return
     try:

@@ -18,7 +18,6 @@ from tula_cli.models import halving, moldable
 from tula_cli.models.choice.grid import check_divides, list_batches
 from tula_cli.models.cost import describe_price
 from tula_cli.models.estimator import Estimator
-from tula_cli.models.observations import NO_OTHER_SIZES, OtherSizes
 from tula_cli.models.ramp.by_noise import apply_decisions, continue_stages
 from tula_cli.models.ramp.stage_nodes import (
     check_stages,
@@ -31,7 +30,7 @@ from tula_cli.run.code import choose_code, get_user_code, take_snapshot
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.format import require_current_format
 from tula_cli.run.imports import Source, with_weights
-from tula_cli.run.jobfile import compare_jobs, save_job
+from tula_cli.run.job_runs import compare_jobs, find_chosen_run, save_runs, select_runs
 from tula_cli.run.records.base import Market
 from tula_cli.run.records.failures import Move, Recovery
 from tula_cli.run.records.inspections import Inspection
@@ -43,10 +42,8 @@ from tula_cli.services import messages, resume_test
 from tula_cli.services.events import Note, TrainPlanned, WarningEvent, Work
 from tula_cli.services.planned_lengths import ExpectedEnd, predict_end
 from tula_cli.services.recommendation.measurements import (
-    CachedTrainings,
     fit_estimator_of_recommendation,
     plan_stages,
-    read_measurements_of_other_sizes,
 )
 from tula_cli.services.resume_test import describe_cap_exceeded, describe_interruption_cost
 from tula_cli.services.site_charges import BalanceCheck, check_balance_of_task, require_balance, with_site_billing
@@ -86,51 +83,39 @@ class TrainPlan:
     ends: ExpectedEnd | None = None  # where train.early_stopping is expected to end it; None where nothing tells
 
 
-def choose_variant_to_train(run: RunDir, spec: JobSpec, node_type: str | None) -> tuple[Run, Recommendation | None]:
-    """Return the part of a job to train and its recommendation; for a job without node types, the whole job.
+def choose_run_to_train(runs: Sequence[Run], node_type: str | None) -> Run:
+    """Return the run to train in, with SLURM's billing.
 
     Args:
-        run: the run.
-        spec: the job.
+        runs: the runs of a job.
         node_type: the node type to train on; None for the recommended one.
 
     Raises:
-        BadMeasurements: the job has node types, but none is given or recommended.
+        BadMeasurements: there are several node types, but none is given or recommended.
         SpecError: there is no such node type.
     """
-    recommendation = run.recommendation()
-    if spec.types and node_type is None:
-        if recommendation is None:
-            raise BadMeasurements(
-                f"{run.id} has no recommendation, and --type is not given",
-                "run tula recommend first, or name all: tula train --type NAME --nodes N --batch B",
-            )
-        node_type = recommendation.choice.type
-    (chosen,) = run.variants(spec, node_type)
-    if recommendation is None or recommendation.choice.type != (chosen.type or ""):
-        recommendation = chosen.recommendation()
-    return chosen, recommendation
+    chosen = find_chosen_run(select_runs(runs, node_type))
+    if chosen is None:
+        raise BadMeasurements(
+            f"{runs[0].job_name} has no recommendation, and --type is not given",
+            "run tula recommend first, or name all: tula train --type NAME --nodes N --batch B",
+        )
+    return chosen.with_spec(with_site_billing(chosen.spec, chosen.path.parent))
 
 
 def plan_training(
-    run: RunDir,
-    spec: JobSpec,
+    run: Run,
     *,
     nodes: int | NodeRange | None = None,
     batch: int | None = None,
-    recommendation: Recommendation | None = None,
-    other_sizes: OtherSizes = NO_OTHER_SIZES,
     inspect: Callable[[JobSpec], Inspection],
 ) -> TrainPlan:
     """Plan a training on the given nodes and batch, or else the recommended ones.
 
     Args:
-        run: the run, with or without probes.
-        spec: the job.
+        run: the run, with or without probes and a recommendation.
         nodes: number of nodes, or the range within which each job uses what it is granted.
         batch: global batch.
-        recommendation: the recommendation to use; None for that of the run.
-        other_sizes: measurements with other numbers of GPUs per node, for the prediction.
         inspect: returns the dataset's size if no probe has recorded it.
 
     Raises:
@@ -141,7 +126,7 @@ def plan_training(
     """
     bounds = nodes if isinstance(nodes, NodeRange) else NodeRange(nodes, nodes)
     require_positive(nodes=bounds.most, batch=batch)
-    recommendation = recommendation or run.recommendation()
+    recommendation, spec = run.recommendation(), run.spec
     choice = recommendation.choice if recommendation is not None else None
     if choice is None and (bounds.most is None or batch is None):
         raise BadMeasurements(
@@ -153,7 +138,7 @@ def plan_training(
         nodes, batch = nodes or choice.nodes, batch or choice.batch
     assert nodes is not None
     assert batch is not None
-    estimator = _fit_estimator_if_measured(run, spec, recommendation, other_sizes)
+    estimator = _fit_estimator_if_measured(run, recommendation)
     market: Market = choice.market if choice and (choice.nodes, choice.batch) == (nodes, batch) else "on_demand"
     sizes: tuple[JobSize, ...] = ()
     if isinstance(nodes, NodeRange):
@@ -164,16 +149,14 @@ def plan_training(
         nodes = sizes[-1].nodes
     check_divides(batch, compute_batch_divisor(spec, nodes))
     require_allowed_nodes(spec, nodes)
-    code = _choose_code_to_train(run, spec, None if sizes else nodes, batch)
+    code = _choose_code_to_train(run, None if sizes else nodes, batch)
     as_chosen = choice is not None and (choice.nodes, choice.batch) == (nodes, batch) and not sizes
     rungs = sizes[-1].ladder if sizes else _list_fallback_rungs(estimator, spec, nodes, batch, market)
     task = _make_train_task(spec, nodes, batch, code, rungs, sizes=sizes)
     task = continue_training(run, task, recommendation if as_chosen else None, code=code.identity)
     newest = run.training(task.signature).newest_task()
     if newest is None or task.attempt > newest.attempt:
-        task = _with_stages(
-            run, task, newest, recommendation if as_chosen else None, _find_dataset_size(run, spec, inspect)
-        )
+        task = _with_stages(run, task, newest, recommendation if as_chosen else None, _find_dataset_size(run, inspect))
     step = task.prediction.step_time if task.prediction else None
     return TrainPlan(
         task=_resume_task(newest, task) if newest and newest.attempt >= task.attempt else task,
@@ -217,8 +200,9 @@ def _resume_task(newest: TrainTask, requested: TrainTask) -> TrainTask:
     return newest.model_copy(update=update)
 
 
-def _choose_code_to_train(run: RunDir, spec: JobSpec, nodes: int | None, batch: int) -> Source:
+def _choose_code_to_train(run: Run, nodes: int | None, batch: int) -> Source:
     """Return the current code, also if the run was measured with other code; warn if a training is left unfinished."""
+    spec = run.spec
     code = choose_code(run, spec, Path.cwd(), keep=False)
     signature = compute_train_signature(spec, nodes=nodes, batch=batch, code=code.identity)
     for digest in run.code_digests() - {code.digest}:
@@ -232,9 +216,9 @@ def _choose_code_to_train(run: RunDir, spec: JobSpec, nodes: int | None, batch: 
     return code
 
 
-def _find_dataset_size(run: RunDir, spec: JobSpec, inspect: Callable[[JobSpec], Inspection]) -> int:
+def _find_dataset_size(run: Run, inspect: Callable[[JobSpec], Inspection]) -> int:
     measured = (result.dataset_size for result in run.results() if isinstance(result, Measured))
-    return next(measured, None) or first_job.inspect_with_stored(inspect, run)(spec).dataset_size
+    return next(measured, None) or first_job.inspect_with_stored(inspect, run)(run.spec).dataset_size
 
 
 def _require_size(spec: JobSpec, nodes: int, batch: int, dataset_size: int) -> None:
@@ -267,13 +251,10 @@ def _make_train_task(
     )
 
 
-def _fit_estimator_if_measured(
-    run: RunDir, spec: JobSpec, recommended: Recommendation | None, other_sizes: OtherSizes
-) -> Estimator | None:
+def _fit_estimator_if_measured(run: Run, recommended: Recommendation | None) -> Estimator | None:
     """Return the models of a run; None without measurements, where a training has no prediction."""
     with contextlib.suppress(BadMeasurements, Infeasible):
-        by = choose_stage_objective_of(recommended)
-        return fit_estimator_of_recommendation(run, spec, other_sizes, stages_by=by)
+        return fit_estimator_of_recommendation(run, stages_by=choose_stage_objective_of(recommended))
     return None
 
 
@@ -326,11 +307,10 @@ def submit_training(
 
 @dataclass(frozen=True)
 class PreparedTraining:
-    """A training before anything is submitted: the job's run, that of the hardware to train on, and the plan."""
+    """A training before anything is submitted: the runs of the job, the one of the hardware to train on, and the plan."""
 
-    run: RunDir
-    spec: JobSpec
-    variant: Run
+    runs: Sequence[Run]
+    run: Run
     plan: TrainPlan
     request: TrainRequest
 
@@ -338,55 +318,41 @@ class PreparedTraining:
     def by_script(self) -> resume_test.TrainingStart:
         """The arguments of a resume test of the training's script."""
         plan = self.plan
-        over = describe_cap_exceeded(self.run, self.spec) if self.spec.script is not None else ""
-        return resume_test.TrainingStart(
-            self.variant, plan.task, plan.code, plan.prediction, self.request.rehearse, over
-        )
+        over = describe_cap_exceeded(self.runs) if self.run.spec.script is not None else ""
+        return resume_test.TrainingStart(self.run, plan.task, plan.code, plan.prediction, self.request.rehearse, over)
 
 
 def prepare_training(
-    run: RunDir,
-    spec: JobSpec,
+    runs: Sequence[Run],
     request: TrainRequest,
     inspect: Callable[[JobSpec], Inspection],
 ) -> Work[PreparedTraining]:
     """Plan a training on the chosen part of a job; nothing is written.
 
     Args:
-        run: the run.
-        spec: the job.
+        runs: the runs of a job.
         request: the training to run.
         inspect: returns the dataset's size if no probe has recorded it.
 
     Raises:
         OtherFormat: the run has an older format.
-        BadMeasurements, SpecError: as in `choose_variant_to_train` and `plan_training`.
+        BadMeasurements, SpecError: as in `choose_run_to_train` and `plan_training`.
     """
+    run = choose_run_to_train(runs, request.node_type)
     require_current_format(run.path)
-    spec = with_site_billing(spec, run.path.parent)
-    variant, recommendation = choose_variant_to_train(run, spec, request.node_type)
-    if variant.type is not None:
-        yield Note(f"node type {variant.type}")
-    plan_found = plan_training(
-        variant,
-        variant.spec,
-        nodes=parse_nodes(request.nodes) if isinstance(request.nodes, str) else request.nodes,
-        batch=request.batch,
-        recommendation=recommendation,
-        other_sizes=read_measurements_of_other_sizes(variant.sizes, CachedTrainings()),
-        inspect=inspect,
-    )
+    if run.type is not None:
+        yield Note(f"node type {run.type}")
+    nodes = parse_nodes(request.nodes) if isinstance(request.nodes, str) else request.nodes
+    plan_found = plan_training(run, nodes=nodes, batch=request.batch, inspect=inspect)
     yield from map(WarningEvent, plan_found.code.warnings)
-    yield from map(WarningEvent, warn_interrupted_training(variant, plan_found.task))
-    if variant.spec.cluster.collective == "parameter_server":
+    yield from map(WarningEvent, warn_interrupted_training(run, plan_found.task))
+    if run.spec.cluster.collective == "parameter_server":
         yield WarningEvent(messages.parameter_server_collective())
-    ready = PreparedTraining(run, spec, variant, plan_found, request)
-    ends = predict_end(variant, plan_found.task, code=plan_found.code.digest)
+    ready = PreparedTraining(runs, run, plan_found, request)
+    ends = predict_end(run, plan_found.task, code=plan_found.code.digest)
     remaining_share = 1.0
     if plan_found.resumes is not None:
-        remaining_share -= plan_found.resumes / (
-            _find_dataset_size(variant, variant.spec, inspect) * variant.spec.train.epochs_at_most
-        )
+        remaining_share -= plan_found.resumes / (_find_dataset_size(run, inspect) * run.spec.train.epochs_at_most)
     balance = (
         None
         if plan_found.finished
@@ -417,7 +383,7 @@ def run_training(
         OutOfMemoryAtMinimum, Diverged, DeviceFault, JobFailed: the training failed for that reason.
         SchedulerError: the scheduler refused the job.
     """
-    plan, run = training.plan, training.variant
+    plan, run = training.plan, training.run
     if plan.finished:
         yield Note("this training has already finished")
         return load_summary(run, plan.task.signature)
@@ -429,7 +395,7 @@ def run_training(
         planned = TrainPlanned(plan, list_nodes_of_links(plan.task))
         yield planned
         require_confirmed(dependencies.confirm, planned)
-    save_job(training.run, training.spec, [run], file)
+    save_runs([run], file)
     after = (
         "" if going_on else (yield from resume_test.run_resume_test_if_due(training.by_script, launcher, wait_policy))
     )
@@ -440,7 +406,7 @@ def run_training(
             return DetachedJobs(jobs, tuple(going_on))
         run_status = yield from wait_for_jobs(run, launcher, jobs, wait_policy)
     except KeyboardInterrupt:
-        raise make_interruption_of_jobs(run, [(run, launcher)], wait_policy) from None
+        raise make_interruption_of_jobs([(run, launcher)], wait_policy) from None
     require_known_job(run_status, plan.task.job)
     return load_summary(run, plan.task.signature)
 

@@ -15,7 +15,7 @@ from tula_cli.run.code import choose_code
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.format import require_current_format
 from tula_cli.run.frames import make_frame
-from tula_cli.run.jobfile import save_job
+from tula_cli.run.job_runs import save_runs, select_runs
 from tula_cli.run.records.results import JobFile, Summary
 from tula_cli.services.campaign import load_campaign, plan_campaign, save_campaign
 from tula_cli.services.compare import Inspect, inspect_once
@@ -104,9 +104,8 @@ class SeedsReport:
 class PreparedSeeds:
     """The trainings of a plan before anything is submitted."""
 
-    run: RunDir
-    spec: JobSpec
-    variant: Run  # of the hardware to train on
+    runs: Sequence[Run]  # of the job
+    run: Run  # of the hardware to train on
     plan: Campaign
     trainings: tuple[SeedTraining, ...]
     first: TrainPlan | None  # of the first training that has not finished
@@ -123,15 +122,15 @@ class PreparedSeeds:
         Raises:
             TulaError: the user's code has changed since the trainings were prepared.
         """
-        spec = _with_seed(self.variant.spec, training.seed)
-        plan = plan_training(self.variant, spec, nodes=training.nodes, batch=training.batch, inspect=self.inspect)
+        run = self.run.with_spec(_with_seed(self.run.spec, training.seed))
+        plan = plan_training(run, nodes=training.nodes, batch=training.batch, inspect=self.inspect)
         if plan.task.signature != training.signature:
             raise TulaError("the code of the job has changed since the first training was started", "run it again")
         return plan
 
     def report(self) -> SeedsReport:
         """Return the trainings as they are now."""
-        rows = tuple(_read_training(self.variant, training) for training in self.trainings)
+        rows = tuple(_read_training(self.run, training) for training in self.trainings)
         return SeedsReport(self.plan, rows, sum(row.summary.actual_cost for row in rows if row.summary is not None))
 
 
@@ -151,14 +150,13 @@ def _read_training(run: RunDir, training: SeedTraining) -> SeedTraining:
     return SeedTraining(training.seed, training.nodes, training.batch, training.signature, summary, problem)
 
 
-def prepare_seeds(run: RunDir, spec: JobSpec, request: TrainRequest, inspect: Inspect) -> Work[PreparedSeeds]:
+def prepare_seeds(runs: Sequence[Run], request: TrainRequest, inspect: Inspect) -> Work[PreparedSeeds]:
     """Plan the trainings by the stored plan, or else by the one for the knee; nothing is written.
 
     The i-th training of the plan, counted from 0, has the seed `train.seed` + i.
 
     Args:
-        run: the run.
-        spec: the job.
+        runs: the runs of a job.
         request: the number of seeds, and options.
         inspect: returns the dataset's size if no probe has recorded it.
 
@@ -169,6 +167,7 @@ def prepare_seeds(run: RunDir, spec: JobSpec, request: TrainRequest, inspect: In
         OverBudget: the finished trainings and those that remain exceed the budget of the plan.
     """
     assert request.seeds is not None
+    spec = runs[0].spec
     options = {"--nodes": request.nodes, "--batch": request.batch, "--type": request.node_type}
     options["--within-balance"] = request.within_balance or None
     if unused := [name for name, value in options.items() if value is not None]:
@@ -181,31 +180,31 @@ def prepare_seeds(run: RunDir, spec: JobSpec, request: TrainRequest, inspect: In
             "--seeds: the command of the script has no {seed}, so all trainings would be equal",
             "add {seed} to script.command, for example --seed {seed}",
         )
-    require_current_format(run.path)
-    spec = with_site_billing(spec, run.path.parent)
-    plan = load_campaign(run)
+    plan = load_campaign(runs)
     if plan is None or plan.trainings != request.seeds:
         if plan is not None:
             yield Note(f"the stored plan is for {format_count(plan.trainings, 'training')}: a new one, for the knee")
-        plan = plan_campaign(run, spec, Query(), request.seeds, one_at_a_time=not spec.cluster.backend.has_queue)
-    variant = run.variants(spec, plan.waves[0].node_type or None)[0]
-    code = choose_code(variant, variant.spec, Path.cwd(), keep=False)
+        plan = plan_campaign(runs, Query(), request.seeds, one_at_a_time=not spec.cluster.backend.has_queue)
+    run = select_runs(runs, plan.waves[0].node_type or None)[0]
+    require_current_format(run.path)
+    run = run.with_spec(with_site_billing(run.spec, run.path.parent))
+    code = choose_code(run, run.spec, Path.cwd(), keep=False)
     trainings = []
     for number, scheduled in enumerate(plan.schedule):
         seed = spec.train.seed + number
         signature = compute_train_signature(
-            _with_seed(variant.spec, seed), nodes=scheduled.nodes, batch=plan.batch, code=code.identity
+            _with_seed(run.spec, seed), nodes=scheduled.nodes, batch=plan.batch, code=code.identity
         )
         training = SeedTraining(seed, scheduled.nodes, plan.batch, signature, None, "")
-        trainings.append(_read_training(variant, training))
+        trainings.append(_read_training(run, training))
     inspect = functools.partial(inspect_once, inspect, {})
-    prepared = PreparedSeeds(run, spec, variant, plan, tuple(trainings), None, request, inspect)
+    prepared = PreparedSeeds(runs, run, plan, tuple(trainings), None, request, inspect)
     _require_within_budget(prepared)
     if not prepared.missing:
         return prepared
     first = prepared.plan_training(prepared.missing[0])
     yield from map(WarningEvent, first.code.warnings)
-    return PreparedSeeds(run, spec, variant, plan, tuple(trainings), first, request, inspect)
+    return PreparedSeeds(runs, run, plan, tuple(trainings), first, request, inspect)
 
 
 def _require_within_budget(prepared: PreparedSeeds) -> None:
@@ -252,7 +251,7 @@ def run_seeds(
         CannotResume, SchedulerError: as in `run_training`.
         JobFailed: the first trainings have all failed.
     """
-    run = prepared.variant
+    run = prepared.run
     if not prepared.missing:
         yield Note("all trainings of this plan have already finished")
         return prepared.report()
@@ -266,15 +265,15 @@ def run_seeds(
         planned = SeedsPlanned(prepared.plan, len(new), _sum_node_hours(prepared, new))
         yield planned
         require_confirmed(dependencies.confirm, planned)
-    save_job(prepared.run, prepared.spec, [run], file)
-    save_campaign(prepared.run, prepared.plan)
+    save_runs([run], file)
+    save_campaign(prepared.runs, prepared.plan)
     try:
         if has_queue:
             yield from _submit_all(prepared, launcher, wait_policy, under_way)
         else:
             yield from _train_one_by_one(prepared, launcher, wait_policy)
     except KeyboardInterrupt:
-        raise make_interruption_of_jobs(run, [(run, launcher)], wait_policy) from None
+        raise make_interruption_of_jobs([(run, launcher)], wait_policy) from None
     return prepared.report()
 
 
@@ -286,9 +285,9 @@ def _sum_node_hours(prepared: PreparedSeeds, trainings: Sequence[SeedTraining]) 
 
 def _test_resume(prepared: PreparedSeeds, launcher: Launcher, wait_policy: WaitPolicy) -> Work[str]:
     """Test the resume of a script if that is due; return the job that the trainings have to wait for, or an empty text."""
-    first, run = prepared.first, prepared.variant
+    first, run = prepared.first, prepared.run
     assert first is not None
-    over = describe_cap_exceeded(prepared.run, prepared.spec) if prepared.spec.script is not None else ""
+    over = describe_cap_exceeded(prepared.runs) if run.spec.script is not None else ""
     start = TrainingStart(run, first.task, first.code, first.prediction, prepared.request.rehearse, over)
     return (yield from run_resume_test_if_due(start, launcher, wait_policy))
 
@@ -297,7 +296,7 @@ def _submit_all(
     prepared: PreparedSeeds, launcher: Launcher, wait_policy: WaitPolicy, under_way: Sequence[str]
 ) -> Work[None]:
     """Submit the missing trainings, each behind those whose nodes it takes over."""
-    run, unfinished = prepared.variant, set(under_way)
+    run, unfinished = prepared.run, set(under_way)
     after = yield from _test_resume(prepared, launcher, wait_policy)
     for training, scheduled in zip(prepared.trainings, prepared.plan.schedule, strict=True):
         if training.summary is None and training.job not in unfinished:
@@ -314,7 +313,7 @@ def _submit_all(
 
 def _train_one_by_one(prepared: PreparedSeeds, launcher: Launcher, wait_policy: WaitPolicy) -> Work[None]:
     """Run the missing trainings one after another; one that fails does not stop the others."""
-    run, failed = prepared.variant, 0
+    run, failed = prepared.run, 0
     after = yield from _test_resume(prepared, launcher, wait_policy)
     for number, training in enumerate(prepared.missing, 1):
         yield Note(f"training {number} of {len(prepared.missing)}: seed {training.seed}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tula_cli import words
 from tula_cli.cluster.launcher import Launcher
 from tula_cli.cluster.slurm.scheduler import list_overriding_variables
-from tula_cli.errors import Interruption, OverBudget, Pending, SpecError
+from tula_cli.errors import Interruption, OverBudget, Pending
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Measured
@@ -63,24 +63,6 @@ class DetachedJobs:
     under_way: tuple[str, ...]  # those of them that this call did not submit
 
 
-def get_only_variant(run: RunDir, spec: JobSpec, node_type: str | None, *, purpose: str) -> Run:
-    """Return the part of a job for one node type.
-
-    Args:
-        run: the run.
-        spec: the job.
-        node_type: the node type, if the job names several.
-        purpose: the command or option that needs it, for the message.
-
-    Raises:
-        SpecError: the job names several node types and none is given, or has no such node type.
-    """
-    variants = run.variants(spec, node_type)
-    if len(variants) > 1:
-        raise SpecError(f"{purpose} needs a node type: add --type {' or --type '.join(spec.types)}")
-    return variants[0]
-
-
 def require_confirmed(confirm: Callable[[Planned], bool], planned: Planned) -> None:
     """Request confirmation before money is spent.
 
@@ -116,7 +98,7 @@ def require_within_cap(node_hours: Sequence[float], cap: float | None, *, first_
         raise OverBudget(problem, hint)
 
 
-def wait_for_jobs(run: RunDir, launcher: Launcher, jobs: Sequence[str], wait_policy: WaitPolicy) -> Work[RunStatus]:
+def wait_for_jobs(run: Run, launcher: Launcher, jobs: Sequence[str], wait_policy: WaitPolicy) -> Work[RunStatus]:
     """Wait until jobs have ended, and return the status of the run.
 
     Raises:
@@ -178,12 +160,11 @@ def _list_reported_failures(run: RunDir) -> set[str]:
     return {result.message for result in results if isinstance(result, Failed)}
 
 
-def make_interruption_of_jobs(
-    run: RunDir, variants: Iterable[tuple[Run, Launcher]], wait_policy: WaitPolicy
-) -> Interruption:
-    """Return the error to raise on Ctrl-C while jobs of some parts of a run are submitted or running."""
-    hint = f"the same command attaches to them again; tula cancel {words.make_relative_path(run.path)} cancels them"
-    return wait_policy.interruption(variants, hint=hint, message="interrupted; the jobs continue")
+def make_interruption_of_jobs(jobs: Sequence[tuple[Run, Launcher]], wait_policy: WaitPolicy) -> Interruption:
+    """Return the error to raise on Ctrl-C while jobs of some runs are submitted or running."""
+    cancels = "; ".join(f"tula cancel {words.make_relative_path(run.path)}" for run, _ in jobs)
+    hint = f"the same command attaches to them again; {cancels} cancels them"
+    return wait_policy.interruption(jobs, hint=hint, message="interrupted; the jobs continue")
 
 
 def warn_new_jobs(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from tula_cli.cluster.scheduler import SchedulerState
     from tula_cli.cluster.slurm.site import Site
-    from tula_cli.run.jobfile import ConfigDrift
+    from tula_cli.run.job_runs import ConfigDrift
     from tula_cli.run.records.inspections import ClusterReport, Inspection, NodeReport
     from tula_cli.run.records.tasks import CheckTask
     from tula_cli.services.check import CheckReport

@@ -79,14 +79,11 @@ def render_status(now: "RunStatus") -> Iterator["RenderableType"]:
 
 
 def render_status_by_type(
-    path: Path,
     statuses: Mapping[str | None, "RunStatus"],
     chosen: "Recommendation | None",
     charges: "Mapping[str | None, SiteCharge] | None" = None,
 ) -> Iterator["RenderableType"]:
     """Yield the status of each node type, and the recommendation over all node types."""
-    if not statuses:
-        yield f"{make_relative_path(path)}: nothing was started yet"
     yield from render_by_type(statuses, render_status)
     for name, charge in (charges or {}).items():
         whole = (

@@ -14,7 +14,6 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from tula_cli.errors import SpecError
 from tula_cli.plugins import is_import_string
 from tula_cli.presets import DIVIDING
 from tula_cli.spec.ags import Ags, Auto, divide_section
@@ -68,8 +67,8 @@ class Baseline(Section):
 class JobSpec(Section):
     """A job. Required are model, dataset, optimizer.lr and train.epochs, or a script; other sections are optional."""
 
-    # Name of the job; the run's directory is tula-runs/<name>-<signature>
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "job"
+    # Name of the job; a run's directory is tula-runs/<name>-<signature>, or tula-runs/<name>-<node type>-<signature>
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")] = "job"
     script: Script | None = None  # A training script that runs unchanged, in place of the sections model to schedule
     model: Model
     dataset: Dataset
@@ -298,11 +297,11 @@ class JobSpec(Section):
 
         Empty if the job has neither node types nor searched GPU counts.
         """
-        return tuple(self._kinds)
+        return tuple(self.kinds)
 
     @property
-    def _kinds(self) -> dict[str, tuple[str | None, int | None]]:
-        """Node type (None: the job's own nodes) and number of GPUs used per node (None: all), by name."""
+    def kinds(self) -> dict[str, tuple[str | None, int | None]]:
+        """Node type (None: the job's nodes) and number of GPUs used per node (None: all) of each of `types`."""
         return {name: kind for each in self.node_types or (None,) for name, kind in self._named(each).items()}
 
     def _named(self, node_type: str | None) -> dict[str, tuple[str | None, int | None]]:
@@ -312,30 +311,12 @@ class JobSpec(Section):
             return {} if node_type is None else {node_type: (node_type, None)}
         return {"-".join(filter(None, (node_type, f"gpus-{count}"))): (node_type, count) for count in counts}
 
-    def beside(self, name: str | None) -> tuple[str, ...]:
-        """Return the other names in `types` for the same nodes with different numbers of GPUs."""
-        kinds = self._kinds
-        return tuple(other for other, kind in kinds.items() if other != name and kind[0] == kinds[str(name)][0])
-
-    def by_type(self, only: str | None = None) -> dict[str | None, "JobSpec"]:
-        """Return the job on each of `types`, or only on the named one; the job itself under None if it has no types.
-
-        Raises:
-            SpecError: there is no such type.
-        """
-        if only is not None and only not in self.types:
-            raise SpecError(
-                f"no node type {only!r}",
-                f"there are: {', '.join(self.types)}"
-                if self.types
-                else "the job has neither section node_types nor search.gpus_per_node",
-            )
-        if not self.types:
-            return {None: self}
-        return {name: self.of_type(name) for name in self.types if only in (None, name)}
+    def by_type(self) -> dict[str | None, "JobSpec"]:
+        """Return the job on each of `types`; the job itself under None if it has no types."""
+        return {name: self.of_type(name) for name in self.types} or {None: self}
 
     def of_type(self, name: str) -> "JobSpec":
-        """Return the job on one of `types`, without the others.
+        """Return the job on one of `types`, without the others, under a name of its own.
 
         With fewer GPUs than the most searched, only two batches on the fewest nodes are measured. This suffices
         together with the measurements of the most GPUs (benchmarks/replay/replay_sizes.py).
@@ -343,19 +324,19 @@ class JobSpec(Section):
         Raises:
             ValidationError: the settings of the type are invalid in this job.
         """
-        node_type, count = self._kinds[name]
+        node_type, count = self.kinds[name]
         spec_of_type = self if node_type is None else self.of_node_type(node_type)
+        own_name = f"{self.name}-{name}"
         if count is None:
-            return spec_of_type
+            return spec_of_type.model_copy(update={"name": own_name})
         search = spec_of_type.search.model_dump(mode="json", exclude_unset=True, exclude={"gpus_per_node"})
         fewer = count < max(spec_of_type.search.gpus_per_node or ()) and spec_of_type.search.strategy != "full"
         if fewer:
             search["strategy"] = "sweep"
         base = spec_of_type.model_dump(mode="json", exclude_unset=True)
         cluster = {**base.get("cluster", {}), "gpus_per_node": count}
-        job = JobSpec.model_validate({**base, "cluster": cluster, "search": search})
-        job._measured_in_addition = "gpus" if fewer else None
-        return job
+        job = JobSpec.model_validate({**base, "name": own_name, "cluster": cluster, "search": search})
+        return job.with_addition("gpus" if fewer else None)
 
     def of_node_type(self, name: str) -> "JobSpec":
         """Return the job on one of `node_types`."""
@@ -369,18 +350,14 @@ class JobSpec(Section):
 
     def without_bill(self) -> "JobSpec":
         """Return the job without the billing that SLURM reported, which is requested again."""
-        if self.pricing.slurm_billing is None and not any(
-            "slurm_billing" in kind.pricing for kind in self.node_types.values()
-        ):
-            return self
-        types = {
-            name: kind.model_copy(
-                update={"pricing": {key: v for key, v in kind.pricing.items() if key != "slurm_billing"}}
-            )
-            for name, kind in self.node_types.items()
-        }
         pricing = self.pricing.model_copy(update={"slurm_billing": None})
-        return self.model_copy(update={"pricing": pricing, "node_types": types})
+        return self.model_copy(update={"pricing": pricing})
+
+    def with_addition(self, kind: Literal["gpus", "length"] | None) -> "JobSpec":
+        """Return the job with `measured_in_addition`, which is not part of its text."""
+        job = self.model_copy()
+        job._measured_in_addition = kind
+        return job
 
     @property
     def length(self) -> int | None:
@@ -411,9 +388,9 @@ class JobSpec(Section):
             section, _, key = option.split(".")
             base[section].setdefault("args", {})[key] = length
         search = {"nodes": [min(self.search.nodes)], "strategy": "sweep", "sequence": None}
-        job = JobSpec.model_validate({**base, "search": {**base["search"], **search}})
-        job._measured_in_addition = "length"
-        return job
+        name = f"{self.name}-length-{length}"
+        job = JobSpec.model_validate({**base, "name": name, "search": {**base["search"], **search}})
+        return job.with_addition("length")
 
 
 def _with_defaults(section: SectionType, defaults: Mapping[str, Any]) -> SectionType:

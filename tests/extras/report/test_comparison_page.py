@@ -143,6 +143,8 @@ def test_a_comparison_in_rounds_has_a_table_of_the_first_round(run: RunDir) -> N
     grid = Grid(("lbt", "lrs", "ags", "ortho"), (512,), 2, nodes=1, controls=False, halving=True)
     report = trained(run, Trains(), grid)
     part = Run(run.path, run.read_spec())
-    comparison = services_compare.plan_comparison(run, run.read_spec(), grid, inspect=inspect, now=1.0).comparison
+    comparison = services_compare.plan_comparison(
+        Run(run.path, run.read_spec()), grid, inspect=inspect, now=1.0
+    ).comparison
     content = render_page(comparison_document.build_document_of_comparison(part, comparison, report, at=0.0))
     assert "First round: 1 of 4 epochs" in content and "dropped in round 1: number 3 of 3" in content

@@ -9,6 +9,7 @@ from tula_cli.extras.report.sections import build_configurations_table
 from tula_cli.extras.report.values import describe_notes, explain_notes
 from tula_cli.query import Query
 from tula_cli.run.directory import RunDir
+from tula_cli.run.job_runs import open_family
 from tula_cli.services import recommend as recommending
 
 
@@ -59,7 +60,7 @@ def test_an_efficiency_above_100_is_marked_in_table_and_figure(run: RunDir) -> N
 
 
 def test_an_unknown_interval_is_called_unknown(run: RunDir) -> None:
-    answer = recommending.recommend(run, run.read_spec(), Query(objective="cost"), now=1.0).recommendation
+    answer = recommending.recommend(open_family(run), Query(objective="cost"), now=1.0).recommendation
     unknown = answer.choice.model_copy(update={"hours_low": None, "hours_high": None})
     rows = [unknown, *answer.rows[1:]]
     configurations = build_configurations_table(rows, unknown, "USD")

@@ -15,7 +15,7 @@ from tula_cli.extras.report.run_report import build_document
 from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.query import Query
 from tula_cli.run.directory import RunDir
-from tula_cli.run.jobfile import list_all_variants
+from tula_cli.run.job_runs import open_family, open_run
 from tula_cli.run.step_series import StepRow, format_rows
 from tula_cli.services import recommend as recommending
 from tula_cli.services import status
@@ -76,7 +76,7 @@ def test_the_answer_is_the_one_that_recommend_has_kept(whole: RunDir, told: Docu
 
 
 def test_the_table_of_configurations_has_the_rows_of_recommend(whole: RunDir, told: Document) -> None:
-    now = recommending.recommend(whole, whole.read_spec(), Query(objective="time"), now=1.0).recommendation
+    now = recommending.recommend(open_family(whole), Query(objective="time"), now=1.0).recommendation
     found = table(told, "configurations")
     rows = sorted(now.rows, key=lambda row: row != now.choice)
     assert found.marks[0] == "chosen"
@@ -108,7 +108,7 @@ def test_an_answer_that_would_be_another_now_is_told(tmp_path: Path) -> None:
 def test_without_an_answer_the_knee_is_told(tmp_path: Path) -> None:
     run = reports.probed(tmp_path)
     document = report(run)
-    now = recommending.recommend(run, run.read_spec(), Query(objective="knee"), now=1.0).recommendation
+    now = recommending.recommend(open_family(run), Query(objective="knee"), now=1.0).recommendation
     assert document.answer.startswith(f"{now.choice.nodes} nodes, batch {now.choice.batch} ") or now.choice.nodes == 1
     assert run.recommendation() is None, "a report keeps no answer"
     assert section(document, "training").missing == "nothing was trained yet. Run tula train."
@@ -367,13 +367,11 @@ def test_lengths_of_text_are_told_beside_the_choice(tmp_path: Path) -> None:
         },
         source="test",
     )
-    run = RunDir.create(tmp_path, job)
-    for part in list_all_variants(run, job):
+    runs = make.create_runs(tmp_path, job)
+    for part in runs:
         for nodes, local in ((1, 32), (1, 128), (1, 256), *(((2, 16), (2, 128)) if part.length is None else ())):
             part.write_result(measured(Truth(slope=0.001, dataset_size=1000), nodes, local))
-        part.save_job(part.spec)
-    run.save_job(job)
-    document = report(reports.answered(run))
+    document = report(reports.answered(runs[0]))
     assert column(table(document, "lengths"), "length") == [64, 128]
     assert {one.key for one in section(document, "measured").tables} == {"probes", "probes_length-64"}
 
@@ -413,11 +411,11 @@ def test_figures_and_tables_hold_together(
 
 
 def test_the_api_returns_the_same_report(whole: RunDir, told: Document) -> None:
-    assert api_report(Run.of(whole)).answer == told.answer
+    assert api_report(Run.of([open_run(whole)])).answer == told.answer
 
 
 def test_the_api_returns_text_too(tmp_path: Path) -> None:
-    run = Run.of(reports.trained(RunDir.create(tmp_path, reports.JOB)))
+    run = Run.of([open_run(reports.trained(RunDir.create(tmp_path, reports.JOB)))])
     assert report_text(run).startswith("# test\n") and report_text(run, form="latex").startswith("\\documentclass")
     assert "table_predicted_actual" in report_text(run, form="csv")
     with pytest.raises(SpecError, match="unknown form 'markdwn'"):

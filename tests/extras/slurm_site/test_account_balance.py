@@ -118,10 +118,7 @@ def test_probes_are_told_when_the_balance_may_not_carry_them():
 def test_each_type_of_node_has_its_own_bill():
     types = {"a": {"cluster": {"slurm": {"partition": "half"}}}, "b": {"cluster": {"slurm": {"partition": "billed"}}}}
     cluster = {"kind": "slurm", "device": "cpu", "slurm": {}}
-    found = with_site_billing(spec(cluster=cluster, pricing={"kind": "billing"}, node_types=types), None, billing=SITE)
-    assert {name: own.pricing.slurm_billing.node for name, own in found.by_type().items()} == {
-        "a": pytest.approx(0.6),
-        "b": 5.0,
-    }
-    written = found.without_bill()
-    assert all(own.pricing.slurm_billing is None for own in written.by_type().values())
+    job_by_type = spec(cluster=cluster, pricing={"kind": "billing"}, node_types=types).by_type()
+    found = {name: with_site_billing(own, None, billing=SITE) for name, own in job_by_type.items()}
+    assert {name: own.pricing.slurm_billing.node for name, own in found.items()} == {"a": pytest.approx(0.6), "b": 5.0}
+    assert all(own.without_bill().pricing.slurm_billing is None for own in found.values())

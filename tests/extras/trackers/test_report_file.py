@@ -14,8 +14,7 @@ from tula_cli.services.document import Document
 
 @pytest.fixture
 def part(tmp_path: Path) -> Run:
-    run = RunDir.create(tmp_path, toy_spec())
-    return run.variants(run.read_spec())[0]
+    return RunDir.create(tmp_path, toy_spec())
 
 
 def test_a_run_without_results_has_no_report(part: Run) -> None:

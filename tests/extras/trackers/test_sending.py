@@ -31,6 +31,7 @@ from tula_cli.extras.trackers.export import ExportResult, export_run, list_reque
 from tula_cli.run import owner
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.files import read_text
+from tula_cli.run.job_runs import open_run
 from tula_cli.run.step_series import StepSeries
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.services.events import Event, WarningEvent
@@ -59,7 +60,7 @@ def send(run: RunDir, *places: str, active: bool = False, **how: Any) -> tuple[t
     """Send a run to places of the fake tracker; return what was sent, and what was told."""
     trackers = [Export(to="fake_tracker:FakeTracker", uri=place) for place in places]
     how = {"reports": lambda _: (), **how}
-    work, told = export_run(run, trackers, active=lambda _: active, **how), []
+    work, told = export_run([open_run(run)], trackers, active=lambda _: active, **how), []
     while True:
         try:
             told.append(next(work))
@@ -250,7 +251,13 @@ def test_a_tracker_that_is_down_is_told_once_and_caught_up_with(run: RunDir, pla
     sleeps: list[float] = []
     trackers = [Export(to="fake_tracker:FakeTracker", uri=place)]
     work = export_run(
-        run, trackers, follow=True, every=1, active=lambda _: next(looks), sleep=sleeps.append, stop=lambda: True
+        [open_run(run)],
+        trackers,
+        follow=True,
+        every=1,
+        active=lambda _: next(looks),
+        sleep=sleeps.append,
+        stop=lambda: True,
     )
     told = list(work)
     assert [event.text for event in told if isinstance(event, WarningEvent)] == ["the tracker is down; wait"]
@@ -278,7 +285,7 @@ def test_it_follows_to_the_end_of_the_jobs(run: RunDir, place: str, monkeypatch:
 
     seen: list[int] = []
     trackers = [Export(to="fake_tracker:FakeTracker", uri=place)]
-    list(export_run(run, trackers, follow=True, active=active, sleep=lambda _: None))
+    list(export_run([open_run(run)], trackers, follow=True, active=active, sleep=lambda _: None))
     assert seen[0] == 0 and 3 in seen and curve(place, "train/loss")[2560] == 1.5
     assert PLACES[place][KEY].state in ("killed", "failed"), "its job is over and there is no result"
 
@@ -316,7 +323,7 @@ def test_the_state_is_how_the_training_ended(
 def test_one_process_at_a_time_sends_a_run_to_a_place(run: RunDir, place: str) -> None:
     add_measured(run, 1, 32)
     trackers = [Export(to="fake_tracker:FakeTracker", uri=place)]
-    first = export_run(run, trackers, follow=True, active=lambda _: True, sleep=lambda _: None)
+    first = export_run([open_run(run)], trackers, follow=True, active=lambda _: True, sleep=lambda _: None)
     next(first)
     with pytest.raises(TrackerError, match="another process is sending this run there"):
         send(run, place)
@@ -408,7 +415,7 @@ def test_what_does_not_go_together_is_refused(to: list[str], uri: str | None, wo
 
 def test_an_exporter_of_one_s_own_that_is_not_there_is_told(run: RunDir) -> None:
     with pytest.raises(SpecError, match="has no 'Nobody'"):
-        list(service.export_run(run, [Export(to="fake_tracker:Nobody")], active=lambda _: False))
+        list(service.export_run([open_run(run)], [Export(to="fake_tracker:Nobody")], active=lambda _: False))
 
 
 @pytest.mark.parametrize(
@@ -420,5 +427,5 @@ def test_an_exporter_of_one_s_own_that_is_not_there_is_told(run: RunDir) -> None
     ],
 )
 def test_an_exporter_of_one_s_own_that_is_none_is_told(run: RunDir, to: str, words: str) -> None:
-    (warning,) = export_run(run, [Export(to=to)], active=lambda _: False)
+    (warning,) = export_run([open_run(run)], [Export(to=to)], active=lambda _: False)
     assert isinstance(warning, WarningEvent) and re.match(words, warning.text)

@@ -13,6 +13,7 @@ from make_runs import spec as toy_spec
 
 from tula_cli.extras.trackers.export import ExportResult, export_run
 from tula_cli.run.directory import RunDir
+from tula_cli.run.job_runs import open_run
 from tula_cli.services.events import Event, WarningEvent
 from tula_cli.spec.sections import Export
 
@@ -35,7 +36,7 @@ def send(run: RunDir, to: str, uri: str | None = None, *, active: bool = False) 
     found: list[tuple[ExportResult, ...]] = []
 
     def work() -> Generator[Event, None, None]:
-        found.append((yield from export_run(run, [Export(to=to, uri=uri)], active=lambda _: active)))
+        found.append((yield from export_run([open_run(run)], [Export(to=to, uri=uri)], active=lambda _: active)))
 
     list(work())
     return found[0][0]
@@ -178,7 +179,7 @@ def test_a_run_that_was_moved_goes_on_in_the_place_inside_it(run: RunDir, tmp_pa
 
 def test_a_folder_that_cannot_be_written_is_told(run: RunDir, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    work = export_run(run, [Export(to="tensorboard", uri=str(tmp_path / "file"))], active=lambda _: False)
+    work = export_run([open_run(run)], [Export(to="tensorboard", uri=str(tmp_path / "file"))], active=lambda _: False)
     (told,) = list(work)
     assert "Not a directory" in told.text  # type: ignore[union-attr]
 
@@ -186,6 +187,6 @@ def test_a_folder_that_cannot_be_written_is_told(run: RunDir, tmp_path: Path) ->
 def test_a_package_that_is_missing_is_told_with_what_to_do(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.delitem(sys.modules, "tula_cli.extras.trackers.wandb", raising=False)
-    (warning,) = export_run(run, [Export(to="wandb")], active=lambda _: False)
+    (warning,) = export_run([open_run(run)], [Export(to="wandb")], active=lambda _: False)
     assert isinstance(warning, WarningEvent) and warning.text.startswith("wandb: import of wandb")
     assert "tula-cli[trackers]" in warning.text

@@ -18,7 +18,7 @@ from tula_cli.cluster import inspection, launcher
 from tula_cli.cluster.launcher import hold_interrupts
 from tula_cli.errors import CannotWrite, Interruption, SchedulerError, SpecError
 from tula_cli.run.directory import RunDir
-from tula_cli.run.jobfile import find_config_drift
+from tula_cli.run.job_runs import find_config_drift
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask
 from tula_cli.services import messages, profiling_rounds
@@ -133,7 +133,7 @@ def test_what_is_no_job_is_told(job: Any) -> None:
 def test_a_cap_of_the_call_is_no_edit_of_the_job_file(cluster: AtOnce, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(dump_yaml(make.spec()))
     run = tula.profile("job.yaml", max_node_hours=5)
-    assert run.spec().search.max_node_hours == 5 and find_config_drift(run.directory, run.spec()) is None
+    assert run.spec().search.max_node_hours == 5 and find_config_drift(run.directories[0]) is None
 
 
 def whole(table: pd.DataFrame) -> set[str]:
@@ -142,7 +142,7 @@ def whole(table: pd.DataFrame) -> set[str]:
 
 def test_columns_of_whole_numbers_stay_whole(cluster: AtOnce) -> None:
     run = tula.profile(make.SPEC)
-    make.add_out_of_memory(run.directory, 1, 512)
+    make.add_out_of_memory(run.directories[0], 1, 512)
     table = run.results()
     assert table.peak_memory_bytes.isna().sum() == 1
     assert whole(table) == {"nodes", "gpus_per_node", "batch", "local_batch", "peak_memory_bytes"}
@@ -202,8 +202,7 @@ def test_ctrl_c_while_jobs_are_submitted_leaves_none_that_is_not_written_down(
     monkeypatch.setattr(AtOnce, "submit", pressed)
     run = RunDir.of(Path("tula-runs").absolute(), make.spec())
     work = profiling_rounds.run_profile(
-        run,
-        make.spec(),
+        [run],
         Dependencies(launcher.make_launcher, inspection.inspect, lambda _: True),
         WaitPolicy(cancel_on_interrupt=cancels),
     )
@@ -231,7 +230,7 @@ def test_ctrl_c_while_a_training_is_submitted_tells_that_it_goes_on(
     press_ctrl_c_at_submission(monkeypatch)
     with pytest.raises(Interruption, match="the jobs continue"):
         tula.train(run, nodes=1, batch=64)
-    assert any(job.id.startswith("train-") for job in run.directory.jobs())
+    assert any(job.id.startswith("train-") for job in run.directories[0].jobs())
 
 
 def test_ctrl_c_while_a_node_check_is_submitted_tells_that_it_goes_on(
@@ -312,7 +311,7 @@ def test_a_comparison_that_is_refused_is_not_kept(cluster: AtOnce) -> None:
     run = tula.profile(make.SPEC)
     with pytest.raises(tula.TulaError, match="--no-wait"):
         tula.compare(run, batches=[64], wait=False, confirm=lambda _: pytest.fail("asked"))
-    assert run.directory.comparison() is None
+    assert run.directories[0].comparison() is None
 
 
 def test_work_returns_its_result_and_ends_where_it_is_told() -> None:
@@ -339,7 +338,7 @@ def test_overrides_are_what_set_is_on_the_command_line(cluster: AtOnce, tmp_path
     runs = [tula.profile(job, overrides=one_node) for job in (make.SPEC, make.spec(), "job.yaml")]
     assert cluster.submitted == ["probe-n001"] and len({run.path for run in runs}) == 1
     assert runs[0].spec().search.nodes == [1] and make.SPEC["search"]["nodes"] == [1, 2]
-    assert find_config_drift(runs[-1].directory, runs[-1].spec()) is None, "the run knows what was laid over its file"
+    assert find_config_drift(runs[-1].directories[0]) is None, "the run knows what was laid over its file"
     dear = tula.recommend(runs[0], overrides=["pricing.price=100"], objective="time")
     assert dear.choice.cost > 50 * tula.recommend(runs[0], objective="time").choice.cost
     assert runs[0].spec().pricing.price == 1, "no later call takes them"
@@ -452,7 +451,7 @@ def test_weights_are_evaluated_and_what_they_come_to_is_returned(cluster: AtOnce
     summary = tula.train(make.SPEC, nodes=1, batch=64)
     assert summary is not None and summary.gain is None  # nothing was recommended
     run = tula.Run.open(next(Path("tula-runs").glob("toy-*")))
-    path = run.directory.training(summary.signature).checkpoint_path(64)
+    path = run.directories[0].training(summary.signature).checkpoint_path(64)
     path.parent.mkdir(parents=True)
     path.write_bytes(b"")
     found = tula.evaluate(run, weights="last", nodes=2)

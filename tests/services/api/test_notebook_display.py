@@ -17,6 +17,7 @@ from tula_cli.errors import SpecError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.frames import list_columns
 from tula_cli.run.html_table import MAX_ROWS, render_html
+from tula_cli.run.job_runs import make_runs, open_run
 from tula_cli.run.records.recommendations import ADDED_COLUMNS, Prediction, Recommendation
 from tula_cli.services import messages
 from tula_cli.services.api import RESULT_COLUMNS, Run
@@ -28,7 +29,7 @@ ESCAPED = "&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt; &amp; red"
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    return Run.of(answered(probed(tmp_path)))
+    return Run.of([open_run(answered(probed(tmp_path)))])
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def recommendation(run: Run) -> Recommendation:
 
 @pytest.fixture
 def checked() -> CheckResult:
-    return check_all(JOB, inspector=lambda spec: inspected())
+    return check_all(make_runs(Path("tula-runs"), JOB), inspector=lambda spec: inspected())
 
 
 def list_rows(html: str) -> list[list[str]]:

@@ -15,6 +15,7 @@ from quiet import poll_quickly, quiet
 from tula_cli.errors import JobFailed
 from tula_cli.options import ComparisonRequest
 from tula_cli.run.directory import Run, RunDir
+from tula_cli.run.job_runs import open_run
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.results import Comparison
 from tula_cli.run.records.tasks import TrainTask
@@ -126,7 +127,9 @@ def grid(
 
 
 def plan(run: RunDir, asked: Grid | None = None, spec: JobSpec | None = None) -> ComparePlan:
-    return services_compare.plan_comparison(run, spec or run.read_spec(), asked or grid(), inspect=inspect, now=1.0)
+    return services_compare.plan_comparison(
+        Run(run.path, spec or run.read_spec()), asked or grid(), inspect=inspect, now=1.0
+    )
 
 
 def trained(
@@ -134,7 +137,7 @@ def trained(
 ) -> accuracy.CompareReport:
     """Train a comparison, or its first `most` trainings, and return the table."""
     planned = plan(run, asked)
-    steps = trainings.train_cells_one_by_one(run, planned, launcher, inspect=inspect)
+    steps = trainings.train_cells_one_by_one(open_run(run), planned, launcher, inspect=inspect)
     ended = (step for step in steps if step.ended is not None)
     list(itertools.islice(ended, most))
     return table(run, planned.comparison)
@@ -265,7 +268,7 @@ def test_one_seed_has_two_rounds_and_no_deviation(run: RunDir) -> None:
 def test_by_default_the_jobs_own_row_is_in_full(tmp_path: Path, train: dict[str, Any], expected: str) -> None:
     spec = make.spec(**{**SPEC, "train": {**SPEC["train"], **train}})
     run = RunDir.create(tmp_path / "tula-runs", spec)
-    asked = session.complete_grid(ComparisonRequest(batches=(512,)), run, spec, None)
+    asked = session.complete_grid(ComparisonRequest(batches=(512,)), Run(run.path, spec), None)
     planned = plan(run, asked, spec)
     full = {cell.method for cell in planned.missing if cell.batch == 512 and not cell.short}
     own = planned.comparison.job_row
@@ -304,7 +307,7 @@ def test_the_trainings_that_are_done_never_exceed_what_was_planned(run: RunDir) 
 
 
 def test_progress_says_which_row_and_which_round(run: RunDir) -> None:
-    steps = list(trainings.train_cells_one_by_one(run, plan(run), Trains(), inspect=inspect))
+    steps = list(trainings.train_cells_one_by_one(open_run(run), plan(run), Trains(), inspect=inspect))
     told = [live.describe_comparison(step) for step in steps if step.cell is not None or step.ended is not None]
     assert told[0].startswith("round 1 of 2: 0 of at most 19 trainings done")
     assert any("now: ramp, batch 512, seed 5, 4 of 16 epochs" in text for text in told)
@@ -551,7 +554,7 @@ def test_a_script_is_compared_in_rounds_by_its_own_metric(tmp_path: Path) -> Non
     )
     run, launcher = RunDir.create(tmp_path / "tula-runs", spec), TrainsScripts()
     asked = session.complete_grid(
-        ComparisonRequest(methods=("lbt", "lrs", "sqrt"), batches=(512,), seeds=2), run, spec, None
+        ComparisonRequest(methods=("lbt", "lrs", "sqrt"), batches=(512,), seeds=2), Run(run.path, spec), None
     )
     planned = plan(run, asked, spec)
     list(trainings.train_cells_one_by_one(run, planned, launcher, inspect=inspect))
@@ -579,7 +582,7 @@ def test_a_scheduler_gets_a_round_at_a_time(tmp_path: Path, wait: bool) -> None:
     run, launcher, notes = RunDir.create(tmp_path / "tula-runs", spec), Trains(), list[str]()
     for call in range(1 if wait else 6):
         part = Run(run.path, spec)
-        prepared = session.PreparedComparison(run, spec, part, plan(run, grid(), spec))
+        prepared = session.PreparedComparison(part, plan(run, grid(), spec))
         before = len(launcher.tasks)
         result = follow(
             session.run_comparison(prepared, dependencies(launcher), WaitPolicy(wait)),

@@ -8,7 +8,7 @@ from make_results import inspected
 
 from tula_cli.errors import SpecError
 from tula_cli.options import split_methods
-from tula_cli.run.directory import RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.services import compare, messages
 from tula_cli.services.compare import Grid, make_job_of_cell
@@ -103,7 +103,7 @@ def test_a_setting_that_the_spec_does_not_take_is_told_as_it_tells_it(row: str, 
 
 def plan(run: RunDir, *rows: str, inspect=lambda spec: inspected()) -> compare.ComparePlan:
     grid = Grid(methods=rows, batches=(128,), seeds=1, nodes=1, controls=False)
-    return compare.plan_comparison(run, run.read_spec(), grid, inspect=inspect, now=1.0)
+    return compare.plan_comparison(Run(run.path, run.read_spec()), grid, inspect=inspect, now=1.0)
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_a_row_that_changes_nothing_is_one_with_the_other_and_that_is_said(run: 
 
 def test_a_control_that_a_row_with_settings_is_already_is_said_too(run: RunDir) -> None:
     grid = Grid(methods=("lbt", "lbt:optimizer.lr=0.2"), batches=(128,), seeds=1, nodes=1)
-    found = compare.plan_comparison(run, run.read_spec(), grid, inspect=lambda spec: inspected(), now=1.0)
+    found = compare.plan_comparison(Run(run.path, run.read_spec()), grid, inspect=lambda spec: inspected(), now=1.0)
     assert messages.duplicate_row(row="lbt-x2", twin="lbt:optimizer.lr=0.2") in found.warnings
 
 

@@ -12,7 +12,7 @@ from tula_cli.cluster.decisions import MAX_RESTARTS
 from tula_cli.cluster.slurm import sbatch
 from tula_cli.errors import BadMeasurements, DeviceFault, JobFailed, OverBudget, SpecError
 from tula_cli.options import EvaluationRequest
-from tula_cli.run.directory import RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.results import EvaluationRecord
 from tula_cli.run.records.tasks import EvaluateTask, Rung, TrainTask
@@ -51,7 +51,7 @@ def add_training(run: RunDir, name: str, *checkpoints: int, best: int | None = N
 
 
 def ready(run: RunDir, spec: JobSpec | None = None, **request: Any) -> PreparedEvaluation:
-    return prepare_evaluation(run, spec or run.read_spec(), EvaluationRequest(**request))
+    return prepare_evaluation([Run(run.path, spec or run.read_spec())], EvaluationRequest(**request))
 
 
 def start(

@@ -9,6 +9,7 @@ from make_results import Truth, measured, probe_all, spec
 
 from tula_cli.query import Query
 from tula_cli.run.directory import RunDir
+from tula_cli.run.job_runs import open_family, open_run
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.services.recommend import recommend
@@ -58,7 +59,7 @@ def train(run: RunDir, seconds: float, *, own: JobSpec | None = None, name: str 
 
 
 def ask(run: RunDir) -> Recommendation:
-    return recommend(run, run.read_spec(), Query(objective="time"), now=1.0).recommendation
+    return recommend(open_family(run), Query(objective="time"), now=1.0).recommendation
 
 
 def step_time(found: Recommendation, nodes: int, batch: int) -> float:
@@ -83,7 +84,7 @@ def test_the_next_answer_has_learnt_from_a_training(run: RunDir) -> None:
 
 def test_what_is_trained_is_predicted_as_it_was_recommended(run: RunDir) -> None:
     train(run, 1.15 * TRUTH.step_time(2, 64))
-    forecast = fit_estimator_of_recommendation(run, run.read_spec())
+    forecast = fit_estimator_of_recommendation(open_run(run))
     assert forecast.predictions()[0] == ask(run).rows[0].model_copy(update={"pareto": False, "same_progress": None})
 
 
@@ -163,5 +164,5 @@ def test_asked_by_a_training_under_way_its_steps_count_once(run: RunDir) -> None
     rows = [json.loads(line) for line in run.training("ab12cd34").metrics_path.read_text().splitlines()]
     text = "".join(json.dumps({"epoch": 1.0, **row}) + "\n" for row in rows)
     run.training("ab12cd34").metrics_path.write_text(text)
-    found = recommend(run, run.read_spec(), Query(objective="time", from_training=True), now=1.0).recommendation
+    found = recommend(open_family(run), Query(objective="time", from_training=True), now=1.0).recommendation
     assert not found.trainings and "training" not in found.fit

@@ -9,7 +9,7 @@ from make_runs import FakeLauncher
 
 from tula_cli.cluster import relaunch
 from tula_cli.errors import SchedulerError, SpecError
-from tula_cli.run.directory import RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.files import write_atomic
 from tula_cli.run.records.recommendations import Continuation, Recommendation
 from tula_cli.run.records.tasks import TrainTask
@@ -21,7 +21,9 @@ from tula_cli.spec.job import JobSpec
 def plan(
     run: RunDir, spec: JobSpec | None = None, *, nodes: int | None = None, batch: int | None = None
 ) -> train.TrainPlan:
-    return train.plan_training(run, spec or run.read_spec(), nodes=nodes, batch=batch, inspect=lambda _: inspected())
+    return train.plan_training(
+        Run(run.path, spec or run.read_spec()), nodes=nodes, batch=batch, inspect=lambda _: inspected()
+    )
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from read_diagnostics import codes
 from tula_cli.errors import BadMeasurements
 from tula_cli.query import Query
 from tula_cli.run.directory import RunDir
+from tula_cli.run.job_runs import open_family
 from tula_cli.services.recommend import Answer, recommend, save_answer, should_replace
 from tula_cli.show import recommend as show_recommend
 
@@ -46,12 +47,12 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def ask(run: RunDir, **limits: Any) -> Answer:
-    return recommend(run, run.read_spec(), Query(objective="time", from_training=True, **limits), now=1.0)
+    return recommend(open_family(run), Query(objective="time", from_training=True, **limits), now=1.0)
 
 
 def test_a_slower_network_makes_one_node_the_better_choice(run: RunDir) -> None:
     make.add_training(run, rows=rows(SLOWER))
-    assert recommend(run, run.read_spec(), Query(objective="time"), now=1.0).recommendation.choice.nodes == 4
+    assert recommend(open_family(run), Query(objective="time"), now=1.0).recommendation.choice.nodes == 4
     answer = ask(run)
     found = answer.recommendation
     rest = found.continuation
@@ -111,7 +112,7 @@ def test_it_is_kept_only_where_that_is_asked(run: RunDir) -> None:
     answer = ask(run)
     assert not should_replace(answer.recommendation, None)
     assert run.recommendation() is None
-    save_answer(run, run.read_spec(), answer)
+    save_answer(open_family(run), answer)
     assert run.recommendation() == answer.recommendation
 
 

@@ -13,6 +13,7 @@ from tula_cli.query import Query
 from tula_cli.run import training_run
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import read_json_lines
+from tula_cli.run.job_runs import open_family, open_run
 from tula_cli.run.records.probes import GradientStats
 from tula_cli.run.records.results import StageDecision
 from tula_cli.services import recommend, train
@@ -86,7 +87,7 @@ def test_what_trainings_have_logged_is_read_once(run: RunDir, monkeypatch: pytes
 
     monkeypatch.setattr(training_run, "read_json_lines", counted)
     for objective in ("accuracy-time", "time"):
-        recommend.recommend(run, run.read_spec(), Query(objective=objective), now=1.0)  # type: ignore[arg-type]
+        recommend.recommend(open_family(run), Query(objective=objective), now=1.0)  # type: ignore[arg-type]
     assert sorted(read) == [run.training(name * 8).metrics_path for name in "ab"]
     trained(run, "a" * 8, batch=64, factor=2.0)
     assert find_noise_near_tenth(list_trainings_with_noise(run), reference=64, epochs=20).scale == pytest.approx(600)
@@ -101,7 +102,7 @@ def noisy_run(tmp_path: Path, **train: object) -> RunDir:
 
 
 def plan(run: RunDir, **named: object) -> train.TrainPlan:
-    return train.plan_training(run, run.read_spec(), **{"inspect": lambda _: inspected(), **named})  # type: ignore[arg-type]
+    return train.plan_training(open_run(run), **{"inspect": lambda _: inspected(), **named})  # type: ignore[arg-type]
 
 
 def test_the_noise_over_a_training_is_of_its_probes_and_of_each_epoch_measured(tmp_path: Path) -> None:
@@ -145,7 +146,7 @@ def test_a_recommendation_tells_the_stages_of_its_choice(tmp_path: Path) -> None
     for result in with_noise(probe_all(Truth(dataset_size=12_800), {2: (32, 256), 4: (32, 256)}), 50.0):
         run.write_result(result)
     trained(run, "b" * 8, batch=64)
-    found = recommend.recommend(run, run.read_spec(), Query(objective="time"), now=1.0).recommendation
+    found = recommend.recommend(open_family(run), Query(objective="time"), now=1.0).recommendation
     assert found.stages[-1].batch == found.choice.batch and found.stages[0].batch == 64
     assert found.ramp.startswith("batch 64 from epoch 0: noise scale 50.0; batch 128 from epoch ")
     assert [stage.batch for stage in found.choice.stages] == [stage.batch for stage in found.stages[:-1]]

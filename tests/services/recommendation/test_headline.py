@@ -11,7 +11,8 @@ from make_results import Truth, of_a_script, out_of_memory, probe_all, spec, wit
 from tula_cli.errors import Infeasible, SpecError
 from tula_cli.models.choice.baseline import compute_gain
 from tula_cli.query import Query
-from tula_cli.run.directory import RunDir
+from tula_cli.run.directory import Run, RunDir
+from tula_cli.run.job_runs import open_family
 from tula_cli.run.records.recommendations import Accuracy, Headline, Prediction, Recommendation, RiskBasis
 from tula_cli.services.recommend import recommend
 from tula_cli.show.train import render_summary
@@ -40,7 +41,7 @@ def run_with(
 
 
 def ask(run: RunDir, objective: Any = "time", **limits: Any) -> Recommendation:
-    return recommend(run, run.read_spec(), Query(objective=objective, **limits), now=1.0).recommendation
+    return recommend(open_family(run), Query(objective=objective, **limits), now=1.0).recommendation
 
 
 def headline(run: RunDir, objective: Any = "time", **limits: Any) -> Headline:
@@ -69,7 +70,7 @@ def test_the_baseline_is_the_reference_batch_on_the_fewest_nodes(tmp_path: Path)
 
 def test_every_row_is_compared_with_the_baseline(tmp_path: Path) -> None:
     run = run_with(tmp_path)
-    answer = recommend(run, run.read_spec(), Query(), now=1.0)
+    answer = recommend(open_family(run), Query(), now=1.0)
     recommendation, line = answer.recommendation, answer.recommendation.headline
     assert line is not None and line.baseline is not None
     table = recommendation.frame()
@@ -151,7 +152,7 @@ def test_a_baseline_that_cannot_run_is_named_with_the_reason(tmp_path: Path, bas
 def test_without_prices_there_is_no_cost(tmp_path: Path) -> None:
     run = run_with(tmp_path)
     free = run.read_spec().model_copy(update={"pricing": UNPRICED})
-    line = recommend(run, free, Query(objective="time"), now=1.0).recommendation.headline
+    line = recommend([Run(run.path, free)], Query(objective="time"), now=1.0).recommendation.headline
     assert line is not None and line.cost is None and "USD" not in line.text and "node-h" not in line.text
 
 

@@ -1,16 +1,18 @@
 """search.sequence: what is measured at each length of text, and what is told of it."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from make_results import MIB, Truth, inspected, measured, out_of_memory
+from make_runs import create_runs
 from read_diagnostics import values
 
-from tula_cli.errors import BadMeasurements, Infeasible
+from tula_cli.errors import BadMeasurements, Infeasible, SpecError
 from tula_cli.query import Query
-from tula_cli.run.directory import RunDir
-from tula_cli.run.jobfile import list_all_variants, list_variants_with_data
+from tula_cli.run.directory import Run, RunDir
+from tula_cli.run.job_runs import list_runs_with_data, make_runs, open_family, select_runs
 from tula_cli.run.records.base import Components, Footprint
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Tokens
@@ -49,17 +51,17 @@ def step(length: int) -> Truth:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    found = RunDir.create(tmp_path, text())
-    for part in list_all_variants(found, found.read_spec()):
+    runs = create_runs(tmp_path, text())
+    for part in runs:
         length = part.length or 128
         sizes = {1: (32, 64, 128, 256), 2: (16, 128)} if part.length is None else {1: (32, 128, 256)}
         for nodes, local in ((nodes, local) for nodes, locals_ in sizes.items() for local in locals_):
             part.write_result(measured(step(length), nodes, local, tokens=Tokens(length=length, real=0.75 * length)))
-    return found
+    return runs[0]
 
 
 def ask(run: RunDir) -> Recommendation:
-    return recommend(run, run.read_spec(), Query(objective="time"), now=1.0).recommendation
+    return recommend(open_family(run), Query(objective="time"), now=1.0).recommendation
 
 
 # --- what a job at another length is
@@ -109,19 +111,22 @@ def test_a_script_has_no_lengths_of_its_own() -> None:
 
 
 def test_lengths_are_parts_inside_the_run_that_are_told_apart(run: RunDir) -> None:
-    spec = run.read_spec()
-    assert [(part.name, part.length) for part in list_all_variants(run, spec)] == [
+    runs = open_family(run)
+    assert [(part.name, part.length) for part in runs] == [
         (None, None),
         ("length-64", 64),
         ("length-256", 256),
     ]
-    assert list_all_variants(run, spec)[2].name_jobs(["probe-n001"]) == ["length-256/probe-n001"]
-    assert len(run.variants(spec)) == 1, "what may be trained"
+    assert runs[2].name_jobs(["probe-n001"]) == ["length-256/probe-n001"]
+    assert [part.path for part in select_runs(runs, None)] == [run.path], "what may be trained"
+    assert [part.spec.measured_in_addition for part in runs] == [None, "length", "length"]
+    with pytest.raises(SpecError, match="measures text length 64"):
+        select_runs(runs[1:], None)
     typed = validate(TEXT | {"node_types": {"a": {}, "b": {}}}, source="test")
-    names = [part.name for part in list_all_variants(RunDir.of(run.path.parent, typed), typed)]
+    names = [part.name for part in make_runs(run.path.parent, typed)]
     assert names == ["a", "a-length-64", "a-length-256", "b", "b-length-64", "b-length-256"]
     longer = text({"lengths": [64, 512]}, model={"name": "mine:net"})
-    assert [part.name for part in list_variants_with_data(run, longer)] == [None], "what was never begun"
+    assert [part.name for part in list_runs_with_data(make_runs(run.path.parent, longer))] == [None], "never begun"
 
 
 # --- what would be measured
@@ -159,13 +164,13 @@ def test_check_leaves_a_length_out_that_does_not_fit_and_says_so() -> None:
 
     report = check(text(), inspector=small)
     assert not report.problems and values(report.warnings, "length-left-out")["length"] == 256
-    offline = check_all(text(), online=False).reports[None]
+    offline = check_all(make_runs(Path("tula-runs"), text()), online=False).reports[None]
     assert [(one.length, one.batches, one.memory) for one in offline.lengths][2] == (256, (32, 128, 256), ())
 
 
-def planned(job: JobSpec, run: RunDir, most: int) -> tuple[dict[str | None, dict[int, tuple[int, ...]]], list[str]]:
-    told, work = [], profiling_rounds.plan_variants(list_all_variants(run, job), {
-        part.name: inspection(part.length or 128).model_copy(update={"capacity": most * MIB}) for part in list_all_variants(run, job)
+def planned(runs: Sequence[Run], most: int) -> tuple[dict[str | None, dict[int, tuple[int, ...]]], list[str]]:
+    told, work = [], profiling_rounds.plan_variants(runs, {
+        part.name: inspection(part.length or 128).model_copy(update={"capacity": most * MIB}) for part in runs
     })  # fmt: skip
     while True:
         try:
@@ -177,15 +182,14 @@ def planned(job: JobSpec, run: RunDir, most: int) -> tuple[dict[str | None, dict
 
 
 def test_profile_measures_the_lengths_as_jobs_of_their_own(tmp_path: Path) -> None:
-    job = text()
-    run = RunDir.of(tmp_path, job)
-    found, _ = planned(job, run, 1500)
+    runs = make_runs(tmp_path, text())
+    found, _ = planned(runs, 1500)
     assert found["length-64"] == {1: (32, 128, 256)} and found["length-256"] == {1: (32, 64, 128)}
     assert found[None] == {1: (32, 64, 128, 256), 2: (16, 64, 128)}
-    found, told = planned(job, run, 250)
+    found, told = planned(runs, 250)
     assert set(found) == {None, "length-64"} and told and told[0].startswith("Length 256 is left out: out of memory")
     with pytest.raises(Infeasible):
-        planned(job, run, 60)  # the job's own length is what is trained
+        planned(runs, 60)  # the job's own length is what is trained
 
 
 # --- what is told of it
@@ -209,7 +213,7 @@ def test_each_length_tells_what_fits_and_its_tokens_a_second(run: RunDir) -> Non
 
 
 def test_a_length_without_results_says_so_and_keeps_the_others(run: RunDir) -> None:
-    longest = list_all_variants(run, run.read_spec())[2]
+    longest = open_family(run)[2]
     for result in longest.results():
         (longest.path / f"results/{result.id}.json").unlink()
     longest.write_result(out_of_memory(1, 32))
@@ -219,7 +223,7 @@ def test_a_length_without_results_says_so_and_keeps_the_others(run: RunDir) -> N
 
 
 def test_what_was_out_of_memory_bounds_the_largest_batch(run: RunDir) -> None:
-    longest = list_all_variants(run, run.read_spec())[2]
+    longest = open_family(run)[2]
     longest.write_result(out_of_memory(1, 256))
     last = ask(run).lengths[-1]
     assert last.largest_batch == 255 and last.fastest is not None and last.fastest.batch == 128

@@ -15,8 +15,9 @@ from tula_cli.models.choice import candidates
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.estimator import Estimator
 from tula_cli.query import Query
-from tula_cli.run.directory import RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.frames import read_records
+from tula_cli.run.job_runs import open_family
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.services import search
 from tula_cli.services.recommend import Answer, recommend, save_answer
@@ -42,7 +43,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def ask(run: RunDir, objective: Any = "knee", **limits: Any) -> Answer:
-    return recommend(run, run.read_spec(), Query(objective=objective, **limits), now=1.0)
+    return recommend(open_family(run), Query(objective=objective, **limits), now=1.0)
 
 
 def places(rows: Any) -> set[tuple[int, int]]:
@@ -76,15 +77,15 @@ def test_a_record_is_made_only_of_what_is_listed(run: RunDir, monkeypatch: pytes
         candidates, "read_records", lambda frame, kind: made.extend(frame.index) or read_records(frame, kind)
     )
     answer = ask(run)
-    save_answer(run, run.read_spec(), answer)
+    save_answer(open_family(run), answer)
     assert len(made) < len(answer.candidates) / 2
 
 
 def test_the_table_holds_what_was_measured_and_listed_and_all_where_that_is_asked(run: RunDir) -> None:
     answer = ask(run)
-    save_answer(run, run.read_spec(), answer)
+    save_answer(open_family(run), answer)
     listed = table(run)
-    save_answer(run, run.read_spec(), answer, every=True)
+    save_answer(open_family(run), answer, every=True)
     every = table(run)
     assert set(listed) == places(answer.recommendation.rows) | {(n, n * b) for n, sizes in PLAN.items() for b in sizes}
     assert set(every) == {
@@ -108,7 +109,7 @@ def test_reasons_beyond_some_are_told_together(run: RunDir) -> None:
     for probe in run.results():
         if probe not in small:
             (run.path / f"results/{probe.id}.json").unlink()
-    warnings = recommend(run, far, Query(objective="time"), now=1.0).warnings
+    warnings = recommend([Run(run.path, far)], Query(objective="time"), now=1.0).warnings
     reasons = [warning.values["reason"] for warning in warnings if warning.code == "configurations-left-out"]
     assert len(reasons) == 5 and "more than 8 times the 3" in str(reasons[0])
     assert values(warnings, "more-configurations-left-out")["nodes"] == [3360, 5040]

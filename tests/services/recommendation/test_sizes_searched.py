@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 from make_results import Truth, measured, spec
+from make_runs import create_runs
 from read_diagnostics import codes, values
 
 from tula_cli.errors import BadMeasurements
 from tula_cli.options import TrainRequest
 from tula_cli.query import Query
 from tula_cli.run.directory import Run, RunDir
+from tula_cli.run.job_runs import make_runs, open_family
 from tula_cli.services import train
 from tula_cli.services.recommend import Answer, recommend, save_answer
 from tula_cli.services.search import choose_probes
@@ -43,7 +45,6 @@ def truth(part: Run) -> Truth:
 
 
 def write(part: Run) -> None:
-    part.save_job(part.spec)
     for nodes, local_batches in planned(part).items():
         for local in local_batches:
             part.write_result(measured(truth(part), nodes, local))
@@ -51,22 +52,22 @@ def write(part: Run) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    run = RunDir.create(tmp_path, job())
-    for part in run.variants(run.read_spec()):
+    runs = create_runs(tmp_path, job())
+    for part in runs:
         write(part)
-    return run
+    return runs[0]
 
 
 def ask(run: RunDir, **limits: Any) -> Answer:
-    return recommend(run, run.read_spec(), Query(objective="time", **limits), now=1.0)
+    return recommend(open_family(run), Query(objective="time", **limits), now=1.0)
 
 
 def test_fewer_gpus_than_the_most_are_probed_twice_on_the_fewest_nodes(run: RunDir) -> None:
-    one, two, four = run.variants(run.read_spec())
+    one, two, four = open_family(run)
     assert [part.type for part in (one, two, four)] == ["gpus-1", "gpus-2", "gpus-4"]
     assert planned(one) == {1: (32, 256)} and planned(two) == {1: (16, 128)}
     assert {nodes: len(batches) for nodes, batches in planned(four).items()} == {1: 8, 2: 1, 4: 3}
-    every = RunDir(run.path).variants(job(strategy="full"))
+    every = make_runs(run.path.parent, job(strategy="full"))
     assert [sum(map(len, planned(part).values())) for part in every] == [21, 23, 24]
 
 
@@ -83,7 +84,7 @@ def test_what_was_measured_at_one_number_of_gpus_tells_of_the_others(run: RunDir
 
 
 def test_each_counts_with_its_own_price_and_the_cheapest_is_chosen_among_all(run: RunDir) -> None:
-    answer = recommend(run, run.read_spec(), Query(objective="cost"), now=1.0)
+    answer = recommend(open_family(run), Query(objective="cost"), now=1.0)
     found, every = answer.recommendation, answer.with_all_rows().rows
     rows = {(row.type, row.nodes, row.batch): row for row in every}
     for kind, gpus in (("gpus-1", 1), ("gpus-4", 4)):
@@ -94,17 +95,17 @@ def test_each_counts_with_its_own_price_and_the_cheapest_is_chosen_among_all(run
 
 def test_the_table_tells_gpus_of_each_line(run: RunDir) -> None:
     answer = ask(run)
-    save_answer(run, run.read_spec(), answer)
-    header, *lines = (line.split(",") for line in (run.path / "results.csv").read_text().splitlines())
+    save_answer(open_family(run), answer)
+    header, *lines = (line.split(",") for line in (answer.chosen_run.path / "results.csv").read_text().splitlines())
     told = {(line[header.index("node_type")], line[header.index("gpus_per_node")]) for line in lines}
     assert told == {("gpus-1", "1"), ("gpus-2", "2"), ("gpus-4", "4")}
 
 
 def test_training_is_predicted_as_it_was_recommended(run: RunDir) -> None:
     row = next(row for row in ask(run).with_all_rows().rows if (row.type, row.nodes, row.batch) == ("gpus-2", 4, 2048))
-    (part,) = run.variants(run.read_spec(), "gpus-2")
+    part = open_family(run)[1]
     preparing = train.prepare_training(
-        run, run.read_spec(), TrainRequest(nodes=4, batch=2048, node_type="gpus-2"), pytest.fail
+        open_family(run), TrainRequest(nodes=4, batch=2048, node_type="gpus-2"), pytest.fail
     )
     told = []
     while True:
@@ -113,19 +114,19 @@ def test_training_is_predicted_as_it_was_recommended(run: RunDir) -> None:
         except StopIteration as end:
             ready = end.value
             break
-    assert ready.variant.spec == part.spec and ready.plan.prediction is not None
+    assert ready.run.spec == part.spec and ready.plan.prediction is not None
     assert ready.plan.prediction.step_time == pytest.approx(row.step_time) and not row.measured
 
 
 def test_one_that_was_not_measured_is_left_out_and_tells_nothing(tmp_path: Path) -> None:
-    run = RunDir.create(tmp_path, job())
-    write(run.variants(run.read_spec())[2])
+    one, _, run = create_runs(tmp_path, job())
+    write(run)
     answer = ask(run)
     found = answer.recommendation
     assert {row.type for row in found.rows} == {"gpus-4"}
     assert codes(answer.warnings).count("node-type-left-out") == 2
     before = next(row for row in found.rows if (row.nodes, row.batch) == (2, 512))
-    write(run.variants(run.read_spec())[0])
+    write(one)
     after = next(r for r in ask(run, node_type="gpus-4").recommendation.rows if (r.nodes, r.batch) == (2, 512))
     assert after.step_time != before.step_time, "asked for one type alone, the others' probes count too"
 
@@ -138,10 +139,8 @@ def test_a_choice_on_more_nodes_than_its_gpus_were_probed_on_says_what_it_follow
 
 
 def test_probes_of_other_sizes_on_other_hardware_are_refused(tmp_path: Path) -> None:
-    run = RunDir.create(tmp_path, job())
-    write(run.variants(run.read_spec())[2])
-    small = run.variants(run.read_spec())[0]
-    small.save_job(small.spec)
+    small, _, run = create_runs(tmp_path, job())
+    write(run)
     for local_batch in (32, 256):
         small.write_result(measured(Truth(hardware="H100", sync=SYNC), 1, local_batch))
     with pytest.raises(BadMeasurements, match="different hardware"):
@@ -154,8 +153,7 @@ def test_node_types_each_have_their_own(tmp_path: Path) -> None:
         cluster={"gpus_per_node": 4},
         node_types={"a": {"search": {"gpus_per_node": [1, 4]}}, "b": {"cluster": {"gpus_per_node": 2}}},
     )
-    run = RunDir.create(tmp_path, typed)
-    parts = {part.type: part for part in run.variants(typed)}
+    parts = {part.type: part for part in make_runs(tmp_path, typed)}
     assert {name: [other.type for other in part.sizes] for name, part in parts.items()} == {
         "a-gpus-1": ["a-gpus-4"], "a-gpus-4": ["a-gpus-1"], "b": [],
     }  # fmt: skip

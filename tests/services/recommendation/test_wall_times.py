@@ -10,6 +10,7 @@ from tula_cli.cluster.chains import list_chain_tasks
 from tula_cli.errors import Infeasible, SpecError
 from tula_cli.query import Query
 from tula_cli.run.directory import RunDir
+from tula_cli.run.job_runs import open_family, open_run
 from tula_cli.services import profile, train
 from tula_cli.services.check import check
 from tula_cli.services.recommend import recommend
@@ -35,7 +36,7 @@ def measured(root: Path, found) -> RunDir:
 
 def asked(root: Path, limits):
     run = measured(root, job(limits))
-    return recommend(run, run.read_spec(), Query(objective="cost"), now=NOW).recommendation
+    return recommend(open_family(run), Query(objective="cost"), now=NOW).recommendation
 
 
 @pytest.mark.parametrize(("nodes", "minutes"), [(1, 30), (2, 30), (3, 60), (4, 60), (8, 720), (9, 0)])
@@ -75,15 +76,15 @@ def test_a_chain_of_too_many_jobs_is_left_out(tmp_path):
 
 def test_jobs_ask_for_no_more_than_their_bin(tmp_path):
     run = measured(tmp_path, job(FRONTIER))
-    planned = train.plan_training(run, run.read_spec(), nodes=2, batch=256, inspect=lambda _: inspected())
+    planned = train.plan_training(open_run(run), nodes=2, batch=256, inspect=lambda _: inspected())
     assert planned.task.time_limit == 30
-    longer = train.plan_training(run, run.read_spec(), nodes=8, batch=256, inspect=lambda _: inspected())
+    longer = train.plan_training(open_run(run), nodes=8, batch=256, inspect=lambda _: inspected())
     assert longer.task.time_limit == 720
     assert len(list_chain_tasks(planned.task)) > len(list_chain_tasks(longer.task))
     with pytest.raises(
         SpecError, match=r"the site allows no job on 16 nodes \(cluster.slurm.limits: 0.5 h for up to 2 nodes"
     ):
-        train.plan_training(run, run.read_spec(), nodes=16, batch=256, inspect=lambda _: inspected())
+        train.plan_training(open_run(run), nodes=16, batch=256, inspect=lambda _: inspected())
 
 
 def test_a_measuring_job_that_does_not_fit_is_a_problem_before_it_is_submitted():

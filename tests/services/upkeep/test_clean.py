@@ -155,11 +155,12 @@ def test_trainings_of_a_comparison_go_where_that_is_asked_and_they_are_over(run:
     assert run.training("a").result() is not None
 
 
-def test_what_was_measured_by_node_type_is_cleaned_too(run: RunDir) -> None:
-    inner = RunDir.create(run.path / "types", make.spec(name="toy-old"))
-    folder = trained(inner, 100, 200, 300, best=300)
-    cleaned(run)
-    assert names(folder) == ["300.pt"]
+def test_a_run_with_node_types_inside_is_left_as_it_is(run: RunDir) -> None:
+    (run.path / "types").mkdir()
+    folder = trained(run, 100, 200, 300, best=300)
+    (space,) = service.measure_runs([run])
+    assert space.holdings == () and "are runs of their own now" in space.kept
+    assert names(folder) == ["100.pt", "200.pt", "300.pt"]
 
 
 # --- what never goes

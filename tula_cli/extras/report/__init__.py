@@ -1,16 +1,15 @@
 """The report of a run as one document: `tula report`, the page of `tula compare --html`, and the files of exports."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tula_cli.run.directory import Run, RunDir
+    from tula_cli.run.directory import Run
     from tula_cli.run.records.recommendations import Recommendation, TradeOff
     from tula_cli.run.records.results import Comparison
     from tula_cli.services.comparison.accuracy import CompareReport
     from tula_cli.services.document import Document, TextForm
-    from tula_cli.spec.job import JobSpec
 
 
 class Report:
@@ -22,11 +21,11 @@ class Report:
 
         return report
 
-    def build(self, run: "RunDir", spec: "JobSpec", *, now: float) -> "Document":
+    def build(self, runs: "Sequence[Run]", *, now: float) -> "Document":
         from tula_cli.cluster import launcher
         from tula_cli.extras.report.run_report import build_run_report
 
-        return build_run_report(run, spec, partial(launcher.make_launcher, submits=False), now=now)
+        return build_run_report(runs, partial(launcher.make_launcher, submits=False), now=now)
 
     def build_comparison(
         self, run: "Run", comparison: "Comparison", report: "CompareReport", *, at: float

@@ -61,13 +61,11 @@ def report(
     from tula_cli.extras.report import run_report as service
     from tula_cli.extras.report.material import gather_material
 
-    if chosen.target is not None and chosen.named:
-        raise SpecError(f"{chosen.target} and --run {chosen.named[0]} name two runs", "name only one of them")
     to_stdout = _choose_form_for_stdout(csv, markdown=markdown, latex=latex)
     _check_places(html, svg, csv)
-    run = chosen.find(screen)
+    runs = chosen.find(screen)
     looks = functools.partial(launcher.make_launcher, submits=False)
-    material = gather_material(run, run.read_spec(), looks, now=time.time())
+    material = gather_material(runs, looks, now=time.time())
     for part in material.parts:
         screen.warn_all(part.now.warnings)
     document = service.build_document(material)

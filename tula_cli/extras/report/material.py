@@ -10,8 +10,8 @@ from tula_cli.extras.report.values import Row, get_metric_value, is_placed
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.choice.objective import find_knee_batch
 from tula_cli.query import Query
-from tula_cli.run.directory import Run, RunDir
-from tula_cli.run.jobfile import list_variants_with_data
+from tula_cli.run.directory import Run
+from tula_cli.run.job_runs import find_recommendation, list_runs_with_data
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, Recommendation
@@ -56,20 +56,23 @@ class RunMaterial:
 
 @dataclass(frozen=True)
 class Material:
-    """All data of a run that a report uses.
+    """All data of the runs of a job that a report uses.
 
     `kept` is the stored recommendation, which `tula train` uses. `answer` is the current recommendation over all
     configurations, without the limits of the stored question so that no part of a curve is hidden; it is None if the
     probes do not allow a recommendation, and `unanswered` explains why.
     """
 
-    run: RunDir
-    spec: JobSpec
     parts: tuple[RunMaterial, ...]
     kept: Recommendation | None
     answer: Answer | None
     unanswered: str
     at: float  # Unix time
+
+    @property
+    def spec(self) -> JobSpec:
+        """The job on the first hardware."""
+        return self.parts[0].run.spec
 
     @property
     def own_runs(self) -> list[RunMaterial]:
@@ -173,31 +176,28 @@ def _get_configuration(row: Prediction) -> tuple[str, int, int, str]:
     return row.type, row.nodes, row.batch, row.market
 
 
-def gather_material(run: RunDir, spec: JobSpec, launcher_for: Callable[[JobSpec], Launcher], *, now: float) -> Material:
-    """Read a run and fit its models.
+def gather_material(runs: Sequence[Run], launcher_for: Callable[[JobSpec], Launcher], *, now: float) -> Material:
+    """Read the runs of a job and fit their models.
 
     Args:
-        run: the run.
-        spec: job of the run.
+        runs: the runs.
         launcher_for: returns the launcher of a job, which knows whether jobs are active.
         now: Unix time.
 
     Raises:
         TulaError: a record of the run cannot be read.
     """
-    variants = [
-        RunMaterial(
-            variant, variant.read(skip_damaged=True), status.run_status(variant, launcher_for(variant.spec), now=now)
-        )
-        for variant in list_variants_with_data(run, spec)
+    parts = [
+        RunMaterial(run, run.read(skip_damaged=True), status.run_status(run, launcher_for(run.spec), now=now))
+        for run in list_runs_with_data(runs)
     ]
-    stored = run.recommendation()
-    answer, why = _recommend_now(run, spec, variants, stored, now=now)
-    return Material(run, spec, tuple(variants), stored, answer, why, now)
+    stored = find_recommendation(runs)
+    answer, why = _recommend_now(parts, stored, now=now)
+    return Material(tuple(parts), stored, answer, why, now)
 
 
 def _recommend_now(
-    run: RunDir, spec: JobSpec, parts: Sequence[RunMaterial], stored: Recommendation | None, *, now: float
+    parts: Sequence[RunMaterial], stored: Recommendation | None, *, now: float
 ) -> tuple[Answer | None, str]:
     """Recommend from the current probes by the stored objective, else by the knee; return the answer or the reason."""
     pending = {
@@ -211,7 +211,7 @@ def _recommend_now(
     for objective_tried in (objective, "knee"):
         try:
             query = Query(objective=objective_tried, curve=curve)
-            return recommending.recommend(run, spec, query, pending=pending, now=now), ""
+            return recommending.recommend([part.run for part in parts], query, pending=pending, now=now), ""
         except (Pending, BadMeasurements, Infeasible, SpecError) as error:
             why = error
     return None, describe_error(why)

@@ -7,7 +7,7 @@ from tula_cli.extras.report import sections
 from tula_cli.extras.report.material import Material, gather_material, list_newest_trainings
 from tula_cli.extras.report.values import describe_software, is_priced
 from tula_cli.models.cost import describe_price
-from tula_cli.run.directory import RunDir
+from tula_cli.run.directory import Run
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.run.secrets import without_secrets
@@ -26,21 +26,18 @@ from tula_cli.words import (
 )
 
 
-def build_run_report(
-    run: RunDir, spec: JobSpec, launcher_for: Callable[[JobSpec], Launcher], *, now: float
-) -> Document:
-    """Build the report of a run.
+def build_run_report(runs: Sequence[Run], launcher_for: Callable[[JobSpec], Launcher], *, now: float) -> Document:
+    """Build the report of the runs of a job.
 
     Args:
-        run: the run.
-        spec: job of the run.
+        runs: the runs.
         launcher_for: returns the launcher of a job, which knows whether jobs are active.
         now: Unix time.
 
     Raises:
         TulaError: a record of the run cannot be read.
     """
-    return build_document(gather_material(run, spec, launcher_for, now=now))
+    return build_document(gather_material(runs, launcher_for, now=now))
 
 
 def build_document(material: Material) -> Document:
@@ -60,7 +57,7 @@ def build_document(material: Material) -> Document:
     )
     made_by = f"{format_moment(material.at)}, tula {__version__}"
     return Document(
-        material.spec.name,
+        material.parts[0].run.job_name,
         _describe_question(material),
         _describe_answer(material),
         made_by,
@@ -133,7 +130,7 @@ def _run_facts(material: Material) -> Iterator[Fact]:
         yield Fact(f"{prefix}price", describe_price(run_material.run.spec.pricing))
     if (code := _make_code_fact(material)) is not None:
         yield code
-    yield Fact("run", material.run.id)
+    yield Fact("run", ", ".join(run_material.run.id for run_material in material.own_runs))
 
 
 def _list_job_facts(spec: JobSpec) -> Iterator[Fact]:
@@ -166,8 +163,13 @@ def _describe_hardware(probes: Sequence[Measured], gpus_per_node: int) -> str:
 
 def _make_code_fact(material: Material) -> Fact | None:
     """Return the commit of the user's code; None if no code was recorded or it has no git commit."""
-    names = [task.code for run_material in material.own_runs for task in run_material.look.tasks if task.code]
-    snapshot = material.run.code(names[-1]) if names else None
+    names = [
+        (run_material.run, task.code)
+        for run_material in material.own_runs
+        for task in run_material.look.tasks
+        if task.code
+    ]
+    snapshot = names[-1][0].code(names[-1][1]) if names else None
     if snapshot is None or not snapshot.commit:
         return None
     return Fact("code", f"commit {snapshot.commit[:12]}{', with changes' if snapshot.dirty else ''}")

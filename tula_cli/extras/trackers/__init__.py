@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tula_cli.run.directory import RunDir
+    from tula_cli.run.directory import Run
     from tula_cli.services.events import Event, Work
     from tula_cli.services.tracking import ExportResult
 
@@ -21,7 +21,7 @@ class Trackers:
 
     def export(
         self,
-        run: "RunDir",
+        runs: "Sequence[Run]",
         to: Sequence[str],
         *,
         uri: str | None,
@@ -31,13 +31,13 @@ class Trackers:
     ) -> "Work[tuple[ExportResult, ...]]":
         from tula_cli.extras.trackers.export import export_run, list_requested_trackers, require_sent
 
-        trackers = list_requested_trackers(run.read_spec(), to, uri=uri, project=project)
-        results = yield from export_run(run, trackers, follow=follow, every=every)
+        trackers = list_requested_trackers(runs[0].spec, to, uri=uri, project=project)
+        results = yield from export_run(runs, trackers, follow=follow, every=every)
         require_sent(results)
         return results
 
     def export_while_waiting(
-        self, run: "RunDir", jobs: Sequence[str] | None, waiting: "Iterable[Event]"
+        self, run: "Run", jobs: Sequence[str] | None, waiting: "Iterable[Event]"
     ) -> "Iterator[Event]":
         from tula_cli.extras.trackers.export import export_while_waiting
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from tula_cli.errors import TulaError
 from tula_cli.extras.trackers.export import export_run, list_requested_trackers
 from tula_cli.run.directory import RunDir
+from tula_cli.run.job_runs import open_run
 from tula_cli.services.events import WarningEvent
 
 
@@ -22,10 +23,10 @@ def main(path: str) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # a scheduler sends them to all processes; the supervisor reacts to them
     try:
-        run = RunDir.open(Path(path))
-        trackers = list_requested_trackers(run.read_spec(), (), uri=None, project=None, by="job")
+        run = open_run(RunDir.open(Path(path)))
+        trackers = list_requested_trackers(run.spec, (), uri=None, project=None, by="job")
         work = export_run(
-            run,
+            [run],
             trackers,
             follow=True,
             active=lambda _: True,  # a job that sends is one that runs

@@ -31,11 +31,11 @@ def export(
     from tula_cli.extras.trackers import export as service
     from tula_cli.extras.trackers.export import write_report_files
 
-    run = chosen.find(screen)
-    trackers = service.list_requested_trackers(run.read_spec(), list(to), uri=request.uri, project=request.project)
+    runs = chosen.find(screen)
+    trackers = service.list_requested_trackers(runs[0].spec, list(to), uri=request.uri, project=request.project)
     reports = partial(write_report_files, page=_load_page_renderer())
     results = follow_work(
-        screen, service.export_run(run, trackers, follow=request.follow, every=request.every, reports=reports)
+        screen, service.export_run(runs, trackers, follow=request.follow, every=request.every, reports=reports)
     )
     screen.answer(results, describe_exports(results))
     service.require_sent(results)

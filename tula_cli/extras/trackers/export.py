@@ -25,9 +25,9 @@ from tula_cli.extras.trackers.payload import (
     read_environment,
     with_steps,
 )
-from tula_cli.run.directory import Run, RunDir
+from tula_cli.run.directory import Run
 from tula_cli.run.files import list_files, make_folder, read_record, write_atomic, write_error, write_record
-from tula_cli.run.jobfile import list_variants_with_data
+from tula_cli.run.job_runs import list_runs_with_data
 from tula_cli.run.lock import SubmissionLock
 from tula_cli.run.owner import require_own
 from tula_cli.run.records.base import Record
@@ -65,7 +65,7 @@ def write_report_files(run: Run, *, page: Callable[[Document], str] | None = Non
     if newest is None or package is None:
         return ()
     if any(not path.is_file() or path.stat().st_mtime < newest for path in wanted):
-        document = package.build(run, run.spec, now=time.time())
+        document = package.build([run], now=time.time())
         render_markdown = partial(package.render_text, form="markdown")
         for path, form in zip(wanted, (render_markdown, page), strict=False):
             if form is not None:
@@ -303,17 +303,16 @@ POLL_INTERVAL = 30.0
 
 @dataclass
 class _TrackerTarget:
-    """A tracker and the runs of one hardware that are sent there."""
+    """A tracker and the run that is sent there."""
 
     destination: Destination
-    sessions: list[Session]
+    session: Session
     problem: str = ""
 
     def update(self, active: Callable[[Run], bool]) -> Iterator[WarningEvent]:
         """Send what is new; an error is reported only once."""
         try:
-            for session in self.sessions:
-                session.update(active=active(session.run))
+            self.session.update(active=active(self.session.run))
             self.problem = ""
         except TrackerError as error:
             if error.message != self.problem:
@@ -322,27 +321,23 @@ class _TrackerTarget:
 
     def close(self) -> Iterator[WarningEvent]:
         try:
-            for session in self.sessions:
-                session.close()
+            self.session.close()
         except TrackerError as error:
             if not self.problem:
                 self.problem = error.message
                 yield WarningEvent(error.message)
 
     @property
-    def points(self) -> int:
-        return sum(session.counts.points for session in self.sessions)
-
-    @property
     def result(self) -> ExportResult:
+        counts = self.session.counts
         return ExportResult(
             to=self.destination.to,
             uri=self.destination.uri,
             project=self.destination.project,
-            runs=sum(len(session.sent.runs) for session in self.sessions),
-            new_runs=sum(session.counts.runs for session in self.sessions),
-            new_points=self.points,
-            files=sum(session.counts.files for session in self.sessions),
+            runs=len(self.session.sent.runs),
+            new_runs=counts.runs,
+            new_points=counts.points,
+            files=counts.files,
             problem=self.problem,
             offline=self.destination.offline,
         )
@@ -395,15 +390,14 @@ def _lock_targets(targets: Sequence[_TrackerTarget]) -> Iterator[list[_TrackerTa
     """Lock the exports to all targets, and yield those that no other process sends to; the others get a problem."""
     with contextlib.ExitStack() as stack:
         for target in targets:
-            owners = [stack.enter_context(session.lock()) for session in target.sessions]
-            if owner := next(filter(None, owners), ""):
+            if owner := stack.enter_context(target.session.lock()):
                 place = f"{target.destination.to} at {target.destination.uri}"
                 target.problem = f"{place}: another process is sending this run there ({owner})"
         yield [target for target in targets if not target.problem]
 
 
 def export_run(
-    run: RunDir,
+    runs: Sequence[Run],
     trackers: Iterable[Export],
     *,
     follow: bool = False,
@@ -413,10 +407,10 @@ def export_run(
     reports: Callable[[Run], tuple[Path, ...]] = write_report_files,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Work[tuple[ExportResult, ...]]:
-    """Send new values of a run, with all its variants, to trackers.
+    """Send new values of the runs of a job to trackers.
 
     Args:
-        run: the run.
+        runs: the runs.
         trackers: the trackers to send to.
         follow: continue while jobs of the run are queued or running.
         every: seconds between two updates; None for `POLL_INTERVAL`, and at least as long as the scheduler's interval.
@@ -430,11 +424,10 @@ def export_run(
         TulaError: the run cannot be read or written, or another process sends it to the same trackers.
         Interruption: Ctrl-C while following.
     """
-    spec = run.read_spec()
-    variants = list_variants_with_data(run, spec)
+    runs = list_runs_with_data(runs)
     is_active = active or _has_active_jobs
-    interval = max(every or POLL_INTERVAL, spec.cluster.backend.poll[0])
-    targets = [_make_target(run, spec, variants, tracker, reports) for tracker in trackers]
+    interval = max(every or POLL_INTERVAL, *(run.spec.cluster.backend.poll[0] for run in runs))
+    targets = [_make_target(run, tracker, reports) for tracker in trackers for run in runs]
     with _lock_targets(targets) as free:
         busy = [target for target in targets if target.problem]
         if busy and not free:
@@ -443,7 +436,7 @@ def export_run(
         began, last_note = time.monotonic(), float("-inf")
         try:
             while True:
-                last = stop() or not follow or not any(map(is_active, variants))
+                last = stop() or not follow or not any(map(is_active, runs))
                 for target in free:
                     yield from target.update(is_active)
                 if last:
@@ -452,7 +445,7 @@ def export_run(
                     last_note = now
                     yield Note("; ".join(map(_describe_count, free)))
                 _sleep_until(now + interval, stop, sleep)
-            yield from (WarningEvent(damage) for variant in variants for damage in variant.read().training_warnings)
+            yield from (WarningEvent(damage) for run in runs for damage in run.read().training_warnings)
         except KeyboardInterrupt:
             raise Interruption("interrupted; the next export continues from there") from None
         finally:
@@ -461,7 +454,7 @@ def export_run(
     return tuple(target.result for target in (*free, *busy))
 
 
-def export_while_waiting(run: RunDir, jobs: Sequence[str] | None, waiting: Iterable[Event]) -> Iterator[Event]:
+def export_while_waiting(run: Run, jobs: Sequence[str] | None, waiting: Iterable[Event]) -> Iterator[Event]:
     """Yield the events of waiting for jobs, and send the run to the trackers of its job file between them.
 
     Probes on this machine are timed: their values are sent after the jobs are over, so that they share no cores.
@@ -471,10 +464,9 @@ def export_while_waiting(run: RunDir, jobs: Sequence[str] | None, waiting: Itera
         jobs: ids of these jobs; None for trainings, of which some may not be submitted yet.
         waiting: events of waiting for the jobs.
     """
-    spec = run.read_spec()
-    variants = list_variants_with_data(run, spec)
+    spec = run.spec
     trackers = list_requested_trackers(spec, (), uri=None, project=None, by="command")
-    targets = [_make_target(run, spec, variants, tracker, write_report_files) for tracker in trackers]
+    targets = [_make_target(run, tracker, write_report_files) for tracker in trackers]
     trains = jobs is None or any(task.job in jobs for task in run.read().train_tasks)
     next_update = time.monotonic() if spec.cluster.backend.has_queue or trains else float("inf")
     with contextlib.ExitStack() as stack:
@@ -514,22 +506,14 @@ def _sleep_until(moment: float, stop: Callable[[], bool], sleep: Callable[[float
 
 def _describe_count(target: _TrackerTarget) -> str:
     verb = "written for" if target.destination.offline else "sent to"
-    return f"{words.format_count(target.points, 'point')} {verb} {target.destination.to}"
+    return f"{words.format_count(target.session.counts.points, 'point')} {verb} {target.destination.to}"
 
 
-def _make_target(
-    run: RunDir,
-    spec: JobSpec,
-    variants: Sequence[Run],
-    export: Export,
-    reports: Callable[[Run], tuple[Path, ...]],
-) -> _TrackerTarget:
+def _make_target(run: Run, export: Export, reports: Callable[[Run], tuple[Path, ...]]) -> _TrackerTarget:
     destination = resolve_destination(
-        export.to, uri=export.uri, project=export.project, run=run.path.absolute(), job=spec.name
+        export.to, uri=export.uri, project=export.project, run=run.path.absolute(), job=run.job_name
     )
-    names = [run.id if variant.name is None else f"{run.id}-{variant.name}" for variant in variants]
-    sessions = [Session(variant, name, destination, reports) for variant, name in zip(variants, names, strict=True)]
-    return _TrackerTarget(destination, sessions)
+    return _TrackerTarget(destination, Session(run, run.id, destination, reports))
 
 
 def _has_active_jobs(run: Run) -> bool:

@@ -18,6 +18,20 @@ class JobFile(Record):
     overrides: tuple[str, ...] = ()  # what --set laid over it
 
 
+class Variant(Record):
+    """The part of a job that a run measures, if the job names several node types, GPU counts or text lengths.
+
+    Each is a run of its own. A run of a job without variants has no such record.
+    """
+
+    node_type: str | None = None  # None if the job names none
+    gpus: int | None = None  # per node, of search.gpus_per_node; None for all of a node
+    length: int | None = None  # of search.sequence, measured and not trained; None for the job's length
+    in_addition: Literal["gpus", "length"] | None = None  # as of JobSpec.measured_in_addition
+    runs: tuple[str, ...] = ()  # names of the runs of all variants of the job
+    chosen: str = ""  # name of the run that the job's recommendation is to train; empty without a recommendation
+
+
 class StageDecision(Record):
     """A decision about the next stage from a measurement of the gradient noise: a row of stages.jsonl."""
 

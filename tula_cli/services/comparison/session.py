@@ -8,37 +8,37 @@ from tula_cli import words
 from tula_cli.cluster.launcher import Launcher
 from tula_cli.errors import BadMeasurements, JobFailed, SpecError, require_list
 from tula_cli.options import ComparisonRequest
-from tula_cli.run.directory import Run, RunDir
+from tula_cli.run.directory import Run
 from tula_cli.run.format import require_current_format
-from tula_cli.run.jobfile import save_job
+from tula_cli.run.job_runs import save_runs
 from tula_cli.run.records.results import Comparison, JobFile
 from tula_cli.services import compare, status
 from tula_cli.services.compare import ComparePlan, Grid
 from tula_cli.services.comparison import accuracy, rows, trainings
 from tula_cli.services.comparison.accuracy import CompareReport
 from tula_cli.services.events import ComparePlanned, ComparisonProgress, Note, WarningEvent, Work
-from tula_cli.services.site_charges import with_site_billing
 from tula_cli.services.tracking import export_while_waiting
-from tula_cli.services.train import choose_variant_to_train
+from tula_cli.services.train import choose_run_to_train
 from tula_cli.services.waiting import Dependencies, WaitPolicy, require_confirmed, warn_new_jobs
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.workload import get_workload
 
 
-def complete_grid(request: ComparisonRequest, run: RunDir, spec: JobSpec, previous: Comparison | None) -> Grid:
+def complete_grid(request: ComparisonRequest, run: Run, previous: Comparison | None) -> Grid:
     """Return the grid of a request, with the values that it leaves open.
 
     Raises:
         BadMeasurements: no batch is given, known or recommended.
         SpecError: methods or batches are no list, a method is unknown, or a number is below 1.
     """
+    spec = run.spec
     require_list(methods=request.methods, batches=request.batches)
     nodes = (
         request.nodes
         if request.nodes is not None
         else previous.nodes
         if previous
-        else compare.choose_default_nodes(run, spec)
+        else compare.choose_default_nodes(run)
     )
     batches = tuple(request.batches or ()) or (previous.batches if previous else compare.list_default_batches(run))
     by_default = True if request.methods else compare.choose_default_control(spec, batches)
@@ -59,11 +59,9 @@ def complete_grid(request: ComparisonRequest, run: RunDir, spec: JobSpec, previo
 
 @dataclass(frozen=True)
 class PreparedComparison:
-    """A comparison before anything is submitted: the job's run, that of the hardware to train on, and the plan."""
+    """A comparison before anything is submitted: the run of the hardware to train on, and the plan."""
 
-    run: RunDir
-    spec: JobSpec
-    variant: Run
+    run: Run
     plan: ComparePlan
 
 
@@ -90,13 +88,12 @@ class ComparisonResult:
 
 
 def prepare(
-    run: RunDir, spec: JobSpec, request: ComparisonRequest, dependencies: Dependencies, *, node_type: str | None = None
+    runs: Sequence[Run], request: ComparisonRequest, dependencies: Dependencies, *, node_type: str | None = None
 ) -> Work[PreparedComparison]:
     """Plan a comparison; nothing is written.
 
     Args:
-        run: the run.
-        spec: the job.
+        runs: the runs of a job.
         request: the requested comparison.
         dependencies: provides the inspection of the dataset's size if no probe has recorded it.
         node_type: the node type; None for the recommended one.
@@ -106,32 +103,31 @@ def prepare(
         BadMeasurements: no batch or node type is given, known or recommended.
         SpecError: a batch cannot be trained, or methods are not compatible with the job.
     """
+    run = choose_run_to_train(runs, node_type)
     require_current_format(run.path)
-    spec = with_site_billing(spec, run.path.parent)
-    variant, _ = choose_variant_to_train(run, spec, node_type)
-    if variant.type is not None:
-        yield Note(f"node type {variant.type}")
-    previous = variant.comparison()
-    grid = complete_grid(request, variant, variant.spec, previous)
+    if run.type is not None:
+        yield Note(f"node type {run.type}")
+    previous = run.comparison()
+    grid = complete_grid(request, run, previous)
     if request.methods is None and previous is None:
-        yield Note(compare.list_default_rows(variant.spec, nodes=grid.nodes).words)
-    plan = compare.plan_comparison(variant, variant.spec, grid, inspect=dependencies.inspect, now=time.time())
+        yield Note(compare.list_default_rows(run.spec, nodes=grid.nodes).words)
+    plan = compare.plan_comparison(run, grid, inspect=dependencies.inspect, now=time.time())
     for text in plan.warnings:
         yield WarningEvent(text)
-    return PreparedComparison(run, spec, variant, plan)
+    return PreparedComparison(run, plan)
 
 
-def load_comparison(run: RunDir, spec: JobSpec, *, node_type: str | None = None) -> tuple[Run, Comparison]:
-    """Return the stored comparison of a run, and its part.
+def load_comparison(runs: Sequence[Run], *, node_type: str | None = None) -> tuple[Run, Comparison]:
+    """Return the stored comparison of a job, and its run.
 
     Raises:
         BadMeasurements: there is no comparison.
     """
-    variant, _ = choose_variant_to_train(run, spec, node_type)
-    comparison = variant.comparison()
+    run = choose_run_to_train(runs, node_type)
+    comparison = run.comparison()
     if comparison is None:
-        raise BadMeasurements(f"nothing was compared in {variant.id} yet", "tula compare job.yaml --batch N,M")
-    return variant, comparison
+        raise BadMeasurements(f"nothing was compared in {run.id} yet", "tula compare job.yaml --batch N,M")
+    return run, comparison
 
 
 def read_comparison_result(run: Run, comparison: Comparison, launcher: Launcher) -> ComparisonResult:
@@ -160,7 +156,7 @@ def run_comparison(
         SchedulerError: the scheduler refused a training.
         JobFailed: the first trainings have all failed.
     """
-    plan, run = prepared.plan, prepared.variant
+    plan, run = prepared.plan, prepared.run
     launcher = dependencies.launcher_for(run.spec)
     if plan.missing:
         _require_waiting(run.spec, wait_policy)
@@ -169,7 +165,7 @@ def run_comparison(
         require_confirmed(dependencies.confirm, planned)
     else:
         yield Note("every training of this comparison is finished already")
-    save_job(prepared.run, prepared.spec, [run], file)
+    save_runs([run], file)
     run.write_comparison(plan.comparison)
     if plan.missing:
         yield from _train_missing(run, plan, launcher, dependencies, wait_policy)
@@ -190,19 +186,18 @@ def _require_waiting(spec: JobSpec, wait_policy: WaitPolicy) -> None:
 
 
 def _train_missing(
-    variant: Run, plan: ComparePlan, launcher: Launcher, dependencies: Dependencies, wait_policy: WaitPolicy
+    run: Run, plan: ComparePlan, launcher: Launcher, dependencies: Dependencies, wait_policy: WaitPolicy
 ) -> Work[None]:
     """Run the missing trainings: one after another on this machine, in parallel on a cluster."""
-    run = variant
     try:
-        if not variant.spec.cluster.backend.has_queue:
+        if not run.spec.cluster.backend.has_queue:
             one_by_one = trainings.train_cells_one_by_one(run, plan, launcher, inspect=dependencies.inspect)
             yield from export_while_waiting(run, None, map(ComparisonProgress, one_by_one))
             return
         tried: set[str] = set()
         while plan.missing:
             jobs = yield from _submit(run, plan, launcher, dependencies)
-            if not wait_policy.should_wait(variant.spec):
+            if not wait_policy.should_wait(run.spec):
                 if plan.standing.undecided:
                     yield Note("the same command starts the next round once these trainings have ended")
                 return
@@ -213,10 +208,10 @@ def _train_missing(
     except KeyboardInterrupt:
         hint = f"run the same command to follow it; tula cancel {words.make_relative_path(run.path)} ends it"
         message = "interrupted; finished trainings are kept, and running ones continue"
-        raise wait_policy.interruption([(variant, launcher)], hint=hint, message=message) from None
+        raise wait_policy.interruption([(run, launcher)], hint=hint, message=message) from None
 
 
-def _submit(run: RunDir, plan: ComparePlan, launcher: Launcher, dependencies: Dependencies) -> Work[Sequence[str]]:
+def _submit(run: Run, plan: ComparePlan, launcher: Launcher, dependencies: Dependencies) -> Work[Sequence[str]]:
     yield Note(f"submitting {words.format_count(len(plan.missing), 'training')}")
     jobs = trainings.submit_cells(run, plan, launcher, inspect=dependencies.inspect)
     yield from warn_new_jobs(run, launcher, jobs, [], plan.spec)

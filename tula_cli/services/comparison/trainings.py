@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tula_cli.cluster.launcher import Launcher
 from tula_cli.errors import Diverged, JobFailed, TulaError
-from tula_cli.run.directory import RunDir
+from tula_cli.run.directory import Run
 from tula_cli.run.records.results import Cell
 from tula_cli.services import status, train
 from tula_cli.services import status as services_status
@@ -52,13 +52,13 @@ class Progress:
     undecided: int = 0  # of the total
 
 
-def submit_cell(run: RunDir, plan: ComparePlan, cell: Cell, launcher: Launcher, *, inspect: Inspect) -> str:
+def submit_cell(run: Run, cell: Cell, launcher: Launcher, *, inspect: Inspect) -> str:
     """Submit the training of a cell, or find its running job, and return the job's id.
 
     Raises:
         TulaError: the user's code has changed since the comparison was planned.
     """
-    planned = plan_cell(run, plan.spec, cell, inspect)
+    planned = plan_cell(run, cell, inspect)
     if planned.task.signature != cell.signature:
         raise TulaError(
             "the code that the job names has changed since the comparison was started",
@@ -67,14 +67,14 @@ def submit_cell(run: RunDir, plan: ComparePlan, cell: Cell, launcher: Launcher, 
     return train.submit_training(run, planned, launcher)
 
 
-def submit_cells(run: RunDir, plan: ComparePlan, launcher: Launcher, *, inspect: Inspect) -> list[str]:
+def submit_cells(run: Run, plan: ComparePlan, launcher: Launcher, *, inspect: Inspect) -> list[str]:
     """Submit all missing trainings, most useful first, and return the job ids; the scheduler runs them in parallel."""
     inspect = functools.partial(inspect_once, inspect, {})
-    return [submit_cell(run, plan, cell, launcher, inspect=inspect) for cell in plan.missing]
+    return [submit_cell(run, cell, launcher, inspect=inspect) for cell in plan.missing]
 
 
 def train_cells_one_by_one(
-    run: RunDir,
+    run: Run,
     plan: ComparePlan,
     launcher: Launcher,
     *,
@@ -106,7 +106,7 @@ def train_cells_one_by_one(
         cell = waiting.pop(0)
         tried.add(cell.signature)
         other_hours = sum_hours((*waiting, *plan.standing.undecided), hours)
-        job, submitted = submit_cell(run, plan, cell, launcher, inspect=inspect), clock()
+        job, submitted = submit_cell(run, cell, launcher, inspect=inspect), clock()
         finished = ended_before + len(tried) - 1 - failed
         describe = _describe_progress(plan)
         for run_status in services_status.watch_jobs(run, launcher, [job]):
@@ -134,7 +134,7 @@ def train_cells_one_by_one(
             return
 
 
-def advance_plan(run: RunDir, plan: ComparePlan, tried: Collection[str]) -> ComparePlan:
+def advance_plan(run: Run, plan: ComparePlan, tried: Collection[str]) -> ComparePlan:
     """Return the plan updated with the trainings that have ended since, without those that this call has tried."""
     unfinished = [cell for cell in plan.comparison.cells if not is_cell_ended(run, cell)]
     failed = {cell.signature for cell in unfinished} & set(tried)
@@ -159,7 +159,7 @@ def _describe_waiting(run_status: RunStatus, job: str) -> str:
     )
 
 
-def _estimate_hours_now(run: RunDir, plan: ComparePlan) -> dict[tuple[str, int], float | None]:
+def _estimate_hours_now(run: Run, plan: ComparePlan) -> dict[tuple[str, int], float | None]:
     """Return the expected hours of each row, based on the trainings finished since the plan was made."""
     took = compute_mean_hours_by_row(run, plan.comparison)
     known_hours = {row: hours for row, hours in plan.hours.items() if hours is not None}
@@ -185,7 +185,7 @@ def _convert_hours_to_seconds(hours: float | None) -> float | None:
     return None if hours is None else 3600 * hours
 
 
-def _describe_failure(run: RunDir, cell: Cell) -> str:
+def _describe_failure(run: Run, cell: Cell) -> str:
     """Return the reason why a training failed; empty if it did not fail, or diverged."""
     try:
         load_summary(run, cell.signature)
@@ -197,7 +197,7 @@ def _describe_failure(run: RunDir, cell: Cell) -> str:
 
 
 def wait_for_all(
-    run: RunDir, plan: ComparePlan, launcher: Launcher, jobs: Sequence[str], *, timeout: float | None = None
+    run: Run, plan: ComparePlan, launcher: Launcher, jobs: Sequence[str], *, timeout: float | None = None
 ) -> Iterator[Progress]:
     """Watch jobs that a scheduler runs in parallel until all have ended."""
     cells = {f"train-{cell.signature}": cell for cell in plan.comparison.cells}
@@ -220,6 +220,6 @@ def wait_for_all(
         yield describe(finished, failed, None, None, None, running)
 
 
-def _count_trainings(run: RunDir, plan: ComparePlan, states: Mapping[str, JobStatus]) -> tuple[int, int]:
+def _count_trainings(run: Run, plan: ComparePlan, states: Mapping[str, JobStatus]) -> tuple[int, int]:
     finished = sum(is_cell_ended(run, cell) for cell in plan.standing.wanted)
     return finished, sum(job.state in ENDED for job in states.values())

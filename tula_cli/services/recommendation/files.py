@@ -10,7 +10,7 @@ from typing import Any
 from tula_cli.models.choice.candidates import Candidates
 from tula_cli.models.choice.columns import to_columns
 from tula_cli.models.choice.grid import Config
-from tula_cli.run.directory import RunDir
+from tula_cli.run.directory import Run
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.run.records.tasks import ProbeTask
@@ -34,22 +34,19 @@ def describe_configuration(row: Prediction, currency: str) -> str:
     )
 
 
-def make_training_command(run: RunDir, spec: JobSpec, choice: Prediction) -> str:
+def make_training_command(run: Run, choice: Prediction) -> str:
     """Return the command line that trains the choice from this run, valid in any working directory.
 
     It changes to the folder of the probes first, in which relative paths of the spec and the user's code are found.
     """
-    kind = f" --type {choice.type}" if spec.types else ""
-    where = f"--run {shlex.quote(str(run.path.absolute()))}{kind}"
+    where = f"--run {shlex.quote(str(run.path.absolute()))}"
     train = f"tula train {where} --nodes {choice.nodes} --batch {choice.batch}"
-    tasks = (task for variant in run.variants(spec) for task in variant.tasks())
-    folder = next((task.workdir for task in tasks if isinstance(task, ProbeTask)), None)
+    folder = next((task.workdir for task in run.tasks() if isinstance(task, ProbeTask)), None)
     return train if folder is None else f"cd {shlex.quote(folder)} && {train}"
 
 
 def write_answer(
-    run: RunDir,
-    spec: JobSpec,
+    run: Run,
     all_measurements: Sequence[TypeMeasurements],
     recommendation: Recommendation,
     every: Candidates | None = None,
@@ -57,16 +54,15 @@ def write_answer(
     """Write the files of an answer; recommendation.json is written last, so that if it exists, the others do too.
 
     Args:
-        run: the run to write to.
-        spec: the job to train.
-        all_measurements: measurements of its node types.
+        run: the run to write to, with the job to train.
+        all_measurements: the measurements of each node type.
         recommendation: the recommendation.
         every: all feasible configurations, for a table of all candidates; None for a table of the listed and measured
             ones.
     """
     run.write_text("results.csv", _make_results_table(all_measurements, recommendation, every))
-    train = make_training_command(run, spec, recommendation.choice)
-    run.write_text("recommended.yaml", _render_recommended_yaml(spec, recommendation, train=train))
+    train = make_training_command(run, recommendation.choice)
+    run.write_text("recommended.yaml", _render_recommended_yaml(run.spec, recommendation, train=train))
     run.write_text("cmd.txt", f"{train}\n")
     run.write_recommendation(recommendation)
 

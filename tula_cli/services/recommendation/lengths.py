@@ -31,7 +31,7 @@ def predict_lengths(measurements: TypeMeasurements) -> tuple[tuple[SequenceLengt
     """
     run = measurements.run
     own_length = run.spec.length
-    other_runs = run.lengths()
+    other_runs = run.lengths
     if own_length is None or not other_runs:
         return (), ""
     nodes = min(run.spec.search.nodes)

@@ -250,28 +250,24 @@ def describe_noise_basis(noise: Noise, measurements: TypeMeasurements) -> str:
     return efficiency.describe_noise(noise, epochs=epochs, reference=spec.train.reference_batch)
 
 
-def fit_estimator_of_recommendation(
-    run: RunDir, spec: JobSpec, others: OtherSizes = NO_OTHER_SIZES, *, stages_by: Worth = "time"
-) -> Estimator:
+def fit_estimator_of_recommendation(run: Run, *, stages_by: Worth = "time") -> Estimator:
     """Return the forecast that a recommendation is made from.
 
     Args:
-        run: the run, measured on one node type.
-        spec: the job; in a comparison, with another method.
-        others: measurements with other numbers of GPUs per node, on which the recommendation is also based.
+        run: the run, in a comparison with another method in its job.
         stages_by: what the nodes of the stages of `train.ramp` are chosen by.
 
     Raises:
         BadMeasurements, Infeasible: as in `Estimator.fit`.
     """
-    results, attempts = run.results(), run.attempts()
+    spec, results, attempts = run.spec, run.results(), run.attempts()
     return Estimator.fit(
         spec,
         results,
         attempts=attempts,
         saves=run.newest_script_saves(),
         trained=list_observations_from_trainings(run, spec, results).found,
-        other_sizes=others,
+        other_sizes=read_measurements_of_other_sizes(run.sizes, CachedTrainings()),
         noise=make_noise_path([run], spec, results),
         queue=compute_median_queue_wait(run.jobs(), attempts),
         stages_by=stages_by,

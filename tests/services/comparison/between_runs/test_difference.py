@@ -13,6 +13,7 @@ from make_results import Truth, measured, of_a_script
 import tula_cli as tula
 from tula_cli.errors import SpecError
 from tula_cli.run.directory import RunDir
+from tula_cli.run.job_runs import open_family
 from tula_cli.run.records.probes import GpuState
 from tula_cli.run.records.results import BestValue
 from tula_cli.run.records.tasks import CodeSnapshot, ProbeTask
@@ -55,7 +56,7 @@ def test_a_copy_differs_in_nothing(runs, tmp_path):
     one = runs("a")
     add(one)
     copy = shutil.copytree(one.path, tmp_path / "copy")
-    found = compare_runs(one, RunDir.open(copy))
+    found = compare_runs(open_family(one), open_family(RunDir.open(copy)))
     assert found.same
     told = "nothing differs: the same job, code and environment; step times are equal within noise at all of 6 configurations"
     assert found.headline == (told,)
@@ -66,7 +67,7 @@ def test_noise_alone_is_no_difference(runs):
     one, other = runs("a"), runs("b")
     add(one, seed=1)
     add(other, seed=2)
-    found = compare_runs(one, other)
+    found = compare_runs(open_family(one), open_family(other))
     assert found.same and {row.ratio for row in found.steps.rows} != {1.0}
 
 
@@ -75,7 +76,7 @@ def test_slower_clocks_and_another_driver_are_the_answer(runs):
     add(one, driver="550.54")
     slow = Truth(jitter=0.02, fixed=BEFORE.fixed * 1.4, slope=BEFORE.slope * 1.4)
     add(other, slow, driver="560.35", clock=1410)
-    found = compare_runs(one, other)
+    found = compare_runs(open_family(one), open_family(other))
     pace, what = found.headline
     assert pace.endswith("x as slow at 6 of 6 configurations (compute, not network or input)")
     assert float(pace.split()[2]) == pytest.approx(1.32, abs=0.08)
@@ -88,18 +89,22 @@ def test_a_slower_network_is_told_from_slower_nodes(runs):
     one, other = runs("a"), runs("b")
     add(one)
     add(other, Truth(jitter=0.02, sync=0.09))
-    found = compare_runs(one, other)
+    found = compare_runs(open_family(one), open_family(other))
     assert found.headline[0].endswith("at 4 of 6 configurations (network, not compute or input)")
     assert [row.nodes for row in found.steps.changed] == [2, 2, 4, 4]
     assert "no recorded property differs" in found.headline[1]
-    assert compare_runs(other, one).headline[0].partition(" at ")[0].endswith("x as fast")
+    assert compare_runs(open_family(other), open_family(one)).headline[0].partition(" at ")[0].endswith("x as fast")
 
 
 def test_faster_here_and_slower_there_is_no_one_number(runs):
     one, other = runs("a"), runs("b")
     add(one)
     add(other, Truth(jitter=0.02, fixed=0.005, sync=0.09))
-    assert compare_runs(one, other).headline[0].startswith("B is slower at 4 and faster at 2 of 6 configurations (")
+    assert (
+        compare_runs(open_family(one), open_family(other))
+        .headline[0]
+        .startswith("B is slower at 4 and faster at 2 of 6 configurations (")
+    )
 
 
 def test_keys_of_the_job_are_told_with_defaults_filled_in(runs):
@@ -107,7 +112,7 @@ def test_keys_of_the_job_are_told_with_defaults_filled_in(runs):
     other = runs("b", make.spec(search={"nodes": [1, 2], "max_node_hours": 10, "min_steps": 20}, pricing={"price": 3}))
     add(one)
     add(other)
-    found = compare_runs(one, other)
+    found = compare_runs(open_family(one), open_family(other))
     assert {key.about: (key.before, key.after) for key in found.job} == {
         "search.min_steps": (10, 20),
         "pricing.price": (1.0, 3.0),
@@ -144,7 +149,7 @@ def test_files_of_the_code_are_told_with_their_lines(runs):
     one, other = runs("a"), runs("b")
     code(one, {"train.py": "a\nb\nc\n", "same.py": "x\n", "gone.py": "1\n2\n"}, "1111111111111111")
     code(other, {"train.py": "a\nB\nc\nd\n", "same.py": "x\n", "pkg/new.py": "1\n"}, "2222222222222222")
-    found = compare_runs(one, other)
+    found = compare_runs(open_family(one), open_family(other))
     told = [(file.name, file.added, file.removed, file.state) for file in found.code.files]
     assert told == [("gone.py", 0, 2, "only in A"), ("pkg/new.py", 1, 0, "only in B"), ("train.py", 2, 1, "changed")]
     assert "code (3 files)" in found.headline[-1]
@@ -157,7 +162,7 @@ def test_what_fits_in_one_run_alone_is_told(runs):
     add(one, places=[(1, 64), (1, 128)])
     add(other, places=[(1, 64), (2, 64)])
     make.add_out_of_memory(other, 1, 128)
-    found = compare_runs(one, other)
+    found = compare_runs(open_family(one), open_family(other))
     assert [row.outcomes for row in found.steps.rows] == [("measured", "measured"), ("measured", "out_of_memory")]
     assert found.steps.only == (0, 1)
     assert "1 configuration in B alone" in shown(found)
@@ -168,38 +173,37 @@ def test_a_script_tells_whole_steps(runs):
     one, other = runs("a", spec), runs("b", spec)
     add(one, script=True)
     add(other, Truth(jitter=0.02, fixed=0.08), script=True, torch="2.8")
-    found = compare_runs(one, other)
+    found = compare_runs(open_family(one), open_family(other))
     assert found.headline[0].endswith("x as slow at 6 of 6 configurations")
     assert found.headline[1] == "what differs: torch 2.6 -> 2.8"
 
 
-def test_types_of_nodes_are_held_against_their_own(runs):
+def test_types_of_nodes_are_held_against_their_own(tmp_path):
     both = {"node_types": {"large": {"pricing": {"price": 3}}, "small": {"pricing": {"price": 1}}}}
-    one = runs("a", make.spec(**both))
-    other = runs("b", make.spec(node_types={"large": both["node_types"]["large"], "tiny": {"pricing": {"price": 2}}}))
-    for run, names in ((one, ("large", "small")), (other, ("large", "tiny"))):
-        for part in run.variants(run.read_spec()):
-            part.path.mkdir(parents=True, exist_ok=True)
-            part.save_job(part.spec)
-            add(part, hardware=f"GPU of {part.name}" if part.name != "large" or run is one else "another GPU")
-        assert {part.name for part in run.variants(run.read_spec())} == set(names)
+    other_types = {"large": both["node_types"]["large"], "tiny": {"pricing": {"price": 2}}}
+    one = make.create_runs(tmp_path / "a", make.spec(**both))
+    other = make.create_runs(tmp_path / "b", make.spec(node_types=other_types))
+    for parts, names in ((one, ("large", "small")), (other, ("large", "tiny"))):
+        for part in parts:
+            add(part, hardware=f"GPU of {part.name}" if part.name != "large" or parts is one else "another GPU")
+        assert {part.name for part in parts} == set(names)
     found = compare_runs(one, other)
     assert [(told.about, told.part) for told in found.environment] == [("hardware", "large")]
     assert found.only == (("small",), ("tiny",))
-    for run, text in ((one, "a\n"), (other, "b\n")):
-        code(run.variants(run.read_spec(), "large")[0], {"train.py": text}, "")
+    for parts, text in ((one, "a\n"), (other, "b\n")):
+        code(parts[0], {"train.py": text}, "")
     assert [file.name for file in compare_runs(one, other).code.files] == ["train.py"]
     assert {row.part for row in found.steps.rows} == {"large"}
     assert "in A alone: node type small" in shown(found)
 
 
 def test_runs_without_a_measurement_are_compared_by_their_jobs(runs):
-    found = compare_runs(runs("a"), runs("b"))
+    found = compare_runs(open_family(runs("a")), open_family(runs("b")))
     assert found.headline == ("nothing differs: the same job and code; neither run has measurements",)
     other = runs("c")
     add(other)
     told = "nothing differs: the same job and code; no configuration was measured in both"
-    assert compare_runs(runs("a"), other).headline == (told,)
+    assert compare_runs(open_family(runs("a")), open_family(other)).headline == (told,)
 
 
 def test_trainings_and_recommendations_are_told(runs):
@@ -210,7 +214,7 @@ def test_trainings_and_recommendations_are_told(runs):
     one.write_summary(make.summary(attempts=1, causes=()))
     other.write_summary(make.summary(actual_hours=0.2, best=BestValue(metric="f1", value=0.5)))
     other.write_recommendation(make.recommendation())
-    found = compare_runs(one, other)
+    found = compare_runs(open_family(one), open_family(other))
     (pair,) = found.trainings
     assert pair.same_signature and pair.before and pair.after
     assert (pair.before.hours, pair.after.hours, pair.after.best_of) == (0.1, 0.2, "f1")
@@ -225,7 +229,7 @@ def test_a_damaged_result_is_left_out_and_told(runs):
     add(one)
     add(other)
     (other.path / "results" / "probe-n001-l000064.json").write_text("{")
-    found = compare_runs(one, other)
+    found = compare_runs(open_family(one), open_family(other))
     assert len(found.steps.rows) == 5 and "probe-n001-l000064" in found.warnings[0].text
 
 
@@ -235,7 +239,7 @@ def test_times_that_no_step_takes_are_not_compared(runs, times):
     add(one)
     add(other)
     other.write_result(measured(BEFORE, 1, 64, step_times=times))
-    (row, *others) = compare_runs(one, other).steps.rows
+    (row, *others) = compare_runs(open_family(one), open_family(other)).steps.rows
     assert (row.ratio, row.step.after, len(others)) == (None, None, 5)
 
 

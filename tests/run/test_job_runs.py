@@ -1,0 +1,108 @@
+"""The runs of a job: one for each node type, number of GPUs per node and text length."""
+
+import shutil
+from pathlib import Path
+
+import make_runs as make
+import pytest
+
+from tula_cli.errors import SpecError
+from tula_cli.query import Query
+from tula_cli.run.directory import Run, RunDir
+from tula_cli.run.job_runs import (
+    combine_runs,
+    find_chosen_run,
+    make_runs,
+    mark_chosen_run,
+    open_family,
+    open_run,
+    open_runs,
+    save_runs,
+    select_runs,
+)
+from tula_cli.services.recommend import recommend, save_answer
+
+TYPES = {"a": {"pricing": {"price": 1.0}}, "b.x": {"cluster": {"gpus_per_node": 2}, "pricing": {"price": 2.0}}}
+
+
+@pytest.fixture
+def family(tmp_path: Path) -> tuple[Run, ...]:
+    return make.create_runs(tmp_path, make.spec(node_types=TYPES))
+
+
+def test_each_node_type_is_a_run_that_its_own_spec_identifies(family: tuple[Run, ...], tmp_path: Path) -> None:
+    assert [run.id.rpartition("-")[0] for run in family] == ["toy-a", "toy-b.x"]
+    for run in family:
+        assert run.path.parent == tmp_path and not run.read_spec().node_types
+        assert RunDir.of(tmp_path, run.read_spec()).path == run.path
+        assert run.job_name == "toy"
+    (alone,) = make_runs(tmp_path, make.spec())
+    assert alone.path == RunDir.of(tmp_path, make.spec()).path and alone.name is None
+
+
+def test_runs_of_a_job_find_each_other_and_a_copy_is_alone(family: tuple[Run, ...], tmp_path: Path) -> None:
+    opened = open_family(family[1])
+    assert [(run.path, run.type) for run in opened] == [(run.path, run.type) for run in family]
+    assert open_run(family[1]).family[0].path == family[0].path
+    copy = tmp_path / "copy"
+    shutil.copytree(family[1].path, copy)
+    assert [run.path for run in open_family(RunDir(copy))] == [copy]
+    shutil.rmtree(family[0].path)
+    assert [run.path for run in open_family(family[1])] == [family[1].path]
+
+
+def test_overrides_of_a_node_type_apply_to_its_run(family: tuple[Run, ...]) -> None:
+    opened = open_family(family[0], ["node_types.b.x.pricing.price=9", "train.epochs=7"])
+    assert [run.spec.pricing.price for run in opened] == [1.0, 9.0]
+    assert {run.spec.train.epochs for run in opened} == {7}
+    with pytest.raises(SpecError, match="was measured with other settings"):
+        open_family(family[0], ["node_types.b.x.cluster.gpus_per_node=3"])
+    with pytest.raises(SpecError):
+        open_family(family[0], ["node_types.c.pricing.price=9"])
+
+
+def test_runs_of_different_jobs_are_refused_with_the_keys_that_differ(tmp_path: Path) -> None:
+    first = RunDir.create(tmp_path, make.spec())
+    longer = RunDir.create(tmp_path / "longer", make.spec(train={"epochs": 5}, optimizer={"lr": 0.2}))
+    with pytest.raises(SpecError, match=r"are runs of different jobs: .*optimizer\.lr, train\.epochs.* differ"):
+        open_runs([first, longer])
+    euros = RunDir.create(tmp_path / "euros", make.spec(pricing={"price": 1.0, "currency": "EUR"}))
+    with pytest.raises(SpecError, match=r"different jobs: pricing\.currency differs"):
+        open_runs([first, euros])
+
+
+def test_runs_of_one_job_on_two_clusters_are_chosen_among(tmp_path: Path) -> None:
+    runs = [
+        RunDir.create(tmp_path, make.spec(name=name, cluster={"interface": name}, pricing={"price": price}))
+        for name, price in (("dear", 5.0), ("cheap", 1.0))
+    ]
+    for run in runs:
+        for nodes, local in ((1, 32), (1, 64), (2, 16), (2, 32)):
+            make.add_measured(run, nodes, local)
+    together = open_runs(runs)
+    answer = recommend(together, Query(objective="cost"), now=1.0)
+    assert {row.type for row in answer.recommendation.rows} == {run.id for run in runs}
+    assert answer.chosen_run.path == runs[1].path
+    save_answer(together, answer)
+    kept = [run.recommendation() for run in runs]
+    assert kept[1] == answer.recommendation and kept[0] is not None and kept[0].choice.type == runs[0].id
+    assert RunDir.newest(tmp_path).path == runs[1].path, "what tula train takes without an argument"
+
+
+def test_one_run_or_those_of_a_family_are_not_renamed(family: tuple[Run, ...]) -> None:
+    assert [run.type for run in combine_runs(open_family(family[0]))] == ["a", "b.x"]
+    assert select_runs(family, "a") == (family[0],)
+    with pytest.raises(SpecError, match="no node type 'c'") as caught:
+        select_runs(family, "c")
+    assert caught.value.hint == "there are: a, b.x"
+
+
+def test_the_chosen_run_is_known_in_every_run_and_outlives_another_profile(family: tuple[Run, ...]) -> None:
+    assert find_chosen_run(family) is None
+    family[1].write_recommendation(make.recommendation())
+    mark_chosen_run(family[1])
+    save_runs(make_runs(family[0].path.parent, make.spec(node_types=TYPES | {"c": TYPES["a"]})), None)
+    opened = open_family(family[0])
+    assert len(opened) == 3
+    chosen = find_chosen_run(opened)
+    assert chosen is not None and chosen.path == family[1].path

@@ -1,0 +1,331 @@
+"""The runs of a job: one for each node type, number of GPUs per node and text length that it names; and its job file.
+
+Each is a run directory of its own. Those of one job know each other by name (`Variant.runs`), so that a command that is
+given none of them reads all.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tula_cli.errors import SpecError, require_list
+from tula_cli.run.directory import Run, RunDir
+from tula_cli.run.records.recommendations import Recommendation
+from tula_cli.run.records.results import JobFile, Variant
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.load import load_spec, validate, without_removed_values
+from tula_cli.spec.merge import apply_overrides, flatten
+from tula_cli.spec.signature import compute_measurement_signature
+from tula_cli.spec.yaml_text import read_yaml
+from tula_cli.words import describe_part, make_relative_path
+
+_HARDWARE = ("name", "cluster", "pricing", "search", "baseline", "export")
+"""Sections of a job in which runs of one job may differ."""
+
+
+def list_variants(spec: JobSpec) -> list[tuple[Variant, JobSpec]]:
+    """Return what is measured of a job, each with its job: every node type, followed by its other text lengths."""
+    variants: list[tuple[Variant, JobSpec]] = []
+    for name, job in spec.by_type().items():
+        node_type, gpus = (None, None) if name is None else spec.kinds[name]
+        variant = Variant(node_type=node_type, gpus=gpus, in_addition=job.measured_in_addition)
+        variants.append((variant, job))
+        variants += [
+            (variant.model_copy(update={"length": length, "in_addition": "length"}), job_of_length)
+            for length, job_of_length in job.by_length().items()
+        ]
+    return variants
+
+
+def make_runs(root: Path, spec: JobSpec, *, code: str = "") -> tuple[Run, ...]:
+    """Return the runs of a job under `root`, of which some or all may not exist yet; nothing is written.
+
+    Args:
+        root: folder of the runs.
+        spec: the job.
+        code: digest of the user's code that the spec names; empty for none.
+    """
+    jobs = [(variant, RunDir.of(root, job, code=code)) for variant, job in list_variants(spec)]
+    names = tuple(run.id for _, run in jobs) if len(jobs) > 1 or spec.types else ()
+    return _join(Run(run.path, run.spec, variant.model_copy(update={"runs": names})) for variant, run in jobs)
+
+
+def list_siblings(run: RunDir) -> list[RunDir]:
+    """Return all existing runs of the job that a run is of, the run itself included."""
+    variant = run.variant()
+    siblings = [RunDir(run.path.parent / name) for name in (() if variant is None else variant.runs)]
+    if run.path not in [sibling.path for sibling in siblings]:  # it has no siblings, or was copied under another name
+        return [run]
+    return [sibling for sibling in siblings if sibling.exists]
+
+
+def open_family(run: RunDir, overrides: Sequence[str] = ()) -> tuple[Run, ...]:
+    """Return all existing runs of the job that a run is of, the run itself included.
+
+    Args:
+        run: an existing run.
+        overrides: `a.b=c`, which override the settings of each run.
+
+    Raises:
+        SpecError: an override changes settings that were measured, or is invalid.
+    """
+    stored = [(sibling, sibling.variant() or Variant()) for sibling in list_siblings(run)]
+    node_types = {part.node_type for _, part in stored if part.node_type}
+    return _join(_open(sibling, part, _select_overrides(overrides, part, node_types)) for sibling, part in stored)
+
+
+def open_run(run: RunDir, overrides: Sequence[str] = ()) -> Run:
+    """Return an existing run with its job. Args and errors are as of `open_family`."""
+    return next(sibling for sibling in open_family(run, overrides) if sibling.path == run.path)
+
+
+def open_runs(runs: Sequence[RunDir], overrides: Sequence[str] = ()) -> tuple[Run, ...]:
+    """Return existing runs of one job that are named one by one. Args are as of `open_family`.
+
+    Raises:
+        SpecError: as of `open_family` and `combine_runs`.
+    """
+    opened: dict[Path, Run] = {}
+    runs = [run for run in runs if run.exists or len(runs) == 1]
+    for run in runs:
+        if run.path not in opened:
+            opened |= {sibling.path: sibling for sibling in open_family(run, overrides)}
+    return combine_runs([opened[run.path] for run in runs])
+
+
+def _open(run: RunDir, part: Variant, overrides: Sequence[str]) -> Run:
+    return Run(run.path, load_with_overrides(run, overrides).with_addition(part.in_addition), part)
+
+
+def _select_overrides(overrides: Sequence[str], part: Variant, node_types: Collection[str]) -> list[str]:
+    """Return overrides as they apply to one run: without those of other node types, and without `node_types.NAME`."""
+    require_list(overrides=overrides)
+    selected = []
+    for text in overrides:
+        node_type = next((name for name in node_types if text.startswith(f"node_types.{name}.")), None)
+        if node_type in (None, part.node_type):
+            selected.append(text if node_type is None else text.removeprefix(f"node_types.{node_type}."))
+    return selected
+
+
+def _join(runs: Iterable[Run]) -> tuple[Run, ...]:
+    family = tuple(runs)
+    for run in family:
+        run.family = family
+    return family
+
+
+def save_runs(runs: Sequence[Run], file: JobFile | None) -> None:
+    """Make runs the newest, with their jobs, which come from `file`.
+
+    Raises:
+        TulaError: they cannot be written.
+    """
+    for run in runs:
+        stored = run.variant()
+        run.save_job(run.spec, file)
+        if run.part.runs:
+            run.write_variant(run.part.model_copy(update={"chosen": stored.chosen if stored else ""}))
+
+
+# --- Which of the runs
+
+
+def list_runs_with_data(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs that exist; of a job without variants its run."""
+    return [run for run in runs if run.name is None or run.exists]
+
+
+def select_runs(runs: Sequence[Run], node_type: str | None) -> tuple[Run, ...]:
+    """Return the runs that can be trained, those at the job's text length, or only that of a node type.
+
+    Raises:
+        SpecError: there is no such node type, or the runs are at other text lengths.
+    """
+    trainable = tuple(run for run in runs if run.length is None)
+    if not trainable:
+        raise SpecError(
+            f"{runs[0].id} measures text length {runs[0].length}, which the job does not train", "name the job file"
+        )
+    selected = trainable if node_type is None else tuple(run for run in trainable if run.type == node_type)
+    if not selected:
+        types = ", ".join(run.type for run in trainable if run.type)
+        hint = f"there are: {types}" if types else "the job has neither section node_types nor search.gpus_per_node"
+        raise SpecError(f"no node type {node_type!r}", hint)
+    return selected
+
+
+def get_only_run(runs: Sequence[Run], node_type: str | None, *, purpose: str) -> Run:
+    """Return the run of one node type.
+
+    Args:
+        runs: the runs of a job.
+        node_type: the node type, if there are several.
+        purpose: the command or option that needs it, for the message.
+
+    Raises:
+        SpecError: there are several node types and none is given, or there is no such node type.
+    """
+    selected = select_runs(runs, node_type)
+    if len(selected) > 1:
+        types = " or --type ".join(str(run.type) for run in selected)
+        raise SpecError(f"{purpose} needs a node type: add --type {types}")
+    return selected[0]
+
+
+def find_chosen_run(runs: Sequence[Run]) -> Run | None:
+    """Return the only run that can be trained, or that of the job's stored recommendation; None if neither is known."""
+    runs = [run for run in runs if run.length is None]
+    if len(runs) == 1:
+        return runs[0]
+    names = {variant.chosen for run in runs if (variant := run.variant()) is not None}
+    return next((run for run in runs if run.id in names), None)
+
+
+def find_recommendation(runs: Sequence[Run]) -> Recommendation | None:
+    """Return the stored recommendation over all runs of a job."""
+    chosen = find_chosen_run(runs)
+    return None if chosen is None else chosen.recommendation()
+
+
+def mark_chosen_run(run: Run) -> None:
+    """Record that the recommendation of a job is to train this run, in all runs of the job."""
+    for sibling in run.family:
+        if (variant := sibling.variant()) is not None:
+            sibling.write_variant(variant.model_copy(update={"chosen": run.id}))
+
+
+def combine_runs(runs: Sequence[Run]) -> tuple[Run, ...]:
+    """Return runs that are named one by one, after checking that they are of one job on different hardware.
+
+    Those whose node types do not tell them apart are called by the names of their directories.
+
+    Raises:
+        SpecError: the jobs differ in more than their hardware.
+    """
+    first = runs[0]
+    for other in runs[1:]:
+        if other.path in [sibling.path for sibling in first.family]:
+            continue
+        keys = [key for key in compare_jobs(first.spec, other.spec) if key.split(".")[0] not in _HARDWARE]
+        keys += ["pricing.currency"] * (first.spec.pricing.currency != other.spec.pricing.currency)
+        if not keys and _run_different_code(first, other):
+            keys = ["the code"]
+        if keys:
+            raise SpecError(
+                f"{make_relative_path(first.path)} and {make_relative_path(other.path)} are runs of different jobs:"
+                f" {', '.join(keys)} {'differs' if len(keys) == 1 else 'differ'}",
+                f"name runs that differ in {', '.join(_HARDWARE)} alone",
+            )
+    if len({run.name for run in runs}) < len(runs):
+        for run in runs:
+            run.type = run.id
+    return tuple(runs)
+
+
+def _run_different_code(first: Run, other: Run) -> bool:
+    digests, others = first.code_digests(), other.code_digests()
+    return bool(digests and others) and digests.isdisjoint(others)
+
+
+# --- The job file that the settings come from
+
+
+@dataclass(frozen=True)
+class ConfigDrift:
+    """A job file that no longer matches the settings of its run."""
+
+    file: JobFile
+    changes: Mapping[str, tuple[Any, Any]]  # by key: the run's value and the file's; None where there is none
+    trains: bool = True  # whether a training would be another: more than prices and the search may have changed
+    elsewhere: bool = False  # whether the file now belongs to another run: what was measured does not hold for it
+    problem: str = ""  # why the file cannot be used; then nothing is known of its values
+
+
+def find_settings_origin(run: RunDir, job: Path | None, overrides: Sequence[str]) -> JobFile | None:
+    """Return where settings come from: `job`, else the file of the run's settings; with `overrides` added."""
+    if job is not None:
+        return JobFile(path=str(job.absolute()), overrides=tuple(overrides))
+    stored_file = run.job_file()
+    return stored_file and JobFile(path=stored_file.path, overrides=(*stored_file.overrides, *overrides))
+
+
+def load_with_overrides(run: RunDir, overrides: Sequence[str]) -> JobSpec:
+    """Return a run's settings with overrides that keep its measurements valid.
+
+    Args:
+        run: the run.
+        overrides: `a.b=c`; later ones win.
+
+    Raises:
+        SpecError: an override changes settings that were measured, or is invalid.
+    """
+    stored = run.read_spec()
+    if not overrides:
+        return stored
+    changed = _load_with_overrides(run.path / "spec.yaml", stored, overrides)
+    if changed.types or compute_measurement_signature(changed) != compute_measurement_signature(stored):
+        raise SpecError(
+            f"--set {' --set '.join(overrides)}: {run.id} was measured with other settings",
+            "measure a new run: tula profile job.yaml with the same --set",
+        )
+    return changed
+
+
+def _load_with_overrides(path: Path, stored: JobSpec, overrides: Sequence[str]) -> JobSpec:
+    """Load a run's settings with overrides, so that `--set train.ramp=decay` means the same as in its job file.
+
+    The run's file contains every default, and that of `train.ramp_nodes` depends on the ramp: it is derived again.
+    """
+    content = without_removed_values(read_yaml(path))
+    default = "auto" if stored.train.ramp == "decay" else "same"
+    if content.get("train", {}).get("ramp_nodes") == default:
+        del content["train"]["ramp_nodes"]
+    apply_overrides(content, overrides, {})
+    return validate(content, source=" --set ".join((str(path), *overrides)))
+
+
+def find_config_drift(run: Run, overrides: Sequence[str] = ()) -> ConfigDrift | None:
+    """Return how the job file of a run's settings differs from them now; None if it does not, or no longer exists.
+
+    The resolved settings are compared, with the current site files and environment; comments and formatting are
+    ignored.
+
+    Args:
+        run: the run, with `overrides` in its settings.
+        overrides: `a.b=c`, of this command.
+    """
+    file = find_settings_origin(run, None, overrides)
+    if file is None or not Path(file.path).is_file():
+        return None
+    try:
+        job = load_spec(Path(file.path), overrides=file.overrides)
+    except SpecError as error:
+        problems = [str(problem) for problem in error.problems]
+        return ConfigDrift(file, {}, problem="; ".join([error.message, *problems]))
+    spec, part = run.spec, (run.part.node_type, run.part.gpus, run.length)
+    jobs = {(variant.node_type, variant.gpus, variant.length): job for variant, job in list_variants(job)}
+    current = jobs.get(part)
+    if current is None:
+        return ConfigDrift(file, {}, problem=f"it no longer names {describe_part(run.name or 'its hardware')}")
+    if current == spec:
+        return None
+    return ConfigDrift(
+        file,
+        compare_jobs(spec, current),
+        trains=_select_training_settings(current) != _select_training_settings(spec),
+        elsewhere=(current.name, compute_measurement_signature(current))
+        != (spec.name, compute_measurement_signature(spec)),
+    )
+
+
+def _select_training_settings(spec: JobSpec) -> dict[str, Any]:
+    return spec.model_dump(exclude={"pricing", "search", "export"})
+
+
+def compare_jobs(earlier: JobSpec, current: JobSpec) -> dict[str, tuple[Any, Any]]:
+    """Return the values of two jobs for each key in which they differ."""
+    leaves_before, after = (dict(flatten(spec.model_dump(mode="json"))) for spec in (earlier, current))
+    keys = [key for key in {**leaves_before, **after} if leaves_before.get(key, {}) != after.get(key, {})]
+    return {key: (leaves_before.get(key), after.get(key)) for key in keys}

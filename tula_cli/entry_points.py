@@ -44,6 +44,8 @@ def load_extra(name: str) -> Any:
         except ModuleNotFoundError as error:
             if not entry.module.startswith(str(error.name)):
                 raise SpecError(f"tula's optional package {name} needs {error.name}, which is missing", hint) from error
+        except AttributeError as error:
+            raise SpecError(f"tula's optional package {name} does not match this tula: {error}", hint) from error
     raise SpecError(f"tula's optional package {name} is not installed", hint)
 
 

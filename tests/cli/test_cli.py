@@ -1072,7 +1072,7 @@ def test_check_estimates_the_memory(cluster):
     cluster.inspection = inspection(footprints=tuple(footprint(Truth(), local) for local in (1, 8)))
     shown = tula("check", "job.yaml", "--memory", "1GiB")
     assert shown.code == 0
-    assert "400 MiB whatever the batch, and 2.00 MiB a sample" in shown.out
+    assert "400 MiB at every batch, and 2.00 MiB per sample" in shown.out
     assert [line.split()[-1] for line in shown.out.splitlines() if line.strip().startswith(("16 ", "256 "))] == [
         "yes",
         "yes",

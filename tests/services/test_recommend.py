@@ -328,7 +328,7 @@ def test_energy_is_what_the_counters_say_over_the_time_of_training(counted: RunD
         assert row.kwh == pytest.approx(0.3 * row.nodes * row.hours, rel=1e-6)
         assert row.kwh_low is not None and row.kwh_high is not None and row.kwh is not None
         assert row.kwh_low < row.kwh < row.kwh_high
-    assert answer.power == "300 W a GPU, whatever the batch, from 9 of 9 probes; off by 0.0% in the median"
+    assert answer.power == "300 W per GPU at every batch, from 9 of 9 probes; median error 0.0%"
     table = pd.read_csv(counted.path / "results.csv")
     assert table.energy_kwh.count() == len(answer.rows) == table.step_energy_joules.count()
     assert answer.frame().kwh.notna().all()

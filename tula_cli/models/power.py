@@ -118,9 +118,9 @@ def _compute_half_interval(residuals: Floats, *, parameters: int) -> float | Non
 def _describe_power(
     idle: float, per_sample: float, residuals: Sequence[float] | Floats, *, probe_count: int, of: int
 ) -> str:
-    per_sample_text = f" and {format_number(per_sample)} J a sample" if per_sample else " at every batch"
+    per_sample_text = f" and {format_number(per_sample)} J per sample" if per_sample else " at every batch"
     error = "" if probe_count < 2 else f"; median error {float(np.median(np.abs(residuals))):.1%}"
-    return f"{format_number(idle)} W a GPU{per_sample_text}, from {probe_count} of {format_count(of, 'probe')}{error}"
+    return f"{format_number(idle)} W per GPU{per_sample_text}, from {probe_count} of {format_count(of, 'probe')}{error}"
 
 
 def compute_interval_end(kwh: Floats, power: Power, bound: Floats, hours: Floats, *, sign: int) -> Floats:

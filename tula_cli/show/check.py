@@ -371,7 +371,7 @@ def render_estimate(report: "EstimateReport") -> Iterator["RenderableType"]:
     yield _make_components_table(report)
     yield ""
     yield from _describe_excluded_memory(report)
-    yield f"{format_bytes(report.fixed)} whatever the batch, and {format_bytes(report.per_sample)} a sample"
+    yield f"{format_bytes(report.fixed)} at every batch, and {format_bytes(report.per_sample)} per sample"
     if report.sharing:
         yield f"each of {format_count(report.sharing, 'GPU')} has its share of parameters, gradients and optimizer states"
     yield from _describe_data_memory(report)

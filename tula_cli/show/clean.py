@@ -24,17 +24,17 @@ def render_spaces(run_spaces: "Sequence[RunSpace]", *, width: int) -> "Iterator[
     """Yield a table with one row per run and kind of removable files, followed by the consequences of removing them."""
     rows = [row for run_space in run_spaces for row in _list_space_rows(run_space)]
     yield from render_long_table(
-        ("run", "last written", "holds", "may go", "number", "size"), rows, left=(0, 1, 3), width=width
+        ("run", "last written", "run size", "removable", "files", "file size"), rows, left=(0, 1, 3), width=width
     )
     yield ""
-    yield from (f"{run_space.id} is left as it is: {run_space.kept}" for run_space in run_spaces if run_space.kept)
+    yield from (f"{run_space.id} is skipped: {run_space.kept}" for run_space in run_spaces if run_space.kept)
     for run_space in run_spaces:
         if run_space.final:
             yield (
-                f"{run_space.id}: {_describe_trainings(run_space.final)} cannot be resumed afterwards; the best weights stay and can be evaluated"
+                f"{run_space.id}: {_describe_trainings(run_space.final)} cannot be resumed afterwards; the best weights are kept and can be evaluated"
             )
         if run_space.compared:
-            yield f"{run_space.id}: {_describe_trainings(run_space.compared)} can neither be resumed nor evaluated afterwards; results stay"
+            yield f"{run_space.id}: {_describe_trainings(run_space.compared)} can neither be resumed nor evaluated afterwards; results are kept"
     freed, in_use = sum(run_space.size for run_space in run_spaces), sum(run_space.held for run_space in run_spaces)
     yield f"{format_bytes(freed)} of {format_bytes(in_use)} in {format_count(len(run_spaces), 'run')} can be freed; results and metrics are kept"
 

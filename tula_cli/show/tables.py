@@ -161,7 +161,7 @@ def describe_learnt(recommendation: "Recommendation") -> Iterator[str]:
     ):
         trainings = list(steps_here)
         who = f"training{'s' * (len(trainings) > 1)} {', '.join(steps.signature for steps in trainings)}"
-        took = f"{', '.join(format_number(1000 * steps.step_time) for steps in trainings)} ms a step"
+        took = f"{', '.join(format_number(1000 * steps.step_time) for steps in trainings)} ms per step"
         probe = trainings[0].probed
         probe_in_words = "" if probe is None else f" (combined with its probe, {format_number(1000 * probe)})"
         changed = ", less if the step time has changed" * any(steps.changed for steps in trainings)

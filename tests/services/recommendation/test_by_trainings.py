@@ -95,7 +95,7 @@ def test_where_a_probe_was_too_both_count_and_the_table_says_so(run: RunDir) -> 
     after = ask(run)
     assert probed < step_time(after, 2, 128) < slow
     (line,) = tables.describe_learnt(after)
-    assert "84.7 ms a step (combined with its probe, 77.0), up to " in line
+    assert "84.7 ms per step (combined with its probe, 77.0), up to " in line
 
 
 def test_the_newest_trainings_of_a_configuration_count(run: RunDir) -> None:

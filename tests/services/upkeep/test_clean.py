@@ -360,7 +360,7 @@ def test_a_dry_run_shows_the_sizes_by_run_and_kind_and_touches_nothing(run: RunD
     (first,) = (line for line in out.splitlines() if line.startswith(f"{run.id} "))
     assert first.split()[-5:] == ["older", "checkpoints", "2", "0.0156", "MiB"]
     assert "damaged checkpoints" in out
-    assert f"training {SIGNATURE} cannot be resumed afterwards; the best weights stay" in out
+    assert f"training {SIGNATURE} cannot be resumed afterwards; the best weights are kept" in out
     assert len(names(folder)) == 4
 
 
@@ -411,7 +411,7 @@ def test_a_run_that_is_named_and_must_stay_is_an_error(run: RunDir, monkeypatch:
     assert tula("nowhere")[0] == SpecError.exit_code
     (run.path / "format").write_text("9 tula 9.0\n")
     assert tula(run.id, "--yes")[0] == OtherFormat.exit_code
-    assert f"{run.id} is left as it is: the run" in tula("--dry-run")[1]
+    assert f"{run.id} is skipped: the run" in tula("--dry-run")[1]
 
 
 def test_another_users_run_is_refused(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -445,7 +445,7 @@ def _list_node_settings(kind: NodeKind) -> Iterator[TemplateLine]:
     yield TemplateLine("cluster.slurm.cpus_per_task", str(cpus), f"per rank; a node has {kind.cpus}")
     if cpus <= FEWEST_WORKERS:
         yield TemplateLine(
-            "train.workers", str(cpus - 1), "data-loader processes a GPU; the ranks share the node's CPUs"
+            "train.workers", str(cpus - 1), "data-loader processes per GPU; the ranks share the node's CPUs"
         )
     if kind.limited_memory:
         yield TemplateLine("cluster.slurm.memory", f"{kind.memory}M", "a node; the most that a job can have here")

@@ -27,7 +27,7 @@ def test_two_types_from_profile_to_trained_model(tula) -> None:
         results = parts[name].results()
         assert [(result.nodes, result.local_batch) for result in results] == [(1, 64 // ranks), (1, 128 // ranks)]
         assert all(isinstance(result, Measured) and result.gpus_per_node == ranks for result in results)
-    assert [part.spec.name for part in parts.values()] == ["digits-single", "digits-pair"], "each is a run"
+    assert [part.spec.name for part in parts.values()] == ["e2e-single", "e2e-pair"], "each is a run"
 
     answer = tula("recommend", "--objective", "cost")["data"]
     assert {row["type"] for row in answer["rows"]} == {"single", "pair"}

@@ -46,11 +46,12 @@ def cases(name: str, minutes: float, path: str, *options: str, alone: bool = Fal
     return Part(name, minutes, (*pytest, path, *options), alone)
 
 
-def soak(number: int, *, nodes: int, kills: int, epochs: int, minutes: float) -> Part:
+def soak(number: int, *, nodes: int, kills: int, epochs: int, minutes: float, least: int | None = None) -> Part:
     """Return a part that kills a training on a SLURM cluster again and again; each number has moments of its own."""
-    wishes = {"nodes": nodes, "kills": kills, "epochs": epochs, "seed": "{seed}"}
-    options = [word for name, value in wishes.items() for word in (f"--{name}", str(value))]
-    return Part(f"soak-{nodes}-nodes-{number}", minutes, ("tests/slurm/soak.py", *options))
+    wishes = {"nodes": nodes, "kills": kills, "epochs": epochs, "seed": "{seed}", "least": least}
+    options = [word for name, value in wishes.items() if value is not None for word in (f"--{name}", str(value))]
+    sizes = nodes if least is None else f"{least}-to-{nodes}"
+    return Part(f"soak-{sizes}-nodes-{number}", minutes, ("tests/slurm/soak.py", *options))
 
 
 GPU = ("--device", "cpu", "--tiny", "--again", "--out", ".proof/gpu")
@@ -133,6 +134,7 @@ PARTS = (
     Part("script-under-torch-2.0", 5.0, ("tests/oldest_torch.py", "2.0.1")),
     soak(1, nodes=4, kills=3, epochs=45, minutes=1.2),
     soak(1, nodes=16, kills=2, epochs=20, minutes=2.0),
+    soak(1, nodes=4, least=1, kills=50, epochs=300, minutes=15.0),
 )
 
 

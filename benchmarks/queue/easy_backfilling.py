@@ -23,6 +23,7 @@ class Cluster:
         default_factory=list
     )  # heap: end, number, nodes, end by the limit
     starts: dict[int, float] = field(default_factory=dict)  # by id() of the job
+    granted: dict[int, int] = field(default_factory=dict)  # nodes, likewise
     count: int = 0
 
     def __post_init__(self) -> None:
@@ -32,7 +33,7 @@ class Cluster:
     def fork(self) -> "Cluster":
         """Return a copy that goes its own way."""
         other = copy.copy(self)
-        other.waiting, other.running, other.starts = list(self.waiting), list(self.running), {}
+        other.waiting, other.running, other.starts, other.granted = list(self.waiting), list(self.running), {}, {}
         return other
 
     def until(self, moment: float) -> None:
@@ -84,7 +85,7 @@ class Cluster:
     def _schedule(self) -> None:
         started = 0
         while started < len(self.waiting) and self.waiting[started].nodes <= self.free:
-            self._start(self.waiting[started])
+            self._start(self.waiting[started], self.free)
             started += 1
         del self.waiting[:started]
         if not self.waiting or not self.free:
@@ -93,9 +94,10 @@ class Cluster:
         left = [self.waiting[0]]
         for job in self.waiting[1:]:
             ends_before = self.now + job.limit <= reserved
-            if job.nodes <= self.free and (ends_before or job.nodes <= spare):
-                spare -= 0 if ends_before else job.nodes
-                self._start(job)
+            available = self.free if ends_before else min(self.free, spare)
+            if job.nodes <= available:
+                nodes = self._start(job, available)
+                spare -= 0 if ends_before else nodes
             else:
                 left.append(job)
         self.waiting = left
@@ -109,9 +111,12 @@ class Cluster:
                 return by_limit, free - nodes
         raise AssertionError("a job asks for more nodes than there are")
 
-    def _start(self, job: ModelJob) -> None:
-        self.free -= job.nodes
-        self.starts[id(job)] = self.now
+    def _start(self, job: ModelJob, available: int) -> int:
+        """Start a job on as many of the available nodes as it takes; return how many."""
+        nodes = job.choose_nodes(available)
+        self.free -= nodes
+        self.starts[id(job)], self.granted[id(job)] = self.now, nodes
         self.count += 1
-        row = (self.now + min(job.run, job.limit), self.count, job.nodes, self.now + job.limit)
+        row = (self.now + min(job.seconds_on(nodes), job.limit), self.count, nodes, self.now + job.limit)
         heapq.heappush(self.running, row)
+        return nodes

@@ -38,6 +38,15 @@ class ModelJob:
     run: float
     limit: float
 
+    def choose_nodes(self, available: int) -> int:
+        """Return how many of the available nodes it takes; at least `nodes` are available."""
+        return min(self.nodes, available)
+
+    def seconds_on(self, nodes: int) -> float:
+        """Return the seconds that it runs on the nodes that it took, without a limit."""
+        assert nodes == self.nodes
+        return self.run
+
 
 def model_jobs(count: int, *, nodes: int, load: float, seed: int) -> list[ModelJob]:
     """Return jobs in the order of their submission.

@@ -8,6 +8,7 @@ from tula_cli.errors import Infeasible, SpecError
 from tula_cli.models.estimator import Estimator
 from tula_cli.models.moldable import choose_job_sizes
 from tula_cli.options import NodeRange, parse_nodes
+from tula_cli.run.records.recommendations import Stage
 from tula_cli.run.records.tasks import JobSize, TrainTask
 from tula_cli.spec.job import JobSpec
 
@@ -74,6 +75,9 @@ def test_a_batch_that_does_not_fit_few_nodes_is_computed_there_in_parts() -> Non
 def test_open_bounds_follow_from_deadline_efficiency_and_the_recommended_nodes() -> None:
     truth = Truth()
     assert nodes_of(choose(NodeRange(), 256, truth=truth)) == [1, 2, 4, 8]
+    assert nodes_of(choose(NodeRange(most=16), 256, truth=truth)) == [2, 4, 8, 16], (
+        "an eighth of the most is worth a start"
+    )
     every = choose(NodeRange(2, 16), 256, truth=truth)
     hours = {size.nodes: size.prediction.hours for size in every if size.prediction}
     efficiency = {size.nodes: size.prediction.scaling_efficiency for size in every if size.prediction}
@@ -89,7 +93,8 @@ def test_open_bounds_follow_from_deadline_efficiency_and_the_recommended_nodes()
     ("changes", "why"),
     [
         ({"cluster": {"kind": "local"}}, "only SLURM"),
-        ({"train": {"method": "ags", "ramp": [{"epochs": 1, "batch": 32}]}}, "train.ramp"),
+        ({"train": {"method": "ags", "ramp": [{"epochs": 1, "batch": 32, "nodes": 1}]}}, "train.ramp_nodes"),
+        ({"train": {"method": "ags", "ramp": "auto", "ramp_nodes": "auto"}}, "train.ramp_nodes"),
         ({"train": {"method": "polo"}}, "method polo"),
         ({"train": {"method": "auto"}}, "method auto"),
         ({"cluster": {"kind": "slurm", "slurm": {"gpus": "gpus_per_task"}}}, "gpus_per_task"),
@@ -118,5 +123,7 @@ def test_a_task_takes_the_largest_size_that_it_is_granted_and_keeps_its_batch() 
         assert resized.prediction == next(size.prediction for size in task.sizes if size.nodes == nodes)
     shrunk = task.on_granted(2).model_copy(update={"max_micro_batch": 32})  # after an out-of-memory
     assert [shrunk.on_granted(nodes).splits for nodes in (4, 8)] == [4, 2]
+    stages = (Stage(begin=0, batch=4), Stage(begin=100, batch=512))
+    assert task.model_copy(update={"stages": stages}).with_usable_sizes().node_counts == (2, 4)
     smaller = task.model_copy(update={"ladder": task.ladder[1:]})
     assert smaller.on_granted(4).batch == 256

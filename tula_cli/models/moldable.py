@@ -4,13 +4,14 @@ The batch, the samples and their order are the same on every number of nodes, so
 fixed number, up to the rounding of sums.
 """
 
+import math
 from collections.abc import Iterator
 
 from tula_cli.errors import Infeasible, SpecError
 from tula_cli.models.choice.grid import Config, list_batches
 from tula_cli.models.estimator import Estimator
 from tula_cli.models.out_of_memory import cannot_accumulate, list_splits
-from tula_cli.models.ramp.stage_nodes import compute_batch_divisor
+from tula_cli.models.ramp.stage_nodes import compute_batch_divisor, list_nodes_named_by_stages
 from tula_cli.options import NodeRange
 from tula_cli.query import parse_hours
 from tula_cli.run.records.base import Market
@@ -19,6 +20,9 @@ from tula_cli.run.records.tasks import JobSize, Rung
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.slurm_options import Slurm
 from tula_cli.words import join_words
+
+LEAST_SHARE = 1 / 8
+"""Share of the most nodes that is worth a start. In simulations it gave the shortest turnaround: `benchmarks/moldable`."""
 
 
 def require_moldable(spec: JobSpec) -> None:
@@ -32,8 +36,8 @@ def require_moldable(spec: JobSpec) -> None:
         why = f"only SLURM grants a number of nodes within a range, and cluster.kind is {spec.cluster.kind}"
     elif spec.script is not None:
         why = "a script is trained on one number of nodes"
-    elif spec.train.stages is not None:
-        why = "the stages of train.ramp have their own numbers of nodes"
+    elif list_nodes_named_by_stages(spec) or (spec.train.stages is not None and spec.train.ramp_nodes == "auto"):
+        why = "the stages of train.ramp have their own numbers of nodes (train.ramp_nodes)"
     elif method.tunes or method.on_one_gpu:
         why = f"method {spec.train.method} trains other weights on another number of GPUs"
     elif slurm.gpus == "gpus_per_task" and spec.cluster.device != "cpu":
@@ -55,9 +59,9 @@ def choose_job_sizes(
     """Return the numbers of nodes that each job of a training may use, ascending.
 
     They are those among which the batch divides and, if there are measurements, on which it fits the memory, in smaller
-    micro-batches if necessary. If the lower bound is not given, they are also within the deadline of the recommendation.
-    If the upper bound is not given, it is the largest number with the minimum efficiency of the recommendation, or else
-    the recommended number.
+    micro-batches if necessary. A lower bound that is not given is the fewest nodes within the deadline of the
+    recommendation, or without one a share of the upper bound. An upper bound that is not given is the largest number with
+    the minimum efficiency of the recommendation, or else the recommended number.
 
     Args:
         spec: the job.
@@ -77,9 +81,10 @@ def choose_job_sizes(
     efficiency = float(limits["--min-efficiency"]) if "--min-efficiency" in limits and bounds.most is None else None
     most = bounds.most or _find_upper_bound(spec, recommendation, limits)
     slurm = spec.cluster.slurm or Slurm()
+    least = bounds.least or (1 if deadline is not None else math.ceil(LEAST_SHARE * most))
     counts = [
         nodes
-        for nodes in range(bounds.least or 1, most + 1)
+        for nodes in range(least, most + 1)
         if batch % compute_batch_divisor(spec, nodes) == 0 and slurm.longest(nodes)
     ]
     sizes = [size for nodes in counts for size in _list_size(spec, Config(nodes, batch), counts[-1], estimator, market)]
@@ -88,7 +93,7 @@ def choose_job_sizes(
     if not sizes:
         divides = f"divides among {join_words(counts) if counts else 'none of them'}"
         raise Infeasible(
-            f"no number of nodes from {bounds.least or 1} to {most} can be used: batch {batch} {divides}, and must fit the memory"
+            f"no number of nodes from {least} to {most} can be used: batch {batch} {divides}, and must fit the memory"
             " and the limits of the recommendation",
             "widen the range, or choose another batch with --batch",
         )

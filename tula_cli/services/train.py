@@ -157,16 +157,25 @@ def plan_training(
     newest = run.training(task.signature).newest_task()
     if newest is None or task.attempt > newest.attempt:
         task = _with_stages(run, task, newest, recommendation if as_chosen else None, _find_dataset_size(run, inspect))
-    step = task.prediction.step_time if task.prediction else None
+    prediction = task.prediction
+    if newest is not None and newest.attempt >= task.attempt:
+        task = _resume_task(newest, task)
+    if sizes and not task.sizes:
+        raise Infeasible(
+            "no number of nodes of the range can be used: the batches of train.ramp do not divide among their GPUs",
+            "use fewer nodes",
+        )
     return TrainPlan(
-        task=_resume_task(newest, task) if newest and newest.attempt >= task.attempt else task,
-        prediction=task.prediction,
+        task=task,
+        prediction=prediction,
         source=source,
         finished=run.training(task.signature).summary() is not None,
         resumes=run.training(task.signature).newest_samples() or None,
         code=code,
         price=describe_price(spec.pricing),
-        interruption=describe_interruption_cost(run, spec, batch=batch, step_time=step),
+        interruption=describe_interruption_cost(
+            run, spec, batch=batch, step_time=prediction.step_time if prediction else None
+        ),
     )
 
 
@@ -180,7 +189,8 @@ def _with_stages(
     stages, training = continue_stages(newest.stages if newest else (), stages), run.training(task.signature)
     if decisions := training.stage_decisions():  # of a training that goes on elsewhere
         stages = apply_decisions(stages, decisions, total=size * spec.train.epochs, size=size)
-    return move_task_to_stage_nodes(task.model_copy(update={"stages": stages}), samples=training.newest_samples())
+    task = task.model_copy(update={"stages": stages}).with_usable_sizes()
+    return move_task_to_stage_nodes(task, samples=training.newest_samples())
 
 
 def _describe_source(recommendation: Recommendation | None, given_names: Sequence[str]) -> str:
@@ -197,7 +207,7 @@ def _resume_task(newest: TrainTask, requested: TrainTask) -> TrainTask:
     changed = requested.spec.train.workers != newest.spec.train.workers
     workers = requested.workers if changed else newest.workers
     update = {"spec": requested.spec, "workdir": requested.workdir, "workers": workers, "sizes": requested.sizes}
-    return newest.model_copy(update=update)
+    return newest.model_copy(update=update).with_usable_sizes()
 
 
 def _choose_code_to_train(run: Run, nodes: int | None, batch: int) -> Source:

@@ -251,6 +251,13 @@ class TrainTask(BaseTask):
         splits = next(n for n in range(1, whole + 1) if whole % n == 0 and whole // n <= most)
         return resized.model_copy(update={"splits": splits})
 
+    def with_usable_sizes(self) -> "TrainTask":
+        """Return this task without the sizes among whose ranks the batch of a stage does not divide."""
+        parts = self.spec.cluster.gpus_per_node * self.spec.train.accumulate
+        batches = [stage.batch for stage in self.stages]
+        usable = [size for size in self.sizes if all(batch % (size.nodes * parts) == 0 for batch in batches)]
+        return self.model_copy(update={"sizes": tuple(usable)})
+
     @property
     def micro_batch(self) -> int:
         """Samples of a micro-batch of train.accumulate on one GPU, before it is split."""

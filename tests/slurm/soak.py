@@ -50,7 +50,7 @@ name: soak
 model: {{name: "single:Net"}}
 dataset: {{name: digits}}
 optimizer: {{name: SGD, lr: 0.05, momentum: 0.9}}
-train: {{epochs: {epochs}, reference_batch: 32, workers: 0, max_attempts: 500, checkpoint_every: 2}}
+train: {{method: {method}, epochs: {epochs}, reference_batch: 32, workers: 0, max_attempts: 500, checkpoint_every: 2}}
 search: {{nodes: [{nodes}], max_node_hours: 100}}
 cluster: {{kind: slurm, device: cpu, slurm: {{minutes: 60, partition: spare, memory: 1000M}}}}
 """
@@ -211,7 +211,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=300)
     parser.add_argument("--least", type=int, help="nodes that suffice for the disturbed training")
     arguments = parser.parse_args()
-    job = JOB.format(epochs=arguments.epochs, nodes=arguments.nodes)
+    method = "ramp" if arguments.least is None else "lbt"
+    job = JOB.format(method=method, epochs=arguments.epochs, nodes=arguments.nodes)
     began, last = time.monotonic(), []
     with (
         SlurmCluster(arguments.nodes, prefix=f"s{os.getpid()}n", rate="1gbit") as cluster,

@@ -115,7 +115,7 @@ def trained(run: RunDir, launcher: make.FakeLauncher, grid: Grid = GRID, **how) 
 
 def table(run: RunDir, comparison: Comparison, launcher: make.FakeLauncher | None = None) -> accuracy.CompareReport:
     now = services_status.run_status(run, launcher or make.FakeLauncher(), now=time.time())
-    return accuracy.build_compare_report(run, comparison, run.read_spec(), jobs=now.jobs)
+    return accuracy.build_compare_report(Run(run.path, run.read_spec()), comparison, jobs=now.jobs)
 
 
 def row(report: accuracy.CompareReport, method: str, batch: int) -> accuracy.ComparisonRow:
@@ -185,4 +185,4 @@ def compared(folder: Path, launcher: make.FakeLauncher, spec: JobSpec, **asked) 
     grid = session.complete_grid(ComparisonRequest(batches=(64, 128), **asked), Run(run.path, spec), None)
     planned = services_compare.plan_comparison(Run(run.path, spec), grid, inspect=inspect, now=1.0)
     list(trainings.train_cells_one_by_one(run, planned, launcher, inspect=inspect))
-    return accuracy.build_compare_report(run, planned.comparison, spec)
+    return accuracy.build_compare_report(Run(run.path, spec), planned.comparison)

@@ -399,7 +399,7 @@ def test_without_git_or_a_repository_there_is_no_commit(
 
 def submit(run: RunDir, spec: JobSpec, launcher: FakeLauncher) -> dict[str, ProbeTask]:
     """Profile; return the tasks."""
-    profile.submit_probes(run, profile.plan_probes(spec, inspected(), run), launcher)
+    profile.submit_probes(run, profile.plan_probes(Run(run.path, spec), inspected()), launcher)
     return {task.id: task for task in run.tasks() if isinstance(task, ProbeTask)}
 
 
@@ -442,7 +442,7 @@ def test_a_run_is_measured_to_its_end_with_the_code_it_began_with(here: Path, ru
     before = submit(run, job(), launcher)
     launcher.says = dict.fromkeys(launcher.says, "ended")
     write(here, mine="x = 2")
-    (warning,) = profile.plan_probes(job(), inspected(), run).code.warnings
+    (warning,) = profile.plan_probes(Run(run.path, job()), inspected()).code.warnings
     assert warning == messages.earlier_code_used(code="the code of mine:Net", run=run.id, missing_from=None)
     assert submit(run, job(), launcher) == before
 

@@ -549,7 +549,7 @@ def test_a_table_reads_each_file_at_most_once(run: RunDir) -> None:
     trained(run, Trains(fails=("lrs",)))
     comparison = plan(run).comparison
     with benchmark.counted() as reads:
-        report = accuracy.build_compare_report(run, comparison, run.read_spec())
+        report = accuracy.build_compare_report(Run(run.path, run.read_spec()), comparison)
     assert report.finished and len(reads) == len(set(reads))
 
 
@@ -710,9 +710,9 @@ def test_a_script_whose_last_value_is_no_number_has_diverged(tmp_path: Path) -> 
     comparison = services_compare.plan_comparison(
         Run(run.path, spec), Grid(("lbt",), (64, 128), 1, 1, controls=False), inspect=inspect, now=1.0
     ).comparison
-    found = row(accuracy.build_compare_report(run, comparison, spec), "lbt", 128)
+    found = row(accuracy.build_compare_report(Run(run.path, spec), comparison), "lbt", 128)
     assert (found.cells[0].state, found.gap) == ("diverged", None)
-    (told,) = accuracy.build_compare_report(run, comparison, spec).warnings
+    (told,) = accuracy.build_compare_report(Run(run.path, spec), comparison).warnings
     assert (told.code, told.values["state"]) == ("job-ended", "diverged")
 
 
@@ -832,7 +832,7 @@ def test_whether_a_batch_keeps_the_accuracy_is_told_by_the_trainings_of_the_job(
 ) -> None:
     compared_at(run, seeds=1)
     spec = make.spec(**{**SPEC, "train": {**SPEC["train"], "method": method}})
-    found = accuracy.find_accuracy_evidence(run, spec, batch=batch)
+    found = accuracy.find_accuracy_evidence(Run(run.path, spec), batch=batch)
     assert found is not None
     assert (found.outcome, found.gap, found.batch, found.reference_batch, found.seeds) == (outcome, gap, of, 32, 1)
     assert found.error is None and found.words.startswith(f"{outcome} it: {method} at batch {of} was ")
@@ -841,7 +841,7 @@ def test_whether_a_batch_keeps_the_accuracy_is_told_by_the_trainings_of_the_job(
 def test_a_gap_within_a_point_keeps_the_accuracy_only_where_its_interval_says_so(run: RunDir) -> None:
     compared_at(run)
     spec = make.spec(**{**SPEC, "train": {**SPEC["train"], "method": "ags"}})
-    found = accuracy.find_accuracy_evidence(run, spec, batch=256)
+    found = accuracy.find_accuracy_evidence(Run(run.path, spec), batch=256)
     assert found is not None and found.seeds == 2 and found.gap == 0
     assert found.error == pytest.approx(math.sqrt(2)) and found.outcome == "may lose", (
         "two seeds 2 points apart tell little"
@@ -849,8 +849,8 @@ def test_a_gap_within_a_point_keeps_the_accuracy_only_where_its_interval_says_so
 
 
 def test_of_what_was_not_compared_nothing_is_said(run: RunDir) -> None:
-    assert accuracy.find_accuracy_evidence(run, run.read_spec(), batch=128) is None
+    assert accuracy.find_accuracy_evidence(Run(run.path, run.read_spec()), batch=128) is None
     compared_at(run)
-    assert accuracy.find_accuracy_evidence(run, run.read_spec(), batch=512) is None
+    assert accuracy.find_accuracy_evidence(Run(run.path, run.read_spec()), batch=512) is None
     static = make.spec(**{**SPEC, "train": {**SPEC["train"], "method": "static"}})
-    assert accuracy.find_accuracy_evidence(run, static, batch=128) is None
+    assert accuracy.find_accuracy_evidence(Run(run.path, static), batch=128) is None

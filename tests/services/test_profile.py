@@ -10,7 +10,7 @@ from make_results import inspected
 from make_runs import FakeLauncher
 
 from tula_cli.errors import BadMeasurements, Diverged, Infeasible, JobFailed, OutOfMemoryAtMinimum
-from tula_cli.run.directory import RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.imports import Source
 from tula_cli.run.records.base import Components, Footprint
 from tula_cli.run.records.inspections import Inspection
@@ -52,18 +52,18 @@ def batches(plan: profile.ProfilePlan) -> dict[int, tuple[int, ...]]:
 
 def test_the_grid_ends_where_the_estimate_says_memory_does(run: RunDir) -> None:
     # 1000 MiB less 10 % leave 800 samples beside the 100 MiB, so 512 is the largest power of two.
-    plan = profile.plan_probes(run.read_spec(), inspection(), run)
+    plan = profile.plan_probes(Run(run.path, run.read_spec()), inspection())
     assert batches(plan) == {1: (32, 64, 128, 256, 512), 2: (16, 32, 64, 128, 256, 512)}
     assert (plan.total, plan.done, plan.missing) == (11, 0, 11)
 
 
 def test_without_a_capacity_the_dataset_bounds_the_grid(run: RunDir) -> None:
-    plan = profile.plan_probes(run.read_spec(), inspection(capacity=None), run)
+    plan = profile.plan_probes(Run(run.path, run.read_spec()), inspection(capacity=None))
     assert batches(plan)[1][-1] == 1024
 
 
 def test_cost_at_most_is_nodes_times_minutes(run: RunDir) -> None:
-    plan = profile.plan_probes(run.read_spec(), inspection(), run)
+    plan = profile.plan_probes(Run(run.path, run.read_spec()), inspection())
     assert plan.minutes_at_most == 60
     assert plan.node_hours_at_most == pytest.approx((1 + 2) * 0.5)
     assert plan.price_at_most == pytest.approx(1.5 * 3.0)
@@ -75,19 +75,19 @@ def test_only_what_has_no_result_is_planned(run: RunDir) -> None:
     make_runs.add_measured(run, 2, 16)
     make_runs.add_out_of_memory(run, 2, 512)
     make_runs.add_failed(run, 2, 64)
-    plan = profile.plan_probes(run.read_spec(), inspection(), run)
+    plan = profile.plan_probes(Run(run.path, run.read_spec()), inspection())
     assert batches(plan) == {2: (32, 64, 128, 256)}
     assert (plan.done, plan.missing) == (7, 4)
 
 
 def test_a_model_that_does_not_fit_at_all_is_infeasible(run: RunDir) -> None:
     with pytest.raises(Infeasible, match="memory"):
-        profile.plan_probes(run.read_spec(), inspection(capacity=50 * MIB), run)
+        profile.plan_probes(Run(run.path, run.read_spec()), inspection(capacity=50 * MIB))
 
 
 def test_jobs_are_submitted_with_their_task_written_first(run: RunDir) -> None:
     launcher = FakeLauncher()
-    plan = profile.plan_probes(run.read_spec(), inspection(), run)
+    plan = profile.plan_probes(Run(run.path, run.read_spec()), inspection())
     jobs = profile.submit_probes(run, plan, launcher)
     assert jobs == ("probe-n001", "probe-n002")
     assert launcher.submitted == list(jobs)
@@ -99,7 +99,7 @@ def test_jobs_are_submitted_with_their_task_written_first(run: RunDir) -> None:
 
 def test_a_second_call_attaches_to_what_is_under_way(run: RunDir) -> None:
     launcher = FakeLauncher()
-    plan = profile.plan_probes(run.read_spec(), inspection(), run)
+    plan = profile.plan_probes(Run(run.path, run.read_spec()), inspection())
     profile.submit_probes(run, plan, launcher)
     launcher.says["probe-n001"] = "ended"
     assert profile.submit_probes(run, plan, launcher) == ("probe-n001", "probe-n002")
@@ -108,12 +108,12 @@ def test_a_second_call_attaches_to_what_is_under_way(run: RunDir) -> None:
 
 def test_profiling_again_takes_a_cancellation_back(run: RunDir) -> None:
     run.cancel("probe-n001")
-    profile.submit_probes(run, profile.plan_probes(run.read_spec(), inspection(), run), FakeLauncher())
+    profile.submit_probes(run, profile.plan_probes(Run(run.path, run.read_spec()), inspection()), FakeLauncher())
     assert not run.is_cancelled("probe-n001")
 
 
 def test_the_report_says_what_is_there(run: RunDir) -> None:
-    plan = profile.plan_probes(run.read_spec(), inspection(), run)
+    plan = profile.plan_probes(Run(run.path, run.read_spec()), inspection())
     make_runs.add_measured(run, 1, 32)
     make_runs.add_out_of_memory(run, 1, 512)
     make_runs.add_failed(run, 1, 64)
@@ -136,7 +136,7 @@ def test_the_report_says_what_is_there(run: RunDir) -> None:
     ],
 )
 def test_nothing_measured_is_an_error_of_its_class(run: RunDir, result: str, error: type[Exception]) -> None:
-    plan = profile.plan_probes(run.read_spec(), inspection(), run)
+    plan = profile.plan_probes(Run(run.path, run.read_spec()), inspection())
     if result == "failed":
         make_runs.add_failed(run, 1, 32, "ValueError: mine")
     if result == "diverged":
@@ -170,14 +170,14 @@ def measure(run: RunDir, plan: profile.ProfilePlan) -> None:
 
 
 def test_each_round_follows_from_the_results_of_those_before(rounds: RunDir) -> None:
-    plan = profile.plan_probes(rounds.read_spec(), inspection(), rounds)
+    plan = profile.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
     assert batches(plan) == {1: (32, 128, 512), 4: (8,)} and len(plan.reasons) == 4
     seen = 0
     while plan.missing:
         measure(rounds, plan)
         assert profile.is_measured(rounds, plan)
         seen += plan.missing
-        plan = profile.plan_probes(rounds.read_spec(), inspection(), rounds)
+        plan = profile.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
         assert plan.done == seen
     assert 4 <= seen < 18 and "expected regret" in plan.certainty
 
@@ -194,7 +194,7 @@ def submit_all(run: RunDir, plan: profile.ProfilePlan, launcher: FakeLauncher) -
 
 def test_a_round_waits_until_finished_jobs_of_the_round_before_have_exited(rounds: RunDir) -> None:
     launcher = FakeLauncher()
-    plan = profile.plan_probes(rounds.read_spec(), inspection(), rounds)
+    plan = profile.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
     submit_all(rounds, plan, launcher)
     measure(rounds, plan)
     pauses: list[float] = []
@@ -214,14 +214,14 @@ def test_a_round_waits_until_finished_jobs_of_the_round_before_have_exited(round
 
 def test_no_round_waits_for_a_job_that_is_still_measuring(rounds: RunDir) -> None:
     launcher = FakeLauncher()
-    plan = profile.plan_probes(rounds.read_spec(), inspection(), rounds)
+    plan = profile.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
     submit_all(rounds, plan, launcher)
     profile.wait_for_exits(rounds, launcher, plan, sleep=lambda _: pytest.fail("it waits"))
 
 
 def test_a_job_that_never_exits_is_waited_for_only_so_long(rounds: RunDir) -> None:
     launcher = FakeLauncher()
-    plan = profile.plan_probes(rounds.read_spec(), inspection(), rounds)
+    plan = profile.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
     submit_all(rounds, plan, launcher)
     measure(rounds, plan)
     pauses: list[float] = []
@@ -233,11 +233,11 @@ def test_what_auto_comes_to_is_kept_with_its_probes(tmp_path: Path) -> None:
     search = {"nodes": [1, 2, 4], "min_batch": 32, "strategy": "auto", "max_minutes": 30}
     short, long = (make_runs.spec(search=search, train={"epochs": epochs}) for epochs in (1, 1_000_000))
     run = RunDir.create(tmp_path, short)
-    plan = profile.plan_probes(short, inspection(), run)
+    plan = profile.plan_probes(Run(run.path, short), inspection())
     assert plan.in_rounds and batches(plan) == {1: (32, 128, 512), 4: (8,)}
     assert {task.spec.search.strategy for task in plan.tasks} == {"adaptive"}
     assert plan.reasons[0] == "search.strategy: auto chose adaptive"
-    sweep = profile.plan_probes(long, inspection(), run)
+    sweep = profile.plan_probes(Run(run.path, long), inspection())
     assert (
         not sweep.in_rounds
         and not sweep.reasons
@@ -245,26 +245,28 @@ def test_what_auto_comes_to_is_kept_with_its_probes(tmp_path: Path) -> None:
     )
     for task in sweep.tasks:
         run.write_task(task)
-    assert batches(profile.plan_probes(short, inspection(), run)) == batches(sweep), "a search goes on as it has begun"
+    assert batches(profile.plan_probes(Run(run.path, short), inspection())) == batches(sweep), (
+        "a search goes on as it has begun"
+    )
 
 
 def test_a_round_that_is_under_way_is_the_plan_until_it_is_done(rounds: RunDir) -> None:
-    plan = profile.plan_probes(rounds.read_spec(), inspection(), rounds)
+    plan = profile.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
     for task in plan.tasks:
         rounds.write_task(task)
     make_runs.add_measured(rounds, 1, 32)
-    again = profile.plan_probes(rounds.read_spec(), inspection(), rounds)
+    again = profile.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
     assert batches(again) == {1: (128, 512), 4: (8,)} and not profile.is_measured(rounds, plan)
     make_runs.add_measured(rounds, 1, 128)
     make_runs.add_failed(rounds, 1, 512)
     make_runs.add_measured(rounds, 4, 8)
-    again = profile.plan_probes(rounds.read_spec(), inspection(), rounds)
+    again = profile.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
     assert batches(again) == {1: (256, 512)}, "what failed, and what stands in for it to start from"
-    assert batches(profile.plan_probes(rounds.read_spec(), inspection(), rounds, again=False)) == {1: (256,)}
+    assert batches(profile.plan_probes(Run(rounds.path, rounds.read_spec()), inspection(), again=False)) == {1: (256,)}
 
 
 def test_a_round_whose_probes_all_fail_is_not_measured(rounds: RunDir) -> None:
-    plan = profile.plan_probes(rounds.read_spec(), inspection(), rounds)
+    plan = profile.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
     for nodes, local in ((1, 32), (1, 128), (1, 512), (4, 8)):
         make_runs.add_failed(rounds, nodes, local)
     assert not profile.is_measured(rounds, plan)
@@ -313,7 +315,7 @@ def test_why_a_probe_of_a_script_failed_is_told_once_with_what_to_do(tmp_path: P
 
 def test_a_further_round_stays_within_the_cap_on_node_hours(rounds: RunDir) -> None:
     def capped(cap: float) -> profile.ProfilePlan:
-        return profile.plan_probes(long_job(max_node_hours=cap), inspection(), rounds)
+        return profile.plan_probes(Run(rounds.path, long_job(max_node_hours=cap)), inspection())
 
     assert capped(1.0).missing == 4  # the command line refuses the start where it is over the cap
     measure(rounds, capped(1.0))
@@ -326,19 +328,19 @@ def test_a_further_round_stays_within_the_cap_on_node_hours(rounds: RunDir) -> N
 
 
 def test_what_is_no_longer_searched_is_not_tried_again(rounds: RunDir) -> None:
-    plan = profile.plan_probes(rounds.read_spec(), inspection(), rounds)
+    plan = profile.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
     for task in plan.tasks:
         rounds.write_task(task)
     for local in (32, 128, 512):
         make_runs.add_measured(rounds, 1, local)
     make_runs.add_failed(rounds, 4, 8)
-    assert batches(profile.plan_probes(rounds.read_spec(), inspection(), rounds)) == {4: (8, 16)}
+    assert batches(profile.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())) == {4: (8, 16)}
     fewer = long_job(nodes=[1, 2])
-    assert set(batches(profile.plan_probes(fewer, inspection(), rounds))) == {2}
+    assert set(batches(profile.plan_probes(Run(rounds.path, fewer), inspection()))) == {2}
 
 
 def test_the_cap_counts_what_other_node_types_take(rounds: RunDir) -> None:
     job = long_job(max_node_hours=10)
-    measure(rounds, profile.plan_probes(job, inspection(), rounds))
-    assert profile.plan_probes(job, inspection(), rounds, elsewhere=1.0).missing
-    assert not profile.plan_probes(job, inspection(), rounds, elsewhere=9.9).missing
+    measure(rounds, profile.plan_probes(Run(rounds.path, job), inspection()))
+    assert profile.plan_probes(Run(rounds.path, job), inspection(), elsewhere=1.0).missing
+    assert not profile.plan_probes(Run(rounds.path, job), inspection(), elsewhere=9.9).missing

@@ -13,7 +13,7 @@ from cluster import SlurmCluster
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm.start_estimate import estimate_start
 from tula_cli.cluster.slurm.submit import SlurmLauncher
-from tula_cli.run.directory import RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.jobs import Job
 from tula_cli.run.records.tasks import Rung, TrainTask
 
@@ -66,9 +66,9 @@ def until(true: Callable[[], Any], seconds: float = 30) -> Any:
 def test_the_scheduler_estimates_a_start(run: RunDir, on_slurm: SlurmCluster) -> None:
     """--test-only gives a start, or says why not, and submits nothing."""
     spec = make.spec(cluster=cluster("main"))
-    estimate = estimate_start(run, spec, nodes=2, batch=64, now=time.time())
+    estimate = estimate_start(Run(run.path, spec), nodes=2, batch=64, now=time.time())
     assert estimate is not None and estimate.wait is not None and estimate.wait < 60, estimate
-    refused = estimate_start(run, spec, nodes=400, batch=12800, now=time.time())
+    refused = estimate_start(Run(run.path, spec), nodes=400, batch=12800, now=time.time())
     assert refused is not None and refused.wait is None and refused.reason
     assert scheduler.list_live_jobs([f"tula-{run.id}-start-estimate"]) == []
 

@@ -79,35 +79,26 @@ class ProfileReport:
         return not self.failed and not self.missing
 
 
-def plan_probes(
-    spec: JobSpec,
-    inspection: Inspection,
-    run: RunDir | None,
-    *,
-    elsewhere: float = 0.0,
-    again: bool = True,
-    sizes: Sequence[Run] = (),
-) -> ProfilePlan:
+def plan_probes(run: Run, inspection: Inspection, *, elsewhere: float = 0.0, again: bool = True) -> ProfilePlan:
     """Return the missing probes, grouped into jobs, and their maximum cost.
 
     Args:
-        spec: the job.
+        run: the run, which may have results already or not exist yet.
         inspection: dataset size and memory estimate.
-        run: the run that may have results already; None for no run.
         elsewhere: node-hours that other node types of the same job have used or are about to use.
         again: whether failed probes are measured again.
-        sizes: runs with other numbers of GPUs on the same nodes, whose measurements also inform an adaptive search.
 
     Raises:
         Infeasible: no configuration of the search can run.
         SpecError: a file of the user's code cannot be read.
     """
+    spec = run.spec
     source = choose_code(run, spec, Path.cwd(), keep=True)
     largest = find_largest_local_batch(spec, inspection)
     chosen_by_auto = spec.search.strategy == "auto"
     spec = choose_strategy(spec, dataset_size=inspection.dataset_size, largest=largest, run=run)
-    results_by_id = {result.id: result for result in run.results()} if run else {}
-    wanted_batches, round_ = _choose_batches(spec, inspection, run, results_by_id, elsewhere=elsewhere, sizes=sizes)
+    results_by_id = {result.id: result for result in run.results()}
+    wanted_batches, round_ = _choose_batches(run.with_spec(spec), inspection, results_by_id, elsewhere=elsewhere)
     tasks = []
     for nodes, local_batches in wanted_batches.items():
         missing = [
@@ -142,19 +133,14 @@ Known = Mapping[str, Measured | OutOfMemory | Failed]
 
 
 def _choose_batches(
-    spec: JobSpec,
-    inspection: Inspection,
-    run: RunDir | None,
-    results_by_id: Known,
-    *,
-    elsewhere: float,
-    sizes: Sequence[Run],
+    run: Run, inspection: Inspection, results_by_id: Known, *, elsewhere: float
 ) -> tuple[Mapping[int, Sequence[int]], Round]:
     """Return all local batches to measure by number of nodes; with `adaptive`, those so far and the next round."""
+    spec = run.spec
     largest = find_largest_local_batch(spec, inspection)
     if spec.search.strategy != "adaptive":
         return choose_probes(spec, dataset_size=inspection.dataset_size, max_local_batch=largest), Round({}, (), "")
-    begun_probes = _list_begun_probes(run) if run else set()
+    begun_probes = _list_begun_probes(run)
     settled = {probe for probe in begun_probes if _is_settled(results_by_id.get(make_probe_id(*probe)))}
     candidates = list_feasible_candidates(spec, dataset_size=inspection.dataset_size, max_local_batch=largest)
     searched = {(config.nodes, config.local_batch(spec.cluster.gpus_per_node)) for config in candidates}
@@ -167,18 +153,16 @@ def _choose_batches(
         spec,
         list(results_by_id.values()),
         inspection=inspection,
-        **_collect_adaptive_inputs(run, spec, results_by_id, sizes),
+        **_collect_adaptive_inputs(run, results_by_id),
     )
-    fresh = _limit_round_to_cap(spec, fresh, spent=elsewhere + (count_measured_node_hours(run) if run else 0.0))
+    fresh = _limit_round_to_cap(spec, fresh, spent=elsewhere + count_measured_node_hours(run))
     picked = {(nodes, size) for nodes, sizes in fresh.probes.items() for size in sizes}
     return group_probes_by_nodes(settled | failed | picked), fresh
 
 
-def _collect_adaptive_inputs(
-    run: RunDir | None, spec: JobSpec, results_by_id: Known, sizes: Sequence[Run]
-) -> dict[str, Any]:
+def _collect_adaptive_inputs(run: Run, results_by_id: Known) -> dict[str, Any]:
     """Return the inputs of an adaptive search other than probes, as arguments of `choose_next_round`."""
-    if run is None or not run.exists:
+    if not run.exists:
         return {}
     from tula_cli.services.recommendation.measurements import (
         CachedTrainings,
@@ -188,8 +172,8 @@ def _collect_adaptive_inputs(
 
     return {
         "attempts": run.attempts(),
-        "trained": list_observations_from_trainings(run, spec, list(results_by_id.values())).found,
-        "others": read_measurements_of_other_sizes(sizes, CachedTrainings()),
+        "trained": list_observations_from_trainings(run, list(results_by_id.values())).found,
+        "others": read_measurements_of_other_sizes(run.sizes, CachedTrainings()),
     }
 
 

@@ -87,7 +87,7 @@ def plan_variants(
             plan = (
                 largest_batch.plan_search(run, inspection)
                 if largest
-                else profile.plan_probes(run.spec, inspection, run, elsewhere=elsewhere, again=again, sizes=run.sizes)
+                else profile.plan_probes(run, inspection, elsewhere=elsewhere, again=again)
             )
             planned.append((run, plan))
         except Infeasible as error:

@@ -131,7 +131,7 @@ def answer_query(
         return answer
     from tula_cli.cluster.slurm.start_estimate import estimate_start  # submitit, which only jobs of SLURM need
 
-    estimate = estimate_start(run, run.spec, nodes=choice.nodes, batch=choice.batch, now=now)
+    estimate = estimate_start(run, nodes=choice.nodes, batch=choice.batch, now=now)
     return replace(answer, recommendation=answer.recommendation.model_copy(update={"start_estimate": estimate}))
 
 
@@ -347,7 +347,7 @@ def _build_answer(
     if run.comparison() is not None:
         from tula_cli.services.comparison.accuracy import find_accuracy_evidence
 
-        accuracy = find_accuracy_evidence(run, run.spec, batch=prediction.batch)
+        accuracy = find_accuracy_evidence(run, batch=prediction.batch)
     quantity: Quantity = "accuracy-time" if query.objective == "accuracy-time" else "time"
     all_warnings = (
         *warnings,

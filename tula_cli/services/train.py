@@ -180,12 +180,12 @@ def plan_training(
 
 
 def _with_stages(
-    run: RunDir, task: TrainTask, newest: TrainTask | None, recommended: Recommendation | None, size: int
+    run: Run, task: TrainTask, newest: TrainTask | None, recommended: Recommendation | None, size: int
 ) -> TrainTask:
     """Return a new or moved task with its ramp stages, after checking that its batch fits `size` training samples."""
     spec, nodes, batch = task.spec, task.nodes, task.batch
     _require_size(spec, nodes, batch, size)
-    stages = plan_stages(run, spec, nodes, batch, size, recommended=recommended)
+    stages = plan_stages(run.with_spec(spec), nodes, batch, size, recommended=recommended)
     stages, training = continue_stages(newest.stages if newest else (), stages), run.training(task.signature)
     if decisions := training.stage_decisions():  # of a training that goes on elsewhere
         stages = apply_decisions(stages, decisions, total=size * spec.train.epochs, size=size)

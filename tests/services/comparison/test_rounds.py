@@ -145,7 +145,7 @@ def trained(
 
 def table(run: RunDir, comparison: Comparison) -> accuracy.CompareReport:
     now = services_status.run_status(run, make.FakeLauncher(), now=time.time())
-    return accuracy.build_compare_report(run, comparison, run.read_spec(), jobs=now.jobs)
+    return accuracy.build_compare_report(Run(run.path, run.read_spec()), comparison, jobs=now.jobs)
 
 
 FULL = ["5", "6", "7"]
@@ -558,7 +558,7 @@ def test_a_script_is_compared_in_rounds_by_its_own_metric(tmp_path: Path) -> Non
     )
     planned = plan(run, asked, spec)
     list(trainings.train_cells_one_by_one(run, planned, launcher, inspect=inspect))
-    report = accuracy.build_compare_report(run, planned.comparison, spec)
+    report = accuracy.build_compare_report(Run(run.path, spec), planned.comparison)
     assert {row.method: row.dropped for row in report.first_round} == {
         "lrs": "", "sqrt": "", "lbt-x2": "dropped in round 1: number 3 of 3, 0.400 behind lrs in err",
     }, "lbt-x4 is sqrt once more"  # fmt: skip

@@ -9,7 +9,7 @@ from read_diagnostics import values
 from tula_cli.cluster.chains import list_chain_tasks
 from tula_cli.errors import Infeasible, SpecError
 from tula_cli.query import Query
-from tula_cli.run.directory import RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.job_runs import open_family, open_run
 from tula_cli.services import profile, train
 from tula_cli.services.check import check
@@ -95,7 +95,7 @@ def test_a_measuring_job_that_does_not_fit_is_a_problem_before_it_is_submitted()
     ]
     assert needs == [(1, 22.0), (2, 22.0)]
     with pytest.raises(Infeasible, match=r"search.max_minutes"):
-        profile.plan_probes(short, inspected(), None)
+        profile.plan_probes(Run(Path("x"), short), inspected())
 
 
 def test_searched_nodes_beyond_the_bins_are_left_out_and_said():

@@ -9,17 +9,16 @@ from tula_cli.cluster.slurm.queue import parse_time
 from tula_cli.cluster.slurm.scheduler import make_sbatch_environment
 from tula_cli.cluster.slurm.submit import render_job_script
 from tula_cli.errors import TulaError
-from tula_cli.run.directory import RunDir
+from tula_cli.run.directory import Run
 from tula_cli.run.records.recommendations import StartEstimate
 from tula_cli.run.records.tasks import Rung, TrainTask
-from tula_cli.spec.job import JobSpec
 
 _PATIENCE = 10.0
 """Timeout of sbatch in seconds; short, as the estimate is only a hint."""
 _JOB = "start-estimate"
 
 
-def estimate_start(run: RunDir, spec: JobSpec, *, nodes: int, batch: int, now: float) -> StartEstimate | None:
+def estimate_start(run: Run, *, nodes: int, batch: int, now: float) -> StartEstimate | None:
     """Return SLURM's estimate of when the first job of a training would start; nothing is submitted.
 
     SLURM is given the script that would be submitted, and considers running jobs and their time limits. Jobs of higher
@@ -27,7 +26,6 @@ def estimate_start(run: RunDir, spec: JobSpec, *, nodes: int, batch: int, now: f
 
     Args:
         run: the run that the training would belong to; nothing is written there.
-        spec: the job.
         nodes: number of nodes of the training.
         batch: global batch of the training.
         now: Unix time.
@@ -36,8 +34,8 @@ def estimate_start(run: RunDir, spec: JobSpec, *, nodes: int, batch: int, now: f
         The estimate, without a wait but with a reason if SLURM gives none; None if this machine has no sbatch.
     """
     task = TrainTask(
-        id=_JOB, job=_JOB, spec=spec, workdir=str(Path.cwd()), nodes=nodes, signature=_JOB, attempt=1,
-        ladder=(Rung(batch=batch),), workers=spec.train.workers,
+        id=_JOB, job=_JOB, spec=run.spec, workdir=str(Path.cwd()), nodes=nodes, signature=_JOB, attempt=1,
+        ladder=(Rung(batch=batch),), workers=run.spec.train.workers,
     )  # fmt: skip
     minutes = task.time_limit
     try:

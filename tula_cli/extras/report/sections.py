@@ -1503,9 +1503,7 @@ def build_comparison_sections_of_parts(material: Material) -> Iterator[Section]:
     if not compared_parts:
         yield Section("comparison", "Methods and batches", missing=HOW_TO_COMPARE)
     for run_material, comparison in compared_parts:
-        report = accuracy.build_compare_report(
-            run_material.run, comparison, run_material.run.spec, jobs=run_material.now.jobs
-        )
+        report = accuracy.build_compare_report(run_material.run, comparison, jobs=run_material.now.jobs)
         for section in comparison_document.build_comparison_sections(
             report, accuracy.read_training_curves(run_material.run, comparison)
         ):

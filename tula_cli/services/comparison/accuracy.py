@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tula_cli.cluster.scripts.training import is_lower_better
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.models.time.noise import Z90
-from tula_cli.run.directory import RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.frames import make_frame
 from tula_cli.run.html_table import render_html
 from tula_cli.run.records.recommendations import Accuracy
@@ -200,20 +200,18 @@ def _list_metric_columns(row: ComparisonRow, metrics: Iterable[str]) -> dict[str
     }
 
 
-def build_compare_report(
-    run: RunDir, comparison: Comparison, spec: JobSpec, *, jobs: Iterable[JobStatus] = ()
-) -> CompareReport:
+def build_compare_report(run: Run, comparison: Comparison, *, jobs: Iterable[JobStatus] = ()) -> CompareReport:
     """Return the table of the trainings so far.
 
     Args:
         run: the run.
         comparison: the comparison, with its cells.
-        spec: the job.
         jobs: status of the run's jobs, for cells that are not finished.
     """
     states, snapshot = {job.id: job for job in jobs}, run.read(skip_damaged=True)
     took = compute_mean_hours_by_row(snapshot, comparison)
     hours = {row: estimate_hours(row, took, {}) for row in {(cell.method, cell.batch) for cell in comparison.cells}}
+    spec = run.spec
     standing = rounds.decide_standing(snapshot, comparison, spec, hours=hours)
     cells = [
         _make_cell_report(snapshot.training(cell.signature), cell, states.get(f"train-{cell.signature}"), spec)
@@ -529,7 +527,7 @@ MAX_SHARE_LOST = 0.02
 """The same limit for any other metric, as a share of the small batch's value."""
 
 
-def find_accuracy_evidence(run: RunDir, spec: JobSpec, *, batch: int) -> Accuracy | None:
+def find_accuracy_evidence(run: Run, *, batch: int) -> Accuracy | None:
     """Return the evidence of a run's comparison on the accuracy of the job's method at a batch; None if there is none.
 
     A batch that was not trained is judged by the next larger one that was. It keeps the accuracy if the upper end of
@@ -538,7 +536,6 @@ def find_accuracy_evidence(run: RunDir, spec: JobSpec, *, batch: int) -> Accurac
 
     Args:
         run: the run, for the node type of the choice.
-        spec: the job.
         batch: global batch.
     """
     comparison = run.comparison()
@@ -546,10 +543,12 @@ def find_accuracy_evidence(run: RunDir, spec: JobSpec, *, batch: int) -> Accurac
         return None
     from tula_cli.services.comparison.rows import make_row_of_job
 
-    table = build_compare_report(run, comparison, spec)
+    table = build_compare_report(run, comparison)
     reference = next((row for row in table.rows if row.reference), None)
     rows = [
-        row for row in table.rows if row.method == make_row_of_job(spec) and row.batch >= batch and row.gap is not None
+        row
+        for row in table.rows
+        if row.method == make_row_of_job(run.spec) and row.batch >= batch and row.gap is not None
     ]
     if reference is None or not rows:
         return None

@@ -133,9 +133,7 @@ def load_comparison(runs: Sequence[Run], *, node_type: str | None = None) -> tup
 def read_comparison_result(run: Run, comparison: Comparison, launcher: Launcher) -> ComparisonResult:
     """Return the current table."""
     run_status = status.run_status(run, launcher, now=time.time())
-    return ComparisonResult(
-        accuracy.build_compare_report(run, comparison, run.spec, jobs=run_status.jobs), run_status.active()
-    )
+    return ComparisonResult(accuracy.build_compare_report(run, comparison, jobs=run_status.jobs), run_status.active())
 
 
 def run_comparison(

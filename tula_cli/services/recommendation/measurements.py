@@ -266,7 +266,7 @@ def fit_estimator_of_recommendation(run: Run, *, stages_by: Worth = "time") -> E
         results,
         attempts=attempts,
         saves=run.newest_script_saves(),
-        trained=list_observations_from_trainings(run, spec, results).found,
+        trained=list_observations_from_trainings(run, results).found,
         other_sizes=read_measurements_of_other_sizes(run.sizes, CachedTrainings()),
         noise=make_noise_path([run], spec, results),
         queue=compute_median_queue_wait(run.jobs(), attempts),
@@ -321,15 +321,14 @@ MAX_TRAININGS = 5
 
 
 def list_observations_from_trainings(
-    run: RunDir, spec: JobSpec, results: Sequence[Measured | OutOfMemory | Failed]
+    run: Run, results: Sequence[Measured | OutOfMemory | Failed]
 ) -> TrainingObservations:
     """Return the step times of a run's trainings, finished or not, and why some of them are left out.
 
     Trainings with another method, model or code (as in `tula compare`) are not used.
 
     Args:
-        run: a run measured on one node type.
-        spec: the job, used if no task records what the probes were made for.
+        run: the run; its job is used if no task records what the probes were made for.
         results: results of the probes; without a measured one, no training is used.
     """
     measured = [result for result in results if isinstance(result, Measured)]
@@ -337,7 +336,7 @@ def list_observations_from_trainings(
     if not measured or not names:
         return TrainingObservations()
     tasks = run.tasks()
-    probed_job = next((task.spec for task in tasks if isinstance(task, ProbeTask)), spec)
+    probed_job = next((task.spec for task in tasks if isinstance(task, ProbeTask)), run.spec)
     from tula_cli.run.code import find_measured_snapshot  # which runs without trainings do not need
 
     snapshot = find_measured_snapshot(run)
@@ -404,7 +403,7 @@ class CachedTrainings:
 
     def __call__(self, run: Run) -> TrainingObservations:
         if run.path not in self._known:
-            self._known[run.path] = list_observations_from_trainings(run, run.spec, run.results())
+            self._known[run.path] = list_observations_from_trainings(run, run.results())
         return self._known[run.path]
 
 
@@ -492,13 +491,12 @@ def make_noise_path(
 
 
 def plan_stages(
-    run: RunDir, spec: JobSpec, nodes: int, batch: int, dataset_size: int, *, recommended: Recommendation | None
+    run: Run, nodes: int, batch: int, dataset_size: int, *, recommended: Recommendation | None
 ) -> tuple[Stage, ...]:
     """Return the ramp stages of a new training, the last one at its batch; empty if its batch does not grow.
 
     Args:
-        run: the run, for one node type.
-        spec: the job.
+        run: the run.
         nodes: number of nodes.
         batch: global batch.
         dataset_size: training samples.
@@ -508,7 +506,7 @@ def plan_stages(
     Raises:
         BadMeasurements: the stages depend on the gradient noise, which nothing has measured.
     """
-    stages_setting = spec.train.stages
+    spec, stages_setting = run.spec, run.spec.train.stages
     if stages_setting is None or spec.script is not None:
         return ()
     if stages_setting == "noise" and recommended is not None and recommended.choice.type and recommended.stages:

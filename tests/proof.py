@@ -134,7 +134,7 @@ PARTS = (
     Part("script-under-torch-2.0", 5.0, ("tests/oldest_torch.py", "2.0.1")),
     soak(1, nodes=4, kills=3, epochs=45, minutes=1.2),
     soak(1, nodes=16, kills=2, epochs=20, minutes=2.0),
-    soak(1, nodes=4, least=1, kills=50, epochs=380, minutes=12.0),
+    soak(1, nodes=4, least=1, kills=15, epochs=115, minutes=3.8),
 )
 
 
